@@ -42,8 +42,8 @@ class CompiledLayers:
 
 def _is_plain(config: DecoderConfig, i: int) -> bool:
     layer = config.layers[i]
-    alone = layer.keys_of is None and i not in config.givers and layer.mixer is None
-    return layer.attends and alone and layer.mixture is None and config.latent is None
+    alone = layer.kv_from_layer is None and i not in config.kv_source_layers and layer.mixer is None
+    return layer.has_attention and alone and layer.mixture is None and config.latent is None
 
 
 def _forward(layer: nn.Module, *args: Any, **others: Any) -> Any:

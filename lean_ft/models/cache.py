@@ -1,9 +1,8 @@
-"""The cache of generation: of attention keys and values of all positions so far, in memory taken once, of other mixers their
-state and the last inputs of their convolution.
+"""The cache for generation: keys and values of attention layers, and the states and last inputs of other mixers.
 
-Rows of a batch may have different lengths. Position p of a row lies at index p of its cache, so a row's padding is
-overwritten by the tokens that follow it, and a query at position p sees exactly the indices up to p. A row can be filled
-once and spread to several that go on from it, and rows that have ended leave.
+Memory is allocated once. Rows of a batch may have different lengths. Position p of a row is at index p of its cache, so later
+tokens overwrite a row's padding, and a query at position p sees the indices up to p. A row can be copied to several rows that
+continue it, and rows that have ended are dropped.
 
 Shapes: B batch, T new tokens, C capacity, K key-value heads, D features of a head.
 """
@@ -21,14 +20,14 @@ from lean_ft.models.config import DecoderConfig, MixerConfig
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values; of latents both are the same."""
+    """One layer's keys and values; both are the same tensor for latents."""
 
     keys: Tensor  # (B, C, K, D)
     values: Tensor
     owner: "KVCache"
 
     def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores key and value (B, T, K, D) at their positions; returns all that is filled, (B, filled, K, D) each."""
+        """Store key and value (B, T, K, D); return all keys and values so far, (B, filled, K, D) each."""
         filled, rows = self.owner.filled, len(key)
         if self.owner.is_even:
             new = slice(filled - key.shape[1], filled)
@@ -39,20 +38,20 @@ class LayerCache:
         return self.filled(rows)
 
     def filled(self, rows: int) -> tuple[Tensor, Tensor]:
-        """All that is filled of the first rows, (B, filled, K, D) each."""
+        """Keys and values of the first rows so far, (B, filled, K, D) each."""
         return self.keys[:rows, : self.owner.filled], self.values[:rows, : self.owner.filled]
 
 
 @dataclass(frozen=True)
 class StateCache:
-    """What a layer that is no attention keeps of each row; rows beyond those of a pass are let go of."""
+    """One recurrent or convolution layer's state per row."""
 
-    inputs: Tensor  # (B, taps - 1, channels): the convolution's last ones
+    inputs: Tensor  # (B, taps - 1, channels): the last inputs of the convolution
     state: Tensor | None  # (B, heads, key features, value features) in float32
     owner: "KVCache"
 
     def behind_inputs(self, x: Tensor) -> Tensor:
-        """Returns the last inputs and x (B, T, channels) behind them, and keeps the last of these that are no padding."""
+        """Return x (B, T, channels) after the last inputs, and store its last inputs that are not padding."""
         x = torch.cat((self.inputs[: len(x)], x), 1)
         num_kept, lengths = self.inputs.shape[1], self.owner.new_lengths
         if lengths is None:
@@ -63,17 +62,13 @@ class StateCache:
         return x
 
     def is_padding(self, num_tokens: int) -> Tensor | None:
-        """Which of the new tokens are padding, (B, T); None where none is."""
+        """Which of the new tokens are padding, (B, T); None if there is no padding."""
         lengths = self.owner.new_lengths
         return None if lengths is None else torch.arange(num_tokens, device=lengths.device) >= lengths[:, None]
 
 
 class KVCache:
-    """The layers' caches and how far each row is filled.
-
-    Takes 2 * B * C * K * D elements a layer of attention with keys of its own, and what the other mixers keep. `begin` and
-    `advance` frame each forward pass; Decoder calls both.
-    """
+    """The caches of all layers, and each row's length. Decoder calls `begin` and `advance` around each forward pass."""
 
     def __init__(
         self,
@@ -84,9 +79,11 @@ class KVCache:
         device: torch.device,
         num_head_parts: int = 1,
     ) -> None:
-        """num_head_parts: into which heads are cut over ranks; one of them is kept here."""
-        self._sources = [i if layer.keys_of is None else layer.keys_of for i, layer in enumerate(config.layers)]
-        # Zeros, not whatever memory holds: a masked NaN would still poison the product with its zero weight.
+        """num_head_parts: the number of ranks over which heads are sharded."""
+        self._sources = [
+            i if layer.kv_from_layer is None else layer.kv_from_layer for i, layer in enumerate(config.layers)
+        ]
+        # Zeros rather than uninitialized memory: a masked NaN times a zero weight is NaN.
         keys: dict[int, tuple[Tensor, ...]] = {
             i: tuple(
                 torch.zeros(batch_size, capacity, heads // num_head_parts, features, dtype=dtype, device=device)
@@ -108,38 +105,37 @@ class KVCache:
         num_rows: int,
         device: torch.device,
     ) -> None:
-        self.keys = keys  # of each layer of attention with keys of its own: keys and values, (rows, C, K, D)
-        self.states = states  # of the other mixers: the last inputs, and the state
+        self.keys = keys  # per attention layer with its own keys: keys and values, (rows, C, K, D)
+        self.states = states  # per recurrent layer: the last inputs and the state
         self.capacity, self.num_rows = capacity, num_rows
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (B,)
-        self.filled = 0  # at least every row's length, and `shortest` at most; known without asking the device
-        self.shortest = 0
-        # Whether all rows have come as far; decided once, as compiled code takes both for unknown numbers.
+        # Upper and lower bounds of the rows' lengths, on the host.
+        self.filled = self.shortest = 0
+        # Whether all rows have the same length. Stored, because compiled code treats the bounds as unknown numbers.
         self.is_even = True
         self.starts_empty = True
-        self.next_lengths = self.lengths  # (B,) with the tokens that `begin` made room for
-        self.new_lengths: Tensor | None = None  # (B,) how many of those are no padding, where some are
-        self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1) of what is stored
+        self.next_lengths = self.lengths  # (B,), including the tokens of the current pass
+        self.new_lengths: Tensor | None = None  # (B,) new tokens that are not padding; None if there is no padding
+        self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1), where new tokens are stored
         self._visible: dict[tuple[int | None, int | None], Tensor | None] = {}
 
     def layer(self, i: int) -> tuple[LayerCache | None, StateCache | None]:
-        """Layer i's. Made for each pass: kept here it would keep this cache too, and its memory until a collection of
-        garbage."""
+        """Layer i's caches. They are made anew for each pass; stored, they would form a reference cycle that keeps the memory
+        until a garbage collection."""
         state = StateCache(*self.states[i], self) if i in self.states else None
         kept = self.keys.get(self._sources[i])
         return None if kept is None else LayerCache(kept[0], kept[-1], self), state
 
     def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
-        """Makes room for `num_tokens` more in every row and returns their positions (B, T).
+        """Make room for `num_tokens` more tokens in every row, and return their positions (B, T).
 
-        lengths (B,): how many of them are no padding; where left out all. Padding is overwritten by what comes next.
-        Raises ValueError where they do not fit.
+        lengths (B,): how many of them are not padding. Raises ValueError if they do not fit.
         """
         self.starts_empty = self.filled == 0
         if self.filled + num_tokens > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} positions; {self.filled} are taken and {num_tokens} more were given. "
-                "Build it with a larger capacity."
+                f"the cache holds {self.capacity} positions; {self.filled} are used and {num_tokens} more do not fit. Create "
+                "it with a larger capacity."
             )
         self.filled += num_tokens
         self.shortest += num_tokens if lengths is None else 0
@@ -153,11 +149,7 @@ class KVCache:
         return self.positions
 
     def visible(self, window: int | None, chunk: int | None = None) -> Tensor | None:
-        """Which of the filled indices each new token sees, (B, T, filled): those up to its own, `window` of them, or those in
-        its own `chunk`.
-
-        None where each row has one new token, and that sees all.
-        """
+        """Which indices each new token sees, (B, T, filled), given a window or chunk; None if one new token per row sees all."""
         if (window, chunk) not in self._visible:
             self._visible[window, chunk] = self._mask(window, chunk)
         return self._visible[window, chunk]
@@ -174,11 +166,11 @@ class KVCache:
         return seen if window is None else seen & (indices > positions - window)
 
     def advance(self) -> None:
-        """Counts as filled what `begin` made room for."""
+        """Add the tokens of the current pass to the rows' lengths."""
         self.lengths = self.next_lengths
 
     def part(self, start: int, end: int) -> "KVCache":
-        """An empty cache in the memory of some of the rows of this one, to be filled for them."""
+        """An empty cache for rows `start` to `end`, which shares this cache's memory."""
         part = KVCache.__new__(KVCache)
         part._sources = self._sources
         keys = {i: tuple(x[start:end] for x in kept) for i, kept in self.keys.items()}
@@ -187,12 +179,11 @@ class KVCache:
         return part
 
     def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> None:
-        """Row i of those that `parts` filled, which lie at the beginning, becomes `counts[i]` rows one behind the other, and
-        the cache has as many rows as that."""
-        assert sum(counts) <= self.num_rows, "more rows than there are"
+        """Copy row i of the first rows, which `parts` filled, to `counts[i]` consecutive rows, and keep sum(counts) rows."""
+        assert sum(counts) <= self.num_rows, "too many rows"
         self.filled, self.shortest = max(p.filled for p in parts), min(p.shortest for p in parts)
         ends = list(accumulate(counts))
-        for row in reversed(range(len(counts))):  # from behind, so that no row is written before it was read
+        for row in reversed(range(len(counts))):  # so that no row is overwritten before it is read
             if (start := ends[row] - counts[row]) != row or counts[row] > 1:
                 for tensor in self._key_tensors():
                     tensor[start : ends[row], : self.filled] = tensor[row : row + 1, : self.filled].clone()
@@ -203,8 +194,7 @@ class KVCache:
         self.lengths = self.next_lengths = lengths.repeat_interleave(repeats, output_size=sum(counts))
 
     def keep(self, rows: Sequence[int]) -> list[int]:
-        """Lets go of all rows but these; returns which row each of those that are left was. Moves no more rows than it
-        lets go of."""
+        """Drop all rows but these, and return the former index of each remaining row. Moves at most as many rows as it drops."""
         kept = set(rows)
         from_behind = iter([row for row in rows if row >= len(rows)])
         order = [row if row in kept else next(from_behind) for row in range(len(rows))]
@@ -233,7 +223,7 @@ def _state(mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.
 
 
 def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize: int, num_head_parts: int = 1) -> int:
-    """What a cache takes."""
+    """The size of a cache."""
     total = 0
     for i, layer in enumerate(config.layers):
         shapes = config.cached_shapes(i)

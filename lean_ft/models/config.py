@@ -1,4 +1,4 @@
-"""What a decoder computes: the facts in which families differ, each named by its effect."""
+"""Decoder configuration: every fact in which model families differ, named by its effect."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,78 +8,78 @@ from lean_ft.models.rope import RopeConfig
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """What a mixture of experts computes, in the place of a feed-forward layer."""
+    """A mixture of experts, instead of a feed-forward layer or next to it."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int  # of one expert
-    weights_sum_to_one: bool  # a token's weights are a softmax over its own experts, not over all
-    router_name: Literal["gate", "router"] = "gate"  # Hugging Face's, of the module
+    weights_sum_to_one: bool  # a token's weights are normalized over its chosen experts, not over all experts
+    router_name: Literal["gate", "router"] = "gate"  # the module's name in Hugging Face's format
     router_bias: bool = False
     expert_bias: bool = False
     input_first: bool = False  # projections are (D, 2 * I) and (I, D), not (2 * I, D) and (D, I)
-    known_to_peft: bool = True  # that inputs are first; else it takes them for outputs, and so adapters are laid out
-    gates_alternate: bool = False  # with ups; not all gates first
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"  # with the last are ups alone, and no gates
-    gate_scale: float = 1.0  # what is in the place of silu(gate) is silu(gate_scale * gate) / gate_scale
-    up_offset: float = 0.0  # it is multiplied by up + up_offset
+    peft_expects_input_first: bool = True  # PEFT knows of `input_first`; if False, it reads inputs as outputs
+    gates_interleaved: bool = False  # gate and up features alternate; False: all gates first
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"  # relu2 has no gate
+    gate_scale: float = 1.0  # the activation is silu(gate_scale * gate) / gate_scale
+    up_offset: float = 0.0  # the activation is multiplied by up + up_offset
     limit: float | None = None  # gates are clamped from above, ups from both sides
-    shared_intermediate_size: int = 0  # of an expert that every token meets beside those chosen; 0: there is none
-    shared_name: Literal["shared_expert", "shared_experts"] = "shared_expert"  # Hugging Face's, of the module
-    shared_is_fused: bool = False  # its gate and what it gates are one matrix
-    shared_gate: bool = False  # its result is weighed by the sigmoid of a linear layer
-    score: Literal["softmax", "sigmoid"] = "softmax"  # of a router's logits, which weighs experts
-    corrected: bool = False  # experts are chosen by their scores plus a number each, which does not weigh them
-    correction_is_row: bool = False  # these numbers are (1, E) in the folder, and not (E,)
-    num_groups: int = 1  # of experts, of which a token chooses those whose two best scores add up to most
+    shared_intermediate_size: int = 0  # of the shared expert, which every token uses; 0: none
+    shared_name: Literal["shared_expert", "shared_experts"] = "shared_expert"  # the module's name
+    shared_is_fused: bool = False  # gate and up of the shared expert are one matrix
+    shared_gate: bool = False  # the shared expert's output is multiplied by the sigmoid of a linear layer
+    score: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's logits into weights
+    has_score_correction: bool = False  # a bias per expert takes part in the choice of experts, not in their weights
+    correction_is_row: bool = False  # this bias is stored as (1, E), not (E,)
+    num_groups: int = 1  # groups of experts; a token chooses the groups with the largest sum of two best scores
     groups_per_token: int = 1
-    # Experts are chosen one after another, and each one's weight is a softmax over those left whose scores lie below its own
-    # by at most that share of their size; None: all at once.
-    margin: float | None = None
-    weights_factor: float = 1.0  # of a token's weights
-    weighs_input: bool = False  # a weight multiplies what its expert is given, and not what that returns
-    wide_router: bool = False  # it computes in float32, and has what corrects it in float32
-    wide_router_weight: bool = False  # and its own weight too, whatever the dtype of the others
-    # What a router is given is scaled to a root mean square of 1, with that epsilon, and by a number a feature, and each
-    # expert's weights by a number; None: it is a linear layer alone.
+    # Experts are chosen one at a time. Each weight is a softmax over the remaining experts whose scores are below the best by
+    # at most this relative margin. None: all experts are chosen at once.
+    sparsemixer_margin: float | None = None
+    weights_factor: float = 1.0  # multiplies a token's weights
+    scales_input: bool = False  # weights multiply the experts' inputs, not their outputs
+    router_in_float32: bool = False  # the router computes in float32 and keeps its correction in float32
+    router_weight_in_float32: bool = False  # the router's weight is in float32 too, whatever the model's dtype
+    # The router's input is RMS-normed with this epsilon and scaled per feature, and weights are scaled per expert. None: the
+    # router is a plain linear layer.
     router_norm_eps: float | None = None
-    beside: bool = False  # it lies beside the feed-forward layer, each between norms of its own, and not in its place
-    router_aux_loss_coef: float = 0.0  # what `load_balancing_loss` counts in training, unless it is set otherwise
+    beside_mlp: bool = False  # added to a dense feed-forward layer, each between its own norms; False: replaces it
+    router_aux_loss_coef: float = 0.0  # the default weight of `load_balancing_loss` in training
 
     @property
     def input_first_in_adapters(self) -> bool:
-        return self.input_first and self.known_to_peft
+        return self.input_first and self.peft_expects_input_first
 
     @property
     def in_float32(self) -> tuple[str, ...]:
-        """How the names of tensors end that are in float32, whatever the dtype of the others."""
-        of_router = (f".{self.router_name}.weight",) if self.wide_router_weight else ()
-        return (".e_score_correction_bias", *of_router) if self.wide_router else ()
+        """Name suffixes of tensors that stay in float32, whatever the model's dtype."""
+        router_weight = (f".{self.router_name}.weight",) if self.router_weight_in_float32 else ()
+        return (".e_score_correction_bias", *router_weight) if self.router_in_float32 else ()
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """What attention is made from, where keys and values are made from one small vector a token."""
+    """Multi-head latent attention: keys and values are projections of one low-rank vector per token."""
 
-    rank: int  # of that vector
-    query_rank: int | None  # of the one that queries are made from; None: from the hidden state
-    plain_dim: int  # features of a head's queries and keys that positions leave; `head_dim` are those that they turn
-    value_dim: int  # features of a head's values
+    rank: int  # of the key-value latent
+    query_rank: int | None  # of the query latent; None: queries are projected from the hidden state
+    plain_dim: int  # query and key features per head without rotary embedding; `head_dim` counts the rotated ones
+    value_dim: int  # value features per head
 
 
 @dataclass(frozen=True)
 class StateConfig:
-    """A state for each head of values, behind a short convolution of queries, keys and values."""
+    """A recurrent state per value head, after a short convolution of queries, keys and values."""
 
-    num_key_heads: int  # of queries and keys, each for as many neighbouring heads
-    num_heads: int  # of values, and so of states
-    key_dim: int  # features of a head
+    num_key_heads: int  # query and key heads; consecutive value heads share one
+    num_heads: int  # value heads, each with a state
+    key_dim: int  # features per head
     value_dim: int
     num_taps: int  # of the convolution
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
@@ -89,14 +89,14 @@ class StateConfig:
 
 @dataclass(frozen=True)
 class DeltaRuleConfig(StateConfig):
-    """One that tokens correct."""
+    """Gated delta rule."""
 
-    fused_projections: bool  # one matrix for queries, keys, values and gates, and one for what decays and corrects
+    fused_projections: bool  # one matrix for queries, keys, values and gates, and one for decays and betas
 
 
 @dataclass(frozen=True)
 class ShortConvolutionConfig:
-    """A short convolution between two gates, with no other state than its last inputs."""
+    """A short convolution between two gates; its only state is its last inputs."""
 
     num_channels: int  # the hidden size
     num_taps: int
@@ -106,48 +106,46 @@ class ShortConvolutionConfig:
 
 @dataclass(frozen=True)
 class Mamba2Config(StateConfig):
-    """One that decays and that tokens add to."""
+    """Mamba-2."""
 
-    activation: Literal["silu", "gelu", "gelu_tanh"]  # behind the convolution
+    activation: Literal["silu", "gelu", "gelu_tanh"]  # after the convolution
     convolution_bias: bool
     in_bias: bool
     out_bias: bool
-    norm: Literal["in", "out"] | None  # what is read is normed on the way into its gate, out of it, or not
-    step_limits: tuple[float, float]  # between which a token's step is kept
+    norm: Literal["before_gate", "after_gate"] | None  # where the state's output is normed
+    step_limits: tuple[float, float]  # a token's step is clamped to these
     in_multiplier: float = 1.0
-    multipliers: tuple[float, ...] = (1.0,) * 5  # of gates, values, keys, queries and steps, as they are projected
+    multipliers: tuple[float, ...] = (1.0,) * 5  # of the projected gates, values, keys, queries and steps
     out_multiplier: float = 1.0
 
 
+# Each has a convolution of `num_channels` and `num_taps`, and a state of `state_shape` per row or none.
 MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
-"""What mixes tokens in the place of attention: each has a convolution of `num_channels` and `num_taps`, and a state of
-`state_shape` a text or none."""
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What differs from layer to layer."""
+    """One layer."""
 
-    rope: RopeConfig | None  # None: positions do not turn queries and keys
-    window: int | None = None  # positions that a query sees, its own included; None: all up to its own
-    # Positions are cut into chunks of so many, of which a query sees its own; None: they are not.
-    chunk: int | None = None
-    mixer: MixerConfig | None = None  # what mixes tokens in the place of attention, or beside it
-    attends: bool = True  # there is attention
-    feeds: bool = True  # there is a feed-forward layer, behind what mixes tokens
-    mixture: MixtureConfig | None = None  # which that is; None: one feed-forward layer for all tokens
-    # Of this layer's attention and feed-forward layer, where they are not those of the model.
+    rope: RopeConfig | None  # None: no rotary embedding
+    window: int | None = None  # sliding window: positions that a query sees, including its own; None: all up to its own
+    chunk: int | None = None  # chunked attention: a query sees its own chunk of this many positions; None: no chunks
+    mixer: MixerConfig | None = None  # a token mixer instead of attention, or in parallel to it
+    has_attention: bool = True
+    has_mlp: bool = True  # the layer has a feed-forward layer or a mixture of experts
+    mixture: MixtureConfig | None = None  # None: a dense feed-forward layer
+    # None: the model's value.
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
-    unit_qk: bool = False  # each head's queries and keys are scaled to a root mean square of 1 once they are turned
-    values_are_keys: bool = False  # values are the projection that keys are, before these are normed and turned
-    keys_of: int | None = None  # the layer whose keys and values it attends to; None: its own
+    unit_qk: bool = False  # each head's rotated queries and keys are RMS-normed without a weight
+    values_are_keys: bool = False  # values are the key projection, before norm and rotation
+    kv_from_layer: int | None = None  # the earlier layer whose keys and values this layer attends to; None: its own
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What a decoder computes. A default is the value at which the fact changes nothing."""
+    """A decoder. Each default is the value that changes nothing."""
 
     vocab_size: int
     hidden_size: int
@@ -156,49 +154,45 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     layers: tuple[LayerConfig, ...]
-    max_positions: int  # the longest context the model was made for; nothing stops a longer one
+    max_positions: int  # the context length that the model was trained for; longer inputs are not refused
     initializer_range: float
     tied_embeddings: bool
 
     norm_eps: float
-    # Where a layer norms: on the way into attention and feed-forward, on the way out of them, or both; or once, into the
-    # two side by side, of which the second then does not see what the first adds.
-    norm_placement: Literal["in", "out", "both", "once"] = "in"
-    norm_centered: bool = False  # norms of the residual take the mean away first
-    norm_bias: bool = False  # and have a bias
+    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel on one norm.
+    norm_placement: Literal["pre", "post", "both", "parallel"] = "pre"
+    norm_centered: bool = False  # LayerNorm instead of RMSNorm on the residual stream
+    norm_bias: bool = False  # these LayerNorms have a bias
     norm_weight_offset: float = 0.0  # added to every norm's weight
 
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
-    fused_gate_up: bool = False  # one for the gate and what it gates
-    # With the last two there is no gate.
-    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"
-    # Of gates, before their activation, and of what the layer returns.
-    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    fused_gate_up: bool = False  # one matrix for gate and up
+    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"  # xielu and relu2 have no gate
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the output
 
-    # Queries and keys are normed: each head, before or after positions turn it, or all as one vector.
+    # Norm of queries and keys: per head before or after rotation, or over all heads at once.
     qk_norm: Literal["head", "turned_head", "projection"] | None = None
-    value_norm: bool = False  # each head's values are scaled to a root mean square of 1
+    value_norm: bool = False  # each head's values are RMS-normed without a weight
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
-    attention_gate: bool = False  # what each head attended to is gated by a projection beside its query's
-    attention_sinks: bool = False  # each head has a logit that joins the softmax and has no value
-    attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of what goes into attention, and what comes out of it
+    attention_gate: bool = False  # each head's output is multiplied by the sigmoid of a projection of the hidden state
+    attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
+    attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
     embedding_multiplier: float = 1.0
-    embedding_multiplier_in_weight_dtype: bool = False  # rounded to it first, as the model was trained
-    residual_multiplier: float = 1.0  # of what attention and feed-forward add
+    embedding_multiplier_in_weight_dtype: bool = False  # the multiplier is rounded to the weights' dtype first
+    residual_multiplier: float = 1.0  # of the outputs of attention and feed-forward
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # logits become cap * tanh(logit / cap)
-    # Each layer is given as many features of the token itself behind its feed-forward layer; 0: none.
-    layer_input_dim: int = 0
-    layer_input_vocab_size: int = 0  # of the embedding that these are read from
-    layer_scalars: bool = False  # what leaves a layer is multiplied by a number of the folder's, which does not train
-    head_bias: bool = False  # the output layer has one
-    scores: bool = False  # the output layer gives one number a position in place of logits: a reward model
+    layer_input_dim: int = 0  # features of a per-layer token embedding, added after the feed-forward layer; 0: none
+    layer_input_vocab_size: int = 0  # of this embedding
+    layer_scalars: bool = False  # each layer's output is multiplied by a stored number that is not trained
+    head_bias: bool = False  # the output layer has a bias
+    scores: bool = False  # a reward model: the output layer returns one score per position instead of logits
 
     @property
     def num_layers(self) -> int:
@@ -206,7 +200,7 @@ class DecoderConfig:
 
     @property
     def mixture(self) -> MixtureConfig | None:
-        """That of the layers which have one."""
+        """The mixture of experts of the layers that have one."""
         return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
 
     def num_kv_heads_of(self, layer: int) -> int:
@@ -216,23 +210,22 @@ class DecoderConfig:
         return self.layers[layer].head_dim or self.head_dim
 
     @property
-    def numbers_of_kv_heads(self) -> list[int]:
-        """Those that layers have, each once."""
+    def kv_head_counts(self) -> list[int]:
+        """The distinct numbers of key-value heads."""
         return list(dict.fromkeys(self.num_kv_heads_of(layer) for layer in range(self.num_layers)))
 
     def cached_shapes(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """Heads and features of what a layer of attention keeps of each token: keys and values, or latents; of none that keeps
-        nothing."""
-        if not self.layers[layer].attends or self.layers[layer].keys_of is not None:
+        """(heads, features) of each tensor that a layer caches per token: keys and values, or latents, or nothing."""
+        if not self.layers[layer].has_attention or self.layers[layer].kv_from_layer is not None:
             return ()
         if self.latent is not None:
             return ((1, self.latent.rank + self.head_dim),)
         return ((self.num_kv_heads_of(layer), self.head_dim_of(layer)),) * 2
 
     @property
-    def givers(self) -> frozenset[int]:
+    def kv_source_layers(self) -> frozenset[int]:
         """The layers whose keys and values others attend to."""
-        return frozenset(layer.keys_of for layer in self.layers if layer.keys_of is not None)
+        return frozenset(layer.kv_from_layer for layer in self.layers if layer.kv_from_layer is not None)
 
     @property
     def has_chunks(self) -> bool:
@@ -240,5 +233,5 @@ class DecoderConfig:
 
     @property
     def has_states(self) -> bool:
-        """Whether a layer reads what came before from a state, and not from the tokens themselves."""
+        """Whether a layer has a recurrent state or a convolution."""
         return any(layer.mixer is not None for layer in self.layers)

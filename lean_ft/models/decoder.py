@@ -1,7 +1,8 @@
-"""One decoder for every dense family: what differs between them is data in `DecoderConfig`.
+"""One decoder for all families; the differences between families are facts of `DecoderConfig`.
 
-The parameter names and the rotary convention are Hugging Face's, so loading renames nothing and saving neither.
-Norm statistics and rotary angles are computed in float32 whatever the dtype of the weights, as transformers does.
+Parameter names and the rotary convention follow Hugging Face, so loading and saving rename little. As in transformers, norm
+statistics and rotary angles are computed in float32, whatever the dtype of the weights.
+
 
 Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 """
@@ -28,23 +29,22 @@ from lean_ft.models.state.mamba2 import Mamba2
 from lean_ft.models.state.state_mixer import StateMixer
 from lean_ft.torch_private import assert_on_device
 
-# Hugging Face's names of a layer's norms: into attention and out of it, into the feed-forward layer and out of it.
-_INTO_ATTENTION, _AFTER_ATTENTION, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+# Hugging Face's names of a layer's norms: before and after attention, before and after the feed-forward layer.
+_IN, _MIDDLE, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 _NORMS = {
-    "in": (_INTO_ATTENTION, None, _AFTER_ATTENTION, None),
-    "out": (None, _AFTER_ATTENTION, None, _OUT),
-    "both": (_INTO_ATTENTION, _AFTER_ATTENTION, "pre_feedforward_layernorm", _OUT),
-    "once": (_INTO_ATTENTION, None, None, None),
+    "pre": (_IN, None, _MIDDLE, None),
+    "post": (None, _MIDDLE, None, _OUT),
+    "both": (_IN, _MIDDLE, "pre_feedforward_layernorm", _OUT),
+    "parallel": (_IN, None, None, None),
 }
+# With a mixture of experts beside a feed-forward layer: after the latter, before the mixture and after it.
+_BESIDE_MLP = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 
-# Columns that an output layer's bias is, for the losses: one of it, and zeros up to a width that matrix products like.
-_WIDER = 8
+# Losses see the bias of an output layer as a column of its weight, followed by zero columns up to this number.
+_BIAS_COLUMNS = 8
 
-# Where a mixture of experts lies beside a feed-forward layer: out of the latter, into the former and out of it.
-_BESIDE = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
-
-# What mixes a layer's tokens in the place of attention or beside it, by its config, and Hugging Face's name of it.
 _ATTENTION = "self_attn"
+# Other token mixers: the module's name in Hugging Face's format, and the module.
 _MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
     DeltaRuleConfig: ("linear_attn", GatedDeltaRule),
     ShortConvolutionConfig: ("conv", ShortConvolution),
@@ -53,19 +53,19 @@ _MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
 
 
 class Block(nn.Module):
-    """One layer: what mixes tokens, most often attention, and the feed-forward layer, each added to the residual, with norms
-    on the way in or out. Some families have another mixer beside attention, or only one of the two."""
+    """One layer: token mixers (attention, a recurrent mixer or both) and a feed-forward layer, added to the residual stream.
+    In some families a layer has only one of the two."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         self.norms = _NORMS[config.norm_placement]
-        self.side_by_side = config.norm_placement == "once"
+        self.is_parallel = config.norm_placement == "parallel"
         self.residual_multiplier = config.residual_multiplier
         self.attention_multipliers = config.attention_multipliers
         layer, self.mixer_names = config.layers[layer_index], []
-        if layer.attends:
+        if layer.has_attention:
             attention = Attention if config.latent is None else LatentAttention
-            attention = attention if layer.keys_of is None else AttentionToShared
+            attention = attention if layer.kv_from_layer is None else AttentionToShared
             self.add_module(_ATTENTION, attention(config, layer_index))
             self.mixer_names.append(_ATTENTION)
         if layer.mixer is not None:
@@ -74,13 +74,13 @@ class Block(nn.Module):
             self.mixer_names.append(name)
         self.mlp = self.mixture = None
         mixture = None if layer.mixture is None else MixtureOfExperts(config.hidden_size, layer.mixture)
-        if mixture is not None and mixture.config.beside:
+        if mixture is not None and mixture.config.beside_mlp:
             self.mixture = mixture
-            for name in _BESIDE:
+            for name in _BESIDE_MLP:
                 self.add_module(name, _norm(config))
         elif mixture is not None:
             self.mlp = mixture
-        if self.mlp is None and layer.feeds:
+        if self.mlp is None and layer.has_mlp:
             inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.fused_gate_up)
             self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, config.mlp_multipliers)
         self.activation, self.has_input = config.activation, config.layer_input_dim > 0
@@ -90,7 +90,7 @@ class Block(nn.Module):
             self.post_per_layer_input_norm = _norm(config)
         self.layer_scalar = nn.Buffer(torch.ones(1)) if config.layer_scalars else None
         of_mixers, of_mlp = self.norms[:2], self.norms[2:]
-        for name in (*(of_mixers if self.mixer_names else ()), *(of_mlp if layer.feeds else ())):
+        for name in (*(of_mixers if self.mixer_names else ()), *(of_mlp if layer.has_mlp else ())):
             if name is not None:
                 self.add_module(name, _norm(config))
 
@@ -105,12 +105,14 @@ class Block(nn.Module):
         shared: KeysAndValues | None = None,
         layer_input: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None, KeysAndValues | None]:
-        """hidden (B, T, D), cos and sin (B or 1, T, turned features) or None; shared keys and values of a layer before
-        where it attends to those; layer_input (B, T, inputs) where layers have one; returns (B, T, D).
+        """Compute hidden states (B, T, D) from `hidden` (B, T, D).
 
-        With a mixture of experts it also returns the router's logits (B * T, experts), and where other layers attend to them
-        its keys and values. They are results, and nothing that is set aside, so that compilation and checkpointing treat them
-        right.
+        cos and sin: (B or 1, T, rotated features), or None. shared: keys and values of an earlier layer that this layer
+        attends to. layer_input: (B, T, inputs).
+
+        With a mixture of experts, or if other layers use this layer's keys and values, returns (hidden states, router logits
+        (B * T, experts) or None, keys and values or None). These are results rather than attributes, so that compilation and
+        checkpointing handle them.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
         normed, router_logits, given = hidden, None, None
@@ -119,13 +121,13 @@ class Block(nn.Module):
             added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, prefixes, shared)
             hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         if self.mlp is not None:
-            added = self.mlp(normed if self.side_by_side else self._normed(into_mlp, hidden))
+            added = self.mlp(normed if self.is_parallel else self._normed(into_mlp, hidden))
             if isinstance(added, tuple):
                 added, router_logits = added
             if self.mixture is not None:
-                out_of_plain, into_experts, out_of_experts = _BESIDE
-                of_experts, router_logits = self.mixture(self._normed(into_experts, hidden), hidden)
-                added = self._normed(out_of_plain, added) + self._normed(out_of_experts, of_experts)
+                after_mlp, before_experts, after_experts = _BESIDE_MLP
+                mixed, router_logits = self.mixture(self._normed(before_experts, hidden), hidden)
+                added = self._normed(after_mlp, added) + self._normed(after_experts, mixed)
             hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
         if self.has_input:
             assert layer_input is not None
@@ -138,7 +140,7 @@ class Block(nn.Module):
     def _mixed(
         self, normed: Tensor, context: Any, cache: Any, prefixes: Prefixes | None, shared: KeysAndValues | None
     ) -> tuple[Tensor, KeysAndValues | None]:
-        """What attention and what is beside it or in its place add together, and the keys and values for other layers."""
+        """The sum of the token mixers' outputs, and keys and values for other layers."""
         parts, given = [], None
         for name in self.mixer_names:
             mixer = getattr(self, name)
@@ -155,7 +157,7 @@ class Block(nn.Module):
 
     @property
     def first_part(self) -> nn.Module:
-        """What the layer computes first: attention, what is in its place, or the feed-forward layer where that is alone."""
+        """The module that the layer calls first: a token mixer, or the feed-forward layer if there is none."""
         return getattr(self, next(iter(self.mixer_names), "mlp"))
 
     def _normed(self, name: str | None, x: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ def _norm(config: DecoderConfig) -> nn.Module:
 
 
 class Trunk(nn.Module):
-    """Everything before the output layer; it exists so that parameter names begin as Hugging Face's do."""
+    """Everything before the output layer, as a module named `model` as in Hugging Face's format."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -183,10 +185,10 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model.
+    """A decoder-only language model. It keeps no state between calls.
 
-    `source` describes the folder that it was read from, `sharding` how ranks share it. `router_aux_loss_coef` is the weight
-    of the router's loss; at 0 that loss is not computed. Nothing is kept between calls.
+    `source` describes the folder that the model was read from, `sharding` how ranks share it. `router_aux_loss_coef` is the
+    weight of the router's load-balancing loss; at 0 the loss is not computed.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -213,12 +215,12 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> nn.Linear | None:
-        """The output layer; None where it is the embedding."""
+        """The output layer; None if it is tied to the embedding."""
         return self.lm_head if self.score is None else self.score
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and the arithmetic, but for what a family has wider."""
+        """The dtype of weights and activations, except for tensors that a family keeps in float32."""
         return self._last_norm.dtype
 
     @property
@@ -227,17 +229,17 @@ class Decoder(nn.Module):
 
     @property
     def _last_norm(self) -> Tensor:
-        """Which no technique replaces; `output_weight` may be made anew when it is asked for."""
+        """A parameter that no technique replaces, unlike `output_weight`."""
         return self.model.norm.weight  # pyright: ignore[reportReturnType]
 
     @property
     def output_weight(self) -> Tensor:
-        """The parameter (V, D) of the output layer, (1, D) of a reward model; the embedding's own, or what stands for it,
-        where they are tied. Where it has a bias, a copy (V, D + 8) with that and zeros behind, of hidden states as wide."""
+        """The output layer's weight (V, D), or (1, D) for a reward model; the embedding's weight if they are tied. With a
+        bias, a copy (V, D + 8) with the bias and zeros as further columns, for hidden states of that width."""
         if self.tied_output_weight is not None:
             return self.tied_output_weight()
         if self.config.head_bias and self.head is not None:
-            return F.pad(torch.cat((self.head.weight, self.head.bias[:, None]), 1), (0, _WIDER - 1))
+            return F.pad(torch.cat((self.head.weight, self.head.bias[:, None]), 1), (0, _BIAS_COLUMNS - 1))
         return self.model.embed_tokens.weight if self.head is None else self.head.weight
 
     def forward(
@@ -253,44 +255,43 @@ class Decoder(nn.Module):
         prefixes: Tensor | None = None,
         num_prefix_tokens: int = 0,
     ) -> Any:
-        """Returns the logits (B, T, V) of the next token, or with `return_hidden` what `logits` makes them of (B, T, D), which are
-        as wide as `output_weight`.
+        """Compute logits (B, T, V), or with `return_hidden` the hidden states from which `logits` computes them, of the width
+        of `output_weight`.
 
-        input_ids (B, T) int64, padded on the right where rows are shorter. positions (B, T) int64; where left out they
-        count from 0 in each row or document, or go on from the cache. cu_seqlens (documents + 1,) int32: boundaries of
-        packed documents in the B * T tokens, row after row; none is longer than a row. With a cache the new tokens go
-        on from what it holds, and it is advanced: by T, or in rows that are padded by their `lengths` (B,) int64.
+        Args:
+            input_ids: (B, T) int64, padded on the right.
+            positions: (B, T) int64. By default they count from 0 in each row or document, or continue the cache.
+            cu_seqlens: (documents + 1,) int32, boundaries of packed documents in the B * T tokens. No document is longer than
+                a row.
+            cache: holds earlier tokens of each row. It advances by T, or by `lengths`.
+            lengths: (B,) int64, the number of tokens of each row that are not padding; only with a cache.
+            return_router_loss: also return `router_aux_loss_coef` times `load_balancing_loss`, a float32 scalar to add to a
+                mean loss. It is None if the coefficient is 0 or no gradients are computed.
+            is_token: (B, T) bool, False for padding, which the router's loss ignores.
+            prefixes: (documents, 2) int32, start and end of an earlier stretch of the same row that a document continues. The
+                document attends to it, and its positions continue from there. If a rotary scaling depends on the length, all
+                documents with one prefix must have lengths of the same frequencies (`RopeConfig.same_frequencies`).
+            num_prefix_tokens: the total length of all prefixes.
 
-        prefixes (documents, 2) int32 lets a document of cu_seqlens go on from positions, from and to, of one before it in its
-        row: it sees them, and its positions count on from theirs. `num_prefix_tokens` is how many those of all documents
-        are together. Where a rotary scaling depends on the length of the text, all texts of a prefix have to be of the
-        lengths that `RopeConfig.same_frequencies` takes for one.
+        If ranks share a row, input_ids, is_token and the result are this rank's tokens; positions (required), cu_seqlens and
+        prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be sharded.
 
-        With `return_router_loss` returns beside that what a mixture's uneven load adds to a mean loss, a float32 scalar:
-        `router_aux_loss_coef` times `load_balancing_loss`, as transformers adds it. It is None where the coefficient is 0
-        or nothing trains. is_token (B, T) bool is for it: False on padding, which does not count.
-
-        Where ranks share a row, input_ids and is_token are of the tokens that are here, as is the result; positions, which
-        cannot be left out then, cu_seqlens and prefixes are of all. With a cache rows are whole on each rank, and where heads
-        are cut the same ones on those that have each other's.
-
-        Raises ValueError for a cache together with cu_seqlens, positions or gradients, for lengths without one, for
-        prefixes without cu_seqlens, and where the cache is full.
+        Raises ValueError for invalid combinations of these arguments, and for a cache that is full.
         """
-        tokens = self.sharding.row_tokens if cache is None else None  # the split of this pass
+        tokens = self.sharding.row_tokens if cache is None else None
         if self.sharding.row_tokens is not None:
             self.sharding.row_tokens.rows_are_whole = tokens is None
         if tokens is not None and positions is None:
-            raise ValueError("of a row that ranks share, all positions have to be given.")
+            raise ValueError("positions are required if ranks share a row.")
         num_rows, num_tokens = (input_ids if tokens is None or positions is None else positions).shape
         if cache is not None:
             if cu_seqlens is not None or positions is not None:
-                raise ValueError("a cache goes with neither cu_seqlens nor positions: it knows its own positions.")
+                raise ValueError("a cache cannot be combined with cu_seqlens or positions; it has its own positions.")
             if torch.is_grad_enabled():
-                raise ValueError("a cache keeps no gradients: call the model inside torch.no_grad().")
+                raise ValueError("a cache keeps no gradients; call the model inside torch.no_grad().")
             positions = cache.begin(num_tokens, lengths)
         elif lengths is not None:
-            raise ValueError("lengths go with a cache alone: without one padding on the right changes nothing.")
+            raise ValueError("lengths need a cache; without a cache, padding on the right has no effect.")
         elif cu_seqlens is not None:
             _check_documents(cu_seqlens, num_rows, num_tokens)
             if positions is None:
@@ -305,40 +306,40 @@ class Decoder(nn.Module):
         seen = None
         if prefixes is not None:
             if cu_seqlens is None:
-                raise ValueError("prefixes go with cu_seqlens: they are what its documents go on from.")
+                raise ValueError("prefixes need cu_seqlens.")
             if self.config.has_states:
                 raise ValueError(
-                    "prefixes are seen by attention alone, and layers of this model keep a state over each document: give "
-                    "each document what it goes on from as a copy of its own."
+                    "prefixes work with attention only, and layers of this model have a recurrent state. Copy the prefix into "
+                    "each document."
                 )
             seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, num_rows * num_tokens)
 
         hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
-        balances = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
-        all_router_logits: list[Tensor] = []  # (B * T, experts) a mixture
+        needs_router_logits = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
+        all_router_logits: list[Tensor] = []  # (B * T, experts) per layer
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
-        here: Tensor = positions if tokens is None else tokens.of_attention(positions)
-        if tokens is not None and text_lengths is not None:
-            text_lengths = tokens.of_attention(text_lengths)
-        turns = {rope: rotary(here, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
-        inputs, given = self._layer_inputs(input_ids, hidden), {}
+        if tokens is not None:
+            positions = tokens.of_attention(positions)
+            text_lengths = None if text_lengths is None else tokens.of_attention(text_lengths)
+        rotations = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
+        inputs, keys_and_values = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
-            rope, keys_of = self.config.layers[i].rope, self.config.layers[i].keys_of
-            cos, sin = (None, None) if rope is None else turns[rope]
-            others = {} if keys_of is None else {"shared": given[keys_of]}
+            rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
+            cos, sin = (None, None) if rope is None else rotations[rope]
+            others = {} if kv_from_layer is None else {"shared": keys_and_values[kv_from_layer]}
             if inputs:
                 others["layer_input"] = inputs[i]
-            kept = (None, None) if cache is None else cache.layer(i)
-            hidden = layer(hidden, cos, sin, cu_seqlens, kept, seen, **others)
+            layer_cache = (None, None) if cache is None else cache.layer(i)
+            hidden = layer(hidden, cos, sin, cu_seqlens, layer_cache, seen, **others)
             if isinstance(hidden, tuple):
-                hidden, router_logits, given[i] = hidden
-                if balances and router_logits is not None:
+                hidden, router_logits, keys_and_values[i] = hidden
+                if needs_router_logits and router_logits is not None:
                     all_router_logits.append(router_logits)
         hidden = self.model.norm(hidden)
-        if self.config.logits_divisor != 1.0:  # here and not of the logits, of which a loss never has all at once
+        if self.config.logits_divisor != 1.0:  # divides hidden states, because losses never hold all logits at once
             hidden = hidden / self.config.logits_divisor
-        if self.config.head_bias:  # what the output layer's bias is multiplied by, and zeros
-            hidden = torch.cat((hidden, F.pad(torch.ones_like(hidden[..., :1]), (0, _WIDER - 1))), -1)
+        if self.config.head_bias:  # the factors of the bias and of the zero columns of `output_weight`
+            hidden = torch.cat((hidden, F.pad(torch.ones_like(hidden[..., :1]), (0, _BIAS_COLUMNS - 1))), -1)
         if cache is not None:
             cache.advance()
         result = hidden if return_hidden else self.logits(hidden)
@@ -352,26 +353,26 @@ class Decoder(nn.Module):
         return result, self.router_aux_loss_coef * balance
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits (..., V) of hidden states (..., D), as `forward` gives them with `return_hidden`."""
-        cut = self.sharding.vocabulary
+        """The logits (..., V) of hidden states (..., D) that `forward` returned with `return_hidden`."""
         if self.config.head_bias and self.head is not None:
-            logits = few_rows_linear(hidden[..., :-_WIDER], self.head.weight, self.head.bias)
+            logits = few_rows_linear(hidden[..., :-_BIAS_COLUMNS], self.head.weight, self.head.bias)
+        elif self.sharding.vocabulary is None:
+            logits = few_rows_linear(hidden, self.output_weight)
         else:
-            logits = few_rows_linear(hidden, self.output_weight) if cut is None else cut.logits(hidden)
+            logits = self.sharding.vocabulary.logits(hidden)
         cap = self.config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _text_lengths(self, positions: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor | None:
-        """The length of the text that each position belongs to, (B or 1, T or 1), where a frequency depends on it and it
-        is not that of the row."""
+        """The length of each position's document, (B or 1, T or 1); None if no frequency depends on it, or each row is one
+        document."""
         if cache is not None:
             return cache.next_lengths[:, None]
         if not any(rope.depends_on_length for rope in self.rotary):
             return None
         if cu_seqlens is None:
-            return (
-                None if self.sharding.row_tokens is None else positions.amax(-1, keepdim=True).expand_as(positions) + 1
-            )
+            is_whole_row = self.sharding.row_tokens is None
+            return None if is_whole_row else positions.amax(-1, keepdim=True).expand_as(positions) + 1
         flat = positions.flatten()
         document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
         last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)
@@ -384,8 +385,8 @@ class Decoder(nn.Module):
         return embedded if multiplier == 1.0 else embedded * multiplier
 
     def _layer_inputs(self, input_ids: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What each layer is given of the token itself, (B, T, inputs) a layer: a row of an embedding of its own beside a
-        projection of the model's (B, T, D), after Gemma 3n. Empty where layers are given nothing."""
+        """Per-layer inputs (B, T, inputs) of the tokens, as in Gemma 3n: a per-layer embedding plus a projection of the model's
+        embedding. Empty if layers have no inputs."""
         dim, trunk = self.config.layer_input_dim, self.model
         if not dim:
             return ()
@@ -395,11 +396,11 @@ class Decoder(nn.Module):
         return ((projected + of_token) * 2**-0.5).unbind(-2)
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """Returns an empty cache for `batch_size` rows of up to `capacity` positions."""
+        """An empty cache for `batch_size` rows of up to `capacity` positions."""
         return KVCache(self.config, batch_size, capacity, self.dtype, self.device, self._num_head_parts)
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:
-        """What such a cache takes."""
+        """The size of such a cache."""
         return cache_bytes(self.config, batch_size, capacity, self.dtype.itemsize, self._num_head_parts)
 
     @property
@@ -408,19 +409,17 @@ class Decoder(nn.Module):
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The number of the document that each of the flattened batch's `indices` lies in."""
+    """The document's number for each token index of the flattened batch."""
     return torch.bucketize(indices, cu_seqlens, right=True) - 1
 
 
 def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None:
-    """Raises ValueError where documents do not end with the batch or one is longer than a row.
-
-    On a GPU the check runs there, so that nothing waits for it, and a failure is a device-side assertion.
-    """
-    fits = (cu_seqlens.diff() <= num_tokens).all() & (cu_seqlens[-1] == num_rows * num_tokens)
+    """Raise ValueError if a document is longer than a row, or documents do not end with the batch. On a GPU a failure is a
+    device-side assertion, so that the host does not wait."""
+    end = num_rows * num_tokens
+    fits = (cu_seqlens.diff() <= num_tokens).all() & (cu_seqlens[-1] == end)
     message = (
-        f"cu_seqlens has a document longer than a row of {num_tokens} tokens, or does not end with the batch, at "
-        f"{num_rows * num_tokens}."
+        f"cu_seqlens has a document longer than a row of {num_tokens} tokens, or does not end with the batch, at {end}."
     )
     if cu_seqlens.is_cuda:
         assert_on_device(fits, message)

@@ -1,11 +1,10 @@
-"""Quantised weights of a published checkpoint, read as the numbers that they stand for.
+"""Read quantized weights of published checkpoints as dequantized numbers.
 
-Two formats, strip by strip, so that no second copy of a matrix is ever in memory (a few MiB are):
+Matrices are dequantized in strips of a few MiB, so there is no second copy in memory. Two formats are supported:
 
-- `fp8`: numbers in float8_e4m3 with a float32 scale a block of a matrix, or one for all of it (DeepSeek-V3 technical
-  report, 2024, https://arxiv.org/abs/2412.19437, section 3.3). Scales of activations are left out: here these are not
-  quantised.
-- `mxfp4`: of stacked experts, 32 numbers of 4 bits each with a power of two (OCP Microscaling Formats 1.0, 2023).
+- `fp8`: float8_e4m3 numbers with a float32 scale per block or per matrix (DeepSeek-V3 technical report, 2024,
+  https://arxiv.org/abs/2412.19437, section 3.3). Scales of activations are ignored.
+- `mxfp4`: stacked experts of 4-bit numbers with a power of two per 32 (OCP Microscaling Formats 1.0, 2023).
 """
 
 import math
@@ -21,16 +20,16 @@ from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.shards import Part
 
 READABLE = ("fp8", "mxfp4")
-_STRIP_NUMBERS = 2**18  # that are computed at a time
+_STRIP_NUMBERS = 2**18  # numbers dequantized at a time
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _LEVELS = torch.cat((_E2M1, -_E2M1))
-# The two numbers in each byte, (256, 2); the lower half of the bits comes first.
-_OF_BYTE = torch.stack((_LEVELS.repeat(16), _LEVELS.repeat_interleave(16)), 1)
+# The two numbers of each byte, (256, 2); the lower 4 bits are the first.
+_BYTE_VALUES = torch.stack((_LEVELS.repeat(16), _LEVELS.repeat_interleave(16)), 1)
 
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """A matrix of float8 numbers, and what each block of them is multiplied by."""
+    """A matrix of float8 numbers with a scale per block."""
 
     numbers: StoredTensor  # (rows, columns)
     scales: StoredTensor  # (blocks of rows, blocks of columns)
@@ -47,7 +46,7 @@ class ScaledTensor:
         return self.numbers.shape
 
     def read_part(self, part: Part) -> None:
-        """Fills what is here of the matrix, whole rows or a stretch of each, in the dtype that it has."""
+        """Fill this rank's part of the matrix: whole rows, or a stretch of each row."""
         columns, (block_rows, block_columns) = self.shape[1], self.block
         scales = self.scales.read().float()
         scales = scales.view(1, 1) if scales.numel() == 1 else scales
@@ -57,7 +56,7 @@ class ScaledTensor:
             while length:
                 num_rows = min(length // width, max(1, _STRIP_NUMBERS // width))
                 row, column = divmod(first, columns)
-                assert num_rows and (width == columns or num_rows == 1), "a run is of whole rows, or within one"
+                assert num_rows and (width == columns or num_rows == 1), "a run has whole rows, or is within a row"
                 numbers = _read(self.numbers, first, (num_rows, width))
                 of_rows = scales[torch.arange(row, row + num_rows) // block_rows]
                 scale = of_rows[:, torch.arange(column, column + width) // block_columns]
@@ -67,10 +66,10 @@ class ScaledTensor:
 
 @dataclass(frozen=True)
 class FourBitStack:
-    """A stack of matrices of 4 bits, each stored by the rows of its transposed."""
+    """A stack of transposed 4-bit matrices."""
 
-    blocks: StoredTensor  # (experts, rows, groups, 16): two numbers a byte
-    exponents: StoredTensor  # (experts, rows, groups), of two, with 127 added
+    blocks: StoredTensor  # (experts, rows, groups, 16): two numbers per byte
+    exponents: StoredTensor  # (experts, rows, groups): powers of two, biased by 127
 
     dtype, dtype_name = torch.bfloat16, "U8"
 
@@ -84,7 +83,7 @@ class FourBitStack:
         return num_experts, 32 * num_groups, num_rows
 
     def read_part(self, part: Part) -> None:
-        """Fills what is here of the stack: whole matrices, in the dtype that they have."""
+        """Fill this rank's part of the stack: whole matrices."""
         _, num_rows, num_groups, _ = self.blocks.shape
         of_matrix = math.prod(self.shape[1:])
         assert part.run is None and not part.first % of_matrix, "a stack is cut by its first dimension"
@@ -94,7 +93,7 @@ class FourBitStack:
                 size, place = min(strip, num_rows - row), expert * num_rows + row
                 packed = _read(self.blocks, place * num_groups * 16, (size, num_groups, 16))
                 exponents = _read(self.exponents, place * num_groups, (size, num_groups, 1)).int() - 127
-                numbers = torch.ldexp(_OF_BYTE[packed.int()].flatten(-2), exponents)  # (size, groups, 32)
+                numbers = torch.ldexp(_BYTE_VALUES[packed.int()].flatten(-2), exponents)  # (size, groups, 32)
                 matrix[:, row : row + size] = numbers.flatten(1).T
 
 
@@ -102,10 +101,9 @@ Readable = StoredTensor | ScaledTensor | FourBitStack
 
 
 def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, Readable]:
-    """The tensors of a folder, by name, with what stands for quantised ones in the place of their pieces.
+    """The tensors of a folder by name, with quantized weights and their scales merged into one entry.
 
-    config: the `quantization_config` of its config.json, empty where it has none. Raises ValueError where scales do not
-    fit the weight that they are of.
+    config: the `quantization_config` of config.json, or empty. Raises ValueError if scales do not fit their weight.
     """
     if config.get("quant_method") == "mxfp4":
         stacks = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
@@ -135,19 +133,17 @@ def _scaled(name: str, stored: Mapping[str, StoredTensor], block: Any) -> Scaled
 
 def _scales(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor:
     if name not in stored:
-        raise ValueError(f"the weights lack {name}, which config.json's quantization_config calls for.")
+        raise ValueError(f"the weights lack {name}, which config.json's quantization_config requires.")
     return stored[name]
 
 
 def _misfit(name: str, numbers: StoredTensor, scales: StoredTensor) -> str:
-    return (
-        f"{scales.file}: the scales of {name} have the shape {list(scales.shape)}, which does not fit its own, "
-        f"{list(numbers.shape)}."
-    )
+    shapes = f"{list(scales.shape)}, which does not fit the weight's, {list(numbers.shape)}"
+    return f"{scales.file}: the scales of {name} have the shape {shapes}."
 
 
 def _read(stored: StoredTensor, first: int, shape: tuple[int, ...]) -> Tensor:
-    """The elements from `first` on, as a tensor of a shape of its own."""
+    """The elements from `first` on as a tensor of this shape."""
     values = torch.empty(shape, dtype=stored.dtype)
     stored.read_part(Part(values, stored.shape, first))
     return values

@@ -1,9 +1,8 @@
-"""Linear layers of a few rows on a CPU: the weight times the rows, and not the rows times the weight.
+"""Linear layers of a few rows on a CPU, computed as the weight times the transposed rows.
 
-A step of generation has a row for each answer, so a product reads a whole weight for very little arithmetic. In 16 bits PyTorch's
-product of few rows with a transposed weight is several times slower than that of the weight as it lies with the rows as columns,
-most of all for the output layer (8 rows, 16,384 tokens: 8.5 ms and 1.6 ms on one core of a Xeon with AVX512-BF16). What is
-computed is the same, summed in another order.
+In generation a product has one row per sequence. In 16 bits, PyTorch's product of few rows with a transposed weight is several
+times slower than the product of the weight with the transposed rows (output layer of 16,384 tokens, 8 rows, one core of a Xeon
+with AVX512-BF16: 8.5 ms and 1.6 ms). Only the order of the sums differs.
 
 Shapes: N rows, I inputs, O outputs of a layer.
 """
@@ -21,19 +20,19 @@ DTYPES = (torch.bfloat16, torch.float16)
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear of x (..., I), weight (O, I) and bias (O,)."""
     num_rows = x.numel() // x.shape[-1]
-    is_for_it = weight.device.type == "cpu" and weight.dtype in DTYPES and x.dtype == weight.dtype
-    if not is_for_it or not 1 < num_rows <= MOST_ROWS or torch.is_grad_enabled():
+    is_16_bits_on_cpu = weight.device.type == "cpu" and weight.dtype in DTYPES and x.dtype == weight.dtype
+    if not is_16_bits_on_cpu or not 1 < num_rows <= MOST_ROWS or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     out = (weight @ x.reshape(num_rows, -1).T).T.contiguous()  # (N, O)
     return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
 
 
 class FewRows:
-    """While entered, a model's linear layers compute few rows that way: those that are plain, on a CPU and in 16 bits."""
+    """Context manager in which a model's plain linear layers use `few_rows_linear`, if they are on a CPU and in 16 bits."""
 
     def __init__(self, model: nn.Module) -> None:
         linear = (module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module))
-        self._modules = [one for one in linear if one.weight.device.type == "cpu" and one.weight.dtype in DTYPES]
+        self._modules = [m for m in linear if m.weight.device.type == "cpu" and m.weight.dtype in DTYPES]
 
     def __enter__(self) -> None:
         for module in self._modules:

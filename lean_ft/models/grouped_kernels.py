@@ -1,12 +1,9 @@
-"""The products of `grouped_matmul` as Triton kernels: for cards, types and shapes that PyTorch's grouped kernel is not for.
+"""The products of `grouped_matmul` as Triton kernels, for operands that PyTorch's grouped kernel does not support.
 
-PyTorch's kernel wants a Hopper or Blackwell card, bfloat16 and strides of whole 16 bytes; for all else it asks the device
-where the groups end and multiplies one after another, so the host waits at every product. Here each program finds its
-group by itself: the grid has a tile more a group than the rows have, and what is too many returns at once.
+Each program finds its group on the device. The grid has one more tile per group than the rows need, and surplus programs return
+at once. Sums are float32 without TF32. Imported only with Triton and a GPU.
 
-Sums are float32, and of float32 numbers exact to its rounding (no TF32). Imported where there is Triton and a GPU alone.
-
-Source: Triton's tutorial on grouped products, whose programs go through the groups in a loop.
+Source: Triton's tutorial on grouped products, whose programs loop over the groups.
 
 Shapes: M rows of all groups, G groups, K and N features.
 """
@@ -17,56 +14,33 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Of one program: rows and columns of the result, and what is summed at a time. tl.dot wants 16 of each at least.
+# Per program: rows and columns of the result, and features summed at a time. tl.dot needs at least 16 of each.
 _ROWS, _COLUMNS, _SUMMED = 64, 128, 32
 
 
 def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Returns (M, N): each group's rows (M, K) times its matrix (G, K, N); ends (G,) int32."""
+    """Each group's rows (M, K) times its matrix (G, K, N): (M, N). ends (G,) int32."""
     num_rows, num_summed = rows.shape
     num_groups, _, num_columns = matrices.shape
     out = rows.new_empty(num_rows, num_columns)
     columns, summed = (_block(n, most) for n, most in ((num_columns, _COLUMNS), (num_summed, _SUMMED)))
     grid = (triton.cdiv(num_rows, _ROWS) + num_groups, triton.cdiv(num_columns, columns))
     launch: Any = _multiply
-    launch[grid](
-        rows,
-        matrices,
-        ends,
-        out,
-        num_groups,
-        num_columns,
-        num_summed,
-        *rows.stride(),
-        *matrices.stride(),
-        GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=_ROWS,
-        COLUMNS=columns,
-        SUMMED=summed,
-    )
+    sizes, strides = (num_groups, num_columns, num_summed), (*rows.stride(), *matrices.stride())
+    tile = {"GROUPS": triton.next_power_of_2(num_groups), "ROWS": _ROWS, "COLUMNS": columns, "SUMMED": summed}
+    launch[grid](rows, matrices, ends, out, *sizes, *strides, **tile)
     return out
 
 
 def multiply_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Returns (G, K, N): each group's rows of left (M, K), transposed, times its rows of right (M, N)."""
+    """Each group's transposed rows of left (M, K) times its rows of right (M, N): (G, K, N)."""
     num_rows, num_columns = left.shape[1], right.shape[1]  # of each result
     out = left.new_empty(len(ends), num_rows, num_columns)
     rows, columns = (_block(n, most) for n, most in ((num_rows, _ROWS), (num_columns, _COLUMNS)))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns), len(ends))
     launch: Any = _multiply_outer
-    launch[grid](
-        left,
-        right,
-        ends,
-        out,
-        num_rows,
-        num_columns,
-        *left.stride(),
-        *right.stride(),
-        ROWS=rows,
-        COLUMNS=columns,
-        SUMMED=_SUMMED,
-    )
+    tile = {"ROWS": rows, "COLUMNS": columns, "SUMMED": _SUMMED}
+    launch[grid](left, right, ends, out, num_rows, num_columns, *left.stride(), *right.stride(), **tile)
     return out
 
 
@@ -76,14 +50,14 @@ def _block(length: int, most: int) -> int:
 
 @triton.jit
 def _load(start, i, i_stride, is_i, j, j_stride, is_j):
-    """A tile of a matrix, (i, j); zeros beyond its edges."""
+    """A tile (i, j) of a matrix, with zeros beyond its edges."""
     places = start + i[:, None] * i_stride + j[None, :] * j_stride
     return tl.load(places, mask=is_i[:, None] & is_j[None, :], other=0.0)
 
 
 @triton.jit
 def _store(start, tile, i, i_stride, is_i, j, is_j):
-    """Writes what lies within the matrix's edges, rounded to its type."""
+    """Write the part of a tile within the matrix's edges."""
     places = start + i[:, None] * i_stride + j[None, :]
     tl.store(places, tile.to(start.dtype.element_ty), mask=is_i[:, None] & is_j[None, :])
 

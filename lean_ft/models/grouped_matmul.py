@@ -1,10 +1,9 @@
-"""Matrix products of rows that are sorted into groups, each group with a matrix of its own.
+"""Matrix products of rows sorted into groups, each group with its own matrix.
 
-On CUDA one kernel computes all groups in one launch, and the host never learns where they end: PyTorch's grouped kernel
-in bfloat16 on Hopper and Blackwell, our own of `grouped_kernels` on other cards, in other types, and for the thin
-matrices of adapters, whose rows are no whole 16 bytes. Everything else is a loop over the groups' contiguous slices: CPUs,
-and GPUs without Triton or a C compiler, whose host then waits once a product. Each is one custom op, which torch.compile sees as one
-opaque operation, and a group without rows is nothing special: its gradient is zero.
+On CUDA one kernel computes all groups, and the host does not need to know where they end: PyTorch's grouped kernel in bfloat16
+on Hopper and Blackwell; the kernels of `grouped_kernels` on other cards, in other dtypes, and for adapters' low-rank matrices,
+whose rows are not multiples of 16 bytes. CPUs, and GPUs without Triton or a C compiler, loop over the groups, for which a GPU's
+host waits once per product. Each product is one custom op, opaque to torch.compile.
 
 Shapes: M rows of all groups, G groups, K and N features.
 """
@@ -29,10 +28,7 @@ _GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 @torch.library.custom_op("lean_ft::grouped_matmul", mutates_args=())
 def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Returns (M, N): each group's rows (M, K) times its matrix (G, K, N).
-
-    ends (G,) int32: where each group ends in the rows; the last must be M.
-    """
+    """Each group's rows (M, K) times its matrix (G, K, N): (M, N). ends (G,) int32: the groups' ends; the last is M."""
     if _has_kernel(rows, matrices):
         return F.grouped_mm(rows, matrices, offs=ends)
     if (kernels := _own_kernels(rows.is_cuda, rows.dtype)) is not None:
@@ -55,14 +51,12 @@ def _num_flops(rows_shape: Any, matrices_shape: Any, *_: Any, **__: Any) -> int:
 
 @torch.library.custom_op("lean_ft::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Returns (G, K, N): each group's rows of left (M, K), transposed, times its rows of right (M, N).
-
-    It is the gradient of the matrices of `grouped_matmul`; zero for a group without rows.
-    """
+    """Each group's transposed rows of left (M, K) times its rows of right (M, N): (G, K, N), zero for a group without rows.
+    This is the gradient of the matrices of `grouped_matmul`."""
     if _has_kernel(left, right):
         out = F.grouped_mm(left.T, right, offs=ends)
         if torch.cuda.get_device_capability(left.device) >= (10, 0):
-            # Blackwell's kernel leaves the products of empty groups as they lay in memory (pytorch issue 172439).
+            # Blackwell's kernel leaves the products of empty groups uninitialized (pytorch issue 172439).
             out.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
         return out
     if (kernels := _own_kernels(left.is_cuda, left.dtype)) is not None:
@@ -84,8 +78,8 @@ def _num_flops_outer(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> i
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """PyTorch's kernel wants bfloat16 on Hopper or Blackwell, and all strides but the unit one in whole 16 bytes; for all
-    else `F.grouped_mm` reads the ends and goes group by group."""
+    """PyTorch's kernel needs bfloat16 on Hopper or Blackwell, and strides in multiples of 16 bytes. For other operands
+    `F.grouped_mm` reads the ends and loops."""
     return all(
         x.is_cuda
         and x.dtype == torch.bfloat16

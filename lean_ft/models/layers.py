@@ -1,9 +1,7 @@
-"""RMSNorm and the feed-forward layer, gated but with xIELU.
+"""RMSNorm and feed-forward layers, with backward passes that keep less than autograd.
 
-All write their own backward pass where PyTorch's eager one would keep copies that can be had again for next to
-nothing: the norm keeps its input instead of three float32 tensors of that size, the product of the gate and the
-up-projection keeps its two factors and not activation(gate) as well, and writes their gradients where they lie. Compiled
-or not, the numbers are the same.
+The norm keeps its input instead of three float32 tensors of that size. A gated layer keeps gate and up but not
+activation(gate), and writes their gradients in place. Compiled and eager numbers are the same.
 
 Shapes: D features, I intermediate features.
 """
@@ -21,12 +19,9 @@ from lean_ft.torch_private import graph_is_kept
 
 
 class RMSNorm(nn.Module):
-    """Scales each vector to a root mean square of 1, then by a weight a feature, computed in float32.
+    """RMSNorm in float32 (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
 
-    With `weight_offset` the weight is stored without it, and is added to it in float32. Of several groups of neighbouring
-    features each is scaled by itself.
-
-    Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    The scale is `weight + weight_offset`. With `num_groups`, each group of consecutive features is normed separately.
     """
 
     def __init__(self, size: int, eps: float, weight_offset: float = 0.0, num_groups: int = 1) -> None:
@@ -40,8 +35,7 @@ class RMSNorm(nn.Module):
         if self.num_groups > 1:
             x, weight = (part.unflatten(-1, (self.num_groups, -1)) for part in (x, self.weight))
             return _RMSNorm.apply(x, weight, self.eps, self.weight_offset).flatten(-2)
-        # PyTorch has one kernel for it on CUDA, which keeps no more; of two types it makes a copy in the wider one, and
-        # returns that.
+        # On CUDA PyTorch's fused kernel keeps as little; with two dtypes it would copy to the wider one and return that.
         if x.is_cuda and self.weight_offset == 0.0 and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps, self.weight_offset)
@@ -65,22 +59,19 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = (grad * normed).flatten(0, -1 - weight.dim()).sum(0).to(weight.dtype)
         grad = grad * _with_offset(weight, ctx.weight_offset)
-        # The part of the gradient along x only changes its length, which the norm takes out.
+        # The gradient's component along x changes only the length of x, which the norm removes.
         grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
         return grad_x.to(x.dtype), grad_weight, None, None
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, for what a forward pass of our own returns.
-
-    Where an operation returns the tensor that it was given, as `to` does of the same type and what works in place always, the
-    compiler of torch 2.11 loses the gradient, and says nothing.
-    """
+    """`x.to(dtype)` for the result of a custom forward pass. If the last operation returns its own argument, as `to` does for
+    the same dtype and in-place operations always do, the compiler of torch 2.11 silently loses the gradient."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """The same norm without a weight."""
+    """RMSNorm without a weight."""
     if x.is_cuda:  # under autocast it comes in float32
         return F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
     return _RMSNorm.apply(x, x.new_ones(()), eps, 0.0)
@@ -91,7 +82,7 @@ def _with_offset(weight: Tensor, offset: float) -> Tensor:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The type of sums: float32, or what is wider."""
+    """The dtype for sums: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -100,9 +91,8 @@ def wide(x: Tensor) -> Tensor:
 
 
 class _Activation(NamedTuple):
-    value: Callable[..., Tensor]  # with `out` where it is to be written
-    # (gradient, what the activation was given) -> gradient, in `grad_input` where given
-    backward: Callable[..., Tensor]
+    value: Callable[..., Tensor]  # x, out=
+    backward: Callable[..., Tensor]  # gradient, x, grad_input=
 
 
 ACTIVATIONS: dict[str, _Activation] = {
@@ -118,10 +108,8 @@ XIELU_START = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.ex
 
 
 class XIELU(nn.Module):
-    """A parabola above 0 and an exponential below it, whose sizes are trained.
-
-    Source: Huang and Schlag 2024, https://arxiv.org/abs/2411.13010.
-    """
+    """xIELU: trained factors of a parabola above 0 and of an exponential below (Huang and Schlag 2024,
+    https://arxiv.org/abs/2411.13010)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +133,7 @@ class _XIELU(torch.autograd.Function):
         x, above, below, beta, eps = ctx.saved_tensors
         is_above = x > 0
         low = torch.expm1(torch.minimum(x, eps))
-        # Of those between eps and 0 the exponential does not change.
+        # Between eps and 0 the exponential is constant.
         slope = torch.where(is_above, 2 * above * x, below * torch.where(x < eps, low, -1)).add_(beta)
         low.sub_(x).masked_fill_(is_above, 0).mul_(grad)
         grad_above = (x.square().mul_(grad) * is_above).sum(dtype=wide_dtype(x))
@@ -154,20 +142,21 @@ class _XIELU(torch.autograd.Function):
 
 
 def is_gated(activation: str) -> bool:
-    """Whether a feed-forward layer of that activation has a gate."""
+    """Whether a feed-forward layer with this activation has a gate."""
     return activation in ACTIVATIONS
 
 
 class MLP(nn.Module):
-    """The gated feed-forward layer: down(activation(gate(x)) * up(x)); fused, gate and up are one matrix. With xIELU and
-    squared ReLU there is no gate: down(activation(up(x))). The `multipliers` are of gates, and of what it returns.
+    """The feed-forward layer: down(activation(gate(x)) * up(x)), or down(activation(up(x))) for xIELU and squared ReLU.
+
+    fused: gate and up are one matrix. multipliers: of the gate and of the output.
 
     Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; squared ReLU: So et al. 2021, https://arxiv.org/abs/2109.08668.
     """
 
+    # Whether compiled code writes the gradients of gate and up in place. `checkpoint_layers` sets this; without checkpointing
+    # the compiler would copy both first.
     overwrites = False
-    """Whether compiled code writes the gradients of gate and up where these lie; `checkpoint_layers` sets it. The compiler
-    would copy what backward does not compute anew, to write to the copy."""
 
     def __init__(
         self,
@@ -179,8 +168,7 @@ class MLP(nn.Module):
         multipliers: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         super().__init__()
-        self.activation, self.multipliers = activation, multipliers
-        self.is_fused = fused
+        self.activation, self.multipliers, self.is_fused = activation, multipliers, fused
         if fused:
             self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         else:
@@ -210,17 +198,17 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.overwrites = activation, overwrites
         value = ACTIVATIONS[activation].value(gate)
-        return value * up if torch.compiler.is_compiling() else value.mul_(up)  # as `in_dtype` says
+        return value * up if torch.compiler.is_compiling() else value.mul_(up)  # see `in_dtype`
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gate, up = ctx.saved_tensors
         if ctx.overwrites and torch.compiler.is_compiling():
-            gate, up = gate.data, up.data  # autograd forbids it of a view that a function of ours made
+            gate, up = gate.data, up.data  # autograd forbids in-place changes of a view from a custom function
             overwrite_factors(grad, gate, up, ctx.activation)
             return up, gate, None, None
         value, backward = ACTIVATIONS[ctx.activation]
-        # Of a graph that is kept, another backward pass reads them.
+        # With retain_graph another backward pass reads them.
         if ctx.overwrites and not graph_is_kept():
             return backward(up.mul_(grad), gate, grad_input=up), value(gate, out=gate).mul_(grad), None, None
         return backward(grad * up, gate), value(gate).mul_(grad), None, None
@@ -228,11 +216,10 @@ class _Gated(torch.autograd.Function):
 
 @torch.library.custom_op("lean_ft::overwrite_factors", mutates_args=("gate", "up"))
 def overwrite_factors(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Of the gradient of activation(gate) * up, writes that of up to `gate` and that of gate to `up`.
+    """From the gradient of activation(gate) * up, write the gradient of up to `gate` and the gradient of gate to `up`.
 
-    The compiler would make one kernel of this, of the product that the next layer's gradient is made of and of whatever
-    else reads the same two, and hold all that they read and write at once: six tensors as wide as the layer is. This is one
-    kernel too, which holds three.
+    Without this op the compiler fuses more operations on the same tensors into one kernel, which holds six tensors of the
+    layer's width at once instead of three.
     """
     _compiled_overwrite(activation)(*(tensor.flatten(0, -2) for tensor in (grad, gate, up)))
 
@@ -250,8 +237,6 @@ def _compiled_overwrite(activation: str) -> Callable[[Tensor, Tensor, Tensor], N
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, *, overwrites: bool = False) -> Tensor:
-    """Returns activation(gate) * up, all (..., I), keeping the two for backward and nothing else.
-
-    With `overwrites` backward writes their gradients to them: nothing else may read them any more by then.
-    """
+    """activation(gate) * up, all (..., I); keeps only gate and up for backward. With `overwrites`, backward writes their
+    gradients in place, so nothing else may read them later."""
     return _Gated.apply(gate, up, activation, overwrites)

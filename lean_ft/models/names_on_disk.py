@@ -1,4 +1,4 @@
-"""What a Hugging Face folder calls the decoder's parameters, and which of its tensors are none of them."""
+"""Names of the decoder's parameters in Hugging Face folders."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,24 +7,24 @@ from torch import Tensor
 
 from lean_ft.models.families import FAMILIES, Family
 
-_OF_IMAGES = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
-_OF_IMAGES += ("vision_model.", "audio_tower.", "embed_audio.")
+_NOT_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
+_NOT_TEXT += ("vision_model.", "audio_tower.", "embed_audio.")
 
 
 def name_in_language_model(name: str) -> str | None:
-    """What a tensor of a model that reads images too is called in its language model; None for one of images."""
+    """The name of a multimodal model's tensor in its language model; None for tensors of images or audio."""
     inner = name.removeprefix("model.")
-    if inner.startswith(_OF_IMAGES):
+    if inner.startswith(_NOT_TEXT):
         return None
     if inner.startswith("language_model."):
         name = inner
     inner = name.removeprefix("language_model.")
-    # Folders before transformers 5 have language_model.model.layers, those since then model.language_model.layers.
+    # transformers 4 wrote language_model.model.layers, version 5 writes model.language_model.layers.
     return inner if inner == name or inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
 
 
 def module_on_disk(hf_config: Mapping[str, Any], name: str) -> str:
-    """What transformers calls a module, and so an adapter's folder: as the model's folder does where that has it whole."""
+    """transformers' name of a module, which adapter folders use too."""
     family = FAMILIES.get(hf_config.get("model_type", ""), Family())
     renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
     renamed = {**family.in_memory, **renamed}
@@ -33,7 +33,7 @@ def module_on_disk(hf_config: Mapping[str, Any], name: str) -> str:
 
 
 def parameters_on_disk(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields what the folder of a family holds of a parameter: names there, and contiguous views of the parameter."""
+    """Yield the stored tensors of a parameter: their names, and contiguous views of the parameter."""
     family = FAMILIES.get(hf_config.get("model_type", ""), Family())
     part = next((part for part in family.on_disk if part in name), None)
     places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]

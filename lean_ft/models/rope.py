@@ -1,15 +1,13 @@
-"""Rotary position embeddings and the scalings that stretch them to longer contexts.
+"""Rotary position embeddings and their scalings to longer contexts.
 
-Position m turns each pair of features (i, i + R / 2) of a query or key by the angle m * frequency[i]
-(Su et al. 2021, https://arxiv.org/abs/2104.09864; the halves are paired as Hugging Face pairs them). A scaling is a
-row of `SCALINGS`: a function from the settings to frequencies and a factor on cos and sin. Angles are computed in
-float32 whatever the model's dtype: in bfloat16 positions above 256 would no longer be told apart.
+Position m rotates each pair of features (i, i + R / 2) of a query or key by the angle m * frequency[i] (Su et al. 2021,
+https://arxiv.org/abs/2104.09864; pairs as in Hugging Face's models). `SCALINGS` computes the frequencies of each scaling.
+Angles are computed in float32, because bfloat16 cannot distinguish positions above 256.
 
-Two scalings, `dynamic` and `longrope`, choose their frequencies by the length of the text. That is the length of each
-row, padding included, or of each packed document by itself: so a document's numbers never depend on its neighbours,
-and equal those it gets alone.
+The scalings `dynamic` and `longrope` choose frequencies by the length of the row (including padding) or of the packed
+document, so a document's numbers do not depend on the other documents.
 
-Shapes: B batch, T tokens, H heads, D features of a head, R <= D features that are turned.
+Shapes: B batch, T tokens, H heads, D features of a head, R <= D rotated features.
 """
 
 import math
@@ -23,14 +21,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become angles. Fields that a scaling does not read stay as they are here."""
+    """How positions become angles. Fields that a scaling does not use keep their defaults."""
 
     theta: float
     scaling: str = "default"
-    head_dim: int | None = None  # of the heads that are turned, where it is not the model's
-    turned_share: float = 1.0  # of a head's features, the first ones; the others are left as they are
-    turns_neighbours: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
-    in_float32: bool = False  # queries and keys are turned in float32, and rounded to the model's dtype afterwards
+    head_dim: int | None = None  # None: the model's
+    rotary_fraction: float = 1.0  # the fraction of a head's features, from the first, that is rotated
+    interleaved: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
+    in_float32: bool = False  # queries and keys are rotated in float32, then rounded to the model's dtype
     # Queries are multiplied by 1 + query_growth * log(1 + (position + query_growth_start) // query_growth_positions).
     query_growth: float = 0.0
     query_growth_positions: float = math.inf
@@ -39,21 +37,21 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: float = math.inf
-    attention_factor: float = 1.0  # on cos and sin
-    long_attention_factor: float | None = None  # the same in texts beyond the original length, where it is another
-    beta_fast: float = 32.0  # turns over the original context from which on a frequency is kept
-    beta_slow: float = 1.0  # and below which it is divided by the factor
-    truncate: bool = True  # whether the bounds between the two are whole features
-    moving_share: float = 1.0  # of the frequencies, the fastest ones; the others are 0, so that their features are left
+    attention_factor: float = 1.0  # of cos and sin
+    long_attention_factor: float | None = None  # of cos and sin beyond the original length; None: `attention_factor`
+    beta_fast: float = 32.0  # frequencies with at least this many turns over the original context are kept
+    beta_slow: float = 1.0  # frequencies with at most this many turns are divided by the factor
+    truncate: bool = True  # the bounds between kept and divided frequencies are rounded to whole features
+    nonzero_fraction: float = 1.0  # the fraction of frequencies, from the fastest, that is not 0
     short_factors: tuple[float, ...] = ()  # (R / 2,) divisors of the frequencies up to the original length
-    long_factors: tuple[float, ...] = ()  # and beyond it
+    long_factors: tuple[float, ...] = ()  # (R / 2,) divisors beyond it
 
     @property
     def depends_on_length(self) -> bool:
         return self.scaling in ("dynamic", "longrope")
 
     def same_frequencies(self, length: int, other: int) -> bool:
-        """Whether texts of the two lengths, in tokens, have the same frequencies."""
+        """Whether documents of these two lengths, in tokens, have the same frequencies."""
         original = self.original_max_positions
         if self.scaling == "longrope":
             return (length > original) == (other > original)
@@ -62,7 +60,7 @@ class RopeConfig:
 
 def _periods(rope: RopeConfig, size: int) -> Tensor:
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    return rope.theta**exponents  # (R / 2,), positions a radian
+    return rope.theta**exponents  # (R / 2,), positions per radian
 
 
 def _plain(rope: RopeConfig, size: int) -> Tensor:
@@ -75,7 +73,7 @@ def _linear(rope: RopeConfig, size: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, size: int) -> Tensor:
-    """Slow features are stretched by the factor, fast ones kept, those between blended (Llama 3.1)."""
+    """Divide slow frequencies by the factor, keep fast frequencies, and interpolate in between (Llama 3.1)."""
     frequencies = _plain(rope, size)
     turns = rope.original_max_positions * frequencies / (2 * math.pi)  # over the original context
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
@@ -83,11 +81,10 @@ def _llama3(rope: RopeConfig, size: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, size: int) -> Tensor:
-    """As llama3, but blended by the feature's index and not by its turns (Peng et al. 2023,
-    https://arxiv.org/abs/2309.00071)."""
+    """As llama3, but interpolated by the feature's index (Peng et al. 2023, https://arxiv.org/abs/2309.00071)."""
 
     def feature_of(turns: float) -> float:
-        """The index, not whole, of the feature that makes so many turns over the original context."""
+        """The fractional index of the feature with this number of turns over the original context."""
         return size * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = feature_of(rope.beta_fast), feature_of(rope.beta_slow)
@@ -103,25 +100,25 @@ def _yarn(rope: RopeConfig, size: int) -> Tensor:
 
 
 def _longrope(rope: RopeConfig, size: int) -> Tensor:
-    """Each frequency has two divisors found by search, one for short texts and one for long ones (Ding et al. 2024,
-    https://arxiv.org/abs/2402.13753). Returns both rows, (2, R / 2)."""
+    """Frequencies (2, R / 2) for short and for long documents, by divisors found by search (Ding et al. 2024,
+    https://arxiv.org/abs/2402.13753)."""
     divisors = torch.tensor([rope.short_factors, rope.long_factors], dtype=torch.float32)
     return 1.0 / (divisors * _periods(rope, size))
 
 
 def _proportional(rope: RopeConfig, size: int) -> Tensor:
-    """The slowest features are left as they are; they lie in the middle and at the end of a head, and not behind the others
-    alone as with a turned share below 1 (Gemma 4)."""
+    """The slowest frequencies are 0 (Gemma 4). Unlike with a rotary fraction below 1, the features that are not rotated lie in
+    the middle and at the end of a head."""
     frequencies = _plain(rope, size) / rope.factor
-    frequencies[int(rope.moving_share * size // 2) :] = 0.0
+    frequencies[int(rope.nonzero_fraction * size // 2) :] = 0.0
     return frequencies
 
 
-# The frequencies of each scaling, (R / 2,) for R turned features.
+# The frequencies of each scaling, (R / 2,) for R rotated features.
 SCALINGS: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "default": _plain,
     "linear": _linear,
-    "dynamic": _plain,  # up to the original length; `_dynamic` is what comes after
+    "dynamic": _plain,  # up to the original length; `_dynamic` beyond it
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
@@ -130,8 +127,8 @@ SCALINGS: dict[str, Callable[[RopeConfig, int], Tensor]] = {
 
 
 def _dynamic(rope: RopeConfig, size: int, lengths: Tensor) -> Tensor:
-    """The base grows with the length of the text, so that its slowest feature turns as far as it did over the
-    original context. Returns (..., R / 2) for lengths (...)."""
+    """Frequencies (..., R / 2) for lengths (...). The base grows with the length, so that the slowest feature turns as far as
+    it did over the original context."""
     lengths = lengths.clamp(min=int(rope.original_max_positions))
     stretch = rope.factor * lengths / rope.original_max_positions - (rope.factor - 1)
     base = rope.theta * stretch ** (size / (size - 2))
@@ -140,26 +137,21 @@ def _dynamic(rope: RopeConfig, size: int, lengths: Tensor) -> Tensor:
 
 
 class RotaryEmbedding:
-    """Computes cos and sin for positions.
-
-    Deliberately no nn.Module: a buffer would follow `model.to(torch.bfloat16)` and lose the frequencies' precision.
-    """
+    """Cos and sin of positions. Not an nn.Module, because `model.to(torch.bfloat16)` would round a buffer of frequencies."""
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self.rope = rope
-        self.size = int(head_dim * rope.turned_share)
+        self.size = int(head_dim * rope.rotary_fraction)
         self._frequencies: dict[torch.device, Tensor] = {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, each (B, T, R) in `dtype` or in float32 if the model turns in float32, of positions (B, T).
+        """Cos and sin (B, T, R) of positions (B, T), in `dtype`, or in float32 if the model rotates in float32.
 
-        Where queries grow with positions, they are (2, B, T, R): those of queries, which grow, and those of keys.
-
-        lengths (B or 1, T or 1) int64: the length of the text that a position belongs to, which some scalings read;
-        where left out it ends with the row's last position.
+        If queries grow with positions, the shape is (2, B, T, R), for queries and for keys. lengths (B or 1, T or 1) int64: the
+        length of each position's document, which some scalings use; by default the row's last position plus 1.
         """
         angles = positions[..., None].float() * self._of(positions, lengths)  # (B, T, R / 2)
-        if self.rope.turns_neighbours:
+        if self.rope.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
         else:
             angles = torch.cat((angles, angles), dim=-1)
@@ -177,7 +169,7 @@ class RotaryEmbedding:
         """The frequencies, (R / 2,) or (B or 1, T or 1, R / 2)."""
         frequencies = self._frequencies.get(positions.device)
         if frequencies is None:
-            # On a CPU always: other devices round powers differently, and all must agree with the trained model.
+            # Always on the CPU: other devices round powers differently.
             with torch.device("cpu"):
                 frequencies = SCALINGS[self.rope.scaling](self.rope, self.size)
             frequencies = frequencies.to(positions.device)
@@ -193,29 +185,28 @@ class RotaryEmbedding:
         return torch.where(is_long, _dynamic(self.rope, self.size, lengths), frequencies)
 
     def _is_long(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """Whether texts are beyond the original length, (B or 1, T or 1, 1)."""
+        """Whether documents are longer than the original length, (B or 1, T or 1, 1)."""
         lengths = positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths
         return (lengths > self.rope.original_max_positions)[..., None]
 
 
 def rotate_both(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, turns_neighbours: bool = False
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turns query (B, T, H, D) and key (B, T, K, D) by what `RotaryEmbedding` gives."""
+    """Rotate query (B, T, H, D) and key (B, T, K, D) by cos and sin of `RotaryEmbedding`."""
     (cos_query, cos_key), (sin_query, sin_key) = (x if x.dim() == 4 else (x, x) for x in (cos, sin))
-    return rotate(query, cos_query, sin_query, turns_neighbours), rotate(key, cos_key, sin_key, turns_neighbours)
+    return rotate(query, cos_query, sin_query, interleaved), rotate(key, cos_key, sin_key, interleaved)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, turns_neighbours: bool = False) -> Tensor:
-    """Turns the first R features of x (B, T, H, D) by the angles of cos and sin (B, T, R); the result has the dtype of
-    x."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first R features of x (B, T, H, D) by cos and sin (B, T, R). The result has the dtype of x."""
     size = cos.shape[-1]
     if size < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin, turns_neighbours), x[..., size:]), dim=-1)
-    if turns_neighbours:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
+    if interleaved:
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)  # by 90 degrees
     else:
         first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-    # cos and sin may be float32 where x is not: under autocast, or if the model turns in float32.
-    return (x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).to(x.dtype)
+        rotated = torch.cat((-second, first), dim=-1)
+    # cos and sin may be float32 when x is not: under autocast, or if the model rotates in float32.
+    return (x * cos.unsqueeze(2) + rotated * sin.unsqueeze(2)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Reads rotary settings from a config.json, in the spellings of transformers 4 and 5: one reader a scaling."""
+"""Read rotary settings from a config.json, in the spellings of transformers 4 and 5."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,15 +17,18 @@ def rope_config(
     ignored: Sequence[str] = (),
     **facts: Any,
 ) -> RopeConfig:
-    """Reads the rotary settings that `key` names, or those of the whole model where left out. Settings that are `ignored`
-    change nothing; `facts` of RopeConfig are the family's."""
+    """Read the rotary settings of field `key`, by default those of the whole model.
+
+    may_be_partial: the family may rotate a fraction of each head. ignored: settings that may be present and have no effect.
+    facts: further fields of RopeConfig.
+    """
     if key is None:
         key, settings = rope_settings(fields)
     where = f"{fields.where}: {key}"
     if not isinstance(settings, dict):
         raise ValueError(f"{where} is {settings!r}; expected an object with rope_type.")
     longest = fields.count("max_position_embeddings")
-    # transformers' order: the top level wins, then the rope settings, then the longest context.
+    # transformers' order: the top level, then the rope settings, then the longest context.
     original = fields.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
     settings = {**settings, "original_max_position_embeddings": original or longest}
     share = fields.get("partial_rotary_factor") if may_be_partial else None
@@ -33,50 +36,44 @@ def rope_config(
     own = Fields(settings, defaults, where)
     old_name, scaling = own.get("type"), own.get("rope_type")
     scaling = scaling or old_name or "default"
-    scaling = "longrope" if scaling == "su" else scaling  # what the first models that had it called it
+    scaling = "longrope" if scaling == "su" else scaling  # its name in early models
     if not isinstance(scaling, str) or scaling not in SCALINGS:
-        raise ValueError(
-            f"{where} asks for the rope type {scaling!r}; supported are {listed(SCALINGS)}."
-            f"{did_you_mean(str(scaling), SCALINGS)}"
-        )
+        suggestion = did_you_mean(str(scaling), SCALINGS)
+        raise ValueError(f"{where} has the rope type {scaling!r}; expected one of {listed(SCALINGS)}.{suggestion}")
     share = own.positive("partial_rotary_factor")
     if share > 1.0 or (share < 1.0 and not may_be_partial and scaling != "proportional"):
-        raise ValueError(
-            f"{where}: partial_rotary_factor is {share!r}; expected "
-            f"{'at most 1.0' if may_be_partial else '1.0 or absent: in this family whole heads are rotated'}."
-        )
-    turned_share = 1.0 if scaling == "proportional" else share
-    values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * turned_share) // 2))
+        expected = "at most 1.0" if may_be_partial else "1.0 or absent, as this family rotates whole heads"
+        raise ValueError(f"{where}: partial_rotary_factor is {share!r}; expected {expected}.")
+    rotary_fraction = 1.0 if scaling == "proportional" else share
+    values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * rotary_fraction) // 2))
     original = own.positive("original_max_position_embeddings")
     theta = own.positive("rope_theta")
     known = {*own.read, *ignored}
     unknown = [name for name, value in settings.items() if name not in known and value is not None]
     if unknown:
         raise ValueError(
-            f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not know; expected among "
-            f"{', '.join(sorted(own.read))}. Remove what changes nothing."
+            f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not use; expected only {listed(own.read)}. "
+            "Remove unused settings."
         )
     if scaling not in ("default", "linear", "proportional"):
         values.setdefault("original_max_positions", original)
-    return RopeConfig(theta=theta, scaling=scaling, turned_share=turned_share, **values, **facts)
+    return RopeConfig(theta=theta, scaling=scaling, rotary_fraction=rotary_fraction, **values, **facts)
 
 
 def rope_settings(fields: Fields) -> tuple[str, Any]:
-    """The rotary settings of the whole model, and the name of the field that has them."""
+    """The name of the field with the model's rotary settings, and the settings."""
     key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     return key, fields.get(key) or {}
 
 
-# What each scaling reads from its settings, given the longest context and the number of its frequencies.
+# Readers of each scaling's settings, given the longest context and the number of frequencies.
 
 
 def _read_llama3(settings: Fields, *_: int) -> dict[str, Any]:
     values = {name: settings.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
     if values["high_freq_factor"] <= values["low_freq_factor"]:
-        raise ValueError(
-            f"{settings.where}: high_freq_factor ({values['high_freq_factor']}) must be above low_freq_factor "
-            f"({values['low_freq_factor']})."
-        )
+        low, high = values["low_freq_factor"], values["high_freq_factor"]
+        raise ValueError(f"{settings.where}: high_freq_factor ({high}) must be above low_freq_factor ({low}).")
     return values
 
 
@@ -128,6 +125,6 @@ _ROPE_READERS: dict[str, Callable[[Fields, int, int], dict[str, Any]]] = {
     "longrope": _read_longrope,
     "proportional": lambda settings, *_: {
         "factor": 1.0 if settings.get("factor") is None else settings.positive("factor"),
-        "moving_share": settings.positive("partial_rotary_factor"),
+        "nonzero_fraction": settings.positive("partial_rotary_factor"),
     },
 }

@@ -1,9 +1,8 @@
-"""Reads and writes safetensors files tensor by tensor, without a second copy of the weights in memory.
+"""Read and write safetensors files tensor by tensor, without a second copy of the weights in memory.
 
-The safetensors library maps a file into memory, and every page touched counts as resident until the file is closed:
-loading a model that way peaks at twice its size. Here bytes go from the file straight into the parameter, and back.
-The format is eight bytes of length, a JSON header, and the tensors' bytes
-(https://huggingface.co/docs/safetensors); what is written equals the library's own output byte for byte.
+The safetensors library maps a file into memory, where every touched page is resident until the file is closed, so loading a
+model peaks at twice its size. This module copies bytes straight between file and parameter. The format is 8 bytes of length, a
+JSON header, and the tensors' bytes (https://huggingface.co/docs/safetensors). Files equal the library's output byte for byte.
 """
 
 import json
@@ -22,7 +21,7 @@ from torch import Tensor
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import write_whole
 
-# In the order in which the library writes them: wide ones first, so that each tensor's bytes are aligned.
+# In the order in which the library writes them: wide dtypes first, so that tensors are aligned.
 _DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
@@ -38,7 +37,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ORDER = list(_NAMES)
-# The largest models published have 100,000 tensors, over many files. More would be read for minutes.
+# The largest published models have 100,000 tensors in many files.
 _MAX_HEADER_BYTES = 2**25
 MAX_TENSORS, MAX_NAME_CHARACTERS = 2**17, 1000
 _STAGING_BYTES = 2**20
@@ -46,7 +45,7 @@ _STAGING_BYTES = 2**20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies on disk. `dtype` is None where it is one that is not read here, named by `dtype_name`."""
+    """A tensor's place on disk. `dtype` is None if the dtype, named by `dtype_name`, is not supported."""
 
     file: Path
     dtype_name: str
@@ -58,16 +57,14 @@ class StoredTensor:
         return _DTYPES.get(self.dtype_name)
 
     def read(self) -> Tensor:
-        """The tensor, in memory of its own on the CPU."""
+        """The tensor on the CPU."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.read_part(part_of(tensor))
         return tensor
 
     def read_part(self, part: Part) -> None:
-        """Fills what is here of a tensor of this shape, on any device and in any floating dtype.
-
-        Takes no memory beyond 1 MiB; none at all where the dtype is the part's and the part is on the CPU.
-        """
+        """Fill this rank's part of a tensor of this shape, on any device and in any floating dtype, with 1 MiB of memory; with
+        none if the part is on the CPU and has the stored dtype."""
         assert self.dtype is not None
         assert part.shape == self.shape
         assert part.values.is_contiguous()
@@ -88,7 +85,7 @@ class StoredTensor:
                 done += filled
 
     def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
-        """Yields the tensor's bytes in pieces of `size`, or `at_most` of these, evenly spread from the first to the last."""
+        """Yield the tensor's bytes in pieces of `size`; with `at_most`, at most that many evenly spaced pieces."""
         assert self.dtype is not None
         end = self.offset + math.prod(self.shape) * self.dtype.itemsize
         starts = range(self.offset, end, size)
@@ -101,15 +98,12 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors that a safetensors file holds, by name, without reading them.
-
-    Raises ValueError where the file is damaged or no safetensors file.
-    """
+    """The tensors of a safetensors file by name. Raises ValueError if the file is damaged."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise ValueError(f"{file} is no safetensors file, or was cut short: its header does not fit into it.")
+            raise ValueError(f"{file} is not a safetensors file, or is truncated: its header does not fit.")
         content = stream.read(length)
     try:
         header = json.loads(content)
@@ -119,18 +113,17 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
     if len(spans) > MAX_TENSORS or max(map(len, header), default=0) > MAX_NAME_CHARACTERS:
-        raise ValueError(
-            f"{file} is damaged: expected at most {MAX_TENSORS:,} tensors, with names of {MAX_NAME_CHARACTERS:,} characters."
-        )
+        most = f"{MAX_TENSORS:,} tensors, with names of {MAX_NAME_CHARACTERS:,} characters"
+        raise ValueError(f"{file} is damaged: expected at most {most}.")
     tensors, end = {}, 0
     for name, dtype_name, shape, offsets in spans:
         if not _follows(end, shape, offsets, _DTYPES.get(str(dtype_name))):
             raise ValueError(f"{file} is damaged: the bytes of {name} do not match its shape.")
         tensors[name], end = StoredTensor(file, str(dtype_name), tuple(shape), 8 + length + offsets[0]), offsets[1]
     if end != size - 8 - length:
+        found = size - 8 - length
         raise ValueError(
-            f"{file} is damaged: it should hold {end} bytes of tensors and holds {size - 8 - length}. Download or copy "
-            "it again."
+            f"{file} is damaged: expected {end} bytes of tensors, found {found}. Download or copy it again."
         )
     return tensors
 
@@ -138,26 +131,26 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def read_same(
     stored: Mapping[str, StoredTensor], own: Mapping[str, Part], folder: Path, what: str, begun_with: str
 ) -> None:
-    """Reads the tensors of a checkpoint's folder into a run's own, bit for bit and without a second copy.
+    """Read a checkpoint's tensors into a run's tensors, bit for bit and without a second copy.
 
-    Raises ValueError unless they are these by names, shapes and types; nothing is read then.
+    Raises ValueError before reading unless names, shapes and dtypes match.
     """
     if different := sorted(stored.keys() ^ own.keys()):
         owner = folder if different[0] in stored else "the model"
         raise ValueError(f"{folder} is not a checkpoint of this {what}: only {owner} has {different[0]}.")
     for name, tensor in own.items():
-        there, here = (stored[name].shape, stored[name].dtype), (tensor.shape, tensor.dtype)
-        if there != here:
+        found, expected = (stored[name].shape, stored[name].dtype), (tensor.shape, tensor.dtype)
+        if found != expected:
             raise ValueError(
-                f"{name} is {there[0]} {there[1]} in {folder} and {here[0]} {here[1]} in the model. "
-                f"A run goes on with {begun_with} it began with."
+                f"{name} is {found[0]} {found[1]} in {folder} and {expected[0]} {expected[1]} in the model. "
+                f"Resume with {begun_with} of the original run."
             )
     for name, part in own.items():
         stored[name].read_part(part)
 
 
 def _follows(end: int, shape: Any, offsets: Any, dtype: torch.dtype | None) -> bool:
-    """Whether shape and offsets are counts, the bytes begin where the last tensor's end, and there are as many."""
+    """Whether shape and offsets are counts, and the tensor's bytes start at `end` and have the right number."""
     if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2 or len(shape) > 64:
         return False
     if any(type(n) is not int or not 0 <= n < 2**63 for n in [*shape, *offsets]):
@@ -169,10 +162,10 @@ def _follows(end: int, shape: Any, offsets: Any, dtype: torch.dtype | None) -> b
 def write_file(
     file: Path, tensors: Mapping[str, Tensor | Part], metadata: Mapping[str, str], ranks: Ranks = ALONE
 ) -> None:
-    """Writes tensors, one at a time; `file` is whole or as it was.
+    """Write tensors to a file atomically, one at a time.
 
-    All `ranks` call it, each with its parts of the same tensors, and write side by side; the bytes are those that one
-    rank with the whole would write. Where one fails, all raise.
+    All `ranks` call this with their parts of the same tensors. The bytes do not depend on the number of ranks. If one rank
+    fails, all raise.
     """
     parts = {name: tensor if isinstance(tensor, Part) else part_of(tensor) for name, tensor in tensors.items()}
     names = sorted(parts, key=lambda name: (_ORDER.index(parts[name].dtype), name))
@@ -200,7 +193,7 @@ def write_file(
                     part = parts[name]
                     if not part.is_kept_by_others:
                         _write_part(stream, part, len(encoded) + starts[name])
-                if ranks.size > 1:  # on a shared disk what others wrote may not be synced from rank 0
+                if ranks.size > 1:  # on a shared disk rank 0 may not sync other ranks' writes
                     os.fsync(stream.fileno())
 
         temporary = ranks.first(begin)
@@ -209,7 +202,7 @@ def write_file(
 
 
 def _in_steps(runs: Iterator[tuple[int, int]], step: int) -> Iterator[list[tuple[int, int]]]:
-    """Runs of elements in groups of `step` elements, the last of fewer; a run may go over a group's end."""
+    """Split runs of elements into groups of `step` elements; the last group may have fewer."""
     group, room = [], step
     for first, length in runs:
         while length:
@@ -224,7 +217,7 @@ def _in_steps(runs: Iterator[tuple[int, int]], step: int) -> Iterator[list[tuple
 
 
 def _write_part(stream: RawIOBase, part: Part, offset: int) -> None:
-    """Writes what is here of a tensor that lies `offset` bytes from the start of the file."""
+    """Write this rank's part of a tensor that starts at byte `offset`."""
     size, done = part.values.element_size(), 0
     content = _bytes_of(part.values.detach().cpu().contiguous())
     for first, length in part.runs():
@@ -241,8 +234,8 @@ def _bytes_of(flat: Tensor) -> memoryview:
 
 def _read_exactly(file, target: Tensor, name: Path) -> None:
     remaining = _bytes_of(target)
-    while remaining:  # one read gives at most 2 GiB
+    while remaining:  # one read returns at most 2 GiB
         count = file.readinto(remaining)
         if not count:
-            raise ValueError(f"{name} was cut short while it was read. Download or copy it again.")
+            raise ValueError(f"{name} is truncated. Download or copy it again.")
         remaining = remaining[count:]

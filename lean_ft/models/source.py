@@ -1,4 +1,4 @@
-"""What a decoder remembers beside its weights: where it was read from, and how ranks share it."""
+"""Where a decoder was read from, and how ranks share it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

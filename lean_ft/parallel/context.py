@@ -93,12 +93,12 @@ class HeadExchange:
 def check_heads(model: Decoder, num_context: int, num_tensor: int) -> None:
     """Raise ValueError unless the heads of each of `num_tensor` ranks can be exchanged over `num_context` ranks."""
     config = model.config
-    num_heads, *kv_heads = (n // num_tensor for n in (config.num_heads, *config.numbers_of_kv_heads))
+    num_heads, *kv_heads = (n // num_tensor for n in (config.num_heads, *config.kv_head_counts))
     if num_heads % num_context or any(n % num_context and num_context % n for n in kv_heads):
         after = f" (before parallel.tensor={num_tensor} divides them)" if num_tensor > 1 else ""
         raise ValueError(
             f"parallel.context={num_context} splits attention heads evenly, and the model has {config.num_heads} query and "
-            f"{' and '.join(map(str, config.numbers_of_kv_heads))} key-value heads{after}. Set a parallel.context that divides "
+            f"{' and '.join(map(str, config.kv_head_counts))} key-value heads{after}. Set a parallel.context that divides "
             "the query heads, and that divides or is a multiple of the key-value heads."
         )
 

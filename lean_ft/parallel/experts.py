@@ -53,7 +53,7 @@ class ExpertRanks:
         even = [[len(order) // size] * size] * 2  # the planner's assumption, since it routes nothing
         send, receive = counts.tolist() if stage() is None else even
         rows = tokens.index_select(0, order // per_token)  # (M, D)
-        if experts.config.weighs_input:
+        if experts.config.scales_input:
             rows, weights = (rows * weights.flatten()[order, None]).to(rows.dtype), torch.ones_like(weights)
         rows = all_to_all(rows, receive, send, self.group.group_name)  # (L, D)
         expert = torch.arange(own, device=rows.device).repeat(size)

@@ -72,7 +72,7 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
     unsupported = {
         "fused projections (query, key and value, or gate and up)": config.fused_qkv or config.fused_gate_up,
         "keys and values made from one latent vector": config.latent is not None,
-        "layers that use another layer's keys": bool(config.givers),
+        "layers that use another layer's keys": bool(config.kv_source_layers),
         "norms over the queries and keys of all heads together": config.qk_norm == "projection",
     }
     for what, is_present in unsupported.items():
@@ -81,7 +81,7 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
                 f"{setting} does not support this model's {what}. Set parallel.tensor=1 and use parallel.shard."
             )
     sizes = {"query heads": config.num_heads}
-    sizes |= {"key-value heads" + " of some layers" * (i > 0): n for i, n in enumerate(config.numbers_of_kv_heads)}
+    sizes |= {"key-value heads" + " of some layers" * (i > 0): n for i, n in enumerate(config.kv_head_counts)}
     if any(isinstance(layer.mlp, MLP) for layer in model.layers):
         sizes["inner features of its feed-forward layers"] = config.intermediate_size
     for what, number in sizes.items():

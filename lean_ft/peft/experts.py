@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
-from lean_ft.models.moe import NO_THIN_PRODUCT, Experts
+from lean_ft.models.moe import NO_LOW_RANK, Experts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -75,7 +75,5 @@ class LoRAExperts(nn.Module):
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
         adapters = (self.gate_up_proj, self.down_proj)
-        pairs = (
-            NO_THIN_PRODUCT if adapter is None or not adapter.is_on else adapter.thin(dtype) for adapter in adapters
-        )
+        pairs = (NO_LOW_RANK if adapter is None or not adapter.is_on else adapter.thin(dtype) for adapter in adapters)
         return self.base_layer(tokens, weights, chosen, *pairs)

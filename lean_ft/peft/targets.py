@@ -69,7 +69,7 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
         return True
     family = FAMILIES.get(model.source.config.get("model_type", ""), Family())
     were_single = any("*" in place for places in family.on_disk.values() for place in places)
-    if not were_single or family.parts_are_alone:  # PEFT has no older version of this family
+    if not were_single or family.one_part_per_layer:  # PEFT has no older version of this family
         return False
     return module_on_disk(model.source.config, name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 

@@ -1,10 +1,10 @@
-"""NF4: a frozen weight in 4.13 bits, made whole for each product and let go again.
+"""NF4: frozen weights in 4.13 bits per value, dequantized for each product.
 
-Every 64 values share a scale, and each is the nearest of 16 levels that a normal distribution fills evenly. The scales
-are quantised in turn, to 8 bits in blocks of 256, less their mean ("double quantisation"). The format and the kernels
-are bitsandbytes', on every device; its kernels for CPUs are faster there than torchao's, which are PyTorch operations.
+Every 64 values share a scale, and each value is the nearest of 16 levels, quantiles of a normal distribution. The scales minus
+their mean are quantized to 8 bits in blocks of 256 ("double quantization"). Format and kernels are those of bitsandbytes on
+every device; on CPUs they are faster than torchao's, which are PyTorch operations.
 
-Quantised weights are never saved: they are what a run computes with, made anew from the model's folder.
+Quantized weights are never saved; each run makes them from the model's folder.
 
 Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
 
@@ -27,12 +27,12 @@ from lean_ft.system.shards import part_of
 BLOCK_SIZE = 64
 _SCALE_BLOCK_SIZE = 256
 
-# What a frozen weight (O, I) lies in: the weight itself, or the tensors of `quantize`.
+# A frozen weight (O, I): the weight itself, or the tensors of `quantize`.
 Frozen = Sequence[Tensor]
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, ...]:
-    """Returns `weight` (O, I) as its levels, two a byte; their scales; the scales' own scales, mean and levels."""
+    """The levels of `weight` (O, I), two per byte; their scales; and the scales' own scales, mean and levels."""
     levels, state = _bitsandbytes().quantize_4bit(
         weight.contiguous(), blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=True
     )
@@ -40,32 +40,32 @@ def quantize(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def whole(frozen: Frozen, out_features: int, like: Tensor, *, again: bool = False) -> Tensor:
-    """Returns the weight (O, I) of a layer whose input is `like` (..., I), in that dtype.
+    """The dequantized weight (O, I) of a layer whose input is `like` (..., I), in the dtype of `like`.
 
-    `again` says that it is to be made anew, though forward has made it. A compiler that recomputes a layer in backward would see
-    that these are the same values, and keep every weight of the layer whole from the one product to the other.
+    again: dequantize again in backward. Otherwise a compiler that recomputes a layer would recognize the same values and keep
+    every dequantized weight of the layer from forward to backward.
     """
     if len(frozen) == 1:
         return frozen[0].to(like.dtype)
     levels, scales, scale_scales, mean_scale, scale_levels = frozen
-    # The operators themselves, which the compiler knows; the library's functions around them it does not.
+    # The compiler supports these operators, but not the library's functions around them.
     ops = torch.ops.bitsandbytes
     scales = ops.dequantize_blockwise(scales, scale_scales, scale_levels, _SCALE_BLOCK_SIZE, torch.float32)
     shape = (out_features, like.shape[-1])
-    made_as = (1, *shape) if again else shape  # of other arguments it is another call
-    return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", made_as, like.dtype).view(shape)
+    call_shape = (1, *shape) if again else shape  # other arguments make it a distinct call for the compiler
+    return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", call_shape, like.dtype).view(shape)
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer whose weight is quantised.
+    """A frozen linear layer with a quantized weight.
 
-    One that is made on `meta`, to be cut over ranks, has what grows with the weight as parameters, which is what is cut.
+    If it is created on `meta`, tensors that grow with the weight are parameters, so that they can be sharded.
     """
 
     levels: Tensor
     stays_whole = False
-    """Whether a compiler may keep the weight whole from forward to backward: between tiles, which need it in turn, it is kept
-    anyway, and one is less than two."""
+    """Whether a compiler may keep the dequantized weight from forward to backward. Tiles keep it anyway, and one copy is less
+    than two."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -85,19 +85,19 @@ class NF4Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (O, I) made whole, a new tensor each time."""
+        """The dequantized weight (O, I), a new tensor for each access."""
         return whole(self.frozen, self.out_features, self.levels.new_empty(0, self.in_features, dtype=self.dtype))
 
     @torch.no_grad()
     def take(self, frozen: Frozen) -> None:
-        """Takes over what `quantize` gave; where this layer is cut over ranks, the part that is here."""
+        """Copy the tensors of `quantize`; if this layer is sharded, this rank's part."""
         for name, tensor in zip(_NAMES, frozen, strict=True):
             here = part_of(getattr(self, name))
             here.values.view(-1).copy_(tensor.view(-1)[here.first : here.first + here.values.numel()])
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the quantised weight takes."""
+        """Memory of the quantized weight."""
         return sum(tensor.nbytes for tensor in self.frozen)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ CUT_NAMES = ("levels", "scales", "scale_scales")
 
 
 def _shapes(weight: Tensor) -> tuple[Tensor, ...]:
-    """What `quantize` would give, on `meta`."""
+    """The tensors that `quantize` would return, on `meta`."""
     num_scales = -(-weight.numel() // BLOCK_SIZE)
     levels = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device="meta")
     scales = torch.empty(num_scales, dtype=torch.uint8, device="meta")
@@ -130,14 +130,14 @@ class _NF4Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        frozen = ctx.saved_tensors  # once: where it is checkpointed a second time is refused
+        frozen = ctx.saved_tensors  # read once, because checkpointing refuses a second access
         input_like = grad.new_empty(0, ctx.num_inputs)
         weight = whole(frozen, grad.shape[-1], input_like, again=not ctx.stays_whole)
         return grad @ weight, None, None, None, *(None for _ in frozen)
 
 
 def check_available(*, on_gpu: bool) -> None:
-    """Raises ValueError where NF4 cannot be computed: bitsandbytes is missing, or has no kernels for the GPU."""
+    """Raise ValueError if bitsandbytes is missing or has no kernels for the GPU."""
     if (reason := why_unusable(on_gpu=on_gpu)) is not None:
         raise ValueError(
             f"lora.quantize=nf4 needs bitsandbytes, and {reason}. Install it for this device "
@@ -149,6 +149,6 @@ def check_available(*, on_gpu: bool) -> None:
 def _bitsandbytes() -> ModuleType:
     import bitsandbytes.functional as functional
 
-    with outside():  # the library makes its tables when it is first used
+    with outside():  # the library builds its tables on first use
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     return functional

@@ -1,12 +1,12 @@
-"""Numbers of 8 or 4 bits for the layers' projections, by torchao: weights for a model that is done, and the same rounding in
-training, so that a model gets used to it (QAT).
+"""8- and 4-bit quantization of the layers' projections by torchao, and quantization-aware training (QAT) with the same rounding.
 
-`quantize` replaces the weights of the linear projections inside the layers; embedding, output layer and norms stay. `save_quantized`
-writes what transformers opens, with torchao installed. `fake_quantize` has the same projections round their weights, and their
-inputs where the kind says so, as torchao's kernels would, and pass gradients straight through; the weights themselves stay as they
-are, so that checkpoints are of the model's own type, and `quantize` makes of them what torchao's own conversion would.
+`quantize` replaces the weights of linear projections inside the layers; embedding, output layer and norms stay. `save_quantized`
+writes a folder that transformers opens if torchao is installed. `fake_quantize` makes these projections round their weights (and
+for some kinds their inputs) as torchao's kernels do, and pass gradients straight through. The weights keep their dtype, so
+checkpoints are those of the original model, and `quantize` converts them as torchao's own conversion does.
 
-What is here runs on a CPU, and is tested there; kinds that torchao has for GPUs alone are refused.
+All kinds run on a CPU and are tested there; kinds that torchao supports only on GPUs are not offered.
+
 
 Source: torchao's quantize_ and QATConfig; straight-through estimation, Bengio et al. 2013, arXiv:1308.3432.
 """
@@ -29,16 +29,16 @@ from lean_ft.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
-_INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009  (which torch's own annotations leave out)
-_IN_GROUPS = ("int4", "int8_dynamic_int4_weight")
-_STAY = ["lm_head", "score"]  # linear layers outside of `layers`, as transformers wants them named
+_INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009  (missing in torch's annotations)
+_GROUPED = ("int4", "int8_dynamic_int4_weight")
+_NOT_QUANTIZED = ["lm_head", "score"]  # linear layers outside of `layers`, by transformers' names
 
 
 def quantize(model: Decoder, kind: str, group_size: int = 32) -> int:
-    """Quantises the weights of the layers' projections in place, and returns how many those are.
+    """Quantize the weights of the layers' projections in place, and return their number.
 
-    kind: as `quantize.kind` of the recipe; group_size: inputs that share a scale, for weights of 4 bits. Raises ValueError for a
-    model whose layers cannot have it.
+    kind: as `quantize.kind` of the recipe. group_size: inputs that share a scale, for 4-bit weights. Raises ValueError if the
+    model's layers cannot be quantized this way.
     """
     from torchao.quantization import quantize_
 
@@ -46,9 +46,9 @@ def quantize(model: Decoder, kind: str, group_size: int = 32) -> int:
 
 
 def fake_quantize(model: Decoder, cfg: RecipeConfig) -> None:
-    """Prepares the model for training with the rounding of `quantize.train`, if that is set, as torchao's QATConfig does.
+    """Prepare the model for training with the rounding of `quantize.train`, if set, as torchao's QATConfig does.
 
-    Raises ValueError beside what else would not see the rounding, or for layers that cannot have it.
+    Raises ValueError with adapters, float8 products or several processes, and for layers that cannot be quantized this way.
     """
     quantization = cfg.group(QuantizeConfig)
     if quantization is None or quantization.train is None:
@@ -56,14 +56,12 @@ def fake_quantize(model: Decoder, cfg: RecipeConfig) -> None:
     setting, memory = f"quantize.train={quantization.train}", cfg.group(MemoryConfig)
     if cfg.group(LoRAConfig) is not None:
         raise ValueError(
-            f"{setting} rounds weights that train, and beside an adapter they are frozen. Leave out lora, or quantize.train."
+            f"{setting} rounds trained weights, and an adapter freezes them. Remove lora or quantize.train."
         )
     if memory is not None and memory.float8_products:
         raise ValueError(f"{setting} and memory.float8_products=true both round the layers' products. Set one of them.")
     if dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            f"{setting} is for one process, and {dist.get_world_size()} were started: of a cut model it is not tested."
-        )
+        raise ValueError(f"{setting} supports one process, and {dist.get_world_size()} were started.")
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
     from torchao.quantization.qat.api import QATStep
@@ -73,7 +71,7 @@ def fake_quantize(model: Decoder, cfg: RecipeConfig) -> None:
 
 
 def torchao_config(kind: str, group_size: int) -> "AOBaseConfig":
-    """What torchao calls it."""
+    """torchao's config of a kind."""
     from torchao import quantization as ao
 
     group = ao.PerGroup(group_size)
@@ -94,37 +92,36 @@ def _apply(quantize_: Any, model: Decoder, config: Any, kind: str, group_size: i
     is_mixture = any(isinstance(module, Experts) for module in model.modules())
     if is_mixture or any(f"{name}.weight" not in stored for name in projections):
         raise ValueError(
-            "quantisation is for models whose folder holds a matrix for each linear projection; a mixture's experts are "
-            "stacked, and torchao would leave them as they are."
+            "quantization supports models whose folder stores one matrix per linear projection, and this model has experts or "
+            "projections that are stored otherwise. Use a dense model."
         )
     for name, linear in projections.items():
-        if kind in _IN_GROUPS and linear.in_features % group_size:
+        if kind in _GROUPED and linear.in_features % group_size:
             raise ValueError(
-                f"{name} has {linear.in_features} inputs, which are no whole groups of {group_size}. Set group_size to what "
-                "divides them."
+                f"{name} has {linear.in_features} inputs, which is not a multiple of group_size={group_size}. Set group_size to "
+                "a divisor."
             )
     quantize_(model, config, filter_fn=lambda module, name: name in projections)
     return len(projections)
 
 
 def save_quantized(model: Decoder, tokenizer: Tokenizer | None, folder: Path, kind: str, group_size: int) -> None:
-    """Writes a model that `quantize` has quantised, as transformers writes torchao's: one safetensors file, and in config.json
-    what was done. `folder` exists."""
+    """Write a quantized model in transformers' format for torchao: one safetensors file, and the quantization in config.json.
+    `folder` must exist."""
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     weights: Mapping[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    tensors, told = flatten_tensor_state_dict(weights)  # pyright: ignore[reportArgumentType]
-    save_file(
-        {name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt", **told}
-    )
-    how = {
+    tensors, metadata = flatten_tensor_state_dict(weights)  # pyright: ignore[reportArgumentType]
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", **metadata})
+    quantization = {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(torchao_config(kind, group_size))},
-        "modules_to_not_convert": _STAY,
+        "modules_to_not_convert": _NOT_QUANTIZED,
         "include_input_output_embeddings": False,
         "untie_embedding_weights": False,
     }
-    write_configs(model, folder, quantization_config=how)
+    write_configs(model, folder, quantization_config=quantization)
     if tokenizer is not None:
         tokenizer.save(folder)

@@ -134,11 +134,11 @@ def test_a_cache_goes_on_from_any_point(make_checkpoint):
         model(ids, cache=cache)
     parts = [model(ids[:, a:b], cache=cache) for a, b in ((0, 11), (11, 12), (12, 30))]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="holds 30 positions; 30 are taken and 1 more"):
+    with pytest.raises(ValueError, match="holds 30 positions; 30 are used and 1 more"):
         model(ids[:, :1], cache=cache)
-    with pytest.raises(ValueError, match="neither cu_seqlens nor positions"):
+    with pytest.raises(ValueError, match="cannot be combined with cu_seqlens or positions"):
         model(ids, cache=cache, positions=torch.zeros_like(ids))
-    with pytest.raises(ValueError, match="lengths go with a cache alone"):
+    with pytest.raises(ValueError, match="lengths need a cache"):
         model(ids, lengths=torch.tensor([30, 12]))
 
 

@@ -1,5 +1,6 @@
-"""Random tiny checkpoints that transformers makes, and transformers' own model of each, as the reference."""
+"""Random tiny checkpoints made by transformers, with transformers' model of each as the reference."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ MakeCheckpoint = Callable[..., tuple[Path, Reference]]
 
 
 def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) -> Reference:
-    """transformers' model with weights large enough that a wrong formula shows, norms and biases included."""
+    """transformers' model with random weights, norms and biases, large enough that a wrong formula shows."""
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
-    config._experts_implementation = "eager"  # its others want sizes in multiples of 16 bytes
+    config._experts_implementation = "eager"  # others need sizes in multiples of 16 bytes
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Norms keep what they start with: 1, or 0 where the family adds 1 itself.
+            # Norms vary around their initial value: 1, or 0 if the family adds 1.
             is_scale = "norm" in name or name.endswith("scale")
             parameter.copy_(parameter + 0.3 * noise if is_scale else 0.2 * noise)
         for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
@@ -36,21 +37,27 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Makes the folder of a case, as transformers saves it, and transformers' model of it."""
+    """A function that saves a case as a new folder and returns the folder and transformers' model of it."""
 
     def make(case: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any):
         model_type, settings = CASES[case]
         model = reference_model(model_type, {**settings, **overrides}, seed)
         folder = tmp_path_factory.mktemp(case)
         model.to(dtype)
-        for name, tensor in [*model.named_buffers(), *model.named_parameters()]:  # as from_pretrained has it
+        for name, tensor in [*model.named_buffers(), *model.named_parameters()]:  # as from_pretrained does
             if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
                 tensor.data = tensor.float()
         model.save_pretrained(folder)
-        # Read back, since `to` has rounded the rotary frequencies too, which is not how a bfloat16 model is run.
+        # Read back, because `to` also rounded the rotary frequencies.
         return folder, type(model).from_pretrained(folder, dtype=dtype).eval()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(make_checkpoint: MakeCheckpoint) -> MakeCheckpoint:
+    """As `make_checkpoint`, made once per case and dtype for all tests, which must change neither folder nor model."""
+    return functools.cache(lambda case, dtype=torch.float32: make_checkpoint(case, dtype=dtype))
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG_CASES)) for name in CASES])
@@ -58,8 +65,19 @@ def case(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+FIRST_CASES = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
+
+
+@pytest.fixture(
+    params=[pytest.param(n, marks=[pytest.mark.long] * (n not in FIRST_CASES.values())) for n in CASES], name="family"
+)
+def _family(request: pytest.FixtureRequest) -> str:
+    """One case per family; the other cases are long tests."""
+    return request.param
+
+
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-# By transformers' name: the case of the language model inside, and what is said of the part that reads images.
+# By transformers' name of the multimodal model: the case of its language model, its vision config, and other settings.
 WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3": ("gemma3_text", {**VISION, "image_size": 28, "patch_size": 14}, {"mm_tokens_per_image": 4}),
     "Mistral3": ("ministral3", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
@@ -73,22 +91,22 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"audio_token_id": 96},
     ),
 }
-_OF_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
-_OF_QWEN |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+_QWEN_VISION |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}  # of heads of 8 features
 
 
 def whole_model(name: str) -> Reference:
-    """A random tiny model that reads images too; ids up to 95 are text."""
+    """A random tiny multimodal model; ids up to 95 are text."""
     case, vision, others = WHOLES[name]
     model_type, text = CASES[case]
     if name in ("Qwen2_5_VL", "Qwen3VL"):
         text = {**text, "rope_parameters": _MROPE}
     ids = {"image_token_id": 98, "video_token_id": 97, "image_token_index": 98}
     config = getattr(transformers, f"{name}Config")(
-        text_config={**SIZES, **text, "model_type": model_type}, vision_config=vision or _OF_QWEN, **ids, **others
+        text_config={**SIZES, **text, "model_type": model_type}, vision_config=vision or _QWEN_VISION, **ids, **others
     )
     config.tie_word_embeddings = getattr(config.text_config, "tie_word_embeddings", False)
     config.text_config._experts_implementation = "eager"

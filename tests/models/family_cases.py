@@ -78,6 +78,8 @@ SHARED_EXPERTS = {
 MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_chunk_size": 7}
 GEMMA_4 = {"vocab_size_per_layer_input": 101, "head_dim": 12, "global_head_dim": 20, "sliding_window": 6}
 
+# A table: related fields share a line.
+# fmt: off
 # (model_type, settings) by name.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -87,253 +89,127 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "llama_linear_rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
     "llama_llama3_rope": ("llama", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
-    "llama_dynamic_rope": (
-        "llama",
-        {
-            "max_position_embeddings": 24,
-            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0},
-        },
-    ),
+    "llama_dynamic_rope": ("llama", {
+        "max_position_embeddings": 24,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0},
+    }),
     "llama_yarn_rope": ("llama", {"head_dim": 20, "rope_parameters": YARN}),
-    "llama_yarn_rope_in_full": (
-        "llama",
-        {
-            "head_dim": 32,
-            "rope_parameters": {
-                **YARN,
-                "beta_fast": 4.0,
-                "beta_slow": 0.5,
-                "truncate": False,
-                "mscale": 0.8,
-                "mscale_all_dim": 0.3,
-            },
+    "llama_yarn_rope_in_full": ("llama", {
+        "head_dim": 32,
+        "rope_parameters": {
+            **YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.3,
         },
-    ),
+    }),
     "llama_longrope": ("llama", {"rope_parameters": longrope(4, original_max_position_embeddings=24, factor=6.0)}),
     "mistral": ("mistral", {"sliding_window": 7, "head_dim": 20}),
     "mistral_without_window": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 16}),
-    "qwen2_window_above": (
-        "qwen2",
-        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "qwen2_listed_windows": (
-        "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": YARN,
-        },
-    ),
+    "qwen2_window_above": ("qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2_listed_windows": ("qwen2", {
+        "use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": YARN,
+    }),
     "qwen3": ("qwen3", {"head_dim": 20}),
     "qwen3_tied_biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
-    "qwen3_window": (
-        "qwen3",
-        {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
-    ),
+    "qwen3_window": ("qwen3",
+        {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}),
     "gemma": ("gemma", {"head_dim": 20}),
-    "gemma_untied": (
-        "gemma",
-        {"head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True},
-    ),
-    "gemma2": (
-        "gemma2",
-        {
-            "num_hidden_layers": 3,
-            "head_dim": 12,
-            "query_pre_attn_scalar": 20,
-            "sliding_window": 6,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
+    "gemma_untied": ("gemma",
+        {"head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2": ("gemma2", {
+        "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    }),
+    "gemma2_without_caps": ("gemma2", {
+        "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11, "hidden_activation": "silu",
+    }),
+    "gemma3_text": ("gemma3_text", {
+        "num_hidden_layers": 7, "head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
-    ),
-    "gemma2_without_caps": (
-        "gemma2",
-        {
-            "head_dim": 8,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "sliding_window": 11,
-            "hidden_activation": "silu",
+    }),
+    "gemma3_text_capped": ("gemma3_text", {
+        "head_dim": 8, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
+        "final_logit_softcapping": 4.0, "attention_bias": True,
+    }),
+    "gemma4_text": ("gemma4_text", {
+        **GEMMA_4, "num_hidden_layers": 6,
+        "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 7,
+        "final_logit_softcapping": 3.0,
+    }),
+    "gemma4_text_keys_are_values": ("gemma4_text", {
+        **GEMMA_4, "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "attention_k_eq_v": True, "num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0,
+        "rms_norm_eps": 1e-3, "tie_word_embeddings": False, "attention_bias": True, "hidden_activation": "silu",
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "proportional", "rope_theta": 70.0, "partial_rotary_factor": 0.7}
+            | {"factor": 2.0},
         },
-    ),
-    "gemma3_text": (
-        "gemma3_text",
-        {
-            "num_hidden_layers": 7,
-            "head_dim": 12,
-            "query_pre_attn_scalar": 10,
-            "sliding_window": 6,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    ),
-    "gemma3_text_capped": (
-        "gemma3_text",
-        {
-            "head_dim": 8,
-            "sliding_window": 5,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "final_logit_softcapping": 4.0,
-            "attention_bias": True,
-        },
-    ),
-    "gemma4_text": (
-        "gemma4_text",
-        {
-            **GEMMA_4,
-            "num_hidden_layers": 6,
-            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention", "full_attention"],
-            "num_kv_shared_layers": 2,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 7,
-            "final_logit_softcapping": 3.0,
-        },
-    ),
-    "gemma4_text_keys_are_values": (
-        "gemma4_text",
-        {
-            **GEMMA_4,
-            "num_hidden_layers": 4,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 3,
-            "hidden_size_per_layer_input": 0,
-            "rms_norm_eps": 1e-3,
-            "tie_word_embeddings": False,
-            "attention_bias": True,
-            "hidden_activation": "silu",
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 300.0},
-                "sliding_attention": {"rope_type": "proportional", "rope_theta": 70.0, "partial_rotary_factor": 0.7}
-                | {"factor": 2.0},
-            },
-        },
-    ),
-    "gemma4_text_experts": (
-        "gemma4_text",
-        {
-            **GEMMA_4,
-            "num_hidden_layers": 3,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "num_kv_shared_layers": 1,
-            "hidden_size_per_layer_input": 7,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 3,
-            "enable_moe_block": True,
-            "num_experts": 5,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 24,
-        },
-    ),
-    "gemma4_unified_text": (
-        "gemma4_unified_text",
-        {
-            **{name: value for name, value in GEMMA_4.items() if name != "vocab_size_per_layer_input"},
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    }),
+    "gemma4_text_experts": ("gemma4_text", {
+        **GEMMA_4, "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 7, "attention_k_eq_v": True, "num_global_key_value_heads": 3,
+        "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24,
+    }),
+    "gemma4_unified_text": ("gemma4_unified_text", {
+        **{name: value for name, value in GEMMA_4.items() if name != "vocab_size_per_layer_input"},
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
     "phi3": ("phi3", {"num_key_value_heads": 6}),
     "phi3_window_tied": ("phi3", {"sliding_window": 9, "tie_word_embeddings": True, "partial_rotary_factor": 0.75}),
-    "phi3_longrope": (
-        "phi3",
-        {"original_max_position_embeddings": 24, "rope_parameters": longrope(4), "max_position_embeddings": 128},
-    ),
-    "phi3_longrope_partial": (
-        "phi3",
-        {
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "original_max_position_embeddings": 64,
-            "rope_parameters": longrope(6, partial_rotary_factor=0.75, attention_factor=1.2),
-        },
-    ),
+    "phi3_longrope": ("phi3",
+        {"original_max_position_embeddings": 24, "rope_parameters": longrope(4), "max_position_embeddings": 128}),
+    "phi3_longrope_partial": ("phi3", {
+        "num_attention_heads": 3, "num_key_value_heads": 1, "original_max_position_embeddings": 64,
+        "rope_parameters": longrope(6, partial_rotary_factor=0.75, attention_factor=1.2),
+    }),
     "olmo2": ("olmo2", {}),
-    "olmo2_tied_biases": (
-        "olmo2",
-        {"num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
-    ),
+    "olmo2_tied_biases": ("olmo2",
+        {"num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
-    "smollm3_window": (
-        "smollm3",
-        {
-            "num_hidden_layers": 3,
-            "no_rope_layers": [0, 1, 0],
-            "use_sliding_window": True,
-            "sliding_window": 8,
-            "tie_word_embeddings": False,
-            "mlp_bias": True,
+    "smollm3_window": ("smollm3", {
+        "num_hidden_layers": 3, "no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 8,
+        "tie_word_embeddings": False, "mlp_bias": True,
+    }),
+    "granite": ("granite", {
+        "attention_multiplier": 0.3, "embedding_multiplier": 5.0, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    }),
+    "granite_tied_biases": ("granite", {
+        "attention_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 0.5,
+        "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+    }),
+    "ministral": ("ministral",
+        {"head_dim": 20, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}),
+    "ministral3": ("ministral3", {
+        "head_dim": 20,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "mscale": 0.8, "mscale_all_dim": 0.3}
+        | {"llama_4_scaling_beta": 0.9, "max_position_embeddings": 256},
+    }),
+    "ministral3_window_tied": ("ministral3", {
+        "head_dim": 8, "sliding_window": 9, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "original_max_position_embeddings": 5}
+        | {"llama_4_scaling_beta": 0.4},
+    }),
+    "olmo3": ("olmo3", {
+        "num_hidden_layers": 4, "sliding_window": 7,
+        "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
-    ),
-    "granite": (
-        "granite",
-        {
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 5.0,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 3.0,
-        },
-    ),
-    "granite_tied_biases": (
-        "granite",
-        {
-            "attention_multiplier": 0.5,
-            "embedding_multiplier": 2.0,
-            "logits_scaling": 0.5,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-    ),
-    "ministral": (
-        "ministral",
-        {"head_dim": 20, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7},
-    ),
-    "ministral3": (
-        "ministral3",
-        {
-            "head_dim": 20,
-            "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "mscale": 0.8, "mscale_all_dim": 0.3}
-            | {"llama_4_scaling_beta": 0.9, "max_position_embeddings": 256},
-        },
-    ),
-    "ministral3_window_tied": (
-        "ministral3",
-        {
-            "head_dim": 8,
-            "sliding_window": 9,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "original_max_position_embeddings": 5}
-            | {"llama_4_scaling_beta": 0.4},
-        },
-    ),
-    "olmo3": (
-        "olmo3",
-        {
-            "num_hidden_layers": 4,
-            "sliding_window": 7,
-            "rope_parameters": {
-                "full_attention": YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            },
-        },
-    ),
-    "olmo3_listed_windows": (
-        "olmo3",
-        {
-            "num_key_value_heads": 6,
-            "attention_bias": True,
-            "sliding_window": 9,
-            "layer_types": ["full_attention", "sliding_attention"],
-        },
-    ),
+    }),
+    "olmo3_listed_windows": ("olmo3", {
+        "num_key_value_heads": 6, "attention_bias": True, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }),
     "glm4": ("glm4", {"head_dim": 20}),
     "glm4_tied": (
         "glm4",
@@ -349,33 +225,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": True},
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 20}),
-    "ernie4_5_untied_biases": (
-        "ernie4_5",
-        {"head_dim": None, "use_bias": True, "tie_word_embeddings": False, "rope_parameters": YARN},
-    ),
-    "hunyuan_v1_dense": (
-        "hunyuan_v1_dense",
-        {
-            "head_dim": 20,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 20.0, "factor": 1.0}
-            | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0},
-        },
-    ),
-    "hunyuan_v1_dense_tied_biases": (
-        "hunyuan_v1_dense",
-        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
-    ),
+    "ernie4_5_untied_biases": ("ernie4_5",
+        {"head_dim": None, "use_bias": True, "tie_word_embeddings": False, "rope_parameters": YARN}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {
+        "head_dim": 20,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 20.0, "factor": 1.0}
+        | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0},
+    }),
+    "hunyuan_v1_dense_tied_biases": ("hunyuan_v1_dense",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "exaone4": ("exaone4", {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3, "head_dim": 20}),
-    "exaone4_listed_windows": (
-        "exaone4",
-        {
-            "sliding_window": 9,
-            "sliding_window_pattern": "LG",
-            "layer_types": ["sliding_attention", "full_attention"],
-            "tie_word_embeddings": True,
-            "rope_parameters": LLAMA3,
-        },
-    ),
+    "exaone4_listed_windows": ("exaone4", {
+        "sliding_window": 9, "sliding_window_pattern": "LG",
+        "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+        "rope_parameters": LLAMA3,
+    }),
     "exaone4_without_windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "apertus": ("apertus", {"head_dim": 20, "rope_parameters": LLAMA3}),
     "apertus_tied_biases": (
@@ -384,18 +248,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     ),
     "cohere2": ("cohere2", {"sliding_window": 7, "sliding_window_pattern": 2, "logit_scale": 0.6}),
-    "cohere2_untied_biases": (
-        "cohere2",
-        {
-            "num_hidden_layers": 3,
-            "sliding_window": 9,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "layer_norm_eps": 1e-2,
-            "logit_scale": 1.5,
-        },
-    ),
+    "cohere2_untied_biases": ("cohere2", {
+        "num_hidden_layers": 3, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "attention_bias": True,
+        "tie_word_embeddings": False, "layer_norm_eps": 1e-2, "logit_scale": 1.5,
+    }),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "mixtral_window_tied": (
         "mixtral",
@@ -407,40 +264,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 20}
         | {"norm_topk_prob": True},
     ),
-    "phimoe": (
-        "phimoe",
-        {
-            "num_local_experts": 5,
-            "router_jitter_noise": 0.4,
-            "lm_head_bias": True,
-            "attention_bias": True,
-            "sliding_window": None,
-            # transformers takes the divisors of short texts for long ones too.
-            "rope_parameters": longrope(
-                4, original_max_position_embeddings=24, factor=6.0, short_mscale=1.2, long_mscale=1.4
-            )
-            | {"long_factor": [1.0 + 0.3 * i for i in range(4)]},
-        },
-    ),
-    "phimoe_window_tied": (
-        "phimoe",
-        {"num_local_experts": 4, "num_key_value_heads": 6, "sliding_window": 9, "tie_word_embeddings": True},
-    ),
-    "qwen3_moe_some_layers": (
-        "qwen3_moe",
-        {
-            "num_hidden_layers": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 16,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [1],
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "phimoe": ("phimoe", {
+        "num_local_experts": 5, "router_jitter_noise": 0.4, "lm_head_bias": True, "attention_bias": True,
+        "sliding_window": None,
+        # transformers takes the divisors of short texts for long ones too.
+        "rope_parameters": longrope(
+            4, original_max_position_embeddings=24, factor=6.0, short_mscale=1.2, long_mscale=1.4
+        )
+        | {"long_factor": [1.0 + 0.3 * i for i in range(4)]},
+    }),
+    "phimoe_window_tied": ("phimoe",
+        {"num_local_experts": 4, "num_key_value_heads": 6, "sliding_window": 9, "tie_word_embeddings": True}),
+    "qwen3_moe_some_layers": ("qwen3_moe", {
+        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "decoder_sparse_step": 2, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 6,
+        "attention_bias": True, "tie_word_embeddings": True,
+    }),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe_tied_biases": (
         "olmoe",
@@ -452,22 +291,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
         | {"shared_expert_intermediate_size": 20},
     ),
-    "qwen2_moe_some_layers": (
-        "qwen2_moe",
-        {
-            "num_hidden_layers": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 40,
-            "decoder_sparse_step": 2,
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "max_window_layers": 2,
-            "qkv_bias": False,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "qwen2_moe_some_layers": ("qwen2_moe", {
+        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "use_sliding_window": True,
+        "sliding_window": 6, "max_window_layers": 2, "qkv_bias": False, "tie_word_embeddings": True,
+    }),
     "glm4_moe": (
         "glm4_moe",
         {"num_hidden_layers": 3, "head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3}
@@ -478,304 +306,116 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0}
         | {"moe_intermediate_size": 16, "n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
-    "ernie4_5_moe": (
-        "ernie4_5_moe",
-        {
-            "num_hidden_layers": 3,
-            "moe_num_experts": 6,
-            "moe_k": 2,
-            "moe_intermediate_size": 24,
-            "moe_num_shared_experts": 2,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "ernie4_5_moe_some_layers": (
-        "ernie4_5_moe",
-        {
-            "num_hidden_layers": 5,
-            "head_dim": 20,
-            "moe_num_experts": 4,
-            "moe_k": 3,
-            "moe_intermediate_size": 16,
-            "moe_num_shared_experts": 0,
-            "moe_layer_start_index": 0,
-            "moe_layer_end_index": 3,
-            "moe_layer_interval": 2,
-            "rms_norm_eps": 1e-3,
-            "rope_parameters": YARN,
-        },
-    ),
+    "ernie4_5_moe": ("ernie4_5_moe", {
+        "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2, "tie_word_embeddings": False,
+    }),
+    "ernie4_5_moe_some_layers": ("ernie4_5_moe", {
+        "num_hidden_layers": 5, "head_dim": 20, "moe_num_experts": 4, "moe_k": 3, "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_end_index": 3,
+        "moe_layer_interval": 2, "rms_norm_eps": 1e-3, "rope_parameters": YARN,
+    }),
     "minimax_m2": (
         "minimax_m2",
         {"head_dim": 20, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            "num_hidden_layers": 3,
-            "num_key_value_heads": 6,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 14,
-            "q_lora_rank": 10,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 7,
-            "v_head_dim": 12,
-            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
-        },
-    ),
-    "deepseek_v3_dense": (
-        "deepseek_v3",
-        {
-            "num_key_value_heads": 6,
-            "n_routed_experts": 8,
-            "n_group": 2,
-            "topk_group": 2,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 2,
-            "kv_lora_rank": 20,
-            "q_lora_rank": None,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 6,
-            "v_head_dim": 16,
-            "rope_interleave": False,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "llama4_text": (
-        "llama4_text",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 8,
-            "intermediate_size": 24,
-            "intermediate_size_mlp": 40,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "interleave_moe_layer_step": 2,
-            "no_rope_layer_interval": 2,
-            "attention_chunk_size": 7,
-            "floor_scale": 4,
-            "attn_scale": 0.3,
-            "rope_parameters": LLAMA3,
-        },
-    ),
-    "llama4_text_listed_layers": (
-        "llama4_text",
-        {
-            "num_hidden_layers": 3,
-            "head_dim": 20,
-            "intermediate_size": 16,
-            "intermediate_size_mlp": 30,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "moe_layers": [0, 2],
-            "no_rope_layers": [1, 0, 1],
-            "layer_types": ["full_attention", "full_attention", "chunked_attention"],
-            "attention_chunk_size": 11,
-            "attn_temperature_tuning": False,
-            "use_qk_norm": False,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-3,
-        },
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 6, "swiglu_limit": 0.5},
-    ),
-    "gpt_oss_listed_windows": (
-        "gpt_oss",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 4,
-            "head_dim": 8,
-            "sliding_window": 9,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "rope_parameters": YARN,
-            "swiglu_alpha": 0.8,
-            "attention_bias": False,
-        },
-    ),
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            "num_hidden_layers": 3,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "head_dim": 16,
-            **DELTA_RULE,
-            **SHARED_EXPERTS,
-        },
-    ),
-    "qwen3_next_some_experts": (
-        "qwen3_next",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 8,
-            **DELTA_RULE,
-            **SHARED_EXPERTS,
-            "linear_num_value_heads": 2,
-            "linear_conv_kernel_dim": 2,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
-        },
-    ),
-    "qwen3_5_text": (
-        "qwen3_5_text",
-        {
-            "num_hidden_layers": 3,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "head_dim": 16,
-            **DELTA_RULE,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-            | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
-        },
-    ),
-    "qwen3_5_text_tied": (
-        "qwen3_5_text",
-        {
-            "num_hidden_layers": 2,
-            "layer_types": ["full_attention", "linear_attention"],
-            "head_dim": 8,
-            **DELTA_RULE,
-            "linear_num_key_heads": 1,
-            "linear_key_head_dim": 7,
-            "rms_norm_eps": 1e-3,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3_5_moe_text": (
-        "qwen3_5_moe_text",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "head_dim": 16,
-            **DELTA_RULE,
-            **SHARED_EXPERTS,
-        },
-    ),
+    "deepseek_v3": ("deepseek_v3", {
+        "num_hidden_layers": 3, "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "kv_lora_rank": 14, "q_lora_rank": 10, "qk_rope_head_dim": 8, "qk_nope_head_dim": 7, "v_head_dim": 12,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    }),
+    "deepseek_v3_dense": ("deepseek_v3", {
+        "num_key_value_heads": 6, "n_routed_experts": 8, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 2, "kv_lora_rank": 20, "q_lora_rank": None, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6, "v_head_dim": 16, "rope_interleave": False, "attention_bias": True,
+        "tie_word_embeddings": True,
+    }),
+    "llama4_text": ("llama4_text", {
+        "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2, "attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.3,
+        "rope_parameters": LLAMA3,
+    }),
+    "llama4_text_listed_layers": ("llama4_text", {
+        "num_hidden_layers": 3, "head_dim": 20, "intermediate_size": 16, "intermediate_size_mlp": 30,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1],
+        "layer_types": ["full_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 11,
+        "attn_temperature_tuning": False, "use_qk_norm": False, "attention_bias": True,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-3,
+    }),
+    "gpt_oss": ("gpt_oss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 6, "swiglu_limit": 0.5}),
+    "gpt_oss_listed_windows": ("gpt_oss", {
+        "num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 8, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": YARN, "swiglu_alpha": 0.8,
+        "attention_bias": False,
+    }),
+    "qwen3_next": ("qwen3_next", {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 16, **DELTA_RULE, **SHARED_EXPERTS,
+    }),
+    "qwen3_next_some_experts": ("qwen3_next", {
+        "num_hidden_layers": 4, "head_dim": 8, **DELTA_RULE, **SHARED_EXPERTS, "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 2, "num_experts_per_tok": 3, "norm_topk_prob": False, "decoder_sparse_step": 2,
+        "mlp_only_layers": [3], "attention_bias": True, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+    }),
+    "qwen3_5_text": ("qwen3_5_text", {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 16, **DELTA_RULE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+        | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    }),
+    "qwen3_5_text_tied": ("qwen3_5_text", {
+        "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "head_dim": 8,
+        **DELTA_RULE, "linear_num_key_heads": 1, "linear_key_head_dim": 7, "rms_norm_eps": 1e-3,
+        "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    }),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text",
+        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, **DELTA_RULE, **SHARED_EXPERTS}),
     "lfm2": ("lfm2", {"num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 8}),
-    "lfm2_untied_biases": (
-        "lfm2",
-        {
-            "num_hidden_layers": 3,
-            "layer_types": ["full_attention", "conv", "conv"],
-            "conv_bias": True,
-            "conv_L_cache": 5,
-            "tie_word_embeddings": False,
-            "block_auto_adjust_ff_dim": False,
-            "norm_eps": 1e-3,
-        },
-    ),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        {
-            "layer_types": ["full_attention", "linear_attention"],
-            **MAMBA,
-            "num_local_experts": 5,
-            "shared_intermediate_size": 40,
-            "position_embedding_type": "rope",
-            "time_step_limit": (0.1, 0.9),
-            "attention_multiplier": 0.3,
-            "residual_multiplier": 0.4,
-        },
-    ),
-    "granitemoehybrid_dense_tied": (
-        "granitemoehybrid",
-        {
-            "num_hidden_layers": 3,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            **MAMBA,
-            "mamba_n_groups": 1,
-            "mamba_expand": 3,
-            "mamba_conv_bias": False,
-            "mamba_proj_bias": True,
-            "num_local_experts": 0,
-            "shared_intermediate_size": 40,
-            "attention_multiplier": 0.5,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 0.5,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-        },
-    ),
+    "lfm2_untied_biases": ("lfm2", {
+        "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True,
+        "conv_L_cache": 5, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3,
+    }),
+    "granitemoehybrid": ("granitemoehybrid", {
+        "layer_types": ["full_attention", "linear_attention"], **MAMBA, "num_local_experts": 5,
+        "shared_intermediate_size": 40, "position_embedding_type": "rope", "time_step_limit": (0.1, 0.9),
+        "attention_multiplier": 0.3, "residual_multiplier": 0.4,
+    }),
+    "granitemoehybrid_dense_tied": ("granitemoehybrid", {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **MAMBA, "mamba_n_groups": 1, "mamba_expand": 3, "mamba_conv_bias": False, "mamba_proj_bias": True,
+        "num_local_experts": 0, "shared_intermediate_size": 40, "attention_multiplier": 0.5,
+        "embedding_multiplier": 3.0, "logits_scaling": 0.5, "tie_word_embeddings": True, "attention_bias": True,
+    }),
     "bamba": ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1], **MAMBA, "mlp_bias": True}),
-    "falcon_h1": (
-        "falcon_h1",
-        {
-            **MAMBA,
-            "mamba_d_ssm": 60,
-            "lm_head_multiplier": 0.5,
-            "embedding_multiplier": 2.0,
-            "mlp_multipliers": [0.8, 1.3],
-            "key_multiplier": 0.6,
-            "attention_in_multiplier": 1.4,
-            "attention_out_multiplier": 0.8,
-            "ssm_in_multiplier": 1.2,
-            "ssm_out_multiplier": 0.7,
-            "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9],
-        },
-    ),
-    "falcon_h1_normed_biases": (
-        "falcon_h1",
-        {
-            **MAMBA,
-            "mamba_d_ssm": None,
-            "mamba_rms_norm": True,
-            "mamba_proj_bias": True,
-            "projectors_bias": True,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "mlp_multipliers": [1.2, 0.9],
-            "ssm_in_multiplier": 0.5,
-            "attention_in_multiplier": 0.7,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "nemotron_h": (
-        "nemotron_h",
-        {
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
-            "head_dim": 20,
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 9,
-            "n_groups": 3,
-            "ssm_state_size": 10,
-            "conv_kernel": 3,
-            "chunk_size": 7,
-        },
-    ),
-    "nemotron_h_experts": (
-        "nemotron_h",
-        {
-            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
-            "head_dim": 8,
-            "mamba_num_heads": 12,
-            "mamba_head_dim": 7,
-            "n_groups": 3,
-            "ssm_state_size": 6,
-            "use_conv_bias": False,
-            "use_bias": True,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.7,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 20,
-        },
-    ),
+    "falcon_h1": ("falcon_h1", {
+        **MAMBA, "mamba_d_ssm": 60, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+        "mlp_multipliers": [0.8, 1.3], "key_multiplier": 0.6, "attention_in_multiplier": 1.4,
+        "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7,
+        "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9],
+    }),
+    "falcon_h1_normed_biases": ("falcon_h1", {
+        **MAMBA, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True,
+        "attention_bias": True, "mlp_bias": True, "mlp_multipliers": [1.2, 0.9], "ssm_in_multiplier": 0.5,
+        "attention_in_multiplier": 0.7, "tie_word_embeddings": True,
+    }),
+    "nemotron_h": ("nemotron_h", {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 20,
+        "mamba_num_heads": 6, "mamba_head_dim": 9, "n_groups": 3, "ssm_state_size": 10, "conv_kernel": 3,
+        "chunk_size": 7,
+    }),
+    "nemotron_h_experts": ("nemotron_h", {
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "head_dim": 8,
+        "mamba_num_heads": 12, "mamba_head_dim": 7, "n_groups": 3, "ssm_state_size": 6, "use_conv_bias": False,
+        "use_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.7, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20,
+    }),
 }
+# fmt: on
 
 
 def with_all_experts(case: str) -> dict[str, float]:

@@ -165,8 +165,10 @@ def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpo
     assert sum(t.numel() for t in activations if t.dtype == torch.float32) <= 2 * 256
 
 
-# The second has every fact that a compiler could stumble over; tracing shows it, without minutes of a C++ compiler.
-@pytest.mark.parametrize(("case", "backend"), [("qwen2", "inductor"), ("gemma2", "aot_eager")])
+# gemma2 with sinks has all options of attention. The C++ compiler takes minutes, so generated code is a long test.
+@pytest.mark.parametrize(
+    ("case", "backend"), [pytest.param("qwen2", "inductor", marks=pytest.mark.long), ("gemma2", "aot_eager")]
+)
 def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint, case, backend):
     config = load_model(make_checkpoint(case, num_hidden_layers=1)[0]).config
     config = replace(config, attention_sinks=case == "gemma2", initializer_range=0.2)

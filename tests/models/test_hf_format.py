@@ -307,8 +307,8 @@ def test_a_dtype_is_given_itself_or_by_name(folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's peak memory from /proc")
 def test_loading_takes_the_models_memory_and_no_more(make_checkpoint):
-    # Large enough for the heap's own few megabytes not to count.
-    sizes = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
+    # 45 MB in bfloat16, so that the heap's own few megabytes do not count.
+    sizes = {"vocab_size": 20_000, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
     warm_up, _ = make_checkpoint("llama")
     folders = [make_checkpoint("llama", dtype=dtype, **sizes)[0] for dtype in (torch.bfloat16, torch.float32)]
     script = """

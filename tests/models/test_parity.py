@@ -1,7 +1,7 @@
-"""Every family against transformers: what `docs/families.md` says of each is what these tests found.
+"""Parity of every family with transformers.
 
-A test whose name is a key of `COLUMNS` runs over all cases, or in tests/peft over one a family or more;
-`scripts/make_families_table.py` writes the table.
+Each test that is a key of `COLUMNS` runs over all cases, or over at least one case per family.
+`scripts/make_families_table.py` writes the results to `docs/families.md`.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.generation.plain_draws import samples
 from tests.models.conftest import Reference, reference_model, whole_model
 from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope, with_all_experts
 
-# The columns of the table of families, by the test that stands for each.
+# The columns of the table of families by test.
 COLUMNS = {
     "test_logits_equal_transformers": "logits",
     "test_gradients_equal_transformers": "gradients",
@@ -53,7 +53,7 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def logits_of(reference: Reference, ids: torch.Tensor) -> torch.Tensor:
-    """The reference's logits of a text that is the first it sees: some keep the frequencies of longer ones."""
+    """The reference's logits as if this text were its first: some models keep the frequencies of longer texts."""
     if depends_on_length(reference):
         with torch.no_grad():
             reference(ids[:, :1])
@@ -70,8 +70,8 @@ def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -
 
 
 def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters by transformers' names in memory: those on disk, but for experts, which it stacks as we do."""
-    # A correction is no parameter of ours, as it is none of transformers' in all families but one.
+    """The parameters by transformers' names in memory: those on disk, except stacked experts."""
+    # Score corrections are buffers, as in transformers in all families but one.
     parameters = {name: p for name, p in model.named_parameters() if not name.endswith("e_score_correction_bias")}
     if not isinstance(model, Decoder):
         return parameters
@@ -86,22 +86,9 @@ def name_in_transformers(model: Decoder, name: str) -> str:
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert own.keys() == expected.keys()
     for name, grad in own.items():
-        # Relative to the largest: a key's bias moves all scores of a query alike, so its gradient is rounding alone.
+        # Relative to the query's gradient too: a key's bias shifts all scores of a query, so its gradient is only rounding.
         largest = max(expected[name].norm(), expected.get(name.replace("k_proj", "q_proj"), expected[name]).norm())
         assert (grad - expected[name]).norm() <= 1e-3 * largest, name
-
-
-@pytest.fixture(scope="module")
-def checkpoint(make_checkpoint):
-    """The folder and the reference of a case, made once; nothing is to be written into either."""
-    made = {}
-
-    def of(case: str, dtype: torch.dtype = torch.float32):
-        if (case, dtype) not in made:
-            made[case, dtype] = make_checkpoint(case, dtype=dtype)
-        return made[case, dtype]
-
-    return of
 
 
 def test_logits_equal_transformers(checkpoint, case):
@@ -165,17 +152,17 @@ def test_gradients_equal_transformers(checkpoint, case):
     assert_gradients_equal(gradients(model, model(ids), ids), expected)
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
-    """One draw of weights decides, unless its roundings fell badly: then the geometric mean of five draws does."""
-    ratios = errors_beside_transformers(make_checkpoint, case, seed=0)
+def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, family):
+    """One draw of weights decides, unless its errors are too large: then the geometric mean of five draws does."""
+    ratios = errors_relative_to_transformers(make_checkpoint, family, seed=0)
     if (ratios > 1.15).any():
-        others = [errors_beside_transformers(make_checkpoint, case, seed) for seed in range(1, 5)]
+        others = [errors_relative_to_transformers(make_checkpoint, family, seed) for seed in range(1, 5)]
         ratios = torch.stack([ratios, *others]).log().mean(0).exp()
     assert (ratios <= 1.15).all(), ratios
 
 
-def errors_beside_transformers(make_checkpoint, case: str, seed: int) -> torch.Tensor:
-    """How far our bfloat16 logits and gradients are from float32's, as multiples of what transformers' are: (2,)."""
+def errors_relative_to_transformers(make_checkpoint, case: str, seed: int) -> torch.Tensor:
+    """The errors of our bfloat16 logits and gradients, divided by transformers' errors: (2,)."""
     folder, reference = make_checkpoint(case, seed=seed, dtype=torch.bfloat16, **with_all_experts(case))
     exact = load_model(folder)  # the same bfloat16 weights, computed in float32
     ours = load_model(folder, dtype=torch.bfloat16)
@@ -184,7 +171,7 @@ def errors_beside_transformers(make_checkpoint, case: str, seed: int) -> torch.T
     assert logits[1].dtype == torch.bfloat16
 
     if CASES[case][0] == "phimoe":
-        # A rounding turns the order of the experts of one or two tokens. The texts of these are left out.
+        # Rounding swaps the experts of one or two tokens. Their texts are left out.
         errors = [(x.float() - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1) for x in logits[1:]]
         is_steady = torch.stack([error.amax(-1) < 6 * error.median() for error in errors]).all(0)
         assert is_steady.sum() >= 4
@@ -227,21 +214,22 @@ def test_generation_with_the_cache_equals_without(checkpoint, case):
     folder, reference = checkpoint(case)
     model = load_model(folder)
     long, short = token_ids(17).tolist(), token_ids(4, seed=3).tolist()
-    prompts = [long, short, long]  # the first and the last share a pass
+    prompts = [long, short, long]  # the first and the last share a prompt pass
 
-    # Across the windows and the original contexts of the cases. A draw hangs on all logits, more than the likeliest token does.
-    found = sample(model, prompts, Sampling(12, 1.3, seed=5))
+    # The lengths cross the windows and original contexts of the cases. A sampled token depends on all logits.
+    num_tokens = 8
+    found = sample(model, prompts, Sampling(num_tokens, 1.3, seed=5))
     for prompt, number, answer in zip(prompts, (0, 0, 1), found, strict=True):
-        plain = samples(lambda ids: logits_of(reference, ids), prompt, 12, 1.3, seed=5, sample=number)
+        plain = samples(lambda ids: logits_of(reference, ids), prompt, num_tokens, 1.3, seed=5, sample=number)
         assert answer.ids == plain
         whole = torch.tensor([[*prompt, *answer.ids]])
-        if depends_on_length(reference):  # each with the text of its own length
-            ends = range(len(prompt), len(prompt) + 12)
+        if depends_on_length(reference):  # each token's logits depend on the length up to it
+            ends = range(len(prompt), len(prompt) + num_tokens)
             logits = torch.stack([logits_of(reference, whole[:, :end])[0, -1] for end in ends])
         else:
             logits = logits_of(reference, whole)[0, len(prompt) - 1 : -1]
-        told = (logits / 1.3).log_softmax(-1).gather(1, whole[0, len(prompt) :, None]).squeeze(1).tolist()
-        assert answer.log_probs == pytest.approx(told, abs=2e-4)
+        expected = (logits / 1.3).log_softmax(-1).gather(1, whole[0, len(prompt) :, None]).squeeze(1).tolist()
+        assert answer.log_probs == pytest.approx(expected, abs=2e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -266,8 +254,8 @@ def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_p
 
 
 @torch.no_grad()
-def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, case, tmp_path):
-    source, _ = checkpoint(case)
+def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, family, tmp_path):
+    source, _ = checkpoint(family)
     rounded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     export_folder(source, tmp_path / "exported", dtype="bfloat16")
     path, ids = tmp_path / "exported", token_ids(1, 20)
@@ -340,13 +328,13 @@ def test_the_language_model_of_mistral3_is_loaded_by_itself_as_the_family_that_i
     changed = json.loads(file.read_text())
     changed["text_config"]["model_type"] = "mistral4"
     file.write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match="model_type 'mistral4'; expected in a mistral3 ministral3, mistral"):
+    with pytest.raises(ValueError, match="model_type 'mistral4'; expected for mistral3: ministral3, mistral"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_path):
-    """As its folders are published: images beside it, and a layer that predicts several tokens, which is left alone."""
+    """Published folders also have vision tensors and layers for multi-token prediction."""
     whole = whole_model(kind)
     whole.save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
@@ -388,7 +376,7 @@ def test_the_language_model_of_llama4_is_loaded_by_itself(tmp_path):
 
 
 def test_the_language_model_of_gemma4_is_loaded_and_saved_by_itself(tmp_path):
-    """Layers that take keys from another have some of their own in published folders, which no one reads."""
+    """In published folders, layers that use another layer's keys have keys that are never used."""
     whole = whole_model("Gemma4")
     whole.save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
@@ -429,7 +417,7 @@ def decoder_of(reference: Reference) -> Decoder:
 
 @st.composite
 def configurations(draw) -> tuple[str, dict]:
-    """A model_type and settings of it that no case has foreseen."""
+    """A model_type and random settings of it."""
     model_type = draw(st.sampled_from(sorted({model_type for model_type, _ in CASES.values()})))
     config_class = transformers.AutoConfig.for_model(model_type).__class__
     known = set(config_class().to_dict())

@@ -1,5 +1,4 @@
-"""Documents that go on from a stretch before them, as answers do from the prompt that they share: each is what it is behind
-a copy of that stretch, in values and in gradients, whatever the family."""
+"""Documents that continue a prefix equal documents with a copy of the prefix, in values and gradients, for every family."""
 
 from itertools import pairwise
 
@@ -29,7 +28,7 @@ RULES = [
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: dict) -> Tensor:
-    """Each document's queries against a copy of all keys that they see, in one softmax."""
+    """Each document's queries attend to a copy of all keys that they see, in one softmax."""
     outs, group = [], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     for (start, end), (first, last) in zip(pairwise(BOUNDS), PREFIXES, strict=True):
@@ -80,7 +79,7 @@ def test_it_is_attention_to_a_copy_of_the_prefix(attend, rules, monkeypatch):
 
 
 def test_the_keys_that_a_kernel_takes_are_those_of_each_document():
-    """What is gathered on CUDA; only where it is gathered differs."""
+    """The index that is used on CUDA."""
     cu_seqlens, bounds = torch.tensor(BOUNDS).int(), torch.tensor(PREFIXES).int()
     num_prefix_tokens = int(bounds.diff(dim=1).sum())
     found = Prefixes.listing_keys(bounds, num_prefix_tokens, cu_seqlens, BOUNDS[-1])
@@ -97,7 +96,7 @@ PROMPT, CHOSEN, REJECTED, LONGER = 13, 17, 9, 20
 
 
 def texts() -> tuple[Tensor, list[Tensor]]:
-    """Two packed rows, each of a prompt and three answers and padding; and the texts that they stand for."""
+    """Two packed rows, each with a prompt, three completions and padding; and the prompt with each completion."""
     ids = torch.randint(3, 101, (2, 64), generator=torch.Generator().manual_seed(3))
     alone = []
     for row in ids:
@@ -106,8 +105,8 @@ def texts() -> tuple[Tensor, list[Tensor]]:
     return ids, alone
 
 
-def test_answers_that_share_their_prompt_equal_each_behind_its_own(make_checkpoint, case):
-    folder, _ = make_checkpoint(case)
+def test_completions_with_a_shared_prompt_equal_each_with_its_own(checkpoint, case):
+    folder, _ = checkpoint(case)
     model: Decoder = load_model(folder).double()
     first = PROMPT + CHOSEN
     cuts = [0, first, first + REJECTED, first + REJECTED + LONGER, 64]

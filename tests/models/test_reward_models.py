@@ -9,9 +9,8 @@ from lean_ft import load_model
 from lean_ft.models import save_model
 from lean_ft.models.config_json import SCORE_ARCHITECTURES
 from lean_ft.models.families import FAMILIES
-from tests.models.family_cases import CASES, NUM_TOKENS
-
-FIRST_CASES = {family: name for name, (family, _) in reversed(CASES.items())}
+from tests.models.conftest import FIRST_CASES
+from tests.models.family_cases import NUM_TOKENS
 
 
 def test_the_families_with_a_reward_model_are_those_of_transformers() -> None:
@@ -21,11 +20,9 @@ def test_the_families_with_a_reward_model_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("family", SCORE_ARCHITECTURES)
 @torch.no_grad()
-def test_transformers_opens_what_a_language_model_became_with_the_same_scores(
-    family, make_checkpoint, tmp_path
-) -> None:
-    """Soft caps and divisors of logits, and an output layer that is the embedding, are gone."""
-    folder, _ = make_checkpoint(FIRST_CASES[family])
+def test_transformers_opens_what_a_language_model_became_with_the_same_scores(family, checkpoint, tmp_path) -> None:
+    """Soft caps and divisors of logits do not apply to scores, and tied embeddings are untied."""
+    folder, _ = checkpoint(FIRST_CASES[family])
     model = load_model(folder, scores=True)
     assert not model.output_weight.any()
     model.output_weight.normal_(generator=torch.Generator().manual_seed(0))

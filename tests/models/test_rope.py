@@ -88,7 +88,7 @@ def test_a_long_text_has_a_factor_of_its_own():
 
 def test_a_part_of_the_head_is_turned_as_a_smaller_head_is():
     x = torch.randn(1, 9, 2, 16, generator=torch.Generator().manual_seed(0))
-    cos, sin = RotaryEmbedding(RopeConfig(100.0, turned_share=0.75), 16)(torch.arange(9)[None], torch.float32)
+    cos, sin = RotaryEmbedding(RopeConfig(100.0, rotary_fraction=0.75), 16)(torch.arange(9)[None], torch.float32)
     turned = rotate(x, cos, sin)
     assert torch.equal(turned[..., 12:], x[..., 12:])
     small = RotaryEmbedding(RopeConfig(100.0), 12)(torch.arange(9)[None], torch.float32)

@@ -59,8 +59,8 @@ def test_damage_is_noticed(tmp_path):
 
     damaged = {
         "its header does not fit": [b"", whole[:5], whole[: length - 1], b"\xff" * 64],
-        "should hold 32 bytes of tensors and holds 31": [whole[:-1]],
-        "should hold 32 bytes of tensors and holds 33": [whole + b"\0"],
+        "expected 32 bytes of tensors, found 31": [whole[:-1]],
+        "expected 32 bytes of tensors, found 33": [whole + b"\0"],
         "header cannot be read": [
             whole[:8] + b"x" + whole[9:],
             with_header(lambda h: h["a"].pop("shape")),
@@ -85,7 +85,7 @@ def test_a_file_cut_while_reading_is_noticed(tmp_path):
     write_file(file, {"a": torch.ones(400)}, {})
     stored = read_header(file)["a"]
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="cut short while it was read"):
+    with pytest.raises(ValueError, match="is truncated"):
         stored.read_part(part_of(torch.empty(400)))
 
 

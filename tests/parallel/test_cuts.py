@@ -46,7 +46,7 @@ WEIGHED = MixtureConfig(
     intermediate_size=32,
     weights_sum_to_one=False,
     score="sigmoid",
-    weighs_input=True,
+    scales_input=True,
 )
 ODD = MixtureConfig(num_experts=5, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True)
 ALONE = ParallelConfig()
@@ -255,7 +255,7 @@ REFUSED = [
     ("does not support this model's recurrent layers", Case(TENSOR, model={"layer": STATE})),
     ("does not support this model's recurrent layers", Case(CONTEXT, model={"layer": STATE})),
     ("keys and values made from one latent vector", Case(TENSOR, model=LATENT)),
-    ("layers that use another layer's keys", Case(TENSOR, model={"layer": {"keys_of": 0}})),
+    ("layers that use another layer's keys", Case(TENSOR, model={"layer": {"kv_from_layer": 0}})),
     ("muon works on whole matrices", Case(TENSOR, {"name": "muon"})),
     ("parallel.tensor=2 does not support this model's fused projections", Case(TENSOR, model={"fused_qkv": True})),
     ("norms over the queries and keys of all heads", Case(TENSOR, model={"qk_norm": "projection"})),

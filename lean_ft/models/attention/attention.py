@@ -1,16 +1,14 @@
 """Causal grouped-query attention over padded, packed and cached inputs.
 
-A batch is either plain rows (each row is one document, padding on the right, where causality alone hides it) or packed
-rows, whose documents `cu_seqlens` marks. Documents never see each other, and never through a (T, T) mask: each is
-computed by itself, so changing one leaves the others' outputs bit-identical. A document may go on from a stretch of one
-before it (`Prefixes`), as several answers do from the one prompt that they share.
+A batch has plain rows (one document per row, padded on the right, where causality hides the padding) or packed rows, whose
+documents `cu_seqlens` marks. Documents never see each other. Each is computed separately rather than through a (T, T) mask,
+so changing a document leaves the others' outputs bit-identical. A document may continue an earlier stretch of its row
+(`Prefixes`), as several completions of one prompt do.
 
-On CUDA in 16 bits PyTorch's own kernels compute it (fused for rows, `varlen_attn` for documents and windows), on cards
-since Ampere. Everything else goes through the custom op of `document_attention`: CPUs, older cards and float32 on CUDA,
-because PyTorch has no kernel for documents there, and for rows its own are slower on a CPU, and copy all scores where
-float32 or an older card meets grouped heads on CUDA; soft caps, sinks and heads of more
-than 256 features on any device, because no kernel of PyTorch's has them with their gradients. None of these keeps anything of shape (T, T), or copies of keys and values for each query
-head.
+On CUDA in 16 bits, on cards since Ampere, PyTorch's kernels compute it: fused attention for rows, `varlen_attn` for documents
+and windows. Everything else uses the custom op of `document_attention`: CPUs, older cards, float32, soft caps, sinks, and heads
+of more than 256 features, which PyTorch's kernels lack or compute slowly or with all scores in memory. No path keeps a (T, T)
+tensor, or copies of keys and values for each query head.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
 """
@@ -31,42 +29,41 @@ from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import RMSNorm, unit_rms
 from lean_ft.models.rope import rotate, rotate_both
 
-# Grouped heads have to be asked for since there is a flag for it; before, they were simply taken.
+# Versions of torch without this flag accept grouped heads by default.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-_FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards with the kernels that take documents, windows and grouped heads
-_FLASH_HEAD_DIM = 256  # the most features of a head that they take
+_FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards whose kernels support documents, windows and grouped heads
+_FLASH_HEAD_DIM = 256  # the largest head of these kernels
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores become weights, beside the causal softmax; the defaults are what most models do."""
+    """Variants of causal softmax attention."""
 
     scale: float | None = None  # None: D ** -0.5
-    window: int | None = None  # positions that a query sees, its own included
+    window: int | None = None  # positions that a query sees, including its own
     softcap: float | None = None  # scores become cap * tanh(score / cap)
-    chunk: int | None = None  # positions are cut into chunks of so many, of which a query sees its own
+    chunk: int | None = None  # a query sees its own chunk of this many positions
 
 
 class Prefixes(NamedTuple):
-    """What documents go on from: positions in a document before them, of the same row."""
+    """Positions of an earlier document in the same row that each document continues."""
 
-    bounds: Tensor  # (documents, 2) int32: from and to; two equal ones for none
-    # On CUDA: the positions that each document sees, its prefix's and its own, one by one.
+    bounds: Tensor  # (documents, 2) int32: start and end; equal for no prefix
+    # On CUDA: the positions that each document sees (its prefix and its own), and where each document's begin.
     key_index: Tensor | None = None
-    key_cu_seqlens: Tensor | None = None  # (documents + 1,) int32: where those of each begin
+    key_cu_seqlens: Tensor | None = None  # (documents + 1,) int32
 
     @classmethod
     def of(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Prefixes":
-        """For documents `cu_seqlens` of `num_tokens`; `num_prefix_tokens` of all prefixes together, as a GPU's host does
-        not know."""
+        """Prefixes of documents `cu_seqlens` of `num_tokens` tokens; `num_prefix_tokens` is the length of all prefixes."""
         if not bounds.is_cuda:
             return cls(bounds)
         return cls.listing_keys(bounds, num_prefix_tokens, cu_seqlens, num_tokens)
 
     @classmethod
     def listing_keys(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Prefixes":
-        """The same, with what a kernel takes that knows no prefixes."""
+        """As `of`, with the index of keys for kernels that do not support prefixes."""
         begins, ends = bounds.unbind(1)
         before = ends - begins  # (documents,)
         key_cu_seqlens = F.pad((before + cu_seqlens.diff()).cumsum(0), (1, 0)).to(torch.int32)
@@ -82,15 +79,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring, Tensor | None
 
 
 class Attention(nn.Module):
-    """Projects to queries, keys and values, turns them by position, attends, and projects back."""
+    """Grouped-query attention with its projections, norms, gate and rotation."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
-        layer, hidden_size, self.head_dim = (
-            config.layers[layer_index],
-            config.hidden_size,
-            config.head_dim_of(layer_index),
-        )
+        layer, hidden_size = config.layers[layer_index], config.hidden_size
+        self.head_dim = config.head_dim_of(layer_index)
         self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap, layer.chunk)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
         self.split_sizes = [query_size, kv_size, kv_size]
@@ -104,8 +98,8 @@ class Attention(nn.Module):
             if not layer.values_are_keys:
                 self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, hidden_size, bias=config.output_bias)
-        self.values_are_keys, self.gives_keys = layer.values_are_keys, layer_index in config.givers
-        self.turns_neighbours = layer.rope is not None and layer.rope.turns_neighbours
+        self.values_are_keys, self.is_kv_source = layer.values_are_keys, layer_index in config.kv_source_layers
+        self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.is_gated, self.qk_norm = config.attention_gate, config.qk_norm
         if self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
@@ -113,7 +107,7 @@ class Attention(nn.Module):
         self.qk_unit_eps = config.norm_eps if layer.unit_qk else None
         self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
-        self.attend: Attend = attend  # another where the tokens of a row are cut over ranks
+        self.attend: Attend = attend  # replaced if ranks share a row
 
     def forward(
         self,
@@ -124,15 +118,17 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         prefixes: Prefixes | None = None,
     ) -> Tensor | tuple[Tensor, KeysAndValues]:
-        """hidden (B, T, hidden_size); cos and sin as `RotaryEmbedding` gives them, or None where positions turn
-        nothing; returns (B, T, hidden_size), and where other layers attend to them the keys and values (B, T, K, D)."""
+        """Attend from hidden states (B, T, hidden_size); cos and sin are those of `RotaryEmbedding`, or None.
+
+        Returns (B, T, hidden_size), and also keys and values (B, T, K, D) if other layers attend to them.
+        """
         if self.is_fused:
             query, key, value = self.qkv_proj(hidden).split(self.split_sizes, -1)
         else:
             query, key = self.q_proj(hidden), self.k_proj(hidden)
             value = key if self.values_are_keys else self.v_proj(hidden)
         gate = None
-        if self.is_gated:  # head by head, each query with its gate behind it
+        if self.is_gated:  # each head's query is followed by its gate
             query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
         if self.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
@@ -143,7 +139,7 @@ class Attention(nn.Module):
         if self.value_norm_eps is not None:
             value = unit_rms(value, self.value_norm_eps)
         if cos is not None and sin is not None:
-            query, key = rotate_both(query, key, cos, sin, self.turns_neighbours)
+            query, key = rotate_both(query, key, cos, sin, self.interleaved)
         if self.qk_norm == "turned_head":
             query, key = self.q_norm(query), self.k_norm(key)
         if self.qk_unit_eps is not None:
@@ -154,11 +150,11 @@ class Attention(nn.Module):
             attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
         attended = attended.flatten(-2)
         result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
-        return (result, (key, value)) if self.gives_keys else result
+        return (result, (key, value)) if self.is_kv_source else result
 
 
 class AttentionToShared(nn.Module):
-    """Attends to the keys and values of a layer before with queries of its own."""
+    """Attends to the keys and values of an earlier layer."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
@@ -180,7 +176,7 @@ class AttentionToShared(nn.Module):
         *,
         shared: KeysAndValues,
     ) -> Tensor:
-        """As `Attention`; `shared` are the other layer's keys and values of this pass, and `cache` is that layer's."""
+        """As `Attention`. `shared`: the earlier layer's keys and values of this pass; `cache`: the earlier layer's."""
         query = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))), cos, sin)
         if cache is None:
             attended = self.attend(query, *shared, cu_seqlens, self.scoring, None, prefixes)
@@ -200,7 +196,7 @@ def attend(
     sinks: Tensor | None,
     prefixes: Prefixes | None = None,
 ) -> Tensor:
-    """Attends causally within each document, or within each row where there are no boundaries `cu_seqlens`."""
+    """Causal attention within each document, or within each row if `cu_seqlens` is None."""
     if cu_seqlens is None:
         return attend_rows(query, key, value, scoring, sinks)
     return attend_documents(query, key, value, cu_seqlens, scoring, sinks, prefixes)
@@ -209,9 +205,9 @@ def attend(
 def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring = Scoring(), sinks: Tensor | None = None
 ) -> Tensor:
-    """Attends causally within each row: query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D).
+    """Causal attention (B, T, H, D) within each row, of query (B, T, H, D), key and value (B, T, K, D).
 
-    sinks (H,): a logit for each head that joins the softmax and has no value.
+    sinks (H,): a logit per head that joins the softmax and has no value.
     """
     if _has_row_kernels(query, key, scoring, sinks):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
@@ -232,28 +228,28 @@ def attend_documents(
     sinks: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> Tensor:
-    """Attends causally within each document, and to what it goes on from.
+    """Causal attention (B, T, H, D) within each document and to its prefix.
 
-    query (B, T, H, D), key and value (B, T, K, D), result (B, T, H, D); cu_seqlens (documents + 1,) int32, the
-    documents' boundaries in the N = B * T tokens; sinks (H,). No document with its prefix is longer than a row. Raises
-    ValueError for prefixes where a row has several chunks.
+    query (B, T, H, D); key and value (B, T, K, D); cu_seqlens (documents + 1,) int32, the documents' boundaries in the
+    N = B * T tokens; sinks (H,). No document with its prefix is longer than a row. Raises ValueError for prefixes if rows have
+    several chunks.
     """
     longest = query.shape[1]
     if scoring.chunk is not None and scoring.chunk < longest:
         if prefixes is not None:
             raise ValueError(
-                f"a document cannot go on from a prefix where attention is cut into chunks of {scoring.chunk} positions: give "
-                "each document what it goes on from as a copy of its own."
+                f"a document cannot continue a prefix if attention has chunks of {scoring.chunk} positions. Copy the prefix into "
+                "each document."
             )
         cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
-    if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # what `varlen_attn` wants of a head
-        # The longest document's length only sizes the kernel's grid. A row's length bounds it; the true one would have
-        # to be asked of the device, which would wait for it in every layer.
-        back = -1 if scoring.window is None else scoring.window - 1  # how far a query sees, without its own position
+    if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # a requirement of `varlen_attn`
+        # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true length
+        # would wait for the device in every layer.
+        back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
         key_cu_seqlens = cu_seqlens
         if prefixes is not None:
-            # Of more keys than queries the kernel takes the last query to stand where the last key does.
+            # With more keys than queries the kernel aligns the last query with the last key.
             assert prefixes.key_index is not None and prefixes.key_cu_seqlens is not None
             k, v = (x.index_select(0, prefixes.key_index) for x in (k, v))
             key_cu_seqlens = prefixes.key_cu_seqlens
@@ -271,8 +267,8 @@ def attend_documents(
 
 
 def _chunk_bounds(cu_seqlens: Tensor, chunk: int, num_tokens: int) -> Tensor:
-    """The boundaries (any,) of the chunks of documents, as many as there may be, since a GPU's host does not know how many
-    there are; the last ones are then empty."""
+    """Boundaries of the chunks of documents. Their number is an upper bound, which needs no wait for a GPU; the last chunks
+    may be empty."""
     of_each = (cu_seqlens.diff() + chunk - 1) // chunk
     firsts = F.pad(of_each.cumsum(0), (1, 0))  # (documents + 1,): the number of each document's first chunk
     chunks = torch.arange(len(of_each) + num_tokens // chunk + 1, device=cu_seqlens.device)
@@ -283,7 +279,7 @@ def _chunk_bounds(cu_seqlens: Tensor, chunk: int, num_tokens: int) -> Tensor:
 def attend_cached(
     query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
 ) -> Tensor:
-    """Stores key and value (B, T, K, D) in the cache; returns the attention of query (B, T, H, D) to all it holds."""
+    """Store key and value (B, T, K, D) in the cache; return the attention of query (B, T, H, D) to the whole cache."""
     keys, values = cache.store(key, value)  # (B, C, K, D)
     if cache.owner.starts_empty:
         return attend_rows(query, key, value, scoring, sinks)
@@ -293,14 +289,14 @@ def attend_cached(
 def attend_filled(
     query: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
 ) -> Tensor:
-    """The attention of query (B, T, H, D) to keys and values (B, filled, K, D) of all that the cache holds."""
+    """The attention of query (B, T, H, D) to the cached keys and values (B, filled, K, D)."""
     visible = cache.owner.visible(scoring.window, scoring.chunk)  # (B, T, C)
     num_kv_heads = keys.shape[2]
     if scoring.softcap is None and sinks is None:
         q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
         mask = None if visible is None else visible[:, None]
         if query.shape[1] == 1:
-            # The queries of a group see the same: as rows of one product they need no copies of keys and values.
+            # Queries of a group are rows of one product, which avoids copies of keys and values.
             q = q.reshape(len(q), num_kv_heads, -1, q.shape[-1])  # (B, K, H / K, D)
             attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scoring.scale)
             return attended.reshape(query.shape)
@@ -321,12 +317,12 @@ def attend_filled(
 
 
 def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
-    """Whether PyTorch's flash kernels compute it, of documents, windows and grouped heads as well."""
+    """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
     return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
 
 
 def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
-    """The same for rows; an older card's kernel takes no grouped heads, for which PyTorch would hold all scores."""
+    """The same for rows. Kernels of older cards lack grouped heads, for which PyTorch would hold all scores."""
     is_cut = scoring.chunk is not None and scoring.chunk < query.shape[1]
     if scoring.window is not None or is_cut or not _is_plain(query, scoring, sinks):
         return False

@@ -1,30 +1,26 @@
-"""Causal attention document by document, in plain matrix products: exact, lean, and fast on a CPU.
+"""Causal attention for each document separately, in plain matrix products.
 
-Queries go through in blocks. A block's scores against the keys that it sees exist in float32 just long enough for
-their softmax; the products with values and gradients run in the tensors' own dtype (in float32 on a CPU without
-16-bit instructions). Backward computes the softmax
-again rather than keeping it, so nothing of shape (T, T) outlives a block, and the heads of a group are stacked as rows
-of one product, so keys and values are never copied once for each query head.
+Queries are processed in blocks. A block's float32 scores exist only for its softmax; products with values and gradients use
+the tensors' dtype (float32 on a CPU without 16-bit instructions). Backward recomputes the softmax, so nothing of shape (T, T)
+outlives a block. The heads of a group are stacked as rows of one product, which avoids copies of keys and values.
 
-Three facts of some models change the softmax: a window (keys that are too far back are not even multiplied), a soft
-cap (scores become cap * tanh(score / cap)) and sinks (a learned logit for each head joins the softmax and takes its
-share of the weight, but has no value).
+Three options change the softmax: a window (keys outside it are not multiplied), a soft cap (scores become
+cap * tanh(score / cap)), and sinks (a learned logit per head that joins the softmax and has no value).
 
-A document may go on from a stretch of one before it, its prefix: its queries see the prefix's keys, and then their own, as
-if they stood behind it. So a prompt is computed once for several answers, and the gradients of its keys add up.
+A document may continue a prefix, a stretch of an earlier document: its queries see the prefix's keys before its own. So a
+prompt is computed once for several completions, and the gradients of its keys add up.
 
-Whatever the documents' lengths, the products' shapes are of a short list: zeros fill a block up to one of a few sizes.
-A CPU's library compiles code for each new shape, which takes as long as a dozen products and a third of a megabyte.
+Blocks are padded with zeros to a few sizes, because a CPU's library compiles code for each new shape, which takes as long as a
+dozen products and a third of a megabyte.
 
-On CPUs with AVX512-BF16 this takes less than half the time of PyTorch's own flash kernel, which does not use those
-instructions, at the same accuracy; of AMX that kernel makes use, and takes two thirds of the time. It is one custom op,
-which torch.compile sees as one opaque operation; on a GPU, whose host does not know the boundaries, the op goes row by
-row (`row_attention`).
+With AVX512-BF16 this takes less than half the time of PyTorch's flash kernel, which does not use those instructions, at the
+same accuracy; with AMX the flash kernel takes two thirds of the time. The op is opaque to torch.compile. On a GPU it uses
+`row_attention`, because the host does not know the boundaries.
 
-Source: blocks and recomputation are FlashAttention's (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
+Source: blocks and recomputation: FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
-Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G = H / K heads of a group, D features
-of a head, R = G * (queries of a block) rows, C keys that a block sees, P of a document and the zeros behind it.
+Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G = H / K heads of a group, D features of a head,
+R = G * (queries of a block) rows, C keys that a block sees, P keys of a document including padding.
 """
 
 from collections.abc import Iterator
@@ -41,9 +37,9 @@ from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import wide_dtype
 
 _BLOCK_QUERIES = 64
-_SHORTEST_BLOCK = 16  # queries, of documents that have fewer
-_KEY_SIZES = 32  # how many numbers of keys the blocks of a long document have at most
-# Scores of one block over all heads, 16 MiB in float32: very long documents take smaller blocks.
+_SHORTEST_BLOCK = 16  # queries per block of shorter documents
+_KEY_SIZES = 32  # the most distinct numbers of keys among the blocks of a long document
+# Scores of one block over all heads, 16 MiB in float32; very long documents have smaller blocks.
 _BLOCK_SCORES = 2**22
 
 
@@ -61,14 +57,19 @@ def document_attention(
     row_tokens: int = 0,
     prefixes: Tensor | None = None,
 ) -> Tensor:
-    """Returns the attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
+    """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
 
-    cu_seqlens (documents + 1,) integers: the documents' boundaries, from 0 to N. sinks (H,): a logit for each head.
-    scale: of the scores, where left out D ** -0.5. window: how many positions a query sees, its own included. softcap:
-    the bound of the scores. row_tokens: over whose multiples no document goes, where left out N; it counts on a GPU alone.
-    prefixes (documents, 2) integers: the positions, from and to, that each document goes on from, in one before it and in
-    the same row; two equal ones for none. Raises ValueError for other boundaries; on a GPU that is an assertion of the
-    device.
+    Args:
+        cu_seqlens: (documents + 1,) integers, the documents' boundaries from 0 to N.
+        sinks: (H,), a logit per head.
+        scale: of the scores; default D ** -0.5.
+        window: positions that a query sees, including its own.
+        softcap: the bound of the scores.
+        row_tokens: no document crosses a multiple of this number; default N. Used on a GPU only.
+        prefixes: (documents, 2) integers, start and end of the earlier positions in the same row that each document
+            continues; equal for no prefix.
+
+    Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion.
     """
     rules = Rules(scale, window, softcap)
     if query.is_cuda:
@@ -90,10 +91,10 @@ def _(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-# A compiler that weighs memory against arithmetic takes an operation that it does not know for free.
+# Without a formula, a compiler that trades memory for arithmetic considers the op free.
 @register_flop_formula(torch.ops.lean_ft.document_attention)
 def _num_flops(query_shape: Any, *args: Any, **kwargs: Any) -> int:
-    """Two products of N * N * D multiplications and additions a head, were all N tokens one document."""
+    """Two products of N * N * D multiplications and additions per head, as if all N tokens were one document."""
     num_tokens, num_heads, head_dim = query_shape
     return 4 * num_tokens * num_tokens * num_heads * head_dim
 
@@ -114,10 +115,7 @@ def document_attention_backward(
     row_tokens: int,
     prefixes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key, value and sinks from that of `out`, what `document_attention` returned.
-
-    Without sinks theirs is empty.
-    """
+    """The gradients of query, key, value and sinks (empty without sinks) from that of `document_attention`'s result `out`."""
     rules = Rules(scale, window, softcap)
     if query.is_cuda:
         grad_query, grad_key, grad_value, grad_sinks = attend_rows_backward(
@@ -137,9 +135,9 @@ def document_attention_backward(
         blocks = _blocks(query.shape[1], num_tokens, window, num_before)
         keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
         softmax = _Softmax(queries, keys, sinks, rules)
-        # The softmax's gradient is weight * (grad of weight - delta), with one delta a query.
+        # The softmax's gradient is weight * (grad of weight - delta), with one delta per query.
         delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (K, G, T, 1)
-        # (K, D + 3, P); F.pad and not cat keeps a token's features together, so that strides come again as well
+        # (K, D + 3, P). F.pad rather than cat keeps a token's features together, so that strides repeat too.
         values_and_ones = F.pad(values.transpose(0, 1), (0, 3), value=1.0).permute(1, 2, 0)
         grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, P, D)
         for block in blocks:
@@ -147,8 +145,8 @@ def document_attention_backward(
             weights = weights.to(dtype)  # (K, R, C)
             grad_rows = _rows(grads, block).to(dtype)  # (K, R, D)
             grad_values[:, block.keys] += torch.bmm(weights.mT, grad_rows)
-            # Delta rides along as three more features, whose sum is it to 24 bits: subtracted inside the product,
-            # where sums are float32, not after the difference of two large numbers has been rounded.
+            # Delta is subtracted inside the product, where sums are float32, as three more features that add up to it with
+            # 24 bits. Subtracting it afterwards would round the difference of two large numbers.
             rows_delta = _rows(delta, block)  # (K, R, 1)
             minus_delta = _in_three(-rows_delta, dtype)
             grad_scores = torch.bmm(torch.cat((grad_rows, minus_delta), -1), values_and_ones[:, :, block.keys])
@@ -157,12 +155,12 @@ def document_attention_backward(
                 grad_scores *= slope
             _put_rows(torch.bmm(grad_scores, keys[:, block.keys]) * softmax.scale, grad_queries, block)
             grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, _rows(queries, block).to(dtype))
-            if sink_weights is not None:  # a sink's value is nothing, so delta is all of its gradient
+            if sink_weights is not None:  # a sink has no value, so delta is its whole gradient
                 grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
         for grad, of_seen in ((grad_key, grad_keys * softmax.scale), (grad_value, grad_values)):
             before, own, _ = of_seen.transpose(0, 1).tensor_split((num_before, num_before + num_tokens))
             grad[document] = own
-            grad[prefix] += before  # the document that it is of came first
+            grad[prefix] += before  # the prefix's document was processed before
     return grad_query, grad_key, grad_value, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
@@ -191,22 +189,22 @@ document_attention.register_autograd(_backward, setup_context=_save_for_backward
 
 
 def num_product_shapes(longest: int) -> int:
-    """How many shapes the 16-bit products have, forward and backward, over documents of up to `longest` tokens."""
+    """The number of shapes of 16-bit products, forward and backward, for documents of up to `longest` tokens."""
     lengths = {min(2**n, longest) for n in range(_power_of_two(longest).bit_length())}
     sizes = {size for n in lengths for step in [_key_step(n, n)] for size in range(step, n + step, step)}
     return 3 * len(sizes)  # with C keys: (R, C) @ (C, D), (C, R) @ (R, D) and (R, D + 3) @ (D + 3, C)
 
 
 class _Block(NamedTuple):
-    queries: slice  # the last block's goes on behind the document's end
-    keys: slice  # those that any of the queries sees, and some more
-    place: int  # among the keys, of the first query's own
+    queries: slice  # may exceed the document's end in the last block
+    keys: slice  # at least those that any of the queries sees
+    place: int  # the index of the first query's own key
 
 
 class _Weights(NamedTuple):
     weights: Tensor  # (K, R, C) float32
-    slope: Tensor | None  # (K, R, C): the soft cap's derivative, where there is a cap
-    sinks: Tensor | None  # (K, R, 1): the weights that went to the sinks, where there are any
+    slope: Tensor | None  # (K, R, C): the soft cap's derivative
+    sinks: Tensor | None  # (K, R, 1): the weights of the sinks
 
 
 class _Softmax:
@@ -231,12 +229,11 @@ class _Softmax:
             slope = 1 - tanh.square()
             scores = tanh.mul_(self.softcap)
         by_query = scores.unflatten(1, (-1, num_queries))  # (K, G, queries of the block, C)
-        # Only the block's own keys and those behind them lie in a query's future,
-        num_last = block.keys.stop - block.place
+        num_last = block.keys.stop - block.place  # other keys are in no query's future
         future = torch.full((num_queries, num_last), float("-inf"), device=scores.device).triu(1)
         by_query[..., -num_last:] += future
-        if self.window is not None:  # and only those before the last query's window too far in a query's past.
-            oldest = block.place - block.keys.start - self.window  # hidden from the block's first query
+        if self.window is not None:
+            oldest = block.place - block.keys.start - self.window  # the last key before the first query's window
             num_hidden = oldest + num_queries
             if num_hidden > 0:
                 past = torch.full((num_queries, num_hidden), float("-inf"), device=scores.device).tril(oldest)
@@ -249,23 +246,21 @@ class _Softmax:
 
 
 def _documents(cu_seqlens: Tensor, num_tokens: int, prefixes: Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """Of each document that has tokens its own positions, and those of its prefix."""
+    """Yield the positions of each document with tokens, and of its prefix."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
         raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}; it goes from {bounds[0]} to "
+            f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}; found {bounds[0]} to "
             f"{bounds[-1]} over {len(bounds) - 1} documents."
         )
     before = [[0, 0]] * (len(bounds) - 1) if prefixes is None else prefixes.tolist()
-    if prefixes is not None and not (
-        len(before) == len(bounds) - 1
-        and all(
-            0 <= first <= last <= start or first == last for (first, last), start in zip(before, bounds, strict=False)
-        )
-    ):
+    is_valid = len(before) == len(bounds) - 1 and all(
+        0 <= first <= last <= start or first == last for (first, last), start in zip(before, bounds, strict=False)
+    )
+    if not is_valid:
         raise ValueError(
-            f"prefixes must name for each of the {len(bounds) - 1} documents positions before its own, from and to, or two "
-            f"equal ones; they are {before}."
+            f"prefixes are {before}; expected for each of the {len(bounds) - 1} documents a start and an end before the document, "
+            "or two equal numbers."
         )
     for (start, end), prefix in zip(pairwise(bounds), before, strict=True):
         if start < end:
@@ -273,13 +268,12 @@ def _documents(cu_seqlens: Tensor, num_tokens: int, prefixes: Tensor | None) -> 
 
 
 def _seen(x: Tensor, document: slice, prefix: slice) -> Tensor:
-    """The keys or values (N, K, D) that a document sees: its prefix's, and its own."""
+    """Keys or values of a document's prefix and of the document, from all (N, K, D)."""
     return torch.cat((x[prefix], x[document])) if prefix.start < prefix.stop else x[document]
 
 
 def _blocks(num_heads: int, num_queries: int, window: int | None, num_before: int) -> list[_Block]:
-    """Cuts a document's queries into blocks of one size, and their keys where few sizes come about, `num_before` of which
-    are of a prefix."""
+    """Split a document's queries into blocks of one size, with few distinct numbers of keys. `num_before`: keys of a prefix."""
     num_tokens = num_before + num_queries
     step = _query_step(num_tokens)
     num_keys = num_tokens if window is None else min(num_tokens, window + step)
@@ -290,7 +284,7 @@ def _blocks(num_heads: int, num_queries: int, window: int | None, num_before: in
     for start in range(0, num_queries, step):
         place = num_before + start
         first = 0 if window is None else max(0, place - window + 1)
-        if num_before:  # of any length, and so may be what is left before the window
+        if num_before:  # prefixes have any length
             first -= first % key_step
         last = -(-(place + step) // key_step) * key_step
         blocks.append(_Block(slice(start, start + step), slice(first, last), place))
@@ -302,12 +296,12 @@ def _query_step(num_tokens: int) -> int:
 
 
 def _key_step(num_tokens: int, num_keys: int) -> int:
-    """What the number of a block's keys is a multiple of."""
+    """The number of a block's keys is a multiple of this."""
     return max(_query_step(num_tokens), _power_of_two(num_keys) // _KEY_SIZES)
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -317,26 +311,26 @@ def _by_group(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _filled(x: Tensor, blocks: list[_Block]) -> Tensor:
-    """A document's keys or values (T, K, D) and zeros behind them, as many as its blocks want: (K, P, D)."""
+    """A document's keys or values (T, K, D), padded with zeros for its blocks: (K, P, D)."""
     missing = blocks[-1].keys.stop - len(x)
     return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x.contiguous()).transpose(0, 1)
 
 
 def _rows(x: Tensor, block: _Block) -> Tensor:
-    """The block's part of x (K, G, T, D), with zeros where it goes on behind the document: (K, R, D)."""
+    """The block's part (K, R, D) of x (K, G, T, D), padded with zeros beyond the document's end."""
     rows = x[:, :, block.queries]
     missing = block.queries.stop - block.queries.start - rows.shape[2]
     return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).flatten(1, 2)
 
 
 def _put_rows(rows: Tensor, target: Tensor, block: _Block) -> None:
-    """The inverse: rows (K, R, D) go to the block's part of target (K, G, T, D), but for those behind the document."""
+    """Copy rows (K, R, D) to the block's part of target (K, G, T, D), without rows beyond the document's end."""
     target = target[:, :, block.queries]
     target.copy_(rows.unflatten(1, (target.shape[1], -1))[:, :, : target.shape[2]])
 
 
 def _in_three(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Splits x (..., 1) into three numbers of `dtype` (..., 3) whose sum is x to about three times its precision."""
+    """Split x (..., 1) into three numbers (..., 3) of `dtype` that add up to x with three times the precision."""
     first = x.to(dtype)
     second = (x - first).to(dtype)
     return torch.cat((first, second, (x - first - second).to(dtype)), -1)

@@ -1,13 +1,12 @@
-"""Multi-head latent attention: keys and values of all heads are made from one small vector a token, the latent.
+"""Multi-head latent attention: keys and values of all heads are projections of one small vector per token, the latent.
 
-Each head's query and key have a part that positions turn and one that they do not; the turned part of the key is the same
-for all heads. The cache holds the latent and that part, and no keys or values are made of what it holds: a new token's
-queries are taken to the latents' features, meet them as one head's keys and values, and what they attended is taken to each
-head's values, by the weights as they are in this pass.
+Each head's query and key have a rotated part and a part without rotation; all heads share the rotated part of the key. The
+cache holds the latent and this part. Cached keys and values are never computed: a new token's queries are projected to the
+latents' features, attend to the latents as one head, and the result is projected to each head's values.
 
 Source: DeepSeek-V2 technical report, 2024, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C.
 
-Shapes: B batch, T tokens of a row, S tokens attended to, H heads, L latent, R turned features, N others, V value features.
+Shapes: B batch, T tokens of a row, S attended tokens, H heads, L latent, R rotated features, N others, V value features.
 """
 
 import torch
@@ -21,17 +20,17 @@ from lean_ft.models.layers import RMSNorm
 from lean_ft.models.rope import rotate_both
 from lean_ft.torch_private import is_wrapper_tensor
 
-_NORM_EPS = 1e-6  # whatever config.json has, as in transformers
+_NORM_EPS = 1e-6  # transformers ignores config.json's value here
 
 
 class LatentAttention(nn.Module):
-    """Projects to latents, and these to queries, keys and values; attends, and projects back."""
+    """Latent attention with its projections."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         latent, rope, hidden_size = config.latent, config.layers[layer_index].rope, config.hidden_size
         assert latent is not None and rope is not None
-        self.latent, self.turns_neighbours = latent, rope.turns_neighbours
+        self.latent, self.interleaved = latent, rope.interleaved
         self.query_size = latent.plain_dim + config.head_dim
         queries = config.num_heads * self.query_size
         self.scoring = Scoring(config.attention_scale or self.query_size**-0.5, config.layers[layer_index].window)
@@ -56,7 +55,7 @@ class LatentAttention(nn.Module):
         cache: LayerCache | None = None,
         prefixes: Prefixes | None = None,
     ) -> Tensor:
-        """hidden (B, T, hidden_size); cos and sin as `RotaryEmbedding` gives them; returns (B, T, hidden_size)."""
+        """Attend from hidden states (B, T, hidden_size); returns the same shape."""
         assert cos is not None and sin is not None
         sizes = [self.latent.plain_dim, self.query_size - self.latent.plain_dim]
         if self.latent.query_rank is None:
@@ -66,22 +65,22 @@ class LatentAttention(nn.Module):
         query, turned = query.unflatten(-1, (-1, self.query_size)).split(sizes, -1)  # (B, T, H, N) and (B, T, H, R)
         latent, shared = self.kv_a_proj_with_mqa(hidden).split([self.latent.rank, sizes[1]], -1)
         latent, shared = self.kv_a_layernorm(latent)[:, :, None], shared[:, :, None]  # (B, T, 1, L) and (B, T, 1, R)
-        turned, shared = rotate_both(turned, shared, cos, sin, self.turns_neighbours)
+        turned, shared = rotate_both(turned, shared, cos, sin, self.interleaved)
         if cache is not None:
             both = torch.cat((latent, shared), -1)
             kept, _ = cache.store(both, both)  # (B, filled, 1, L + R)
             if not cache.owner.starts_empty:
                 return self.o_proj(self._attend_to_latents(query, turned, kept, cache).flatten(-2))
             cu_seqlens = None
-        query = self._filled(torch.cat((query, turned), -1))
+        query = self._padded(torch.cat((query, turned), -1))
         attended = self.attend(query, *self._keys_and_values(latent, shared), cu_seqlens, self.scoring, None, prefixes)
         return self.o_proj(attended[..., : self.latent.value_dim].flatten(-2))
 
     def _attend_to_latents(self, query: Tensor, turned: Tensor, kept: Tensor, cache: LayerCache) -> Tensor:
-        """The attention (B, T, H, V) of both parts of queries to what the cache holds."""
+        """The attention (B, T, H, V) of both parts of the queries to the cache."""
         weight = self.kv_b_proj.weight if type(self.kv_b_proj) is nn.Linear else None
         if weight is None or is_wrapper_tensor(weight):
-            # One with an adapter, or of fewer bits: what it makes of each feature of the latents.
+            # With an adapter or quantized: project each feature of the latents.
             weight = self.kv_b_proj(torch.eye(self.latent.rank, dtype=kept.dtype, device=kept.device)).T
         sizes = [self.latent.plain_dim, self.latent.value_dim]
         to_key, to_value = weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)  # (H, N, L) and (H, V, L)
@@ -90,12 +89,12 @@ class LatentAttention(nn.Module):
         return torch.einsum("bthl,hvl->bthv", attended, to_value)
 
     def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Of latents (B, S, 1, L) and the turned parts of keys (B, S, 1, R), both (B, S, H, one size)."""
+        """Keys and values (B, S, H, padded size) of latents (B, S, 1, L) and rotated parts of keys (B, S, 1, R)."""
         sizes = [self.latent.plain_dim, self.latent.value_dim]
         key, value = self.kv_b_proj(latent[:, :, 0]).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
         key = torch.cat((key, shared.expand(*key.shape[:-1], -1)), -1)
-        return self._filled(key), self._filled(value)
+        return self._padded(key), self._padded(value)
 
-    def _filled(self, x: Tensor) -> Tensor:
-        """With zeros up to one size of queries, keys and values, which the kernels want; they add nothing."""
+    def _padded(self, x: Tensor) -> Tensor:
+        """Pad with zeros, because kernels need queries, keys and values of one size."""
         return F.pad(x, (0, max(self.query_size, self.latent.value_dim) - x.shape[-1]))

@@ -1,18 +1,17 @@
-"""Causal attention of rows that hold documents, for a GPU whose host does not know where documents begin.
+"""Causal attention of packed rows on a GPU, whose host does not know the documents' boundaries.
 
-`document_attention` goes document by document, so it has to read the boundaries: on a GPU that waits, in every layer and
-direction, and a block of one short document is too little work for a launch. Here a block of queries of all rows meets
-all keys before it, and what lies in another document is masked: the shapes depend on nothing that is on the device. That
-multiplies for nothing where documents are much shorter than rows, which is little beside a layer's other products.
+`document_attention` reads the boundaries, so on a GPU it would wait in every layer, and one short document is too little work
+for a launch. Here a block of queries of all rows attends to all earlier keys, and other documents are masked, so no shape
+depends on data on the device. The masked products cost little compared with a layer's other products.
 
-Scores are float32, made by products of the tensors' own type that are summed in float32, as are the gradients of keys and
-values. Backward computes the softmax again, so that a block's scores are all that there is of shape (T, T). Its gradient
-is taken in one kernel, from weights that need not sum to one: with a sink they do not, and the formula is the same.
+Products are summed in float32, and scores and the gradients of keys and values are float32. Backward recomputes the softmax, so
+only a block's scores have the shape (T, T). The softmax's gradient is one kernel; its formula also holds for weights that do not
+sum to one because of a sink.
 
-Source: blocks and recomputation are FlashAttention's (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
+Source: blocks and recomputation: FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
-Shapes: B rows, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, G = H / K heads of a group, D
-features of a head, S rows of a block: its queries times G, C keys that a block sees.
+Shapes: B rows, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, G = H / K heads of a group, D features of
+a head, S rows of a block (its queries times G), C keys that a block sees.
 """
 
 from typing import NamedTuple
@@ -23,12 +22,12 @@ from torch import Tensor
 from lean_ft.models.layers import wide_dtype
 from lean_ft.torch_private import assert_on_device, softmax_backward
 
-BLOCK_SCORES = 2**23  # of a block over all rows and heads, 32 MiB in float32; two to four such are alive
-_ALIGNED_QUERIES = 8  # of which a block has a multiple: tensor cores want it of 16-bit products
+BLOCK_SCORES = 2**23  # scores of a block over all rows and heads, 32 MiB in float32; two to four copies exist at once
+_ALIGNED_QUERIES = 8  # blocks have a multiple of this number of queries, for tensor cores
 
 
 class Rules(NamedTuple):
-    """How scores become weights."""
+    """Variants of causal softmax attention."""
 
     scale: float | None
     window: int | None
@@ -45,11 +44,9 @@ def attend_rows(
     rules: Rules,
     prefixes: Tensor | None = None,
 ) -> Tensor:
-    """Returns the attention (N, H, D) of query (N, H, D) to key and value (N, K, D) in documents that end with rows.
+    """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D), as `document_attention` with these arguments.
 
-    cu_seqlens (documents + 1,): boundaries in the N tokens; that no document goes over the end of a row of `row_tokens`
-    is checked on the device, as is that they rise from 0 to N. sinks (H,). prefixes (documents, 2): what each document goes
-    on from, as `document_attention` says.
+    The device checks that `cu_seqlens` rises from 0 to N and that no document crosses the end of a row of `row_tokens`.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules, prefixes)
@@ -73,7 +70,7 @@ def attend_rows_backward(
     rules: Rules,
     prefixes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of query, key, value and, in float32, sinks, from that of what `attend_rows` returned."""
+    """The gradients of query, key, value and (in float32) sinks from that of `attend_rows`'s result."""
     softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules, prefixes)
     keys, values = softmax.keys, _by_head(value, row_tokens)
     grads = _by_query(grad_out, key.shape[1], row_tokens)  # (B * K, T * G, D)
@@ -85,10 +82,9 @@ def attend_rows_backward(
         weights, slope, sink_weights = softmax(block)
         grad_rows = grads[:, block.rows]  # (B * K, S, D)
         grad_weights = _product(grad_rows, values[:, block.keys].mT)  # (B * K, S, C)
-        if grad_sinks is not None and sink_weights is not None:  # a sink's value is nothing
+        if grad_sinks is not None and sink_weights is not None:
             of_rows = sink_weights * (weights * grad_weights).sum(-1, keepdim=True)
-            # (B, K, queries, G): rows of a group stand side by side
-            of_rows = of_rows.view(len(query) // row_tokens, key.shape[1], -1, softmax.group)
+            of_rows = of_rows.view(len(query) // row_tokens, key.shape[1], -1, softmax.group)  # (B, K, queries, G)
             grad_sinks -= of_rows.sum((0, 2)).flatten()
         grad_scores = softmax_backward(grad_weights, weights, -1, softmax.dtype)
         del grad_weights
@@ -111,18 +107,18 @@ def attend_rows_backward(
 
 class _Block(NamedTuple):
     queries: slice  # of a row's tokens
-    rows: slice  # the same in a head's T * G
-    keys: slice  # those that any of the queries sees, the last of them its own
+    rows: slice  # the same queries among a head's T * G rows
+    keys: slice  # keys that any of the queries sees
 
 
 class _Weights(NamedTuple):
     weights: Tensor  # (B * K, S, C) float32
-    slope: Tensor | None  # the soft cap's derivative, where there is a cap
-    sinks: Tensor | None  # (B * K, S, 1): the weights that went to the sinks, where there are any
+    slope: Tensor | None  # the soft cap's derivative
+    sinks: Tensor | None  # (B * K, S, 1): the weights of the sinks
 
 
 class _Softmax:
-    """The attention weights of the rows' queries, a block at a time."""
+    """The attention weights of one block of queries."""
 
     def __init__(
         self,
@@ -143,7 +139,7 @@ class _Softmax:
         self.keys = _by_head(key, row_tokens)
         self.first, self.prefix = _visible(cu_seqlens, len(query), row_tokens, rules.window, prefixes)
         self.places = torch.arange(row_tokens, device=query.device)
-        window = rules.window if prefixes is None else None  # a prefix may lie further back
+        window = rules.window if prefixes is None else None  # a prefix may be outside the window's positions
         self.blocks = _blocks(len(query) // row_tokens * num_heads, row_tokens, self.group, window)
         self.sinks = None
         if sinks is not None:  # (1, K, 1, G, 1)
@@ -175,11 +171,11 @@ class _Softmax:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """The products of a batch of matrices, in float32 where they are narrower."""
+    """Batched matrix products in float32 or wider."""
     wide = wide_dtype(left)
     if left.dtype == wide:
         return torch.bmm(left, right)
-    # Cards before Ampere give such results of float16 alone.
+    # Cards before Ampere support this for float16 only.
     if left.is_cuda and (left.dtype == torch.float16 or torch.cuda.get_device_capability(left.device) >= (8, 0)):
         return torch.bmm(left, right, out_dtype=wide)
     return torch.bmm(left.to(wide), right.to(wide))
@@ -188,8 +184,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _visible(
     cu_seqlens: Tensor, num_tokens: int, row_tokens: int, window: int | None, prefixes: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """The first place of a row that each of its tokens sees of its own document, (B, T), and from where to where it sees
-    that document's prefix, (B, T) each."""
+    """The first index in its row that each token sees of its document, (B, T), and the start and end of its prefix, (B, T) each."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.bucketize(tokens, cu_seqlens, right=True) - 1
     starts = cu_seqlens[document].view(-1, row_tokens)
@@ -205,8 +200,8 @@ def _visible(
         prefix = begin - row_starts, end - row_starts
     assert_on_device(
         fits & (starts >= row_starts).all(),
-        f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}, no document may go over the end of a row of "
-        f"{row_tokens}, and its prefix lies before it in the row.",
+        f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}; no document may cross the end of a row of "
+        f"{row_tokens} tokens, and prefixes must precede their documents in the row.",
     )
     if window is not None:
         starts = torch.maximum(starts, of_row - (window - 1))
@@ -214,11 +209,11 @@ def _visible(
 
 
 def _blocks(num_rows: int, row_tokens: int, group: int, window: int | None) -> list[_Block]:
-    """Cuts a row's queries into blocks of about as many scores each, over `num_rows` of all rows and heads."""
+    """Split a row's queries into blocks of about equal numbers of scores. `num_rows`: rows times heads."""
     blocks, start = [], 0
     while start < row_tokens:
         first = 0 if window is None else max(0, start - window + 1)
-        # The most queries q with num_rows * q * (start - first + q) scores.
+        # The largest q with num_rows * q * (before + q) <= BLOCK_SCORES.
         before, scores = start - first, BLOCK_SCORES // num_rows
         queries = int(((before * before + 4 * scores) ** 0.5 - before) / 2)
         queries = max(_ALIGNED_QUERIES, queries // _ALIGNED_QUERIES * _ALIGNED_QUERIES)
@@ -234,17 +229,13 @@ def _by_head(x: Tensor, row_tokens: int) -> Tensor:
 
 
 def _by_query(x: Tensor, num_kv_heads: int, row_tokens: int) -> Tensor:
-    """A copy of queries (N, H, D) as (B * K, T * G, D): a block of tokens is then a block of rows."""
-    return (
-        x.view(-1, row_tokens, num_kv_heads, x.shape[1] // num_kv_heads, x.shape[2])
-        .transpose(1, 2)
-        .flatten(2, 3)
-        .flatten(0, 1)
-    )
+    """A copy of queries (N, H, D) as (B * K, T * G, D), so that a block of tokens is a block of rows."""
+    heads = x.view(-1, row_tokens, num_kv_heads, x.shape[1] // num_kv_heads, x.shape[2]).transpose(1, 2)
+    return heads.flatten(2, 3).flatten(0, 1)
 
 
 def _put_queries(rows: Tensor, target: Tensor, row_tokens: int) -> None:
-    """The inverse of `_by_query`: rows (B * K, T * G, D) go to target (N, H, D)."""
+    """Copy rows (B * K, T * G, D) to target (N, H, D), as the inverse of `_by_query`."""
     num_rows, group = len(target) // row_tokens, rows.shape[1] // row_tokens
     heads = rows.view(num_rows, -1, row_tokens, group, rows.shape[-1])  # (B, K, T, G, D)
     target.view(num_rows, row_tokens, heads.shape[1], group, -1).copy_(heads.transpose(1, 2))

@@ -1,8 +1,5 @@
-"""The families: one row of differences each, for one decoder.
-
-A row is data: facts of the decoder, each a value or what reads it from config.json, and what an absent field means.
-`lean_ft.models.config_json` reads a config.json by its family's row.
-"""
+"""Model families: one row of facts each, a value or a function that reads it from config.json, and defaults of absent fields.
+`lean_ft.models.config_json` reads a config.json by its family's row."""
 
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import Family, no_layer

@@ -1,4 +1,4 @@
-"""Families with Mamba-2: in most layers in the place of attention, in every layer beside it, or alone in a layer."""
+"""Families with Mamba-2: instead of attention in most layers, in parallel to it in every layer, or as a layer of its own."""
 
 import math
 from collections.abc import Mapping
@@ -7,25 +7,14 @@ from typing import Any
 from lean_ft.models.config import Mamba2Config
 from lean_ft.models.config_fields import Fields, head_dim_of
 from lean_ft.models.families.dense import DENSE
-from lean_ft.models.families.family import ACTIVATIONS, ATTENTION_BIAS, Family, a_part_turned, count, flag, number
+from lean_ft.models.families.family import ACTIVATIONS, ATTENTION_BIAS, Family, count, flag, number, partial_rope
 from lean_ft.models.families.mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS, MIXTURE, MIXTURE_DEFAULTS
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config
 
-_MAMBA_DEFAULTS = {
-    "mamba_n_heads": 128,
-    "mamba_d_head": "auto",
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-}
-
 
 def _mamba2(fields: Fields, **facts: Any) -> Mamba2Config:
-    """By the fields that these families share; `facts` are what is a family's own."""
+    """Read the fields that these families share; `facts` override them."""
     num_heads, num_groups = fields.count("mamba_n_heads"), fields.count("mamba_n_groups")
     size = fields.count("mamba_expand") * fields.count("hidden_size")
     if fields.get("mamba_d_ssm") is not None:
@@ -34,7 +23,7 @@ def _mamba2(fields: Fields, **facts: Any) -> Mamba2Config:
     if num_heads * value_dim != size or num_heads % num_groups:
         raise ValueError(
             f"{fields.where}: mamba_n_heads is {num_heads}, mamba_d_head {value_dim} and mamba_n_groups {num_groups}; "
-            f"expected heads that have {size} features together, as many heads in each group."
+            f"expected heads with {size} features in total, and groups of equal size."
         )
     bias = fields.flag("mamba_proj_bias")
     read = {
@@ -47,7 +36,7 @@ def _mamba2(fields: Fields, **facts: Any) -> Mamba2Config:
         "convolution_bias": fields.flag("mamba_conv_bias"),
         "in_bias": bias,
         "out_bias": bias,
-        "norm": "out",
+        "norm": "after_gate",
         "step_limits": _step_limits(fields),
     }
     return Mamba2Config(**{**read, **facts})
@@ -57,10 +46,10 @@ def _step_limits(fields: Fields) -> tuple[float, float]:
     limits = fields.get("time_step_limit")
     if limits is None:
         return 0.0, math.inf
-    # JSON has no infinity: transformers writes it as an object.
+    # JSON has no infinity; transformers writes it as an object.
     limits = [float(x.get("__float__", "nan")) if isinstance(x, dict) else x for x in limits]
     if len(limits) != 2 or not all(isinstance(x, int | float) for x in limits) or not 0 <= limits[0] < limits[1]:
-        raise ValueError(f"{fields.where}: time_step_limit is {limits!r}; expected two numbers, of at least 0.")
+        raise ValueError(f"{fields.where}: time_step_limit is {limits!r}; expected two rising numbers of at least 0.")
     return limits[0], limits[1]
 
 
@@ -73,7 +62,7 @@ def _multipliers(fields: Fields, name: str, number_of: int) -> tuple[float, ...]
     return tuple(float(x) for x in values)
 
 
-def _rope_if_asked_for(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+def _optional_rope(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
     kind = fields.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise ValueError(f"{fields.where}: position_embedding_type is {kind!r}; expected rope, nope or null.")
@@ -83,7 +72,7 @@ def _rope_if_asked_for(fields: Fields, layer: int, is_windowed: bool) -> RopeCon
 def _falcon_mamba2(fields: Fields) -> Mamba2Config:
     norm = None
     if fields.flag("mamba_rms_norm"):
-        norm = "in" if fields.flag("mamba_norm_before_gate") else "out"
+        norm = "before_gate" if fields.flag("mamba_norm_before_gate") else "after_gate"
     return _mamba2(
         fields,
         out_bias=fields.flag("projectors_bias"),
@@ -94,20 +83,17 @@ def _falcon_mamba2(fields: Fields) -> Mamba2Config:
     )
 
 
-def _in_some_layers(fields: Fields, layer: int) -> str:
-    attends = fields.get("attn_layer_indices") or []
-    if not isinstance(attends, list):
-        raise ValueError(f"{fields.where}: attn_layer_indices is {attends!r}; expected a list of layers' numbers.")
-    return "full_attention" if layer in attends else "linear_attention"
+def _attention_in_listed_layers(fields: Fields, layer: int) -> str:
+    return "full_attention" if layer in (fields.layer_numbers("attn_layer_indices") or []) else "linear_attention"
 
 
-def _layers_of_nemotron(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A list of layers in the place of a pattern of letters, which older files have; the number of layers is its length."""
+def _with_nemotron_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace older files' pattern of letters by layer types, whose number is the number of layers."""
     letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
     kinds, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if kinds is None and isinstance(pattern, str):
         kinds = [letters.get(letter, letter) for letter in pattern]
-    if kinds is None and pattern is None:  # what transformers takes then, however many layers are named
+    if kinds is None and pattern is None:  # transformers' default, whatever num_hidden_layers is
         kinds = ["linear_attention", "moe", "full_attention", "mlp"]
     return config if not isinstance(kinds, list) else {**config, "layer_types": kinds, "num_hidden_layers": len(kinds)}
 
@@ -116,7 +102,7 @@ def _nemotron_mamba2(fields: Fields) -> Mamba2Config:
     num_heads, num_groups = fields.count("mamba_num_heads"), fields.count("n_groups")
     if num_heads % num_groups:
         raise ValueError(
-            f"{fields.where}: mamba_num_heads is {num_heads} and n_groups is {num_groups}; expected a multiple."
+            f"{fields.where}: mamba_num_heads is {num_heads}; expected a multiple of n_groups, {num_groups}."
         )
     activation, bias = str(fields.get("mamba_hidden_act")), fields.flag("use_bias")
     if activation not in ACTIVATIONS:
@@ -124,31 +110,31 @@ def _nemotron_mamba2(fields: Fields) -> Mamba2Config:
     sizes = fields.count("ssm_state_size"), fields.count("mamba_head_dim"), fields.count("conv_kernel")
     kind: Any = ACTIVATIONS[activation]
     biases = fields.flag("use_conv_bias"), bias, bias
-    return Mamba2Config(num_groups, num_heads, *sizes, kind, *biases, "out", _step_limits(fields))
+    return Mamba2Config(num_groups, num_heads, *sizes, kind, *biases, "after_gate", _step_limits(fields))
 
 
+# A table: related fields share a line.
+# fmt: off
+_MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+}
 _FEED_FORWARD_ON_DISK = {
-    "post_attention_layernorm": ("pre_ff_layernorm",),
-    "model.norm": ("model.final_layernorm",),
+    "post_attention_layernorm": ("pre_ff_layernorm",), "model.norm": ("model.final_layernorm",),
     "mlp.": ("feed_forward.",),
 }
 
 MAMBA: dict[str, Family] = {
     "granitemoehybrid": Family(
         facts={
-            **DENSE["granite"].facts,
-            "mlp_bias": False,
-            "fused_gate_up": True,
+            **DENSE["granite"].facts, "mlp_bias": False, "fused_gate_up": True,
             "intermediate_size": lambda fields: fields.count("shared_intermediate_size"),
         },
-        mixers={"linear_attention": _mamba2},
-        layer_type=lambda fields, layer: "linear_attention",
-        rope=_rope_if_asked_for,
+        mixers={"linear_attention": _mamba2}, layer_type=lambda fields, layer: "linear_attention",
+        rope=_optional_rope,
         mixture={
-            **MIXTURE,
-            "num_experts": lambda fields: fields.count("num_local_experts", least=0),
-            "weights_sum_to_one": True,
-            "router_name": "router",
+            **MIXTURE, "num_experts": lambda fields: fields.count("num_local_experts", least=0),
+            "weights_sum_to_one": True, "router_name": "router",
             "shared_intermediate_size": lambda fields: fields.count("shared_intermediate_size"),
             "shared_is_fused": True,
         },
@@ -158,38 +144,25 @@ MAMBA: dict[str, Family] = {
             "mlp.experts.down_proj": ("block_sparse_moe.output_linear.weight",),
             "mlp.shared_expert.gate_up_proj": ("shared_mlp.input_linear",),
             "mlp.shared_expert.down_proj": ("shared_mlp.output_linear",),
-            "mlp.gate_up_proj": ("shared_mlp.input_linear",),
-            "mlp.down_proj": ("shared_mlp.output_linear",),
+            "mlp.gate_up_proj": ("shared_mlp.input_linear",), "mlp.down_proj": ("shared_mlp.output_linear",),
         },
         in_memory={"mlp.router": "block_sparse_moe.router", "mlp.experts": "block_sparse_moe.experts"},
         defaults={
-            **MIXTURE_DEFAULTS,
-            **_MAMBA_DEFAULTS,
-            **DENSE["granite"].defaults,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 11008,
-            "shared_intermediate_size": 1024,
+            **MIXTURE_DEFAULTS, **_MAMBA_DEFAULTS, **DENSE["granite"].defaults, "num_local_experts": 8,
+            "num_experts_per_tok": 2, "intermediate_size": 11008, "shared_intermediate_size": 1024,
         },
     ),
     "bamba": Family(
-        facts={**ATTENTION_BIAS, "mlp_bias": flag("mlp_bias")},
-        mixers={"linear_attention": _mamba2},
-        layer_type=_in_some_layers,
-        rope=a_part_turned,
-        on_disk=_FEED_FORWARD_ON_DISK,
+        facts={**ATTENTION_BIAS, "mlp_bias": flag("mlp_bias")}, mixers={"linear_attention": _mamba2},
+        layer_type=_attention_in_listed_layers, rope=partial_rope, on_disk=_FEED_FORWARD_ON_DISK,
         defaults={
-            **_MAMBA_DEFAULTS,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 262144,
-            "rms_norm_eps": 1e-5,
+            **_MAMBA_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
         },
     ),
     "falcon_h1": Family(
         facts={
-            **ATTENTION_BIAS,
-            "mlp_bias": flag("mlp_bias"),
+            **ATTENTION_BIAS, "mlp_bias": flag("mlp_bias"),
             "attention_scale": lambda fields: head_dim_of(fields) ** -0.5 * fields.positive("key_multiplier"),
             "attention_multipliers": lambda fields: (
                 fields.positive("attention_in_multiplier"),
@@ -199,65 +172,35 @@ MAMBA: dict[str, Family] = {
             "embedding_multiplier": number("embedding_multiplier"),
             "logits_divisor": lambda fields: 1 / fields.positive("lm_head_multiplier"),
         },
-        mixers={"hybrid": _falcon_mamba2},
-        layer_type=lambda fields, layer: "hybrid",
-        on_disk=_FEED_FORWARD_ON_DISK,
+        mixers={"hybrid": _falcon_mamba2}, layer_type=lambda fields, layer: "hybrid", on_disk=_FEED_FORWARD_ON_DISK,
         defaults={
             **_MAMBA_DEFAULTS,
             **{f"{of}_multiplier": 1.0 for of in ("lm_head", "embedding", "key", "ssm_in", "ssm_out")},
-            **{f"attention_{of}_multiplier": 1.0 for of in ("in", "out")},
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-            "mamba_d_ssm": 1024,
-            "projectors_bias": False,
-            "mamba_rms_norm": False,
-            "mamba_norm_before_gate": True,
+            **{f"attention_{of}_multiplier": 1.0 for of in ("in", "out")}, "num_key_value_heads": 8,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, "projectors_bias": False,
+            "mamba_rms_norm": False, "mamba_norm_before_gate": True,
         },
     ),
     "nemotron_h": Family(
         facts={"tied_embeddings": False, "mlp_bias": flag("mlp_bias")},  # as in transformers, which ties nothing here
-        reworded=_layers_of_nemotron,
-        mixers={"linear_attention": _nemotron_mamba2},
-        parts_are_alone=True,
-        rope=lambda fields, layer, is_windowed: None,
-        activation_field="mlp_hidden_act",
-        activations={"relu2": "relu2"},
-        norm_eps_field="layer_norm_epsilon",
+        preprocessed=_with_nemotron_layer_types, mixers={"linear_attention": _nemotron_mamba2}, one_part_per_layer=True,
+        rope=lambda fields, layer, is_windowed: None, activation_field="mlp_hidden_act",
+        activations={"relu2": "relu2"}, norm_eps_field="layer_norm_epsilon",
         mixture={**CORRECTED_MIXTURE, "shared_intermediate_size": count("moe_shared_expert_intermediate_size")},
         on_disk={
             "mlp.experts.gate_up_proj": ("mixer.experts.*.up_proj.weight",),
-            "mlp.experts.down_proj": ("mixer.experts.*.down_proj.weight",),
-            "input_layernorm": ("norm",),
-            "post_attention_layernorm": ("norm",),
-            "self_attn.": ("mixer.",),
-            "mamba.": ("mixer.",),
-            "mlp.": ("mixer.",),
-            "model.embed_tokens": ("model.embeddings",),
-            "model.norm": ("model.norm_f",),
+            "mlp.experts.down_proj": ("mixer.experts.*.down_proj.weight",), "input_layernorm": ("norm",),
+            "post_attention_layernorm": ("norm",), "self_attn.": ("mixer.",), "mamba.": ("mixer.",),
+            "mlp.": ("mixer.",), "model.embed_tokens": ("model.embeddings",), "model.norm": ("model.norm_f",),
         },
-        prefix_on_disk="backbone.",
-        in_memory={"mlp.experts.gate_up_proj": "mixer.experts.up_proj"},
+        prefix_on_disk="backbone.", in_memory={"mlp.experts.gate_up_proj": "mixer.experts.up_proj"},
         defaults={
-            **CORRECTED_MIXTURE_DEFAULTS,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 7688,
-            "moe_shared_expert_intermediate_size": 7688,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 4096,
-            "intermediate_size": 21504,
-            "mlp_hidden_act": "relu2",
-            "layer_norm_epsilon": 1e-5,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "mamba_hidden_act": "silu",
-            "n_groups": 8,
-            "ssm_state_size": 128,
-            "conv_kernel": 4,
-            "use_conv_bias": True,
-            "use_bias": False,
+            **CORRECTED_MIXTURE_DEFAULTS, "n_routed_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_hidden_act": "relu2",
+            "layer_norm_epsilon": 1e-5, "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+            "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "use_bias": False,
         },
     ),
 }
+# fmt: on

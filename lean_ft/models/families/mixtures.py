@@ -1,4 +1,4 @@
-"""Families with a mixture of experts, behind attention in every layer."""
+"""Families with attention in every layer and a mixture of experts in some or all layers."""
 
 import math
 from dataclasses import replace
@@ -9,12 +9,12 @@ from lean_ft.models.families.family import (
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
     Family,
-    a_part_turned,
     count,
     every_layer,
     flag,
     has_rope,
     number,
+    partial_rope,
     upper_layers,
 )
 from lean_ft.models.rope import RopeConfig
@@ -22,16 +22,16 @@ from lean_ft.models.rope_settings import rope_config, rope_settings
 
 
 def _num_experts(fields: Fields) -> int:
-    """transformers has written either name for the same family; a family's default has the first."""
+    """transformers has written either field for the same family; defaults have the first."""
     names = [name for name in ("num_local_experts", "num_experts") if fields.config.get(name) is not None]
     counts = {name: fields.count(name) for name in names or ["num_local_experts"]}
     if len(set(counts.values())) > 1:
-        raise ValueError(f"{fields.where}: {counts}; expected the same number in both. Remove the one that is wrong.")
+        raise ValueError(f"{fields.where}: {counts}; expected equal numbers. Remove the wrong field.")
     return next(iter(counts.values()))
 
 
 def _router_aux_loss_coef(fields: Fields) -> float:
-    """transformers adds the loss only where it also returns the logits that it is made from."""
+    """transformers adds the loss only if it also returns the router's logits."""
     return fields.positive("router_aux_loss_coef", or_0=True) if fields.flag("output_router_logits") else 0.0
 
 
@@ -39,22 +39,20 @@ def _every_second_of_the_lower_layers(fields: Fields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer % 2 == 0 and not upper_layers(fields, layer)
 
 
-# Which layers of a family with experts have them.
+# Which layers have experts.
 
 
 def every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
-    excepted = fields.get("mlp_only_layers") or []
-    if not isinstance(excepted, list):
-        raise ValueError(f"{fields.where}: mlp_only_layers is {excepted!r}; expected a list of layers' numbers.")
-    return layer not in excepted and (layer + 1) % fields.count("decoder_sparse_step") == 0
+    without = fields.layer_numbers("mlp_only_layers") or []
+    return layer not in without and (layer + 1) % fields.count("decoder_sparse_step") == 0
 
 
 def _all_layers_but_the_first(fields: Fields, layer: int) -> bool:
     return layer >= fields.count("first_k_dense_replace", least=0)
 
 
-def _dims_turned(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
-    """A part of each head, of which published files say how many features it has."""
+def _rope_of_rotary_dim(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    """Partial rotation; published files have the number of rotated features."""
     if fields.get("rotary_dim") is None:
         return rope_config(fields, may_be_partial=True)
     key, settings = rope_settings(fields)
@@ -62,11 +60,76 @@ def _dims_turned(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
     return rope_config(fields, settings={**share, **settings}, key=key, may_be_partial=True)
 
 
+def _every_nth_layer_between(fields: Fields, layer: int) -> bool:
+    first, last = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", least=-1)
+    return first <= layer and (layer <= last or last == -1) and (layer + 1) % fields.count("moe_layer_interval") == 0
+
+
+def _listed_or_every_nth_layer(fields: Fields, layer: int) -> bool:
+    layers, step = fields.layer_numbers("moe_layers"), fields.count("interleave_moe_layer_step")
+    return (layer + 1) % step == 0 if layers is None else layer in layers
+
+
+def _interleaved_rope_or_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    """Layers without rotation may have queries that grow with the position."""
+    if has_rope(fields, layer):
+        return rope_config(fields, interleaved=True, in_float32=True)
+    if not fields.flag("attn_temperature_tuning"):
+        return None
+    growth = {"query_growth": fields.positive("attn_scale"), "query_growth_positions": fields.count("floor_scale")}
+    return RopeConfig(theta=1.0, scaling="proportional", nonzero_fraction=0.0, query_growth_start=1, **growth)
+
+
+def _latent(fields: Fields) -> LatentConfig:
+    query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
+    return LatentConfig(
+        fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
+    )
+
+
+def _yarn_scale(fields: Fields) -> float:
+    """The scale of the scores, which grows with `yarn`'s factor."""
+    scale = (fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")) ** -0.5
+    key, settings = rope_settings(fields)
+    if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
+        return scale
+    own = Fields(settings, {}, f"{fields.where}: {key}")
+    factor = own.positive("factor")
+    return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
+
+
+def _longrope_with_two_scales(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+    """`longrope` with separate factors of cos and sin for short and long documents."""
+    rope, (key, settings) = rope_config(fields, ignored=("short_mscale", "long_mscale")), rope_settings(fields)
+    if rope.scaling == "default":
+        return rope
+    own = Fields(settings, {}, f"{fields.where}: {key}")
+    if rope.scaling != "longrope":
+        raise ValueError(f"{own.where} has the rope type {rope.scaling!r}; expected longrope in this family.")
+    return replace(
+        rope, attention_factor=own.positive("short_mscale"), long_attention_factor=own.positive("long_mscale")
+    )
+
+
+def _head_bias(fields: Fields) -> bool:
+    if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings"):
+        raise ValueError(f"{fields.where}: lm_head_bias and tie_word_embeddings are both true; expected one at most.")
+    return fields.flag("lm_head_bias")
+
+
+def _two_experts_per_token(fields: Fields) -> int:
+    if (number := fields.count("num_experts_per_tok")) != 2:
+        raise ValueError(
+            f"{fields.where}: num_experts_per_tok is {number}; expected 2, which transformers always uses."
+        )
+    return number
+
+
+# A table: related fields share a line.
+# fmt: off
 MIXTURE = {
-    "num_experts": _num_experts,
-    "experts_per_token": count("num_experts_per_tok"),
-    "intermediate_size": count("intermediate_size"),
-    "router_aux_loss_coef": _router_aux_loss_coef,
+    "num_experts": _num_experts, "experts_per_token": count("num_experts_per_tok"),
+    "intermediate_size": count("intermediate_size"), "router_aux_loss_coef": _router_aux_loss_coef,
 }
 MIXTURE_DEFAULTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 EXPERTS_ON_DISK = {
@@ -80,135 +143,39 @@ _MIXTRAL_ON_DISK = {
     "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
 }
 CORRECTED_MIXTURE = {
-    "num_experts": count("n_routed_experts"),
-    "experts_per_token": count("num_experts_per_tok"),
-    "intermediate_size": count("moe_intermediate_size"),
-    "weights_sum_to_one": flag("norm_topk_prob"),
+    "num_experts": count("n_routed_experts"), "experts_per_token": count("num_experts_per_tok"),
+    "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
     "shared_intermediate_size": lambda fields: (
         fields.count("moe_intermediate_size") * fields.count("n_shared_experts", least=0)
     ),
-    "shared_name": "shared_experts",
-    "score": "sigmoid",
-    "corrected": True,
-    "num_groups": count("n_group"),
-    "groups_per_token": count("topk_group"),
-    "weights_factor": number("routed_scaling_factor"),
-    "wide_router": True,
+    "shared_name": "shared_experts", "score": "sigmoid", "has_score_correction": True, "num_groups": count("n_group"),
+    "groups_per_token": count("topk_group"), "weights_factor": number("routed_scaling_factor"),
+    "router_in_float32": True,
 }
 CORRECTED_MIXTURE_DEFAULTS = {
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }
 
-
-def _every_nth_layer_between(fields: Fields, layer: int) -> bool:
-    first, last = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", least=-1)
-    return first <= layer and (layer <= last or last == -1) and (layer + 1) % fields.count("moe_layer_interval") == 0
-
-
-def _listed_or_every_nth_layer(fields: Fields, layer: int) -> bool:
-    chosen, step = fields.get("moe_layers"), fields.count("interleave_moe_layer_step")
-    if chosen is not None and not isinstance(chosen, list):
-        raise ValueError(f"{fields.where}: moe_layers is {chosen!r}; expected a list of layers' numbers.")
-    return (layer + 1) % step == 0 if chosen is None else layer in chosen
-
-
-def _neighbours_or_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    """Layers without positions may have queries that grow with their position."""
-    if has_rope(fields, layer):
-        return rope_config(fields, turns_neighbours=True, in_float32=True)
-    if not fields.flag("attn_temperature_tuning"):
-        return None
-    growth = {"query_growth": fields.positive("attn_scale"), "query_growth_positions": fields.count("floor_scale")}
-    return RopeConfig(theta=1.0, scaling="proportional", moving_share=0.0, query_growth_start=1, **growth)
-
-
-def _latent(fields: Fields) -> LatentConfig:
-    query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
-    return LatentConfig(
-        fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
-    )
-
-
-def _yarn_scale(fields: Fields) -> float:
-    """That of the scores, which grows where `yarn` stretches positions."""
-    scale = (fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")) ** -0.5
-    key, settings = rope_settings(fields)
-    if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
-        return scale
-    own = Fields(settings, {}, f"{fields.where}: {key}")
-    factor = own.positive("factor")
-    return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
-
-
-def _scaled_by_length(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
-    """`longrope`, with a factor on cos and sin for short texts and one for long ones."""
-    rope, (key, settings) = rope_config(fields, ignored=("short_mscale", "long_mscale")), rope_settings(fields)
-    if rope.scaling == "default":
-        return rope
-    own = Fields(settings, {}, f"{fields.where}: {key}")
-    if rope.scaling != "longrope":
-        raise ValueError(f"{own.where} asks for the rope type {rope.scaling!r}; expected longrope in this family.")
-    return replace(
-        rope, attention_factor=own.positive("short_mscale"), long_attention_factor=own.positive("long_mscale")
-    )
-
-
-def _head_bias(fields: Fields) -> bool:
-    if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings"):
-        raise ValueError(
-            f"{fields.where}: lm_head_bias and tie_word_embeddings are both true; a bias is supported of an output layer "
-            "of its own alone."
-        )
-    return fields.flag("lm_head_bias")
-
-
-def _two(fields: Fields) -> int:
-    if (number := fields.count("num_experts_per_tok")) != 2:
-        raise ValueError(f"{fields.where}: num_experts_per_tok is {number}; expected 2, as transformers has it always.")
-    return number
-
-
 MIXTURES: dict[str, Family] = {
     "mixtral": Family(
-        has_window=every_layer,
-        mixture={**MIXTURE, "weights_sum_to_one": True},
-        on_disk=_MIXTRAL_ON_DISK,
+        has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=_MIXTRAL_ON_DISK,
         defaults={
-            **MIXTURE_DEFAULTS,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
         },
     ),
     "phimoe": Family(
         facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
-        has_window=every_layer,
-        rope=_scaled_by_length,
+        has_window=every_layer, rope=_longrope_with_two_scales,
         mixture={
-            **MIXTURE,
-            "experts_per_token": _two,
-            "weights_sum_to_one": False,
-            "router_name": "router",
-            "margin": lambda fields: 2 * fields.positive("router_jitter_noise", or_0=True),
+            **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False, "router_name": "router",
+            "sparsemixer_margin": lambda fields: 2 * fields.positive("router_jitter_noise", or_0=True),
         },
         on_disk={**_MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)},
         defaults={
-            **MIXTURE_DEFAULTS,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 2,
-            "router_jitter_noise": 0.01,
+            **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01,
             "lm_head_bias": False,
         },
     ),
@@ -216,61 +183,35 @@ MIXTURES: dict[str, Family] = {
         facts={**ATTENTION_BIAS, "qk_norm": "head"},
         has_window=lambda fields, layer: fields.flag("use_sliding_window") and every_layer(fields, layer),
         mixture={
-            **MIXTURE,
-            "intermediate_size": count("moe_intermediate_size"),
+            **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
             "weights_sum_to_one": flag("norm_topk_prob"),
         },
-        has_mixture=every_nth_layer_but_some,
-        on_disk=EXPERTS_ON_DISK,
+        has_mixture=every_nth_layer_but_some, on_disk=EXPERTS_ON_DISK,
         defaults={
-            **MIXTURE_DEFAULTS,
-            **QWEN_DEFAULTS,
-            "num_key_value_heads": 4,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
+            **MIXTURE_DEFAULTS, **QWEN_DEFAULTS, "num_key_value_heads": 4, "num_local_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
         },
     ),
     "olmoe": Family(
         facts={**ATTENTION_BIAS, "qk_norm": "projection"},
-        mixture={**MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")},
-        on_disk=EXPERTS_ON_DISK,
+        mixture={**MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")}, on_disk=EXPERTS_ON_DISK,
         defaults={
-            **MIXTURE_DEFAULTS,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "num_local_experts": 64,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.01,
+            **MIXTURE_DEFAULTS, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_local_experts": 64,
+            "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
         },
     ),
     "qwen2_moe": Family(
-        facts={"qkv_bias": flag("qkv_bias")},
-        has_window=_every_second_of_the_lower_layers,
-        reads_layer_types=True,
+        facts={"qkv_bias": flag("qkv_bias")}, has_window=_every_second_of_the_lower_layers, reads_layer_types=True,
         mixture={
-            **MIXTURE,
-            "intermediate_size": count("moe_intermediate_size"),
+            **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
             "weights_sum_to_one": flag("norm_topk_prob"),
-            "shared_intermediate_size": count("shared_expert_intermediate_size"),
-            "shared_gate": True,
+            "shared_intermediate_size": count("shared_expert_intermediate_size"), "shared_gate": True,
         },
-        has_mixture=every_nth_layer_but_some,
-        on_disk=EXPERTS_ON_DISK,
+        has_mixture=every_nth_layer_but_some, on_disk=EXPERTS_ON_DISK,
         defaults={
-            **MIXTURE_DEFAULTS,
-            **QWEN_DEFAULTS,
-            "num_key_value_heads": 16,
-            "intermediate_size": 5632,
-            "num_local_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
+            **MIXTURE_DEFAULTS, **QWEN_DEFAULTS, "num_key_value_heads": 16, "intermediate_size": 5632,
+            "num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "decoder_sparse_step": 1,
             "qkv_bias": True,
         },
     ),
@@ -279,187 +220,96 @@ MIXTURES: dict[str, Family] = {
             "qkv_bias": flag("attention_bias"),
             "qk_norm": lambda fields: "head" if fields.flag("use_qk_norm") else None,
         },
-        rope=a_part_turned,
-        mixture=CORRECTED_MIXTURE,
-        has_mixture=_all_layers_but_the_first,
-        on_disk=EXPERTS_ON_DISK,
+        rope=partial_rope, mixture=CORRECTED_MIXTURE, has_mixture=_all_layers_but_the_first, on_disk=EXPERTS_ON_DISK,
         defaults={
-            **CORRECTED_MIXTURE_DEFAULTS,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "use_qk_norm": False,
-            "moe_intermediate_size": 1408,
-            "n_routed_experts": 128,
-            "first_k_dense_replace": 1,
+            **CORRECTED_MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False, "moe_intermediate_size": 1408,
+            "n_routed_experts": 128, "first_k_dense_replace": 1,
         },
     ),
     "ernie4_5_moe": Family(
-        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=True, in_float32=True),
+        rope=lambda fields, layer, is_windowed: rope_config(fields, interleaved=True, in_float32=True),
         mixture={
-            "num_experts": count("moe_num_experts"),
-            "experts_per_token": count("moe_k"),
-            "intermediate_size": count("moe_intermediate_size"),
-            "weights_sum_to_one": True,
+            "num_experts": count("moe_num_experts"), "experts_per_token": count("moe_k"),
+            "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": True,
             "shared_intermediate_size": lambda fields: (
                 fields.count("moe_intermediate_size") * fields.count("moe_num_shared_experts", least=0)
             ),
-            "shared_name": "shared_experts",
-            "corrected": True,
-            "correction_is_row": True,
-            "wide_router": True,
-            "wide_router_weight": True,
-            "router_aux_loss_coef": _router_aux_loss_coef,
+            "shared_name": "shared_experts", "has_score_correction": True, "correction_is_row": True, "router_in_float32": True,
+            "router_weight_in_float32": True, "router_aux_loss_coef": _router_aux_loss_coef,
         },
         has_mixture=_every_nth_layer_between,
-        on_disk={
-            "mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",),
-            **EXPERTS_ON_DISK,
-        },
+        on_disk={"mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",), **EXPERTS_ON_DISK},
         defaults={
-            **MIXTURE_DEFAULTS,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5,
-            "tie_word_embeddings": True,
-            "moe_intermediate_size": 1536,
-            "moe_k": 6,
-            "moe_num_experts": 64,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": -1,
+            **MIXTURE_DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5, "tie_word_embeddings": True, "moe_intermediate_size": 1536, "moe_k": 6,
+            "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
             "moe_layer_interval": 1,
         },
     ),
     "minimax_m2": Family(
-        facts={"qk_norm": "projection"},
-        rope=_dims_turned,
-        mixture={**MIXTURE, "weights_sum_to_one": True, "score": "sigmoid", "corrected": True},
-        on_disk={
-            "mlp.gate.e_score": ("block_sparse_moe.e_score",),
-            **_MIXTRAL_ON_DISK,
-        },
+        facts={"qk_norm": "projection"}, rope=_rope_of_rotary_dim,
+        mixture={**MIXTURE, "weights_sum_to_one": True, "score": "sigmoid", "has_score_correction": True},
+        on_disk={"mlp.gate.e_score": ("block_sparse_moe.e_score",), **_MIXTRAL_ON_DISK},
         defaults={
-            **MIXTURE_DEFAULTS,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 196608,
-            "rope_theta": 5e6,
-            "num_local_experts": 256,
-            "num_experts_per_tok": 8,
-            "intermediate_size": 1536,
+            **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
+            "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1536,
         },
     ),
     "deepseek_v3": Family(
         facts={
-            **ATTENTION_BIAS,
-            "num_kv_heads": count("num_attention_heads"),
-            "attention_scale": _yarn_scale,
+            **ATTENTION_BIAS, "num_kv_heads": count("num_attention_heads"), "attention_scale": _yarn_scale,
             "latent": _latent,
         },
-        rope=lambda fields, layer, is_windowed: rope_config(fields, turns_neighbours=fields.flag("rope_interleave")),
-        mixture=CORRECTED_MIXTURE,
-        has_mixture=_all_layers_but_the_first,
-        on_disk=EXPERTS_ON_DISK,
+        rope=lambda fields, layer, is_windowed: rope_config(fields, interleaved=fields.flag("rope_interleave")),
+        mixture=CORRECTED_MIXTURE, has_mixture=_all_layers_but_the_first, on_disk=EXPERTS_ON_DISK,
         defaults={
-            **CORRECTED_MIXTURE_DEFAULTS,
-            "max_position_embeddings": 4096,
-            "moe_intermediate_size": 2048,
-            "n_routed_experts": 256,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 3,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "rope_interleave": True,
+            **CORRECTED_MIXTURE_DEFAULTS, "max_position_embeddings": 4096, "moe_intermediate_size": 2048,
+            "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+            "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_interleave": True,
         },
     ),
     "llama4_text": Family(
-        facts={**ATTENTION_BIAS, "intermediate_size": count("intermediate_size_mlp")},
-        has_window=has_rope,
-        window_kind="chunked_attention",
-        reads_layer_types=True,
-        of_layer=lambda fields, _, layer: {"unit_qk": fields.flag("use_qk_norm") and has_rope(fields, layer)},
+        facts={**ATTENTION_BIAS, "intermediate_size": count("intermediate_size_mlp")}, has_window=has_rope,
+        window_kind="chunked_attention", reads_layer_types=True,
+        layer_facts=lambda fields, _, layer: {"unit_qk": fields.flag("use_qk_norm") and has_rope(fields, layer)},
         # An empty list is none.
-        reworded=lambda config: {k: v for k, v in config.items() if k != "no_rope_layers" or v},
-        rope=_neighbours_or_growing_queries,
+        preprocessed=lambda config: {k: v for k, v in config.items() if k != "no_rope_layers" or v},
+        rope=_interleaved_rope_or_growing_queries,
         mixture={
-            "num_experts": _num_experts,
-            "experts_per_token": count("num_experts_per_tok"),
-            "intermediate_size": count("intermediate_size"),
-            "weights_sum_to_one": False,
-            "router_name": "router",
-            "score": "sigmoid",
-            "weighs_input": True,
-            "input_first": True,
-            "known_to_peft": False,
+            "num_experts": _num_experts, "experts_per_token": count("num_experts_per_tok"),
+            "intermediate_size": count("intermediate_size"), "weights_sum_to_one": False, "router_name": "router",
+            "score": "sigmoid", "scales_input": True, "input_first": True, "peft_expects_input_first": False,
             "shared_intermediate_size": count("intermediate_size"),
         },
-        has_mixture=_listed_or_every_nth_layer,
-        on_disk={"mlp.": ("feed_forward.",)},
+        has_mixture=_listed_or_every_nth_layer, on_disk={"mlp.": ("feed_forward.",)},
         in_memory={"mlp.": "feed_forward."},
         defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5,
-            "intermediate_size": 8192,
-            "intermediate_size_mlp": 16384,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 1,
-            "interleave_moe_layer_step": 1,
-            "use_qk_norm": True,
-            "no_rope_layer_interval": 4,
-            "attention_chunk_size": 8192,
-            "attn_temperature_tuning": True,
-            "floor_scale": 8192,
-            "attn_scale": 0.1,
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
+            "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "use_qk_norm": True,
+            "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
+            "floor_scale": 8192, "attn_scale": 0.1,
         },
     ),
     "gpt_oss": Family(
-        facts={**ATTENTION_BIAS, "attention_sinks": True},
-        has_window=lambda fields, layer: layer % 2 == 0,
+        facts={**ATTENTION_BIAS, "attention_sinks": True}, has_window=lambda fields, layer: layer % 2 == 0,
         reads_layer_types=True,
         mixture={
-            **MIXTURE,
-            "weights_sum_to_one": True,
-            "router_name": "router",
-            "router_bias": True,
-            "expert_bias": True,
-            "input_first": True,
-            "gates_alternate": True,
-            "gate_scale": number("swiglu_alpha"),
-            "up_offset": 1.0,
+            **MIXTURE, "weights_sum_to_one": True, "router_name": "router", "router_bias": True, "expert_bias": True,
+            "input_first": True, "gates_interleaved": True, "gate_scale": number("swiglu_alpha"), "up_offset": 1.0,
             "limit": number("swiglu_limit"),
         },
         defaults={
-            **MIXTURE_DEFAULTS,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": True,
-            "sliding_window": 128,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-            "rope_theta": 150_000.0,
+            **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_theta": 150_000.0,
             "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
             },
         },
     ),
 }
+# fmt: on

@@ -1,8 +1,9 @@
-"""A short causal convolution of each feature by itself, within each document, and the mixer that is made of one.
+"""A short causal convolution of each channel within each document, and the mixer made of one.
 
-A token's result is the weighed sum of its own input and those of the few before it; what lies before its document counts as
-zero. It is one custom op, in float32 and in blocks of tokens: it keeps its input, and computes the sum again in backward. In it, on
-CUDA, causal-conv1d computes what it can, where it is installed.
+A token's result is the weighted sum of its own input and a few inputs before it; inputs before its document count as zero. The
+custom op computes in float32 and in blocks of tokens, keeps its input, and recomputes the sum in backward. On CUDA it uses
+causal-conv1d if that is installed and supports the arguments.
+
 
 Source: Amini et al. 2025, LFM2 technical report (arXiv:2511.23404) for the mixer; the convolution is Mamba's.
 
@@ -30,10 +31,9 @@ _BLOCK = 128  # tokens of a row at a time
 def causal_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Returns activation(convolution + bias) of x (B, T, C), whose last tap weighs the token itself.
+    """activation(convolution of x (B, T, C) with weight (C, W) + bias (C,)); the last tap is the token's own.
 
-    weight (C, W), bias (C,); cu_seqlens (documents + 1,): boundaries of documents, which are one row then; None where each
-    row is one.
+    cu_seqlens (documents + 1,): boundaries of documents in a single row; None if each row is a document.
     """
     documents = document_numbers(cu_seqlens, x.shape[1])
     if (kernel := _kernel(x, weight, activation)) is not None:
@@ -59,7 +59,7 @@ def _num_flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
 def causal_convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, weight and bias; without a bias its is empty."""
+    """The gradients of x, weight and bias (empty without a bias)."""
     documents = document_numbers(cu_seqlens, x.shape[1])
     if (kernel := _kernel(x, weight, activation)) is not None:
         given = [x, weight] if bias is None else [x, weight, bias]
@@ -69,7 +69,7 @@ def causal_convolution_backward(
     grad_weight, grad_bias = (x.new_zeros(shape, dtype=wide) for shape in (weight.shape, weight.shape[:1]))
     num_taps = weight.shape[1]
     for tokens in chunks(0, x.shape[1], _BLOCK):
-        # A token counts in the sums of the few behind it too.
+        # A token also counts in the sums of the next tokens.
         reach = slice(tokens.start, min(tokens.stop + num_taps - 1, x.shape[1]))
         grad_sum = grad[:, reach].to(wide)
         if activation is not None:
@@ -81,7 +81,7 @@ def causal_convolution_backward(
             behind = slice(tokens.start, max(last - back, tokens.start))
             seen = _within(grad_sum[:, back : last - reach.start], documents, behind, back)
             of_x[:, : seen.shape[1]].addcmul_(seen, weight[:, num_taps - 1 - back].to(wide))
-            # The inputs that this tap weighs for the block's own tokens
+            # This tap's inputs for the block's tokens
             earlier = slice(max(tokens.start - back, 0), max(tokens.stop - back, 0))
             own = _within(grad_sum[:, earlier.start + back - tokens.start : num_own], documents, earlier, back)
             grad_weight[:, num_taps - 1 - back] += (own * x[:, earlier]).sum((0, 1))
@@ -99,7 +99,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> 
 
 @register_flop_formula(torch.ops.lean_ft.causal_convolution_backward)
 def _num_flops_backward(grad_shape: Any, x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
-    """Forward's once more, and as many for the gradients of inputs and of weights."""
+    """The forward pass again, and as much for the gradients of inputs and of weights."""
     return 6 * math.prod(x_shape) * weight_shape[1]
 
 
@@ -118,7 +118,7 @@ causal_convolution.register_autograd(_backward, setup_context=_save_for_backward
 
 
 def _kernel(x: Tensor, weight: Tensor, activation: str | None) -> Callable[..., Tensor] | None:
-    """What computes it in the place of what is here: causal-conv1d on CUDA, of as many taps as it knows."""
+    """causal-conv1d's kernel, or None if it does not support these arguments."""
     if not x.is_cuda or x.dtype != weight.dtype or activation not in (None, "silu") or not 2 <= weight.shape[1] <= 4:
         return None
     if x.shape[2] % 8 or not has_kernels():
@@ -134,7 +134,7 @@ def _kernel(x: Tensor, weight: Tensor, activation: str | None) -> Callable[..., 
 
 
 def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, tokens: slice) -> Tensor:
-    """The convolution at some tokens, in the type of sums."""
+    """The convolution at these tokens, in float32 or wider."""
     wide, num_taps = wide_dtype(x), weight.shape[1]
     total = x[:, tokens].to(wide) * weight[:, -1].to(wide)
     if bias is not None:
@@ -147,7 +147,7 @@ def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | 
 
 
 def _within(values: Tensor, documents: Tensor | None, tokens: slice, distance: int) -> Tensor:
-    """The values (B, n, C), zero where `distance` behind a token of `tokens` is another document."""
+    """The values (B, n, C) of `tokens`, zero where the token `distance` later is in another document."""
     if documents is None or distance == 0:
         return values
     is_same = documents[:, tokens] == documents[:, tokens.start + distance : tokens.stop + distance]
@@ -155,7 +155,7 @@ def _within(values: Tensor, documents: Tensor | None, tokens: slice, distance: i
 
 
 class Convolution(nn.Module):
-    """A causal convolution of each channel, with its parameters as `nn.Conv1d` has them."""
+    """A causal convolution of each channel, with the parameters of `nn.Conv1d`."""
 
     def __init__(self, num_channels: int, num_taps: int, bias: bool = False, activation: str | None = None) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Convolution(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
-        """x (B, T, C), or (1, N, C) of documents `cu_seqlens`; returns the same shape."""
+        """Convolve x (B, T, C), or (1, N, C) with documents `cu_seqlens`; returns the same shape."""
         num_new = x.shape[1]
         if cache is not None:
             x = cache.behind_inputs(x)
@@ -172,7 +172,7 @@ class Convolution(nn.Module):
 
 
 class ShortConvolution(StateMixer):
-    """A convolution between two gates: out(c * convolution(b * x)), of which b, c and x are projections of the input."""
+    """A convolution between two gates: out(c * convolution(b * x)), where b, c and x are projections of the input."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
@@ -183,5 +183,5 @@ class ShortConvolution(StateMixer):
         self.out_proj = nn.Linear(size, size, bias=mixer.bias)
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
-        before, behind, x = self.in_proj(x).chunk(3, -1)
-        return self.out_proj(behind * self.conv(before * x, cu_seqlens, cache))
+        b, c, x = self.in_proj(x).chunk(3, -1)
+        return self.out_proj(c * self.conv(b * x, cu_seqlens, cache))

@@ -1,4 +1,4 @@
-"""The gated delta rule as a layer's mixer: projections, a short convolution, a state that tokens correct, and a gated norm.
+"""The gated delta rule as a mixer: projections, a short convolution, the state, and a gated norm.
 
 Source: Yang et al. 2024, Gated Delta Networks, https://arxiv.org/abs/2412.06464.
 
@@ -17,7 +17,7 @@ from lean_ft.models.state.state_mixer import StateMixer, log_decay_of, read_stat
 
 
 class GatedDeltaRule(StateMixer):
-    """Projects, convolves, corrects and reads the state, norms each head's result, gates it, and projects back."""
+    """The gated delta rule with its projections, convolution, norm and gate."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
@@ -51,10 +51,10 @@ class GatedDeltaRule(StateMixer):
         return self.out_proj(read.flatten(-2))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values side by side; the gate; betas; and the steps of which decays are made."""
+        """Concatenated queries, keys and values; the gate; betas; and steps, which determine the decays."""
         if not self.config.fused_projections:
             return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
-        # One matrix has for each key head its query, its key, and the values and gates of the heads that share them.
+        # For each key head: its query, its key, and the values and gates of the heads that share them.
         num_key_heads, group = self.config.num_key_heads, self.config.num_heads // self.config.num_key_heads
         sizes = 2 * (self.config.key_dim,) + 2 * (group * self.config.value_dim,)
         parts = self.in_proj_qkvz(x).unflatten(-1, (num_key_heads, -1)).split(sizes, -1)

@@ -1,23 +1,23 @@
-"""Attention to a state, by the gated delta rule or as in Mamba-2, in chunks of tokens: exact, packed, and lean.
+"""Linear attention with a decaying state, by the gated delta rule or as in Mamba-2, in chunks of tokens.
 
-Each head has a state, a matrix from keys to values. A token lets it decay, writes under its key what of its value the state does
-not know yet, and reads what lies under its query: S_t = exp(g_t) S_{t-1} + k_t^T beta_t (v_t - k_t exp(g_t) S_{t-1}), o_t = q_t S_t,
-of queries and keys that are first scaled to length 1. A chunk's tokens see each other through one product of queries with keys, and
-what came before through the state; the corrections, each of which depends on those before it, are the solution of one triangular
-system. Mamba-2 is the same without the correction, of queries and keys as they are: S_t = exp(g_t) S_{t-1} + k_t^T beta_t v_t.
+Each head has a state S, a matrix from keys to values. With the delta rule, a token decays the state, writes under its key the
+part of its value that the state does not predict, and reads under its query: S_t = exp(g_t) S_{t-1} + k_t^T beta_t (v_t - k_t
+exp(g_t) S_{t-1}), o_t = q_t S_t, with queries and keys scaled to length 1. Mamba-2 has no correction and no scaling: S_t =
+exp(g_t) S_{t-1} + k_t^T beta_t v_t. Within a chunk, tokens interact through one product of queries with keys; earlier tokens
+count through the state. The corrections, each of which depends on those before, are the solution of one triangular system.
 
-A document begins with an empty state, wherever in a chunk that is: decays to it from before are zero, which is a mask and no
-shape, so a GPU's host need not know the boundaries, and nothing of one document's numbers reaches another's.
+A document starts with an empty state. Decays from earlier documents are masked to zero, so no shape depends on the boundaries
+and no document's numbers affect another's.
 
-Backward is written by hand, chunk by chunk from behind. What is kept of the forward pass is its arguments and the state in
-front of every eighth chunk; the states between are computed again. So memory is a chunk's, whatever the length. It is one custom
-op, opaque to torch.compile. In it, on CUDA in 16 bits, flash-linear-attention computes the delta rule where it is installed.
+The hand-written backward pass goes through the chunks in reverse. It keeps the arguments and the state before every eighth
+chunk, and recomputes the states in between, so its working memory does not depend on the length. The op is opaque to
+torch.compile. On CUDA in 16 bits flash-linear-attention computes the delta rule if it is installed.
 
 Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484); Dao and
 Gu 2024, Mamba-2 (arXiv:2405.21060). The backward pass is our own. Left out: kernels of Mamba-2.
 
-Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, each with the query and key of one of G (H / G
-neighbours share one), K and V features of a head, C tokens of a chunk, S segments of chunks.
+Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values (H / G consecutive heads share a query and
+key), K and V features of a head, C tokens of a chunk, S segments of chunks.
 """
 
 import importlib.util
@@ -34,9 +34,9 @@ from lean_ft.models.layers import wide_dtype
 from lean_ft.system.log import say
 
 CHUNK = 64
-SEGMENT = 8 * CHUNK  # tokens between two states that are kept
+SEGMENT = 8 * CHUNK  # tokens between two stored states
 _solve = partial(torch.linalg.solve_triangular, unitriangular=True)
-_LENGTH_EPS = 1e-6  # under the root of a query's or key's length, as in flash-linear-attention
+_LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as in flash-linear-attention
 
 
 @torch.library.custom_op("lean_ft::linear_attention", mutates_args=())
@@ -50,11 +50,14 @@ def linear_attention(
     state: Tensor | None,
     corrects: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what the queries read (B, T, H, V), and the states (S + 1, B, H, K, V): in front of each segment, and the last.
+    """The output (B, T, H, V), and the states (S + 1, B, H, K, V) before each segment and after the last token.
 
-    query and key (B, T, G, K), value (B, T, H, V); log_decay (B, T, H) in float32, at most 0; beta (B, T, H): how much of
-    a correction is written, or without `corrects` of the value itself. cu_seqlens (documents + 1,): boundaries of documents, which are one row
-    then; None where each row is one. state (B, H, K, V): that before the first token, or None for an empty one.
+    Args:
+        query, key: (B, T, G, K). value: (B, T, H, V). log_decay: (B, T, H) float32, at most 0.
+        beta: (B, T, H), the fraction of the correction that is written, or of the value without `corrects`.
+        cu_seqlens: (documents + 1,), boundaries of documents in a single row; None if each row is a document.
+        state: (B, H, K, V), the state before the first token; None for zeros.
+        corrects: True for the delta rule, False for Mamba-2.
     """
     if corrects and (kernel := delta_rule_kernel(value)) is not None:
         query, key = (_for_each_head(x, value) for x in (query, key))
@@ -64,10 +67,8 @@ def linear_attention(
             states[-1] = last
         return out, states
     tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
-    out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    states = []
-    if state is None:
-        state = tokens_of.empty_state()
+    out, states = torch.empty_like(value, memory_format=torch.contiguous_format), []
+    state = tokens_of.empty_state() if state is None else state
     with torch.autocast(query.device.type, enabled=False):
         for tokens in chunks(0, query.shape[1], CHUNK):
             if tokens.start % SEGMENT == 0:
@@ -85,17 +86,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, *_: Any) -> 
 
 @register_flop_formula(torch.ops.lean_ft.linear_attention)
 def _num_flops(query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any) -> int:
-    """Products among a chunk's tokens, 2 C (K + V) a token, and two with the state, 4 K V, in every head; corrections take
-    another C (2 K + V) and 2 K V."""
+    """Per token and head: products within a chunk, 2 C (K + V), and two with the state, 4 K V. Corrections add C (2 K + V) and
+    2 K V."""
     corrects = False not in (*rest, *named.values())
     return _products(key_shape, value_shape, (4, 3, 6) if corrects else (2, 2, 4))
 
 
-def _products(key_shape: Any, value_shape: Any, a_token: tuple[int, int, int]) -> int:
-    """So many C K, C V and K V a token and head."""
-    *positions, size = value_shape
-    width, (by_width, by_size, by_both) = key_shape[-1], a_token
-    return math.prod(positions) * (CHUNK * (by_width * width + by_size * size) + by_both * width * size)
+def _products(key_shape: Any, value_shape: Any, per_token: tuple[int, int, int]) -> int:
+    """The operations of these numbers of C K, C V and K V products per token and head."""
+    *positions, value_dim = value_shape
+    key_dim, (with_key, with_value, with_both) = key_shape[-1], per_token
+    by_token = CHUNK * (with_key * key_dim + with_value * value_dim) + with_both * key_dim * value_dim
+    return math.prod(positions) * by_token
 
 
 @torch.library.custom_op("lean_ft::linear_attention_backward", mutates_args=())
@@ -110,7 +112,7 @@ def linear_attention_backward(
     states: Tensor,
     corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key, value, log_decay and beta from that of what was read."""
+    """The gradients of query, key, value, log_decay and beta from that of the output."""
     if corrects and (kernel := delta_rule_kernel(value)) is not None:
         arguments = [_for_each_head(query, value), _for_each_head(key, value), value, log_decay, beta]
         grads = gradients_of(lambda *leaves: kernel(*leaves, cu_seqlens, None)[0], arguments, grad_out)
@@ -146,8 +148,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor
 def _num_flops_backward(
     grad_shape: Any, query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any
 ) -> int:
-    """Two products for each of forward's but that of the reads, of which gradients take the same; and what a chunk is made of
-    twice: for the states between, and for its gradients."""
+    """Two products for each of the forward pass, and each chunk computed twice again: for the states in between, and for the
+    gradients."""
     corrects = False not in (*rest, *named.values())
     return _products(key_shape, value_shape, (14, 9, 18) if corrects else (8, 4, 10))
 
@@ -166,7 +168,7 @@ linear_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 class _Tokens:
-    """The arguments of a call, of which chunks take their tokens'."""
+    """The arguments of a call, from which chunks take their tokens."""
 
     def __init__(
         self,
@@ -184,7 +186,7 @@ class _Tokens:
         self.num_heads, self.group = value.shape[2], value.shape[2] // key.shape[2]
 
     def of(self, x: Tensor, tokens: slice) -> Tensor:
-        """Those of x (B, T, G or H, ...), in the type of sums: (B, H, C, ...)."""
+        """The tokens' part (B, H, C, ...) of x (B, T, G or H, ...), in float32 or wider."""
         x = x[:, tokens].transpose(1, 2).to(self.dtype)
         return x if x.shape[1] == self.num_heads else x.repeat_interleave(self.group, 1)
 
@@ -194,7 +196,7 @@ class _Tokens:
 
 
 class _Chunk:
-    """Some neighbouring tokens behind a state; everything is (B, H, C, ...)."""
+    """Consecutive tokens and the state before them; all tensors are (B, H, C, ...)."""
 
     def __init__(self, given: _Tokens, tokens: slice, state: Tensor) -> None:
         self.state, self.group, self.corrects = state, given.group, given.corrects
@@ -206,8 +208,8 @@ class _Chunk:
             own = given.documents[:, None, tokens]  # (B or 1, 1, C)
             self.sees = sees & (own[..., None] == own[..., None, :])
             continues = own == given.documents[:, None, max(tokens.start - 1, 0), None]
-        # Summed by document and not as differences of a sum over all, which would round with the others' numbers.
-        total = (log_decay[..., None, :] * self.sees).sum(-1)  # (B, H, C): since the chunk or the document began
+        # Summed per document. Differences of a sum over all documents would depend on the others' rounding.
+        total = (log_decay[..., None, :] * self.sees).sum(-1)  # (B, H, C): since the start of the chunk or document
         self.decay = (total[..., None] - total[..., None, :]).masked_fill(~self.sees, float("-inf")).exp()
         self.of_state = (total.exp() if continues is None else total.exp() * continues)[..., None]  # (B, H, C, 1)
         self.to_state = self.decay[..., -1, :, None]  # (B, H, C, 1)
@@ -223,22 +225,22 @@ class _Chunk:
         self.from_before = key @ state
         self.error = value - self.of_state * self.from_before
         self.overlap = ((key @ key.mT) * self.decay).tril(-1)
-        self.system = self.beta * self.overlap  # and ones on the diagonal
+        self.system = self.beta * self.overlap  # with ones on the diagonal
         self.written = _solve(self.system, self.beta * self.error, upper=False)
 
     def read(self) -> Tensor:
-        """What the queries read, (B, H, C, V)."""
+        """The output, (B, H, C, V)."""
         return self.of_state * (self.query @ self.state) + self.scores @ self.written
 
     def next_state(self) -> Tensor:
-        """The state behind the chunk, (B, H, K, V)."""
+        """The state after the chunk, (B, H, K, V)."""
         return self.of_state[..., -1:, :] * self.state + (self.to_state * self.key).mT @ self.written
 
     def backward(self, grad: Tensor, grad_next: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """From the gradients of what was read (B, H, C, V) and of the state behind that of the state before, and those of
-        the tokens' queries, keys, values, decays and betas."""
+        """The gradients of the state before, and of (queries, keys, values, log decays, betas), from those of the output
+        (B, H, C, V) and of the state after."""
         query, key, state = self.query, self.key, self.state
-        # What was read, and the next state
+        # Through the output and the next state
         grad_scores = grad @ self.written.mT
         grad_written = self.scores.mT @ grad + (self.to_state * key) @ grad_next
         grad_state = self.of_state[..., -1:, :] * grad_next + (self.of_state * query).mT @ grad
@@ -248,12 +250,12 @@ class _Chunk:
         grad_key = self.to_state * by_state
         grad_of_state = (query * from_state).sum(-1)  # (B, H, C)
         grad_of_state[..., -1] += (grad_next * state).sum((-1, -2))
-        grad_decay = grad_scores * self.scores  # of the decay's logarithm
+        grad_decay = grad_scores * self.scores  # of the log decay
         grad_decay[..., -1, :] += (key * by_state).sum(-1) * self.to_state[..., 0]
         grad_scores *= self.decay
         grad_query += grad_scores @ key
         grad_key += grad_scores.mT @ query
-        # What was written
+        # Through the written values
         if not self.corrects:
             grad_value, grad_beta = self.beta * grad_written, (grad_written * self.value).sum(-1)
             grad_log_decay = self._through_sums(grad_decay, grad_of_state)
@@ -276,17 +278,17 @@ class _Chunk:
         return grad_state, (*map(self._of_groups, (grad_query, grad_key)), grad_value, grad_log_decay, grad_beta)
 
     def _through_sums(self, grad_decay: Tensor, grad_of_state: Tensor) -> Tensor:
-        """The gradient of the decays' logarithms from those of the logarithms of `decay`, and of `of_state`."""
+        """The gradient of log decays from that of the logarithm of `decay`, and that of `of_state`."""
         grad_total = grad_decay.sum(-1) - grad_decay.sum(-2) + grad_of_state * self.of_state[..., 0]
         return (grad_total[..., None] * self.sees).sum(-2)
 
     def _of_groups(self, grad: Tensor) -> Tensor:
-        """The gradient of queries or keys, of which a group of heads has one."""
+        """The sum over the heads that share a query or key."""
         return grad if self.group == 1 else grad.unflatten(1, (-1, self.group)).sum(2)
 
 
 def chunks(start: int, end: int, size: int) -> Iterator[slice]:
-    """From `start` to `end` in slices of `size`, the last of what is left."""
+    """Slices of `size` from `start` to `end`; the last may be shorter."""
     return (slice(first, min(first + size, end)) for first in range(start, end, size))
 
 
@@ -295,7 +297,7 @@ def _inverse_length(x: Tensor) -> Tensor:
 
 
 def _through_length(grad: Tensor, scaled: Tensor, inverse: Tensor) -> Tensor:
-    """The gradient of x from that of x * inverse, which is `scaled`."""
+    """The gradient of x from that of `scaled`, which is x * inverse."""
     return inverse * (grad - scaled * (scaled * grad).sum(-1, keepdim=True))
 
 
@@ -306,19 +308,15 @@ def _room_for_states(key: Tensor, value: Tensor) -> Tensor:
 
 
 def document_numbers(cu_seqlens: Tensor | None, num_tokens: int) -> Tensor | None:
-    """The number of each token's document, (1, N), of documents `cu_seqlens` (documents + 1,); None without."""
+    """The document's number for each token, (1, N); None without `cu_seqlens` (documents + 1,)."""
     if cu_seqlens is None:
         return None
     indices = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return (torch.bucketize(indices, cu_seqlens, right=True) - 1)[None]
 
 
-# Kernels ------------------------------------------------------------------------------------------------------------
-
-
 def delta_rule_kernel(value: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What computes the delta rule of such values in the place of what is above, of as many queries as values; None for
-    nothing."""
+    """flash-linear-attention's delta rule for as many query heads as value heads; None if it cannot compute these values."""
     if not value.is_cuda or value.itemsize != 2 or not has_kernels():
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
@@ -344,8 +342,7 @@ def _for_each_head(x: Tensor, value: Tensor) -> Tensor:
 
 
 def gradients_of(kernel: Callable[..., Tensor], arguments: list[Any], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of arguments, by an autograd function that a kernel is, from inside a custom op: autograd sees such a
-    function here, and nothing else."""
+    """The gradients of a kernel's arguments inside a custom op, where autograd otherwise sees nothing."""
     leaves = [x.detach().contiguous().requires_grad_() for x in arguments]
     with torch.enable_grad():
         out = kernel(*leaves)
@@ -354,11 +351,11 @@ def gradients_of(kernel: Callable[..., Tensor], arguments: list[Any], grad: Tens
 
 @cache
 def has_kernels() -> bool:
-    """Whether flash-linear-attention and causal-conv1d are installed; says so once where they are not."""
+    """Whether flash-linear-attention and causal-conv1d are installed; logs a warning once if not."""
     found = all(importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d"))
     if not found:
         say(
             "WARNING",
-            "layers with a state run slowly here: pip install 'lean-ft[hybrid]' brings their kernels for CUDA",
+            "recurrent layers are slow without their CUDA kernels; install them: pip install 'lean-ft[hybrid]'",
         )
     return found

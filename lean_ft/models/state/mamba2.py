@@ -1,8 +1,8 @@
-"""Mamba-2 as a layer's mixer: one projection, a short convolution, a state that decays and that tokens add to, and a gate.
+"""Mamba-2 as a mixer: one projection, a short convolution, a decaying state, and a gate.
 
-A token's step, which it chooses, says how much the state decays and how much of the token is written. What the queries read (in
-the paper C, of keys B) is added to the token itself, weighed by a number a head; it is gated, and normed in groups of features
-behind the gate, before it, or not at all.
+A token's step determines how much the state decays and how much of the token is written. The state's output for the queries (C in
+the paper; keys are B) is added to the value times a factor per head, then gated, and normed in groups of features before the
+gate, after it, or not at all.
 
 Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060; the multipliers are Falcon-H1's, https://arxiv.org/abs/2507.22448.
 
@@ -23,7 +23,7 @@ from lean_ft.models.state.state_mixer import StateMixer, log_decay_of, read_stat
 
 
 class Mamba2(StateMixer):
-    """Projects, convolves, adds to the state and reads it, gates, norms, and projects back."""
+    """Mamba-2 with its projections, convolution, gate and norm."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
@@ -46,9 +46,8 @@ class Mamba2(StateMixer):
             parts = projected.split((self.value_size, self.value_size, self.key_size, self.key_size, sizes[2]), -1)
             projected = torch.cat([part * m for part, m in zip(parts, config.multipliers, strict=True)], -1)
         gate, mixed, step = projected.split(sizes, -1)
-        value, key, query = self.conv1d(mixed, cu_seqlens, cache).split(
-            (self.value_size, self.key_size, self.key_size), -1
-        )
+        mixed = self.conv1d(mixed, cu_seqlens, cache)
+        value, key, query = mixed.split((self.value_size, self.key_size, self.key_size), -1)
         value, key, query = (
             part.unflatten(-1, (heads, -1))
             for part, heads in ((value, config.num_heads), (key, config.num_key_heads), (query, config.num_key_heads))
@@ -56,7 +55,7 @@ class Mamba2(StateMixer):
         step = F.softplus(wide(step) + self.dt_bias).clamp(*config.step_limits)  # (B, T, H)
         read = read_state(*(query, key, value, log_decay_of(self.A_log, step), step, cu_seqlens, cache), corrects=False)
         read = _Skip.apply(read, value, self.D).flatten(-2)
-        if config.norm == "out":
+        if config.norm == "after_gate":
             read = _GatedNorm.apply(read, gate, self.norm.weight, self.norm.eps, config.num_key_heads)
         else:
             read = gated(gate, read if config.norm is None else self.norm(read), "silu")
@@ -65,7 +64,7 @@ class Mamba2(StateMixer):
 
 
 class _Skip(torch.autograd.Function):
-    """read + weight * value, in float32, of (B, T, H, V) and a weight a head."""
+    """read + weight * value in float32, for (B, T, H, V) and a weight per head."""
 
     @staticmethod
     def forward(ctx: Any, read: Tensor, value: Tensor, weight: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ class _Skip(torch.autograd.Function):
 
 
 class _GatedNorm(torch.autograd.Function):
-    """norm(x * silu(gate)) in float32, in groups of features of x (B, T, H V); it keeps the two and computes the rest again."""
+    """norm(x * silu(gate)) in float32, in groups of features of x (B, T, H V); keeps only x and gate for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:

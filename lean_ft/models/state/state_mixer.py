@@ -1,5 +1,5 @@
-"""What mixers of tokens that are no attention have alike: attention's call, documents as one row, and a state that generation
-keeps.
+"""Base of recurrent and convolution mixers: the call of attention, documents as one row, and the cached state.
+
 
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
 """
@@ -14,7 +14,7 @@ from lean_ft.models.state.linear_attention import linear_attention
 
 
 class StateMixer(nn.Module):
-    """A mixer whose tokens see those before them through a state or a convolution."""
+    """A mixer whose tokens see earlier tokens through a state or a convolution."""
 
     def forward(
         self,
@@ -25,13 +25,13 @@ class StateMixer(nn.Module):
         cache: StateCache | None = None,
         prefixes: Any = None,
     ) -> Tensor:
-        """hidden (B, T, D); returns the same shape. What positions turn, cos and sin, is none of its business."""
+        """Mix hidden states (B, T, D); returns the same shape. cos and sin are ignored."""
         assert prefixes is None
-        x = hidden if cu_seqlens is None else hidden.flatten(0, 1)[None]  # documents may end anywhere: one row
+        x = hidden if cu_seqlens is None else hidden.flatten(0, 1)[None]  # all documents in one row
         return self.mix(x, cu_seqlens, cache).view(hidden.shape)
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
-        """x (B, T, D), or (1, N, D) of documents `cu_seqlens`; returns the same shape."""
+        """Mix x (B, T, D), or (1, N, D) with documents `cu_seqlens`; returns the same shape."""
         raise NotImplementedError
 
 
@@ -45,12 +45,12 @@ def read_state(
     cache: StateCache | None,
     corrects: bool,
 ) -> Tensor:
-    """`linear_attention`'s (B, T, H, V), from the state in the cache on, which is kept there."""
+    """The output (B, T, H, V) of `linear_attention`, which continues and updates the cached state."""
     if cache is None:
         return linear_attention(query, key, value, log_decay, beta, cu_seqlens, None, corrects)[0]
     assert cache.state is not None
     state, is_padding = cache.state[: len(value)], cache.is_padding(value.shape[1])
-    if is_padding is not None:  # it neither decays the state nor writes to it
+    if is_padding is not None:  # padding neither decays the state nor writes to it
         log_decay, beta = (part.masked_fill(is_padding[..., None], 0.0) for part in (log_decay, beta))
     read, states = linear_attention(query, key, value, log_decay, beta, cu_seqlens, state, corrects)
     state.copy_(states[-1])

@@ -89,5 +89,5 @@ def test_other_documents_never_change_a_bit():
 
 def test_a_document_over_the_end_of_a_row_is_refused():
     leaves, _, _ = inputs(torch.float32)
-    with pytest.raises(RuntimeError, match="no document may go over the end of a row of 135"):
+    with pytest.raises(RuntimeError, match="no document may cross the end of a row of 135"):
         attend_rows(*leaves, torch.tensor([0, 100, 200, 270]), ROW, None, Rules(None, None, None))
