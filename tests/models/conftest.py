@@ -90,6 +90,11 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**VISION, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
         {"audio_token_id": 96},
     ),
+    "Llama4": (
+        "llama4_text",
+        {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "image_size": 28},
+        {},
+    ),
 }
 _QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
 _QWEN_VISION |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
@@ -104,6 +109,8 @@ def whole_model(name: str) -> Reference:
     model_type, text = CASES[case]
     if name in ("Qwen2_5_VL", "Qwen3VL"):
         text = {**text, "rope_parameters": _MROPE}
+    if name == "Llama4":
+        text = {**text, "no_rope_layers": []}  # as published: an empty list means the default
     ids = {"image_token_id": 98, "video_token_id": 97, "image_token_index": 98}
     config = getattr(transformers, f"{name}Config")(
         text_config={**SIZES, **text, "model_type": model_type}, vision_config=vision or _QWEN_VISION, **ids, **others
@@ -112,6 +119,7 @@ def whole_model(name: str) -> Reference:
     config.text_config._experts_implementation = "eager"
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
-        for parameter in [*whole.model.language_model.parameters(), whole.lm_head.weight]:
-            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+        for name, parameter in whole.named_parameters():
+            if "language_model." in name or "lm_head" in name:
+                parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
     return whole

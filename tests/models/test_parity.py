@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, save_model
-from lean_ft.models.config_json import as_its_family
+from lean_ft.models.config_json import as_its_family, language_model_config
 from lean_ft.models.families import FAMILIES
 from lean_ft.models.names_on_disk import module_on_disk
 from tests.generation.plain_draws import samples
 from tests.models.conftest import Reference, reference_model, whole_model
-from tests.models.family_cases import CASES, NUM_TOKENS, SIZES, YARN, longrope, with_all_experts
+from tests.models.family_cases import CASES, NUM_TOKENS, YARN, longrope, with_all_experts
 
 # The columns of the table of families by test.
 COLUMNS = {
@@ -266,82 +266,33 @@ def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, family, tm
     assert torch.equal(logits_of(reopened, ids), logits_of(rounded, ids))
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_gemma3_is_loaded_and_saved_by_itself(prefix, tmp_path):
-    """As version 4 of transformers names its tensors, and version 5."""
-    text = {**SIZES, "head_dim": 8, "sliding_window": 6}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {"image_token_index": 98, "boi_token_index": 99, "eoi_token_index": 100, "mm_tokens_per_image": 4}
-    vision |= {"image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **ids)
-    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in whole.model.language_model.parameters():
-            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
-    whole.save_pretrained(tmp_path / "whole")
-    file = tmp_path / "whole" / "model.safetensors"
-    stored = {name.replace("language_model.model.", prefix): tensor for name, tensor in load_file(file).items()}
-    assert any(name.startswith(prefix) for name in stored) and any("vision" in name for name in stored)
-    save_file(stored, file, {"format": "pt"})
-
-    ids = token_ids(2, 20).clamp(max=97)
-    with torch.no_grad():
-        expected = whole(input_ids=ids).logits
-    assert expected.std() > 0.3
-    model = load_model(tmp_path / "whole")
-    assert model.source.part_of == "gemma3"
-    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
-    save_model(model, tmp_path / "alone")
-    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
-    assert not any(report.values())
-    assert type(reopened) is transformers.Gemma3ForCausalLM
-    with torch.no_grad():
-        torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+# Tensors that published folders have besides the language model's and the vision tower's.
+UNREAD = {
+    "Qwen3_5": {"mtp.norm.weight": torch.ones(48)},  # multi-token prediction
+    "Qwen3_5Moe": {"mtp.norm.weight": torch.ones(48)},
+    # Of a layer that uses another layer's keys.
+    "Gemma4": {f"model.language_model.layers.5.self_attn.{n}.weight": torch.ones(3) for n in ("k_proj", "k_norm")},
+}
 
 
-def test_the_language_model_of_mistral3_is_loaded_by_itself_as_the_family_that_it_is(tmp_path):
-    """Ministral 3 is published so; other models of its kind have another language model."""
-    text = {
-        **SIZES,
-        "head_dim": 8,
-        "model_type": "ministral3",
-        "rope_parameters": CASES["ministral3"][1]["rope_parameters"],
-    }
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"head_dim": 8, "image_size": 28, "patch_size": 14}
-    config = transformers.Mistral3Config(
-        text_config=text, vision_config=vision, image_token_index=98, tie_word_embeddings=False
-    )
-    whole = transformers.Mistral3ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in [*whole.model.language_model.parameters(), whole.lm_head.weight]:
-            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
-    whole.save_pretrained(tmp_path)
-    ids = token_ids(2, 20).clamp(max=97)
-    with torch.no_grad():
-        expected = whole(input_ids=ids).logits
-    assert expected.std() > 0.3
-    model = load_model(tmp_path)
-    assert (model.source.part_of, model.source.config["model_type"]) == ("mistral3", "ministral3")
-    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
-    file = tmp_path / "config.json"
-    changed = json.loads(file.read_text())
-    changed["text_config"]["model_type"] = "mistral4"
-    file.write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match="model_type 'mistral4'; expected for mistral3: ministral3, mistral"):
-        load_model(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
-def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_path):
-    """Published folders also have vision tensors and layers for multi-token prediction."""
+@pytest.mark.parametrize("is_renamed", [False, True])
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"])
+def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_renamed, tmp_path):
+    """With the tensor names that transformers writes, and with those of the other of its versions 4 and 5."""
     whole = whole_model(kind)
     whole.save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     stored = load_file(file)
-    assert any(name.startswith("model.visual.") for name in stored)
-    save_file({**stored, "mtp.norm.weight": torch.ones(48)}, file, {"format": "pt"})
-    ids = token_ids(2, 20).clamp(max=96)
+    assert any("vision" in name or "visual" in name for name in stored)
+    if is_renamed:
+        names = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+        if not any(name.startswith("language_model.") for name in stored):
+            names = {new: old for old, new in names.items()}
+        for old, new in names.items():
+            stored = {name.replace(old, new, name.startswith(old)): tensor for name, tensor in stored.items()}
+    save_file({**stored, **UNREAD.get(kind, {})}, file, {"format": "pt"})
+
+    ids = token_ids(2, 20).clamp(max=95)
     with torch.no_grad():
         expected = whole(input_ids=ids).logits
     assert expected.std() > 0.3
@@ -355,47 +306,10 @@ def test_the_language_model_of_qwen3_5_is_loaded_and_saved_by_itself(kind, tmp_p
         torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_language_model_of_llama4_is_loaded_by_itself(tmp_path):
-    text = {**SIZES, **CASES["llama4_text"][1], "no_rope_layers": []}  # as it is published: an empty list is none
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "image_size": 28}
-    config = transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=98)
-    whole = transformers.Llama4ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in whole.language_model.parameters():
-            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
-    whole.save_pretrained(tmp_path)
-    assert any("vision_model" in name for name in load_file(tmp_path / "model.safetensors"))
-    ids = token_ids(2, 20).clamp(max=95)
-    with torch.no_grad():
-        expected = whole(input_ids=ids).logits
-    assert expected.std() > 0.3
-    model = load_model(tmp_path)
-    assert (model.source.part_of, model.source.config["model_type"]) == ("llama4", "llama4_text")
-    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_the_language_model_of_gemma4_is_loaded_and_saved_by_itself(tmp_path):
-    """In published folders, layers that use another layer's keys have keys that are never used."""
-    whole = whole_model("Gemma4")
-    whole.save_pretrained(tmp_path / "whole")
-    file = tmp_path / "whole" / "model.safetensors"
-    stored = load_file(file)
-    assert any("vision_tower" in name for name in stored) and any("embed_vision" in name for name in stored)
-    unread = {f"model.language_model.layers.5.self_attn.{n}.weight": torch.ones(3) for n in ("k_proj", "k_norm")}
-    save_file({**stored, **unread}, file, {"format": "pt"})
-    ids = token_ids(2, 20).clamp(max=95)
-    with torch.no_grad():
-        expected = whole(input_ids=ids).logits
-    assert expected.std() > 0.3
-    model = load_model(tmp_path / "whole")
-    assert model.source.part_of == "gemma4"
-    torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
-    save_model(model, tmp_path / "alone")
-    reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", output_loading_info=True)
-    assert not any(report.values())
-    with torch.no_grad():
-        torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+def test_a_multimodal_model_with_an_unknown_language_model_is_refused():
+    config = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
+    with pytest.raises(ValueError, match="model_type 'mistral4'; expected for mistral3: ministral3, mistral"):
+        language_model_config(config)
 
 
 def decoder_of(reference: Reference) -> Decoder:

@@ -268,7 +268,7 @@ def test_language_models_reward_models_and_classifiers_are_told_apart(train: Tra
         load_model(folder, scores=True)
     config["model_type"] = "granite"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="transformers has no model for sequence classification"):
+    with pytest.raises(ValueError, match="transformers has no sequence classification model"):
         load_model(folder, scores=True)
 
 
