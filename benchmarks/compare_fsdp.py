@@ -136,7 +136,7 @@ def main(
 ) -> None:
     """Compare speed and peak memory with PyTorch's own sharding."""
     hardware, budget = require_hardware("cpu"), Budget(timeout_seconds, budget_seconds)
-    num_steps = warmup_steps + steps + 1  # one more than is waited for, so that nothing is saved
+    num_steps = warmup_steps + steps + 1  # one more step than needed, so that the run is stopped before it saves
     threads = str(max(1, (os.cpu_count() or 1) // PROCESSES))
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_fsdp_") as folder:

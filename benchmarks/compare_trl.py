@@ -71,13 +71,13 @@ class Comparison(NamedTuple):
     title: str
     recipe: str
     settings: dict[str, Any]
-    label: str  # what is particular to ours, in words
+    label: str  # lean_ft's techniques, for the caption
     trl_arguments: tuple[str, ...] = ()
-    prompt_share: float = 0.0  # of the length
-    other: str = TRL  # what ours is compared with
+    prompt_share: float = 0.0  # share of the length
+    other: str = TRL  # the peer
 
 
-# What the last rung saves is spent on speed: attention is kept, and the output weight sums in bfloat16 over big chunks.
+# The last rung, with two faster settings: attention is stored, and the output gradient accumulates in bfloat16.
 _LEAN = rung_settings("adamw_8bit") | {
     "memory.activation_checkpointing": "selective",
     "memory.loss_accumulation_dtype": "weight",
@@ -136,7 +136,7 @@ COMPARISONS = {
         Objective.dpo,
         f"DPO with LoRA of rank {LORA_RANK}",
         "lora_dpo_single_device",
-        # Rows are twice as many.
+        # A pair has two rows.
         _LORA | {"reference.kind": "adapter_off", "memory.selective_keeps": "attention"},
         _DPO_LABEL,
         _LORA_ARGUMENTS,
@@ -263,8 +263,10 @@ def measure_sides(
     """Measure both sides alternately. Returns one row per process, and TRL's resolved defaults."""
     comparison, rows = COMPARISONS[name], list[dict[str, Any]]()
     is_pair = comparison.objective is Objective.dpo
-    num_steps = max(warmup_steps + steps, settle_steps) + 1  # one more than is waited for, so that nothing is saved
-    # The text is drawn on the CPU side of a GPU as well: what is hidden there is only where it runs.
+    num_steps = (
+    # Hide the GPU from both sides on a CPU run.
+    )  # one more step than needed, so that the run is stopped before it saves
+    # Hide the GPU from TRL on a CPU run; the text does not depend on it.
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
@@ -306,7 +308,7 @@ def measure_sides(
         return rows, json.loads(facts.read_text()) if facts.exists() else None
 
 
-# The medians that are told of a side, where its rows have them.
+# The values of a side that are reported as medians, if present.
 MEDIANS = ("tokens_per_second", "step_seconds", "sampling_seconds", "peak_memory_bytes", "first_peak_memory_bytes")
 RATIOS = {"speed_ratio": "tokens_per_second", "memory_ratio": "peak_memory_bytes", "sampling_ratio": "sampling_seconds"}
 
@@ -326,7 +328,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for side in sides
         }
         for side, of_side in own.items():
-            # One failure among the rounds is told as such: a number from the rest would hide it.
+            # One failed round makes the side failed: a median of the others would hide it.
             bad = next((row for row in of_side.values() if row["status"] != "ok"), None)
             if bad is not None:
                 line[side] = {"status": bad["status"], "reason": bad["reason"]}

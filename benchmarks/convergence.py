@@ -30,7 +30,7 @@ from results import RESULTS, Hardware, console, print_result, require_hardware, 
 from shapes import EMBEDDED_MODEL, find_gsm8k
 
 RECIPE = "full_finetune_single_device"
-LAST_STEPS = 50  # over which a run's final loss is averaged
+LAST_STEPS = 50  # for the mean of the final training loss
 
 BASE: dict[str, Any] = {
     "model.dtype": "bfloat16",
@@ -85,7 +85,11 @@ TASKS = {
         },
     ),
 }
-SMALL_MODEL = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}  # where it is not as the embedded model
+SMALL_MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "head_dim": 64,
+}  # differences from the embedded model's config
 
 
 class Row(NamedTuple):

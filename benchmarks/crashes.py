@@ -41,7 +41,7 @@ from lean_ft.training.checkpoint import check_whole, checkpoint_step, list_check
 
 SAVE_EVERY = 2
 MOST_KILLS_OF_A_RUN = 3
-PATIENCE_SECONDS = 60.0  # that a rank has to end in, once another is gone
+PATIENCE_SECONDS = 60.0  # for a rank to end after another was killed
 VARIANTS = {
     "AdamW": ["optimizer.name=adamw"],
     "8-bit AdamW in backward, packed": [
@@ -62,7 +62,7 @@ VARIANTS = {
     "online: ppo": ["optimizer.name=adamw_8bit", "save_async=true"],
     "online: online_dpo": ["lora.rank=2", "lora.dropout=0.1"],
 }
-# Of `finetune`, on several ranks.
+# Variants of `finetune` on several ranks.
 RANK_VARIANTS = {
     "sharded (FSDP), AdamW": ["optimizer.name=adamw"],
     "replicated (DDP), 8-bit AdamW in backward": [
@@ -155,7 +155,7 @@ class Campaign:
             os.kill(victim, signal.SIGKILL)
             code = self._ends(processes, hurry=True)[processes.index(victim)]
             if code == 0:
-                break  # it was done before
+                break  # the run was already complete
             if code != -signal.SIGKILL:
                 self._fail(run, f"exit code {code} where it was to be killed")
                 break
@@ -250,7 +250,7 @@ class Campaign:
         said = log.read_text()[before:]
         if code:
             self._fail(run, f"exit code {code} at the next start: {said[-300:]}")
-        elif self.newest < STEPS:  # else the run is complete, and nothing is begun
+        elif self.newest < STEPS:  # otherwise the run is complete and does not start
             went_on_from = json.loads((run / "run.json").read_text())["starts"][-1]["start_step"]
             if went_on_from != self.newest:
                 self._fail(run, f"went on from {went_on_from}, not from {self.newest}")

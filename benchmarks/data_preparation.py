@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 SIDES = ("ours", "trl")
 VOCABULARY_SIZE = 16_000
-# What text is split at before merging, as Qwen2.5's tokenizer.json has it.
+# The pre-tokenizer pattern of Qwen2.5's tokenizer.json.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -91,7 +91,7 @@ def measure_side(
         *("--side", side, "--data", data, "--tokenizer-folder", tokenizer, "--cache", cache, "--facts-file", facts),
         *("--length", str(length), "--num-processes", str(num_processes)),
     ]
-    # A plain traceback, whose last line is not broken where a terminal would end.
+    # Print plain tracebacks, whose last line is not wrapped.
     environment = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TYPER_STANDARD_TRACEBACK": "1"}
     measured = run_measured(command, timeout_seconds=budget.timeout_seconds(), environment=environment)
     row = asdict(measured)

@@ -302,7 +302,7 @@ def damaged_files(
             else:
                 passed_over += 1
             path.write_bytes(content)
-        # Once for each file the whole way: the run goes on from the previous checkpoint and replaces the damaged one.
+        # Once per file, train to the end: the run resumes from the previous checkpoint and replaces the damaged one.
         path.write_bytes(damage(content, "bit", chance))
         case = Case(inputs, place, SAVES)
         code = case.start()

@@ -71,7 +71,7 @@ from lean_ft.training.run_directory import read_starts, recipe_name, settings_of
 
 CASE_CPU_SECONDS = 10.0
 CASE_MEMORY_BYTES = 2**31
-WORKER_SILENCE_SECONDS = 120.0  # of the clock: a machine may be busy
+WORKER_SILENCE_SECONDS = 120.0  # wall time: the machine may be busy
 CASES_A_WORKER = 4000
 COLUMNS = ["input", "cases", "accepted", "rejected with a message", "failed", "slowest", "peak memory", "cases/s"]
 MESSAGES = [
@@ -233,7 +233,7 @@ def targets(folder: Path) -> dict[str, Target]:
         found |= kind(folder / kind.__name__)
     for target in found.values():
         target.file.write_bytes(target.seeds[0])
-        target.read()  # a seed that is refused would find nothing
+        target.read()  # a rejected seed would find nothing
     return found
 
 
@@ -246,7 +246,7 @@ def _settings(folder: Path) -> dict[str, Target]:
     )
 
     def read_overrides() -> None:
-        text = overrides.read_bytes().decode("utf-8", "surrogateescape")  # as sys.argv is
+        text = overrides.read_bytes().decode("utf-8", "surrogateescape")  # like sys.argv
         load_config(recipe.Config, None, text.split("\n"))
 
     def read_preset() -> None:
@@ -513,7 +513,7 @@ def judge(target: Target, content: bytes) -> tuple[str, dict[str, Any] | None]:
         target.read()
     except _OutOfTime as error:
         return "failed", _failure(f"took more than {CASE_CPU_SECONDS:.0f} s of processor time", error)
-    except BaseException as error:  # a panic of Rust code is one
+    except BaseException as error:  # a panic in Rust code raises it
         message, code = explain(error)
         shown = printable(message, MAX_MESSAGE_CHARACTERS)
         if isinstance(error, Exception) and code == 2 and len(shown.encode()) < 5000 and "Traceback" not in shown:
@@ -588,7 +588,7 @@ def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline:
             row["memory_bytes"] = max(row["memory_bytes"], told["memory"])
             row["cpu_seconds"] = round(row["cpu_seconds"] + told["cpu_seconds"], 3)
             continue
-        (last,) = struct.unpack_from("q", current)  # what it did before is counted as one lost with it
+        (last,) = struct.unpack_from("q", current)  # its earlier cases count as one
         row["cases"] += 1
         row["failed"] += 1
         row["failures"].append(

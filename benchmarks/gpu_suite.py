@@ -21,7 +21,7 @@ from results import RESULTS, console, print_table, require_hardware, write_resul
 from shapes import shape_of
 
 BENCHMARKS = Path(__file__).resolve().parent
-SHORTEST_STAGE_SECONDS = 45.0  # with less, a stage would only write that it had no time, perhaps over a good result
+SHORTEST_STAGE_SECONDS = 45.0  # with less time, a stage would replace a good result by an empty one
 
 
 class Sizes(NamedTuple):
@@ -52,7 +52,7 @@ class Stage(NamedTuple):
     name: str
     what: str
     command: Callable[[Sizes], list[str]]
-    script: bool = True  # one of ours, which takes --device, --results-dir and --budget-seconds
+    script: bool = True  # a benchmark that accepts --device, --results-dir and --budget-seconds
 
 
 def _ladder(shape: str, batch: int, length: int, packing: str, sizes: Sizes) -> list[str]:
@@ -135,7 +135,7 @@ def run_stage(stage: Stage, sizes: Sizes, *, results_dir: Path, budget: Budget) 
     if stage.script:
         if not (BENCHMARKS / command[0]).exists():
             return row | {"status": "absent", "reason": f"there is no benchmarks/{command[0]}", "seconds": 0.0}
-        # The script ends by itself in time to write what it has; the kill is for one that does not.
+        # The script should end by itself and write its results; otherwise it is killed.
         of_its_own = left - 15
         command = [
             *(str(BENCHMARKS / command[0]), *command[1:], "--device", sizes.device),
@@ -143,9 +143,7 @@ def run_stage(stage: Stage, sizes: Sizes, *, results_dir: Path, budget: Budget) 
         ]
     measured = run_measured([sys.executable, *command], timeout_seconds=left)
     if measured.status == "ok" and not stage.script:
-        measured.reason = (measured.output.strip().splitlines() or [""])[
-            -1
-        ]  # how many passed, and how many were skipped
+        measured.reason = (measured.output.strip().splitlines() or [""])[-1]  # counts of passed and skipped tests
     return row | {
         "status": measured.status,
         "reason": measured.reason,
@@ -183,7 +181,7 @@ def main(
         rows.append(row)
         console.print(row.get("output", "").rstrip(), markup=False)
         console.print(f"{row['status']}" + (f": {row['reason']}" if row["reason"] else ""), markup=False)
-        # After every stage: what is done is kept whatever becomes of the rest.
+        # Write after every stage, so that later failures lose nothing.
         path = write_result(
             "gpu_suite",
             benchmark="gpu_suite",

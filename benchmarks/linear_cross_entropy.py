@@ -128,7 +128,7 @@ def work(name: str, shape: str, tokens: int, chunk_tokens: int, repeats: int, de
 
     from lean_ft.memory.host_memory import return_freed_memory
 
-    return_freed_memory()  # as every recipe does; for each contestant alike
+    return_freed_memory()  # as in every recipe, for all variants
     device = torch.device(device_name)
     try:
         loss_of = contestant(name, chunk_tokens)
@@ -140,11 +140,11 @@ def work(name: str, shape: str, tokens: int, chunk_tokens: int, repeats: int, de
 
     def step() -> None:
         loss_of(hidden, weight, labels).backward()
-        hidden.grad = weight.grad = None  # before every call there are the inputs alone
+        hidden.grad = weight.grad = None  # only the inputs exist before each call
 
     timing = measure_calls(step, device, repeats=repeats)
-    # After the timing: what is compiled for two sizes is compiled for any size, and slower. As many chunks at the small
-    # size as at the large one, since every chunk rounds.
+    # After the timing, because code compiled for two sizes becomes dynamic and slower. Use as many chunks at the small
+    # size as at the large size, because every chunk rounds.
     error = errors(contestant(name, max(1, ERROR_TOKENS * chunk_tokens // tokens)), device)
     report.write_text(json.dumps({"status": "ok", "reason": None, **timing._asdict(), **error}))
 

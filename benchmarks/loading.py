@@ -23,7 +23,7 @@ from results import RESULTS, gibibytes, print_result, require_hardware, write_re
 from shapes import num_parameters, write_model_folder
 
 LABELS = {"save": "build and save", "load": "load", "export": "export and read back"}
-RESERVE_BYTES = 2**30  # beside the model, for the process and the machine
+RESERVE_BYTES = 2**30  # for the process and the machine, in addition to the model
 
 
 # In the process that is measured --------------------------------------------------------------------------------------

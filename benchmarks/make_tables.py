@@ -24,7 +24,7 @@ import typer
 from results import RESULTS, ROOT, Hardware, console, missing_numbers
 
 MARKER = re.compile(r"^<!-- table:(?P<name>\S+) -->\n(?P<body>.*?)^<!-- /table -->$", re.M | re.S)
-# The scripts whose results are tables: each has COLUMNS, table_cells(result) and describe(result).
+# Scripts whose results become tables. Each has COLUMNS, table_cells(result) and describe(result).
 BENCHMARKS = (
     "memory_ladder",
     "host_pool",

@@ -40,12 +40,12 @@ from lean_ft.system.environment import available_bytes
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 SAMPLE_SECONDS = 0.25  # a sample takes 2 ms
-STILL_STEPS = 20  # a peak that rose by less than 1 % in so many steps stands still,
-LEAST_STEPS = 50  # though not before so many
-RESERVE_BYTES = GIB // 2  # below this much available memory a run is stopped, before the kernel picks a victim
+STILL_STEPS = 20  # a peak is stable if it grew by less than 1% in this number of steps,
+LEAST_STEPS = 50  # but not before this number
+RESERVE_BYTES = GIB // 2  # a run is stopped below this much available memory, before the kernel kills a process
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-# What a run out of memory says, on a GPU and on a CPU.
+# Errors of a run without enough memory, on a GPU and on a CPU.
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|^MemoryError|ALLOC_FAILED", re.I | re.M
 )
@@ -58,13 +58,13 @@ class Measurement:
     """Measurements of one command. `steps` are the training lines of its metrics.jsonl."""
 
     status: str  # ok, failed, out of memory, timed out, not run
-    reason: str | None = None  # of anything but ok
+    reason: str | None = None  # for every status except ok
     seconds: float = 0.0
     peak_rss_bytes: int | None = None
     peak_tree_rss_bytes: int | None = None
     peak_device_bytes: int | None = None
     steps: list[Row] = field(default_factory=list)
-    output: str = ""  # the last of stdout and stderr, in the order they were written
+    output: str = ""  # the end of stdout and stderr
 
 
 class Budget:
@@ -117,7 +117,7 @@ def run_measured(
             start_new_session=True,
         )
         tree = _Tree(process.pid)
-        stopped: tuple[str, str | None] | None = None  # the status and reason that we ended it for
+        stopped: tuple[str, str | None] | None = None  # status and reason if we stopped the run
         try:
             while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
                 tree.sample()
@@ -195,7 +195,7 @@ class _Tree:
 
     def __init__(self, root: int) -> None:
         self._root = root
-        self._seen: dict[int, int] = {}  # process id -> start time, which tells a reused id from ours
+        self._seen: dict[int, int] = {}  # process id -> start time, to recognize reused ids
         self.rss_bytes = self.peak_rss_bytes = 0
 
     def sample(self) -> None:
@@ -224,7 +224,7 @@ class _Tree:
 def _process(pid: int) -> tuple[int, int] | None:
     """A process's parent and start time; None if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name may hold spaces
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name may contain spaces
     except OSError:
         return None
     return int(fields[1]), int(fields[19])

@@ -57,7 +57,7 @@ LADDER = (
     Rung("offload", "+ activations on the host", {"memory.activation_offload": True}, needs_gpu=True),
     Rung("streamed", "+ optimizer state streamed from the host", {"optimizer.state": "streamed"}, needs_gpu=True),
 )
-# What takes the place of a rung's technique, beside the ladder: measured with all rungs up to the one named.
+# Alternatives to a rung, measured with all rungs up to the named one.
 INSTEAD: dict[str, tuple[str, Rung]] = {
     rung.name: (beside, rung)
     for beside, rung in (
@@ -117,7 +117,7 @@ def measure_rungs(
     labels = {rung.name: rung.label for rung in LADDER}
     labels |= {name: f"with {beside}: {rung.label}" for name, (beside, rung) in INSTEAD.items()}
     rows = []
-    # The last is never finished: the run is stopped before it would save.
+    # The last step never ends: the run is stopped before it saves.
     num_steps = max(warmup_steps + steps, settle_steps) + 1
     with tempfile.TemporaryDirectory(prefix="lean_ft_ladder_") as folder:
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
@@ -135,7 +135,7 @@ def measure_rungs(
                 "data.packing": packing,
                 "batch_size": batch_size,
                 "max_steps": num_steps,
-                "epochs": 100,  # however the rows divide, max_steps ends the run
+                "epochs": 100,  # max_steps ends the run, whatever the number of rows
                 "device": device,
                 **rung_settings(name),
                 **(extra_settings or {}),
@@ -293,10 +293,10 @@ def main(
     known = {rung.name: rung for rung in LADDER} | {name: rung for name, (_, rung) in INSTEAD.items()}
     names = [name.strip() for name in rungs.split(",") if name.strip()]
     for name in names:
-        rung_settings(name)  # an unknown one is refused before anything runs
+        rung_settings(name)  # raises for an unknown name before anything runs
     if not names:
         names = [rung.name for rung in LADDER if hardware["device"] == "cuda" or not rung.needs_gpu]
-    # A rung's changes are told against the one before it, so the order is the ladder's, whatever was typed.
+    # Changes are relative to the rung before, so sort the rungs in the order of the ladder.
     names.sort(key=list(known).index)
 
     console.print(f"{shape}, {num_parameters(shape):,} parameters, {batch_size} x {length}, on {hardware.short_name}")

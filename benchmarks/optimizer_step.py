@@ -117,7 +117,7 @@ def work(name: str, shape: str, repeats: int, options: dict[str, Any], device_na
 
     from lean_ft.memory.host_memory import return_freed_memory
 
-    return_freed_memory()  # as every recipe does; for each optimizer alike
+    return_freed_memory()  # as in every recipe, for all optimizers
     device = torch.device(device_name)
     model = parameters(shape, device)
     try:

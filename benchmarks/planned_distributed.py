@@ -80,7 +80,7 @@ def main(
         case = {"label": f"{model} on {num_gpus}: {label}", "settings": settings, "num_gpus": num_gpus}
         rows.append(case | _predict(_MODELS[model], num_gpus, settings, device))
         console.print(f"{case['label']}: {gibibytes(rows[-1]['peak_bytes'])}, {rows[-1]['where']}", markup=False)
-        path = write_result(  # after each: all of them take a while
+        path = write_result(  # after each case, because all of them take long
             "planned_distributed_" + device.name.lower().replace(" ", "-"),
             benchmark="planned_distributed",
             hardware=hardware,

@@ -26,7 +26,7 @@ from shapes import EMBEDDED_MODEL, write_model_folder, write_pair_rows, write_te
 
 COLUMNS = ["shape", "settings", "predicted", "measured", "error", "planning time"]
 NO_SIZE = "tiny"
-# What a measurement calls its peaks, and what is left of them without the base.
+# Names of measured peaks, and of the peaks without the base.
 PEAKS = {"peak_memory_bytes": "measured_bytes", "first_peak_memory_bytes": "first_measured_bytes"}
 
 _CHECKPOINTED = {"memory.activation_checkpointing": "full"}
@@ -43,7 +43,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
         "memory.loss_accumulation_dtype": "weight",
     },
 }
-# And for the first.
+# Measured only for the first shape.
 SETTINGS: dict[str, dict[str, Any]] = {
     **CHOSEN,
     "AdamW": {},
@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "8-bit AdamW in backward, checkpointing, tiles": {**_IN_BACKWARD, **_CHECKPOINTED, "memory.tile_mlp": 4},
 }
 _LEAN = {**_IN_BACKWARD, **_CHECKPOINTED}
-# Other recipes, each with its settings.
+# Other objectives with their settings.
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo, references cached": {"recipe": "dpo", **_LEAN},
     "dpo, reference resident": {"recipe": "dpo", **_LEAN, "reference.kind": "model"},
@@ -97,7 +97,7 @@ def main(
         common = (0 if number else settle_steps, hardware["device"], budget)
         for label, settings in (OBJECTIVES if objectives else CHOSEN if number else SETTINGS).items():
             if on_cpu and (number > 0, label) not in bases:
-                # One row each; kto compares two.
+                # One row per pass; kto needs two.
                 predicted, measured = _both(NO_SIZE, 0, settings, 2 if objectives else 1, 64, *common)
                 if measured["status"] == "ok":
                     bases[number > 0, label] = {
@@ -112,7 +112,7 @@ def main(
                 row["error"] = predicted["peak_bytes"] / row["measured_bytes"] - 1
             rows.append(row)
             console.print(" | ".join(_cells(row)), markup=False)
-            # After each: a run that is cut off keeps what it measured.
+            # Write after each row, so that an interrupted run keeps its results.
             path = write_result(
                 "planner_accuracy_objectives" if objectives else "planner_accuracy",
                 benchmark="planner_accuracy",
@@ -181,7 +181,7 @@ def _rows_of(recipe: str, path: Path, num_steps: int, batch_size: int, length: i
         return write_text_rows(path, num_steps * batch_size, length), batch_size * length
     prompt = length // 4
     source = write_pair_rows(path, num_steps * batch_size, prompt, length)
-    # Of a pair kto makes two rows, the others one with the prompt in it once.
+    # kto makes two rows of a pair, other recipes one row with a shared prompt.
     return source, batch_size * (length if recipe == "kto" else 2 * length - prompt)
 
 

@@ -205,7 +205,7 @@ def run(setting: Setting, timeout_seconds: float, measured: dict[str, Any] | Non
                         **os.environ,
                         "PRETENDED_GPU": name,
                         "PRETENDED_GPU_GIB": str(gib),
-                        "PRETENDED_GPU_TOUCH": "65536",  # larger copies are left out: nothing reads what they bring
+                        "PRETENDED_GPU_TOUCH": "65536",  # larger copies are skipped, because nothing reads them
                         "PYTHONPATH": str(ROOT),
                     },
                     capture_output=True,

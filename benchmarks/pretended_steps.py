@@ -33,7 +33,7 @@ from lean_ft.settings.text import load_config  # noqa: E402
 from lean_ft.system.catalog import find_preset, find_recipe, load_recipe  # noqa: E402
 from tests.pretended_gpu.counters import counters  # noqa: E402
 
-NUM_STEPS = 3  # the first compiles, from the second on states are fetched ahead
+NUM_STEPS = 3  # step 1 compiles; from step 2 on, state is prefetched
 
 
 class Longest:
@@ -107,7 +107,7 @@ def stand_in_for_run(peaks: Peaks) -> type:
 def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
     """The peaks of the first and the last step, in bytes."""
     peaks = Peaks()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # the card has no cuDNN; what attention keeps is the same
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the pretended GPU has no cuDNN; attention saves the same tensors
     stand_ins = {
         "load_tokenizer": lambda *args, **kwargs: None,
         "sft_batches": lambda *args, **kwargs: (Longest(cfg), None),
@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> None:
     own = ["device=cuda", "plan=false", "model.random_init=true", "data.source=not-read.jsonl"]
     cfg = load_config(recipe.Config, preset, [*own, *arguments[1:]])
     print(json.dumps((predict if plans else measure)(recipe, cfg)), flush=True)
-    os._exit(0)  # what the CUDA libraries do at the end of a process is nothing to a pretended card
+    os._exit(0)  # skip the exit handlers of CUDA libraries, which a pretended GPU does not support
 
 
 if __name__ == "__main__":

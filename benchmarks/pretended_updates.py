@@ -89,7 +89,7 @@ def measure() -> None:
             optimizer, largest = build_optimizer(model, cfg), 0
             for state in optimizer._states:
                 state.whole.grad = torch.empty_like(state.param)
-                for _ in range(2):  # the first compiles
+                for _ in range(2):  # the first update compiles
                     before = torch.cuda.memory_allocated()
                     torch.cuda.reset_peak_memory_stats()
                     optimizer.apply_rules([state])
@@ -106,7 +106,7 @@ def measure() -> None:
             }
             print(json.dumps({**row, "state_bytes_per_parameter": optimizer.state_bytes / num_elements}), flush=True)
             del optimizer, state
-    os._exit(0)  # what the CUDA libraries do at the end of a process is nothing to a pretended card
+    os._exit(0)  # skip the exit handlers of CUDA libraries, which a pretended GPU does not support
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
         )
         return time.perf_counter() - began
 
-    step()  # the first one pays for what is made once
+    step()  # the first step allocates and compiles
     plain, waited, copied, beside, written = [], [], [], [], []
     writer = BackgroundWriter()
     for _ in range(rounds):

@@ -21,7 +21,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 Shape = dict[str, Any]
 
 
-# What the config.json of a family says beside the sizes, and which class it is for.
+# Fields of a family's config.json other than sizes, and its class.
 _FAMILIES: dict[str, Shape] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-05},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "rms_norm_eps": 1e-05},
@@ -205,7 +205,7 @@ SHAPES: dict[str, Shape] = {
     "gemma3_1b": _shape("gemma3_text", (1152, 6912, 26, 4, 1), 262_144, 32_768, tied=True, sliding_window=512),
     "gemma3_4b": _shape("gemma3_text", (2560, 10_240, 34, 8, 4), 262_208, 131_072, tied=True, sliding_window=1024),
     "phi4_14b": _shape("phi3", (5120, 17_920, 40, 40, 10), 100_352, 16_384, tied=False, rope_theta=250_000.0),
-    # Its scaling for long texts, a list of 48 factors, is left out.
+    # Without its scaling for long texts, a list of 48 factors.
     "phi4_mini": _shape(
         "phi3", (3072, 8192, 32, 24, 8), 200_064, 16_384, tied=True, rope_theta=10_000.0, partial_rotary_factor=0.75
     ),
@@ -279,7 +279,7 @@ SHAPES: dict[str, Shape] = {
         num_experts_per_tok=4,
         layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(24)],
     ),
-    # Of no published model: it tries the scripts themselves, in seconds.
+    # No published model: for trying the scripts in seconds.
     "tiny": _shape("qwen2", (64, 128, 2, 4, 2), 8192, 4096, tied=True),
 }
 
@@ -333,7 +333,7 @@ def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDD
 def write_text_rows(path: Path, num_rows: int, tokens_per_row: int, seed: int = 0) -> Path:
     """Write JSONL rows `{"text": ...}` of at least `tokens_per_row` tokens each, and return the path."""
     words = _Words(seed)
-    # A token never spans two words; one word more makes up for whatever a tokenizer may add or drop at the ends.
+    # A token never spans two words. One extra word covers tokens added or dropped at the ends.
     return _write(path, [words.text(tokens_per_row + 1) for _ in range(num_rows)])
 
 
@@ -347,7 +347,7 @@ def write_pair_rows(path: Path, num_rows: int, prompt_tokens: int, answer_tokens
     for _ in range(num_rows):
         prompt = "a"
         while (length := len(tokenizer.encode(prompt).ids)) < prompt_tokens:
-            # A word takes up to six tokens, and a single vowel one.
+            # A word has up to six tokens, a single vowel one.
             prompt += " " + (words.text(1) if length < prompt_tokens - 8 else "a")
         assert length == prompt_tokens, (prompt_tokens, prompt)
         answers = {side: " " + words.text(answer_tokens + 1) for side in ("chosen", "rejected")}

@@ -60,7 +60,7 @@ def _reset_peak(device: torch.device) -> int | None:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     try:
-        # Free memory that the heap still holds would take in the work unseen.
+        # Return free heap memory, which would hide the function's memory.
         ctypes.CDLL(None).malloc_trim(0)
         CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM
     except (OSError, AttributeError):

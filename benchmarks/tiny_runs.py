@@ -38,7 +38,7 @@ CONFIG = {
     "initializer_range": 0.02,
     "torch_dtype": "float32",
 }
-NUM_ROWS = 13  # seven batches of two, so that an epoch ends in half a step
+NUM_ROWS = 13  # seven batches of two, so that the last step of an epoch is half full
 STEPS = 16
 TIMES = {"tokens_per_second", "target_tokens_per_second", "step_seconds", "sampling_seconds", "peak_memory_bytes"}
 TIMES |= {"rss_bytes", "rss_growth_bytes"}
@@ -75,7 +75,7 @@ def config(inputs: Path, output_dir: Path, settings: list[str], recipe: Any = re
         arguments += ["generation.num_answers=2", "generation.steps_per_round=2", "generation.passes=2"]
         return load_config(recipe.Config, None, [*arguments, *settings])
     arguments += ["data.max_length=48"]
-    # Prepared data lies apart from the run, and from that of other users, who could not read it.
+    # A cache of its own, because other users may not read this one.
     arguments += [f"data.cache_dir={inputs / 'caches' / str(os.getuid())}"]
     return load_config(recipe.Config, None, [*arguments, *settings])
 
@@ -94,7 +94,7 @@ def fork(work: Callable[[], object], log: Path) -> int:
     process = os.fork()
     if process:
         return process
-    code = 3  # unless something below says otherwise, this harness is at fault
+    code = 3  # an error of this harness, unless replaced below
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)

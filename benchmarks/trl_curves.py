@@ -31,8 +31,8 @@ from shapes import EMBEDDED_MODEL, find_gsm8k
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-FACTOR, FLOOR = 10, 1e-5  # how much farther from TRL than TRL from itself, and what is too little to count
-MAX_LENGTH = 192  # rows that are longer are left out, so that nothing is cut
+FACTOR, FLOOR = 10, 1e-5  # limit relative to the difference between TRL's runs, and the smallest difference that counts
+MAX_LENGTH = 192  # longer rows are left out, so that nothing is truncated
 
 REWARD = '''"""Rewards of the comparison, recorded with what they are of."""
 
@@ -271,14 +271,14 @@ def compare(name: str, model: Path, data: Path, steps: int, folder: Path) -> dic
     settings: dict[str, Any] = {"model.path": model, "max_steps": steps, "epochs": steps, "device": "cpu"}
     per_step = objective.settings["batch_size"] * objective.settings.get("gradient_accumulation_steps", 1)
     rows = folder / "rows.jsonl"
-    if name == "grpo":  # one prompt for all of a round's answers, which are used twice
+    if name == "grpo":  # one prompt per round, whose completions are used twice
         per_step = 1
     given = rows_of(name, data, model, steps * per_step, per_step)
     rows.write_text("".join(json.dumps(row) + "\n" for row in given))
     settings["data.source"] = rows
     start = folder / "start"
     start.mkdir()
-    if name == "lora":  # a step at a rate of 0 writes the adapter that the run begins with
+    if name == "lora":  # one step with learning rate 0 writes the initial adapter
         run_recipe(objective, {**settings, "optimizer.lr": 0, "max_steps": 1}, folder / "first")
         start = folder / "first" / "step_00000001"
     elif name == "grpo":

@@ -145,7 +145,7 @@ def main(
         report_to="none",
         save_strategy="no",
         logging_steps=1,
-        **({} if torch.cuda.is_available() else {"use_cpu": True}),  # without it, bf16 asks for a GPU
+        **({} if torch.cuda.is_available() else {"use_cpu": True}),  # otherwise bf16 requires a GPU
         **own,
     )
     trainer = Trainer(
@@ -161,7 +161,7 @@ def main(
         counts: dict[str, Any] = {"tokens": batch_size * length, "target_tokens": batch_size * new_tokens}
         time_sampling(trainer, counts, prompt_tokens, new_tokens)
     else:
-        # Every row is longer than the length, so the first batch tells the size of all of them.
+        # Every row is longer than the length, so all batches have the size of the first.
         batch = next(iter(trainer.get_train_dataloader()))
         is_target = batch["completion_mask"] if objective == "dpo" else batch["labels"][:, 1:] != -100
         counts = {"tokens": batch["input_ids"].numel(), "target_tokens": int(is_target.sum())}
