@@ -263,10 +263,8 @@ def measure_sides(
     """Measure both sides alternately. Returns one row per process, and TRL's resolved defaults."""
     comparison, rows = COMPARISONS[name], list[dict[str, Any]]()
     is_pair = comparison.objective is Objective.dpo
-    num_steps = (
+    num_steps = max(warmup_steps + steps, settle_steps) + 1  # one more than needed: the run is stopped before it saves
     # Hide the GPU from both sides on a CPU run.
-    )  # one more step than needed, so that the run is stopped before it saves
-    # Hide the GPU from TRL on a CPU run; the text does not depend on it.
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
