@@ -24,7 +24,7 @@ from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import OnlineConfig, ParallelConfig, PolicyLossConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, start
+from lean_ft.training import Run, apply_regularization, shares_prompts, start
 
 
 class Config(OnlineConfig):
@@ -46,7 +46,7 @@ def main(cfg: Config) -> None:
     log_probs = TokenLogProbs(model, cfg)  # of sampled tokens; logits exist one chunk at a time
     reference = load_policy_reference(cfg, model, log_probs, ranks)  # the initial policy; None if it is not needed
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
-    rollouts = Rollouts(cfg, prompts, tokenizer.pad_id, ranks)  # a round's completions, rewards and advantages
+    rollouts = Rollouts(cfg, prompts, tokenizer.pad_id, ranks, shares_prompts(cfg))  # a round's completions
     run = Run(
         cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, ranks=ranks
     )

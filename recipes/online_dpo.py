@@ -18,7 +18,7 @@ from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import GenerationConfig, OnlineConfig, ParallelConfig, PreferenceLossConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, start
+from lean_ft.training import Run, apply_regularization, shares_prompts, start
 
 
 class Config(OnlineConfig):
@@ -41,7 +41,7 @@ def main(cfg: Config) -> None:
     log_probs = AnswerLogProbs(model, cfg)  # of whole completions; logits exist one chunk at a time
     reference = load_reference(cfg, model, log_probs, ranks=ranks)  # the model before training
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
-    rollouts = PairRollouts(cfg, prompts, tokenizer.pad_id, ranks)  # a round's completions and the pairs made of them
+    rollouts = PairRollouts(cfg, prompts, tokenizer.pad_id, ranks, shares_prompts(cfg))  # a round's completions
     run = Run(
         cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, ranks=ranks
     )

@@ -23,7 +23,7 @@ from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import GenerationConfig, OnlineConfig, ParallelConfig, PPOLossConfig, ValueConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, start
+from lean_ft.training import Run, apply_regularization, shares_prompts, start
 
 
 class Config(OnlineConfig):
@@ -49,7 +49,7 @@ def main(cfg: Config) -> None:
     reference = load_policy_reference(cfg, model, log_probs, ranks)  # the initial policy; None if it is not needed
     ratios = lr_ratios(cfg.lora) | {f"value.{name}": cfg.value.lr_ratio for name, _ in value.named_parameters()}
     optimizer = build_optimizer(nn.ModuleDict({"policy": model, "value": value}), cfg, lr_ratios=ratios, ranks=ranks)
-    rollouts = ValuedRollouts(cfg, prompts, tokenizer.pad_id, ranks)  # a round's completions, rewards and advantages
+    rollouts = ValuedRollouts(cfg, prompts, tokenizer.pad_id, ranks, shares_prompts(cfg))  # a round's completions
     run = Run(
         cfg,
         model=model,

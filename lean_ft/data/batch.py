@@ -43,6 +43,12 @@ class Batch:
     documents: np.ndarray | None = None
     """The numbers of its documents in the prepared data, row after row; held-out documents follow the training ones. None
     if documents are cut or joined, or do not come from prepared data."""
+    prefixes: Tensor | None = None
+    """(documents, 2) int32, with shared prompts: start and end of the flattened positions that each document of cu_seqlens
+    continues. The last position of a shared prompt predicts the first token of several completions; `labels` has the
+    first completion's."""
+    num_prefix_tokens: int = 0
+    """Sum of the lengths of all prefixes."""
 
     labels_whole_rows: ClassVar[bool] = False
     """Whether the subclass's fields describe whole sequences. Ranks that share a row's tokens then all get these fields."""
@@ -55,7 +61,8 @@ class Batch:
     @property
     def inputs(self) -> dict[str, Any]:
         """Arguments of a `Decoder`'s forward pass."""
-        return {name: getattr(self, name) for name in ("input_ids", "positions", "cu_seqlens", "is_token")}
+        names = ("input_ids", "positions", "cu_seqlens", "is_token", "prefixes", "num_prefix_tokens")
+        return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str) -> Self:
         """The batch on `device`. Copies to a GPU start from pinned memory and are not waited for."""

@@ -89,9 +89,8 @@ class Layout:
     num_rows_in_all: int = 0
     """Number of rows of data, trained and held out."""
     values: np.ndarray | None = None  # (P, V) float32: what the row of a document says beside its text; None: zeros
-    shared: np.ndarray | None = (
-        None  # (P,) tokens at the beginning that are those of the piece before, and not repeated
-    )
+    shared: np.ndarray | None = None  # (P,) tokens at a piece's start that are left out
+    """They are those of the last whole piece before it in the row."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -164,8 +163,9 @@ class Layout:
         boundaries, prefixes, num_labels, last = [0], [(0, 0)] * num_boundaries, list[int](), list[int]()
         index, label = list[np.ndarray](), list[np.ndarray]()
         for row, pieces in enumerate(contents):
-            column = before = 0
+            column = before = 0  # before: the start of the last whole document
             for ids, targets, shared in self._texts(pieces):
+                before = before if shared else column
                 end = column + len(ids) - shared
                 input_ids[row, column:end] = ids[shared:]
                 labels[row, column:end] = targets[shared:]
@@ -180,7 +180,7 @@ class Layout:
                     positions[row, column:end] = np.arange(shared, len(ids))
                     prefixes[len(boundaries) - 1] = (first + before, first + before + shared)
                     boundaries.append(first + end)
-                before, column = column, end
+                column = end
             is_token[row, :column] = True
             if packed and column < num_columns:
                 positions[row, column:] = np.arange(num_columns - column)
@@ -190,6 +190,10 @@ class Layout:
             assert len(boundaries) <= num_boundaries
             cu_seqlens = torch.full((num_boundaries,), input_ids.size, dtype=torch.int32)
             cu_seqlens[: len(boundaries)] = torch.tensor(boundaries, dtype=torch.int32)
+        sharing: dict[str, Any] = {}
+        if self.shared is not None:
+            bounds = torch.tensor(prefixes[:-1], dtype=torch.int32)
+            sharing = {"prefixes": bounds, "num_prefix_tokens": int(bounds.diff(dim=1).sum())}
         batch = Batch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
@@ -199,6 +203,7 @@ class Layout:
             num_tokens=input_ids.size,
             is_token=torch.from_numpy(is_token),
             documents=None if self.cuts else self.first_row * self.sides + np.concatenate(list(contents)),
+            **sharing,
         )
         if is_plain:
             return batch
@@ -209,7 +214,6 @@ class Layout:
             index=np.concatenate(index),
             label=np.concatenate(label),
             last=np.array(last, dtype=np.int64),
-            prefixes=None if self.shared is None else np.array(prefixes[:-1], dtype=np.int32),
         )
         fields = self.objective.row_fields(self, documents, counts)
         fields |= self.objective.token_fields(self, placed, epoch)

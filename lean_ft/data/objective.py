@@ -36,9 +36,6 @@ class Placed:
     index: np.ndarray  # (N,) the position that predicts each label, sequence after sequence
     label: np.ndarray  # (N,)
     last: np.ndarray  # (M,) the position of each sequence's last token
-    prefixes: (
-        np.ndarray | None
-    )  # (documents, 2) int32, if prompts are shared: the first position of each prompt and its end
 
 
 class Objective:

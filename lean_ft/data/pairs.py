@@ -249,17 +249,8 @@ class PairBatch(Batch):
     last: Tensor  # (2 P,) int64: the flattened position of each sequence's last token
     margins: Tensor  # (P,) float32: by how much the chosen completion is better, 0 if the rows do not say
     num_pairs: int
-    prefixes: Tensor | None = None
-    """(documents, 2) int32, if prompts are shared: the flattened positions, first and end, of the prefix that each document
-    of cu_seqlens continues. A shared prompt predicts the first token of both completions; `labels` has the chosen one's."""
-    num_prefix_tokens: int = 0
-    """Sum of the lengths of all prefixes."""
 
     labels_whole_rows: ClassVar[bool] = True
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        return super().inputs | {"prefixes": self.prefixes, "num_prefix_tokens": self.num_prefix_tokens}
 
     def without_targets(self) -> PairBatch:
         names = ("index", "label", "answer_tokens", "pairs", "last", "margins")
@@ -269,7 +260,7 @@ class PairBatch(Batch):
 
 class Pairs(Objective):
     """Preference pairs. With `share_prompts`, a pair is one row or a part of one: the rejected completion stands behind the
-    chosen one and continues the prompt (`PairBatch.prefixes`)."""
+    chosen one and continues the prompt (`Batch.prefixes`)."""
 
     reader = PairReader
     batch_type = PairBatch
@@ -294,13 +285,7 @@ class Pairs(Objective):
         }
 
     def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
-        fields = {"index": placed.index, "label": placed.label, "last": placed.last}
-        if placed.prefixes is None:
-            return fields
-        return fields | {
-            "prefixes": placed.prefixes,
-            "num_prefix_tokens": int(np.diff(placed.prefixes, axis=1).sum()),
-        }
+        return {"index": placed.index, "label": placed.label, "last": placed.last}
 
     def longest(self, config: AnswerDataConfig, batch_size: int, share_prompts: bool = False) -> PairBatch:
         """As in the base class; if prompts are shared, a row is a sequence of `max_length` and the longest completion."""
@@ -317,6 +302,8 @@ class Pairs(Objective):
             num_documents if share_prompts or config.packing != "none" else None,
             num_targets,
         )
+        if share_prompts:
+            batch = replace(batch, prefixes=zeros(num_documents, 2, dtype="int32"))
         return PairBatch(
             **vars(batch),
             index=zeros(num_targets),
@@ -326,7 +313,6 @@ class Pairs(Objective):
             last=zeros(number * sides),
             margins=zeros(number, dtype="float32"),
             num_pairs=number,
-            prefixes=zeros(num_documents, 2, dtype="int32") if share_prompts else None,
         )
 
     def fitted(self, config: AnswerDataConfig, batches: Batches) -> dict[str, Any]:

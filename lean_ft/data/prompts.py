@@ -6,7 +6,7 @@ what is made of them, so they stay in memory.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.data.batch import Batch, rounded_up
+from lean_ft.data.batch import Batch
 from lean_ft.data.chats import check_text, parse_if_json, read_chat, read_tools
 from lean_ft.data.formats import reading, writes_chats
 from lean_ft.data.prepare import hash_of, tokenizer_digest
-from lean_ft.data.rows import IGNORED, Row, names_of
+from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources, read_rows
 from lean_ft.settings import PromptDataConfig, Sources
 from lean_ft.system.shapes_only import stage
@@ -166,77 +166,27 @@ def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokeniz
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(Batch):
-    """A batch of B sampled completions, each in a row behind its prompt; A is the length of the longest completion."""
+    """A batch of G sampled completions; A is the length of the longest completion in tokens.
+
+    Each completion follows its prompt in a row of its own. With shared prompts the batch is one row: each prompt once,
+    followed by its completions (`prefixes`).
+    """
 
     index: Tensor  # (N,) int64: which of the B * T flattened positions predicts a token of a completion
     label: Tensor  # (N,) int64
-    place: Tensor  # (N,) int64: the token's place in the B * A flattened tokens of completions
-    counts: Tensor  # (B, A) bool: the trained tokens
-    sampled: Tensor  # (B, A) float32: log-probabilities at sampling; 0 behind a completion
-    old: (
-        Tensor | None
-    )  # (B, A) float32: the trainer's log-probabilities before the first update; None: the current ones
-    advantages: Tensor  # (B, A) float32
+    place: Tensor  # (N,) int64: the token's place in the G * A flattened tokens of completions
+    counts: Tensor  # (G, A) bool: the trained tokens
+    sampled: Tensor  # (G, A) float32: log-probabilities at sampling; 0 behind a completion
+    old: Tensor | None  # (G, A) float32: the trainer's log-probabilities before the update; None: the current ones
+    advantages: Tensor  # (G, A) float32
     answers: range
     """Which completions of the round they are."""
     num_answers: int
     """Completions with a trained token; `num_targets` counts the tokens."""
-    values: Tensor | None = None  # (B, A) float32: a value model's prediction before each token, if the loss needs one
-    returns: Tensor | None = None  # (B, A) float32: the prediction's target
+    values: Tensor | None = None  # (G, A) float32: a value model's prediction before each token, if the loss needs one
+    returns: Tensor | None = None  # (G, A) float32: the prediction's target
 
     labels_whole_rows: ClassVar[bool] = True
 
     def without_targets(self) -> "PolicyBatch":
         return replace(super().without_targets(), counts=torch.zeros_like(self.counts), num_answers=0)
-
-    @classmethod
-    def of(
-        cls,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        *,
-        pad_id: int,
-        first: int,
-        counts: Sequence[Sequence[bool]],
-        sampled: Sequence[Sequence[float]],
-        advantages: Sequence[Sequence[float]],
-        old: Sequence[Sequence[float]] | None = None,
-        values: Sequence[Sequence[float]] | None = None,
-        returns: Sequence[Sequence[float]] | None = None,
-    ) -> "PolicyBatch":
-        """The batch of completions that are numbered from `first`; each has at least one token."""
-        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-        width, longest = int(rounded_up(np.array([len(row) for row in rows])).max()), max(map(len, answers))
-        targets, index, label, place = list[list[int]](), list[int](), list[int](), list[int]()
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            # The last token of the prompt predicts the answer's first.
-            targets.append([*[IGNORED] * (len(prompt) - 1), *answer])
-            index += range(i * width + len(prompt) - 1, i * width + len(rows[i]) - 1)
-            label += answer
-            place += range(i * longest, i * longest + len(answer))
-
-        # A tensor of all rows at once: operations row by row are what a rehearsal on shapes would wait for.
-        def grid(values: Sequence[Sequence[Any]], dtype: torch.dtype, size: int = longest, rest: int = 0) -> Tensor:
-            return torch.tensor([[*row, *[rest] * (size - len(row))] for row in values], dtype=dtype)
-
-        counted, input_ids = grid(counts, torch.bool), grid(rows, torch.int64, width, pad_id)
-        return cls(
-            input_ids=input_ids,
-            labels=grid(targets, torch.int64, width, IGNORED),
-            positions=torch.arange(width).expand(len(rows), -1).contiguous(),
-            cu_seqlens=None,
-            num_targets=int(counted.sum()),
-            num_tokens=input_ids.numel(),
-            is_token=grid([[True] * len(row) for row in rows], torch.bool, width),
-            index=torch.tensor(index),
-            label=torch.tensor(label),
-            place=torch.tensor(place),
-            counts=counted,
-            sampled=grid(sampled, torch.float32),
-            old=None if old is None else grid(old, torch.float32),
-            advantages=grid(advantages, torch.float32),
-            values=None if values is None else grid(values, torch.float32),
-            returns=None if returns is None else grid(returns, torch.float32),
-            answers=range(first, first + len(rows)),
-            num_answers=int(counted.any(1).sum()),
-        )

@@ -14,7 +14,7 @@ Source: our own; what is sampled and when follows TRL's GRPOTrainer, dynamic sam
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -73,15 +73,24 @@ class Answer:
 class Rounds(Generic[BatchT]):
     """The answers that a run learns from, round after round; `lean_ft.training.Run` keeps their state.
 
-    cfg: of a recipe that samples its answers. All `ranks` have the same answers, whoever sampled them. Raises ValueError
-    where a round's answers are no whole groups.
+    cfg: of a recipe that samples its answers. All `ranks` have the same answers, whoever sampled them. `share_prompts`: compute
+    a prompt once for those of its completions that are in one micro-batch. Raises ValueError if a round does not consist of
+    whole groups, or if `data.shared_prompt=true` and not `share_prompts`.
     """
 
     answers_in_a_row = 1  # of a batch
 
-    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
+    ) -> None:
+        if cfg.data.shared_prompt is True and not share_prompts:
+            raise ValueError(
+                "data.shared_prompt=true, but this recipe repeats the prompt for each completion. Remove the setting, or in "
+                "the recipe pass share_prompts=shares_prompts(cfg) to the rollouts."
+            )
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
+        self._shares_prompts = share_prompts
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
         self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
         if self.num_answers % generation.num_answers:
@@ -279,8 +288,10 @@ class Rollouts(Rounds[PolicyBatch]):
     corrects for.
     """
 
-    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
-        super().__init__(cfg, prompts, pad_id, ranks)
+    def __init__(
+        self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
+    ) -> None:
+        super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
         self._known: dict[int, dict[str, list[float]]] = {}  # of each answer's tokens, before the first update
 
     # What is known before the first update ------------------------------------------------------------------------
@@ -366,32 +377,57 @@ class Rollouts(Rounds[PolicyBatch]):
 
     def _batch(self, first: int) -> PolicyBatch:
         answers = self._answers[first : first + self._cfg.batch_size]
-        grids = {name: [getattr(answer, name) for answer in answers] for name in ("old", "values", "returns")}
-        return PolicyBatch.of(
-            [self._prompts[answer.prompt].ids for answer in answers],
-            [answer.ids for answer in answers],
+        return self._policy_batch(answers, [self._prompts[answer.prompt].ids for answer in answers], first)
+
+    def _policy_batch(self, answers: Sequence[Answer], prompts: Sequence[list[int]], first: int) -> PolicyBatch:
+        """The batch of the completions numbered from `first` on."""
+        group, lengths = self._cfg.generation.num_answers, [len(answer.ids) for answer in answers]
+        begins_group = [i == 0 or (first + i) % group == 0 for i in range(len(answers))]
+        shared = [0 if begins else len(prompt) for begins, prompt in zip(begins_group, prompts, strict=True)]
+        layout = Layout.of_texts(
+            [(prompt, answer.ids) for prompt, answer in zip(prompts, answers, strict=True)],
+            kind="flat" if self._shares_prompts else "padded",
+            row_tokens=max(map(len, prompts)) + max(lengths) + 8,
             pad_id=self._pad_id,
-            first=first,
-            counts=[answer.counts for answer in answers],
-            sampled=[answer.log_probs for answer in answers],
-            advantages=[one.token_advantages for one in answers],
-            **{name: grid if grid[0] else None for name, grid in grids.items()},
+            objective=Pairs(),
+            shared=np.array(shared) if self._shares_prompts else None,
+        )
+        batch = layout.batch(np.arange(len(answers)))
+        assert isinstance(batch, PairBatch)
+
+        def grid(rows: Sequence[Sequence[Any]], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([[*row, *[0] * (max(lengths) - len(row))] for row in rows], dtype=dtype)
+
+        def known(name: str) -> Tensor | None:
+            rows = [getattr(answer, name) for answer in answers]
+            return grid(rows) if any(rows) else None
+
+        counts = grid([answer.counts for answer in answers], torch.bool)
+        inputs = {name: getattr(batch, name) for name in (field.name for field in fields(Batch))}
+        return PolicyBatch(
+            **inputs | {"documents": None, "num_targets": int(counts.sum())},
+            index=batch.index,
+            label=batch.label,
+            place=torch.from_numpy(np.flatnonzero(np.arange(max(lengths)) < np.array(lengths)[:, None])),
+            counts=counts,
+            sampled=grid([answer.log_probs for answer in answers]),
+            old=known("old"),
+            advantages=grid([answer.token_advantages for answer in answers]),
+            values=known("values"),
+            returns=known("returns"),
+            answers=range(first, first + len(answers)),
+            num_answers=int(counts.any(1).sum()),
         )
 
     def _longest(self) -> PolicyBatch:
-        rows, new = self._cfg.batch_size, self._cfg.generation.max_new_tokens
-        values = [[0.0] * new] * rows
-        return PolicyBatch.of(
-            [self._prompts[0].ids] * rows,
-            [[0] * new] * rows,
-            pad_id=0,
-            first=0,
-            counts=[[True] * new] * rows,
-            sampled=values,
-            advantages=values,
-            **({"old": values} if self._looks_back else {}),
-            **({"values": values, "returns": values} if self._has_values else {}),
-        )
+        size, group, new = self._cfg.batch_size, self._cfg.generation.num_answers, self._cfg.generation.max_new_tokens
+        # The micro-batch with completions of the most groups has the most prompts.
+        first = max(range(0, self.num_answers, size), key=lambda first: (first + size - 1) // group - first // group)
+        zeros = [0.0] * new
+        answer = Answer(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
+        answer.old = zeros if self._looks_back else []
+        answer.values = answer.returns = zeros if self._has_values else []
+        return self._policy_batch([answer] * size, [self._prompts[0].ids] * size, first)
 
     _has_values = False
 
@@ -425,9 +461,11 @@ class ValuedRollouts(Rollouts):
 class PairRollouts(Rounds[PairBatch]):
     """Pairs of the best and the worst of the answers to a prompt; where these are worth the same, there is none."""
 
-    def __init__(self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
+    ) -> None:
         self.answers_in_a_row = cfg.generation.num_answers
-        super().__init__(cfg, prompts, pad_id, ranks)
+        super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
 
     def _batches(self, first: int, end: int) -> list[PairBatch]:
         size, rows = self._cfg.generation.num_answers, self._cfg.batch_size
@@ -448,13 +486,17 @@ class PairRollouts(Rounds[PairBatch]):
 
     def _pair_batch(self, texts: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
         """texts: prompts and answers, the chosen one of each pair and then the rejected one."""
+        shared = [
+            len(prompt) * (i % 2) for i, (prompt, _) in enumerate(texts)
+        ]  # the chosen completion's document is whole
         layout = Layout.of_texts(
             texts,
             sides=2,
             kind="padded",
-            row_tokens=max(len(prompt) + len(answer) for prompt, answer in texts) + 8,
+            row_tokens=2 * max(len(prompt) + len(answer) for prompt, answer in texts) + 8,
             pad_id=self._pad_id,
             objective=Pairs(),
+            shared=np.array(shared) if self._shares_prompts else None,
         )
         batch = layout.batch(np.arange(len(texts) // 2))
         assert isinstance(batch, PairBatch)

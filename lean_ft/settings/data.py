@@ -131,6 +131,12 @@ class PromptDataConfig(RowsConfig):
     max_prompt_length: PositiveInt = Field(
         512, description="Maximum prompt length in tokens. Rows with longer prompts are dropped and counted."
     )
+    shared_prompt: Literal["auto"] | bool = Field(
+        "auto",
+        description="Compute a prompt once for all of its completions in a micro-batch, which follow it in one row and do "
+        "not see each other. `auto` does so if the model allows it: all do except those with a recurrent state, and those "
+        "whose rotary scaling depends on the text length within max_prompt_length + generation.max_new_tokens.",
+    )
 
 
 class DataConfig(RowsConfig):

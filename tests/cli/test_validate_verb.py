@@ -135,7 +135,7 @@ def test_a_reference_is_told_or_refused(leanft, tmp_path):
         (
             "dpo",
             "data.shared_prompt=true",
-            "data.shared_prompt=true, and the model's rotary frequencies (dynamic) change",
+            "data.shared_prompt=true, but the model's rotary frequencies (dynamic) change",
         ),
         ("reward", "eval_answers=3", "eval_answers=3 asks the model for answers, and a reward model gives none"),
         ("dpo", "memory.tied_gradient=host", "memory.tied_gradient=host"),

@@ -275,7 +275,7 @@ def test_prompts_are_not_shared_if_rotary_scaling_depends_on_the_length(
 ) -> None:
     train(f"model.path={with_longrope(tmp_path)}", "max_steps=1")
     assert (
-        "prompts     computed for each answer, as the model's rotary frequencies (longrope)" in capsys.readouterr().out
+        "prompts     computed for each completion: the model's rotary frequencies (longrope)" in capsys.readouterr().out
     )
     train(
         f"model.path={tmp_path / 'model'}",

@@ -119,6 +119,7 @@ MEMORY = [
     ("generation.cache_gib=0.0001", "optimizer.in_backward=true"),
     ("batch_size=4", "gradient_accumulation_steps=4"),
     ("batch_size=16", "gradient_accumulation_steps=1"),
+    ("data.shared_prompt=false",),
 ]
 
 

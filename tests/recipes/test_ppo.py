@@ -81,6 +81,18 @@ def test_ratios_start_at_1_and_values_at_0(train: Train, settings: tuple[str, ..
     assert (beside["score.weight" if settings else "own.score.weight"] != 0).all()
 
 
+@pytest.mark.parametrize("settings", [(), ("lora.rank=4",)], ids=["full", "adapter"])
+def test_shared_prompts_change_no_number(train: Train, settings: tuple[str, ...]) -> None:
+    given = (*settings, "generation.num_answers=4", "max_steps=2", "generation.passes=2")
+    shared, repeated = (
+        metrics(train(*given, f"data.shared_prompt={value}", output=value)) for value in ("true", "false")
+    )
+    for line, expected in zip(shared, repeated, strict=True):
+        assert line["tokens"] < 0.7 * expected["tokens"]
+        for name in ("loss", "value_loss", "policy_loss", "grad_norm", "kl", "entropy", "reward"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+
+
 def test_muon_leaves_both_output_layers_to_adamw(train: Train) -> None:
     (state,) = train("optimizer.name=muon", "max_steps=1").glob("step_00000001/training_state/optimizer.safetensors")
     kept: dict[str, set[str]] = {}

@@ -1,0 +1,150 @@
+"""Batches of sampled completions: completions that share their prompt teach what each teaches after a copy of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lean_ft.data import PolicyBatch, Prompt
+from lean_ft.data.prompts import PromptReport, Prompts
+from lean_ft.generation import Sample
+from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss
+from lean_ft.memory import apply_memory
+from lean_ft.models import Decoder, decoder_config
+from lean_ft.online import PairRollouts, Rollouts
+from lean_ft.online.rewards import Scores
+from lean_ft.settings.text import load_config
+from lean_ft.system.catalog import find_recipe, load_recipe
+from lean_ft.training import shares_prompts
+from tests.data.pair_texts import texts_of
+from tests.models.family_cases import CASES, SIZES
+
+GROUP = 4
+LENGTHS = [7, 1, 5, 6, 3, 9, 1, 2, 8, 4, 0, 6]  # of three groups; one completion is empty
+PROMPTS = [[11, 12, 13, 14, 15], [21], [31, 32, 33]]
+FAMILIES = ["llama_biases", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"]
+
+
+def settings(*more: str, recipe: str = "grpo") -> Any:
+    given = ("model.path=tiny", "data.source=unread", "rewards=[length]", f"generation.num_answers={GROUP}")
+    given += ("generation.temperature=0.8", "output_dir=unused", "device=cpu", "loss.mask_truncated=true", *more)
+    return load_config(load_recipe(find_recipe(recipe)).Config, None, list(given))
+
+
+def random_model(case: str, cfg: Any) -> Decoder:
+    kind, more = CASES[case]
+    model, generator = Decoder(decoder_config({**SIZES, "model_type": kind, **more})), torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.5 * (parameter.ndim == 1), 0.2, generator)
+    for layer in model.layers:
+        if hasattr(getattr(layer.mlp, "gate", None), "e_score_correction_bias"):
+            layer.mlp.gate.e_score_correction_bias.zero_()  # a buffer without a value of its own
+    apply_memory(model.double(), cfg.memory, compile=False)
+    return model
+
+
+def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, **sharing: bool) -> Any:
+    """A sampled round, whose second completion was cut and whose last has no reward."""
+    prompts = Prompts([Prompt(ids, "", {}, "") for ids in PROMPTS], seed=0, report=PromptReport(), fingerprint="")
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        Sample(torch.randint(3, 101, (n,), generator=generator).tolist(), [-1.0] * n, i != 1)
+        for i, n in enumerate(max(n, shortest) for n in LENGTHS)
+    ]
+    rewards = [*torch.rand(11, generator=generator).tolist(), None]
+    rollouts = kind(cfg, prompts, 0, **sharing)
+    rollouts.sample(lambda *_: samples, lambda *_: Scores(rewards, [[]] * 12, [""] * 12))
+    return rollouts
+
+
+def learned(cfg: Any, model: Decoder, frozen: Decoder, share: bool) -> tuple[list[Any], list[PolicyBatch]]:
+    """Losses, log-probabilities, metrics and gradients of two passes over a round; and the batches of the last one."""
+    rollouts, log_probs, found = rollouts_of(cfg, share_prompts=share), TokenLogProbs(model, cfg), list[Any]()
+    with torch.no_grad():
+        for batch in rollouts.to_remember():
+            rollouts.remember(batch, log_probs(model, batch), None)
+    rollouts.begin()
+    batches: list[PolicyBatch] = []
+    for _ in range(2):
+        batches, statistics = rollouts.take(), TokenStatistics()
+        num_answers, num_tokens = (sum(getattr(b, n) for b in batches) for n in ("num_answers", "num_targets"))
+        for batch in batches:
+            now = log_probs(model, batch, statistics)
+            with torch.no_grad():
+                reference = log_probs(frozen, batch).log_probs
+            loss = batch_loss(
+                cfg, batch, now, reference, num_answers=num_answers, num_tokens=num_tokens, statistics=statistics
+            )
+            statistics.add(loss=loss * num_tokens)
+            loss.backward()
+            found += [loss.detach(), now.log_probs.detach()]
+        found += [torch.as_tensor(value) for value in statistics.means(num_tokens).values()]
+        found += [parameter.grad for parameter in model.parameters()]
+        with torch.no_grad():  # an update, so that ratios differ from 1
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1 / (1 + float(parameter.grad.norm())))
+                parameter.grad = None
+    return found, batches
+
+
+@pytest.mark.parametrize("size", [12, 4, 3, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_that_share_a_prompt_learn_what_each_does_alone(family: str, size: int) -> None:
+    """Micro-batches of a round, a group, parts of two groups, and one completion each."""
+    given = [f"batch_size={size}", f"gradient_accumulation_steps={12 // size}", "generation.passes=2"]
+    given += [
+        "loss.kl_weight=0.1",
+        "loss.name=grpo",
+        f"memory.activation_checkpointing={'full' if size == 3 else 'none'}",
+    ]
+    cfg = settings(*given)
+    (alone, repeated), (shared, once) = (
+        learned(cfg, random_model(family, cfg), random_model("llama_biases", settings()), share)
+        for share in (False, True)
+    )
+    for ours, theirs in zip(shared, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    for ours, theirs in zip(once, repeated, strict=True):
+        assert (ours.num_targets, theirs.num_prefix_tokens) == (theirs.num_targets, 0)
+        assert int(theirs.is_token.sum()) - int(ours.is_token.sum()) == ours.num_prefix_tokens
+        assert (ours.num_prefix_tokens > 0) == (size > 1)
+
+
+def test_pairs_of_a_round_share_their_prompts() -> None:
+    """The texts of a pair are those of rows of their own; the loss of pairs is tested where they come from data."""
+    cfg = settings("batch_size=3", "gradient_accumulation_steps=1", f"generation.num_answers={GROUP}")
+    batches = []
+    for share in (False, True):
+        rollouts = rollouts_of(cfg, PairRollouts, shortest=1, share_prompts=share)
+        rollouts.begin()
+        batches += rollouts.take()
+    alone, shared = batches
+    assert list(texts_of(shared)) == list(texts_of(alone))
+    assert int(alone.is_token.sum()) - int(shared.is_token.sum()) == shared.num_prefix_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "longest", "reason"),
+    [
+        ("llama_dynamic_rope", 24, ""),
+        ("llama_dynamic_rope", 25, r"rotary frequencies \(dynamic\) change"),
+        ("granitemoehybrid", 24, "keep a state"),
+        ("llama4_text", 24, "within chunks"),
+    ],
+)
+def test_a_model_whose_prompts_depend_on_the_completion_computes_each(
+    case: str, longest: int, reason: str, tmp_path: Path
+) -> None:
+    kind, more = CASES[case]
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": kind, **more}))
+    given = (f"model.path={tmp_path}", "data.max_prompt_length=16", f"generation.max_new_tokens={longest - 16}")
+    assert shares_prompts(settings(*given)) == (not reason)
+    of_values = settings(f"value.path={tmp_path}", *given[1:], recipe="ppo")
+    assert shares_prompts(of_values) == (not reason)
+    if reason:
+        with pytest.raises(ValueError, match=f"data.shared_prompt=true, but .*{reason}"):
+            shares_prompts(settings(*given, "data.shared_prompt=true"))
+    with pytest.raises(ValueError, match="this recipe repeats the prompt"):
+        rollouts_of(settings("data.shared_prompt=true", "batch_size=12"))
