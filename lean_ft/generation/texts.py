@@ -123,29 +123,37 @@ def stream(
 
 
 def text_of(tokenizer: Tokenizer, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens as it grows: a piece for each of `tokens`, which may be empty, and what is left at the end."""
+    """Yield the text of tokens as it grows: a piece per item of `tokens`, possibly empty, and the rest at the end.
+
+    Each step decodes the last few tokens alone, so the time is linear in the length of the text.
+    """
     ids: list[int] = []
-    told = text = ""
+    start = end = 0  # ids[start:end] is decoded before a new token, so that the tokenizer sees what precedes it
+    pending = text = ""
     for token in tokens:
         if token is not None:
             ids.append(token)
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-        shown = _before(text, stop_texts, len(told), and_its_beginning=True)
-        if text.endswith("\ufffd") or len(shown) <= len(told):
-            yield ""
-        else:
-            yield shown[len(told) :]
-            told = shown
-    text = _before(text, stop_texts, len(told))
-    if len(told) < len(text):
-        yield text[len(told) :]
+            text = _text_after(tokenizer, ids, start, end)
+            if text and not text.endswith("\ufffd"):  # a character that is cut between two tokens waits
+                pending += text
+                start, end, text = end, len(ids), ""
+        piece = _before(pending, stop_texts, or_a_beginning=True)
+        pending = pending[len(piece) :]
+        yield piece
+    if rest := _before(pending + text, stop_texts):
+        yield rest
 
 
-def _before(text: str, stop_texts: Sequence[str], told: int = 0, and_its_beginning: bool = False) -> str:
-    """What of `text` stands before the first of the stop texts, or before what may become one at its end. None begins in
-    the first `told` characters."""
-    end = min((at for stop in stop_texts if (at := text.find(stop, told)) >= 0), default=len(text))
-    if and_its_beginning and end == len(text):
+def _text_after(tokenizer: Tokenizer, ids: list[int], start: int, end: int) -> str:
+    """The text that ids[end:] add to that of ids[start:end]."""
+    before = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+    return tokenizer.decode(ids[start:], skip_special_tokens=True)[len(before) :]
+
+
+def _before(text: str, stop_texts: Sequence[str], or_a_beginning: bool = False) -> str:
+    """The part of `text` before the first stop text or, with `or_a_beginning`, before a beginning of one at its end."""
+    end = min((at for stop in stop_texts if (at := text.find(stop)) >= 0), default=len(text))
+    if or_a_beginning and end == len(text):
         lengths = (n for stop in stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
         end -= max(lengths, default=0)
     return text[:end]
