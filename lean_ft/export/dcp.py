@@ -1,11 +1,11 @@
-"""A model as a folder of PyTorch's own distributed checkpoints (DCP), for programs that begin from one.
+"""Export a model as a folder of PyTorch's distributed checkpoints (DCP).
 
-    .metadata, __0_0.distcp; and config.json, generation_config.json, tokenizer files, which DCP does not look at
+    .metadata, __0_0.distcp; and config.json, generation_config.json, tokenizer files, which DCP ignores
 
-Tensors stand at the top level under the names of the Hugging Face folder, a tied output layer's too, so that
-`torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=...)` fills a model of transformers, cut over any number
-of ranks. PyTorch writes it, and `.metadata` is a pickle: who opens such a folder has to trust who wrote it. So a run's own
-checkpoints are not of this kind.
+Tensors have the names of the Hugging Face folder, including a tied output layer, so
+`torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=...)` fills a transformers model that is sharded over any
+number of ranks. `.metadata` is a pickle, so load such a folder only if you trust its author. A run's own checkpoints use
+another format for this reason.
 """
 
 import warnings
@@ -26,7 +26,7 @@ from lean_ft.training.finished_models import find_finished
 
 @dataclass(frozen=True)
 class ExportedDCP:
-    """What was written."""
+    """The result of `export_dcp`."""
 
     source: Path
     folder: Path
@@ -34,14 +34,14 @@ class ExportedDCP:
     num_tensors: int
     num_bytes: int
     merged: MergeReport | None = None
-    """What merging did, where the source is an adapter."""
 
     def __str__(self) -> str:
         merged = f"{self.merged}.\n" if self.merged else ""
+        dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{merged}exported {self.source} to {self.folder}: {self.num_tensors} tensors in "
-            f"{str(self.dtype).removeprefix('torch.')}, {self.num_bytes / 1e9:.3g} GB, under the names of the Hugging Face folder.\n"
-            "Read back: every tensor is the model's. Its .metadata is a pickle: open it where you trust who wrote it."
+            f"{merged}exported {self.source} to {self.folder}: {self.num_tensors} tensors in {dtype}, "
+            f"{self.num_bytes / 1e9:.3g} GB, with the names of the Hugging Face folder.\n"
+            "Read back: all tensors equal the model's. Its .metadata is a pickle: load it only where you trust its author."
         )
 
 
@@ -53,10 +53,9 @@ def export_dcp(
     merge: bool = False,
     base: str | Path | None = None,
 ) -> ExportedDCP:
-    """Writes the model of a checkpoint, run directory or model folder to the new DCP folder `destination`.
+    """Write the model of a checkpoint, run directory or model folder to the new DCP folder `destination`.
 
-    The arguments, and what is raised, are as in `export_folder`. Takes the memory of one model in `dtype` and of one
-    of its layers.
+    Arguments and errors are those of `export_folder`. Needs memory for the model in `dtype` and one of its layers.
     """
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -72,22 +71,21 @@ def export_dcp(
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination) as temporary:
         with room_for(num_bytes, destination):
-            _alone(save, dict(tensors), temporary)
+            _in_one_process(save, dict(tensors), temporary)
             write_configs(model, temporary)
             if tokenizer is not None:
                 tokenizer.save(temporary)
         for _, names in groupby(sorted(tensors), lambda name: name.split(".")[:3]):  # a layer at a time
             found = {name: torch.empty_like(tensors[name]) for name in names}
-            _alone(load, found, temporary)
+            _in_one_process(load, found, temporary)
             if different := [name for name in found if not torch.equal(found[name], tensors[name])]:
                 raise RuntimeError(
-                    f"{different[0]} does not read back as it was written. The disk or the memory may be failing; nothing was "
-                    "kept."
+                    f"{different[0]} reads back differently; nothing was kept. Disk or memory may be failing."
                 )
     return ExportedDCP(folder, destination, model.dtype, len(tensors), num_bytes, merged)
 
 
-def _alone(work: Callable[..., Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    with warnings.catch_warnings():  # of doing it in one process, which is what is asked for
+def _in_one_process(work: Callable[..., Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    with warnings.catch_warnings():  # that it runs in a single process, which is intended
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         work(tensors, checkpoint_id=folder, no_dist=True)

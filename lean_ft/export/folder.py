@@ -1,9 +1,9 @@
-"""A checkpoint as a plain Hugging Face folder: what transformers, vLLM and llama.cpp's converter open.
+"""Export a checkpoint as a plain Hugging Face folder, for transformers, vLLM and llama.cpp's converter.
 
     config.json, generation_config.json, model*.safetensors [+ index], tokenizer files, chat template
 
-The folder is written under another name beside its place, read back, and its logits compared with the source's; only
-then does it get its name. One model is in memory at a time: the source's goes before the copy is read back.
+The folder is written under a temporary name, read back, and its logits are compared with the source's; then it is renamed.
+Only one model is in memory at a time: the source is freed before the copy is read.
 """
 
 import filecmp
@@ -25,14 +25,14 @@ from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import checkpoint_bytes
 from lean_ft.training.finished_models import find_finished
 
-_NUM_POSITIONS = 32  # of the input whose logits are compared
-# Weights and arithmetic are the same on both sides; only the order of a sum may differ, by where tensors lie.
+_NUM_POSITIONS = 32  # tokens of the input for the comparison
+# Weights and arithmetic are equal on both sides; only the order of sums may differ, depending on memory alignment.
 _TOLERANCE_ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
 class ExportedFolder:
-    """What was written."""
+    """The result of `export_folder`."""
 
     source: Path
     folder: Path
@@ -44,9 +44,8 @@ class ExportedFolder:
     largest_difference: float
     """Between the logits of the folder and of the source, both in `dtype`."""
     merged: MergeReport | None = None
-    """What merging did, where the source is an adapter."""
     kept: str = ""
-    """What is the original's in a folder that reads images too, in words."""
+    """With `keep_vision`: text about the tensors copied from the original model."""
 
     def __str__(self) -> str:
         files = f"{len(self.weight_files)} weight file{'s' if len(self.weight_files) > 1 else ''}"
@@ -70,16 +69,16 @@ def export_folder(
     base: str | Path | None = None,
     keep_vision: bool = False,
 ) -> ExportedFolder:
-    """Writes the model of a checkpoint, run directory or model folder to the new folder `destination`.
+    """Write the model of a checkpoint, run directory or model folder to the new folder `destination`.
 
-    With `merge` the source is an adapter, and what is written is the model `base` (None: the one that the adapter
-    names) with the adapter in its weights. With `keep_vision` it is the language model of one that reads images too, and
-    what is written is the whole: `base`, or the folder that the run began with, with these weights in it, in its files.
+    `merge`: the source is an adapter; write the model `base` (default: the one that the adapter names) with the adapter merged
+    into its weights. `keep_vision`: the source is the language model of a model that also reads images; write the whole model,
+    which is `base` or the folder that the run started from, with these weights.
 
-    Weights are in `dtype` (bfloat16, float16 or float32; None: as the source's files), in files of at most
-    `max_shard_size`. Takes the memory of one model in `dtype`. Raises ValueError where the source is missing or damaged,
-    the destination taken, or a weight too large for the dtype; OSError where the disk is full; RuntimeError where what
-    was written does not compute what the source does. In every case nothing is left behind.
+    Weights are in `dtype` (bfloat16, float16 or float32; default: as stored), in files of at most `max_shard_size`. Needs
+    memory for one model in `dtype`. Raises ValueError if the source is missing or damaged, the destination exists, or a weight
+    is too large for the dtype; OSError if the disk is full; RuntimeError if the copy computes other logits. After an error,
+    nothing is left behind.
     """
     max_shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
     wanted_dtype = None if dtype is None else torch_dtype(dtype)
@@ -91,8 +90,8 @@ def export_folder(
     expected = _logits(model)
     if not expected.isfinite().all():
         raise ValueError(
-            f"the model of {folder} gives logits that are not finite in {wanted}. It is broken, or computes numbers too "
-            "large for this dtype: export it as bfloat16 or float32."
+            f"the logits of {folder} are not finite in {wanted}. The model is broken, or its activations are too large for "
+            "this dtype: export it as bfloat16 or float32."
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     needed_bytes, kept = checkpoint_bytes(model, 0, tokenizer), ""
@@ -104,7 +103,7 @@ def export_folder(
             if whole is None:
                 save_model(model, temporary, max_shard_bytes)
             else:
-                kept = f", and {save_whole(model, whole, temporary)} tensors of {whole} as they are there"
+                kept = f", and {save_whole(model, whole, temporary)} tensors of {whole}, unchanged"
             if tokenizer is not None:
                 tokenizer.save(temporary)
         del model
@@ -125,16 +124,16 @@ def export_folder(
 
 
 def export_adapter(source: str | Path, destination: str | Path, force: bool = False) -> Path:
-    """Copies the adapter of a run, a checkpoint or a folder to the new folder `destination`: what PEFT reads, and its tokenizer.
+    """Copy the adapter of a run, a checkpoint or a folder, with its tokenizer, to the new folder `destination`.
 
-    Returns the folder that it came from. Raises ValueError where the source holds no adapter or is damaged, or the destination
-    is taken; OSError where the disk is full; RuntimeError where the copy differs. In every case nothing is left behind.
+    Returns the source folder. Raises ValueError if the source has no adapter or is damaged, or the destination exists; OSError
+    if the disk is full; RuntimeError if the copy differs. After an error, nothing is left behind.
     """
     folder, destination = find_finished(source), Path(destination).expanduser()
     if not is_adapter(folder):
-        raise ValueError(f"{folder} holds a whole model, and no adapter: leave out --adapter.")
+        raise ValueError(f"{folder} has a whole model, not an adapter: leave out --adapter.")
     check_destination(destination, folder, force)
-    read_adapter(folder)  # raises where it is damaged
+    read_adapter(folder)  # raises if it is damaged
     files = list(files_of_model(folder))
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination) as temporary, room_for(sum(file.stat().st_size for file in files), destination):
@@ -143,13 +142,13 @@ def export_adapter(source: str | Path, destination: str | Path, force: bool = Fa
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
             if not filecmp.cmp(file, copy, shallow=False):
-                raise RuntimeError(f"the copy of {file} differs from it. The disk may be failing; nothing was kept.")
+                raise RuntimeError(f"the copy of {file} differs; nothing was kept. The disk may be failing.")
     return folder
 
 
 @torch.inference_mode()
 def _logits(model: Decoder) -> torch.Tensor:
-    """(1, T, V) float32, for ids from all over the vocabulary."""
+    """Return logits (1, T, V) in float32, for ids spread over the vocabulary."""
     num_positions = min(_NUM_POSITIONS, model.config.max_positions)
     ids = torch.arange(num_positions) * 7919 % model.config.vocab_size
     return model(ids[None]).float()
@@ -158,9 +157,9 @@ def _logits(model: Decoder) -> torch.Tensor:
 def _compare(expected: torch.Tensor, logits: torch.Tensor, dtype: torch.dtype) -> float:
     difference = (logits - expected).abs().max().item()
     allowed = _TOLERANCE_ROUNDINGS * torch.finfo(dtype).eps * expected.abs().max().item()
-    if not difference <= allowed:  # a NaN is not
+    if not difference <= allowed:  # also for NaN
         raise RuntimeError(
-            f"the exported model's logits differ from the source's by up to {difference:g}, and {allowed:g} is what "
-            f"rounding to {dtype} explains. The disk or the memory may be failing; nothing was kept."
+            f"the exported model's logits differ from the source's by up to {difference:g}; rounding to {dtype} explains at most "
+            f"{allowed:g}. Nothing was kept. Disk or memory may be failing."
         )
     return difference

@@ -1,15 +1,14 @@
-"""A tokenizer in the words of GGUF: tokens, their types and scores, merges, and the name of the splitting rule.
+"""Convert a tokenizer to GGUF: tokens, their types and scores, merges, and the name of the splitting rule.
 
-llama.cpp has two tokenizers for these families and knows them by what it would otherwise have to run:
+llama.cpp has two tokenizers for these families:
 
-- `gpt2`, byte-level BPE: merges in order, over text split by one of a fixed list of rules, told by name. The rule of a
-  tokenizer.json is looked up by what it does; one that is not in the list is refused, since llama.cpp would split
-  by another and give other ids.
-- `llama`, SentencePiece BPE: joins the two neighbours whose joined piece has the highest score. Scores come from
+- `gpt2`, byte-level BPE: merges in order, over text that is split by a named rule from a fixed list. The rule of a
+  tokenizer.json is looked up by its steps. A rule without a name is rejected, since llama.cpp would split differently.
+- `llama`, SentencePiece BPE: repeatedly joins the two neighbors whose joined piece has the highest score. Scores come from
   tokenizer.model, or from the order of the merges, which is the same order.
 
-llama.cpp normalises nothing: text that is not in Unicode's form NFC gets other ids there from tokenizers that compose
-it first, as Qwen's. Source: llama.cpp, docs and src/llama-vocab.cpp.
+llama.cpp does not normalize text. For a tokenizer that composes characters first (NFC, as Qwen's), uncomposed text gets
+other ids. Source: llama.cpp, docs and src/llama-vocab.cpp.
 """
 
 import json
@@ -20,19 +19,16 @@ from typing import Any
 
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.sentencepiece_model import WORD_START
-from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, is_rank_file
+from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, QWEN2_PATTERN, is_rank_file
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # gguf.TokenType
 ADDED_TOKEN_SCORE = -1000.0
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-# A text that tells a tokenizer that changes text before it splits it.
-_PROBE = "a  b ﬁ½ ™"
-
-_QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-# What a tokenizer.json does before BPE, as `_splitting_rule` writes it down, with llama.cpp's name for it.
+_PROBE = "a  b ﬁ½ ™"  # decodes differently if the tokenizer changes spaces or letters
+# The steps before BPE, as `_splitting_rule` returns them -> llama.cpp's name
 _PRE_TOKENIZERS = {
     (("Split", LLAMA3_PATTERN), ("ByteLevel", False), ("ignore_merges", True)): "llama-bpe",
-    (("Split", _QWEN2_PATTERN), ("ByteLevel", False), ("ignore_merges", False)): "qwen2",
+    (("Split", QWEN2_PATTERN), ("ByteLevel", False), ("ignore_merges", False)): "qwen2",
     (("Digits", True), ("ByteLevel", True), ("ignore_merges", False)): "smollm",
     (("ByteLevel", True), ("ignore_merges", False)): "gpt-2",
 }
@@ -40,39 +36,39 @@ _PRE_TOKENIZERS = {
 
 @dataclass
 class GGUFVocabulary:
-    """What goes into the file's `tokenizer.ggml.*`, one entry of the lists an id."""
+    """Values for `tokenizer.ggml.*`. Lists have one entry per id."""
 
     model: str  # gpt2 or llama
     tokens: list[str]
     types: list[int]
     pre: str = "default"
-    scores: list[float] = field(default_factory=list)  # of `llama`
-    merges: list[str] = field(default_factory=list)  # of `gpt2`, "left right"
-    add_space_prefix: bool | None = None  # of `llama`
+    scores: list[float] = field(default_factory=list)  # for `llama`
+    merges: list[str] = field(default_factory=list)  # for `gpt2`: "left right"
+    add_space_prefix: bool | None = None  # for `llama`
 
 
 def gguf_vocabulary(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> GGUFVocabulary:
-    """Returns the tokenizer of a model folder with `vocab_size` entries; ids that no text has are filled up.
+    """Return the tokenizer of a model folder, filled up to `vocab_size` entries.
 
-    Raises ValueError where llama.cpp has no tokenizer that gives the same ids.
+    Raises ValueError if no tokenizer of llama.cpp gives the same ids.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids and the model {vocab_size}; llama.cpp needs an "
-            "embedding for each. The tokenizer is of another model, or was extended without the model."
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size} embeddings. Use the "
+            "tokenizer that belongs to the model."
         )
     pieces = folder / "tokenizer.model"
     if pieces.is_file() and is_rank_file(pieces):
         pieces = folder / "absent"
     spec = _read(folder / "tokenizer.json")
     if spec is None and not pieces.is_file():
-        raise ValueError(f"{folder} has no tokenizer.json; GGUF is written from one, or from a SentencePiece model.")
+        raise ValueError(f"{folder} has neither a tokenizer.json nor a SentencePiece model, one of which GGUF needs.")
     if spec is None or spec["model"].get("byte_fallback"):
         vocabulary = _from_sentencepiece(pieces) if pieces.is_file() else _from_byte_fallback(spec or {}, folder)
         first = tokenizer.token_text(tokenizer.encode("a")[0])
         vocabulary.add_space_prefix = first.startswith(WORD_START)
         if tokenizer.decode(tokenizer.encode(_PROBE)) != _PROBE:
-            raise ValueError(f"{folder}: the tokenizer changes spaces or letters, which llama.cpp would not do.")
+            raise ValueError(f"{folder}: the tokenizer changes spaces or letters, and llama.cpp does not.")
     else:
         vocabulary = _from_byte_level(spec, folder)
     size = max(vocab_size, len(vocabulary.tokens))
@@ -94,15 +90,15 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
     if model["type"] != "BPE" or rule not in _PRE_TOKENIZERS or normalizer != "NFC":
         known = ", ".join(sorted(set(_PRE_TOKENIZERS.values())))
         raise ValueError(
-            f"{folder / 'tokenizer.json'}: llama.cpp would not give this tokenizer's ids. It splits text by rules that "
-            f"have a name there; this file's is none of those known here ({known})."
+            f"{folder / 'tokenizer.json'}: llama.cpp would give other ids, since this file's way to split text is none of the "
+            f"supported ones ({known})."
         )
-    # A byte without a token is dropped by llama.cpp, as by `tokenizers`, unless this file names a token for unknown text.
+    # llama.cpp drops bytes without a token. So does the `tokenizers` library, unless the file has an unknown token.
     missing = [byte for byte, letter in _byte_letters().items() if letter not in model["vocab"]]
     if missing and model.get("unk_token") is not None:
         raise ValueError(
-            f"{folder / 'tokenizer.json'} has no token for {len(missing)} bytes (the first is 0x{missing[0]:02X}) and writes "
-            f"{model['unk_token']!r} for them; llama.cpp would drop them."
+            f"{folder / 'tokenizer.json'} encodes {len(missing)} bytes (the first is 0x{missing[0]:02X}) as {model['unk_token']!r}, "
+            "and llama.cpp would drop them."
         )
     tokens, types = _listed(model["vocab"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
@@ -110,7 +106,7 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
 
 
 def _byte_letters() -> dict[int, str]:
-    """The letters that byte-level BPE writes for the bytes that UTF-8 has: themselves, or from U+0100 on (GPT-2)."""
+    """Return GPT-2's letter for each byte that occurs in UTF-8: the byte itself if printable, else U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
@@ -118,7 +114,7 @@ def _byte_letters() -> dict[int, str]:
 
 
 def _splitting_rule(pre_tokenizer: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """The steps of a pre-tokenizer with what matters of each: (("Split", regex), ("ByteLevel", splits by itself))."""
+    """Return the steps of a pre-tokenizer with their relevant setting: (("Split", regex), ("ByteLevel", use_regex))."""
     kind = (pre_tokenizer or {}).get("type")
     match pre_tokenizer:
         case {"type": "Sequence", "pretokenizers": [*steps]}:
@@ -145,22 +141,22 @@ def _from_sentencepiece(path: Path) -> GGUFVocabulary:
         UNUSED: processor.is_unused,
     }
     types = [next((kind for kind, is_kind in kinds.items() if is_kind(i)), NORMAL) for i in ids]
-    # A BPE model's score is the piece's place among the merges, negated; a unigram model's is a logarithm.
+    # Scores of a BPE model are negated ranks of the merges; scores of a unigram model are logarithms.
     if any(score != int(score) for score, kind in zip(scores, types, strict=True) if kind == NORMAL):
-        raise ValueError(f"{path} is a unigram model, which llama.cpp does not read for these families.")
+        raise ValueError(f"{path} is a unigram model, which llama.cpp does not support for these families.")
     return GGUFVocabulary("llama", [processor.id_to_piece(i) for i in ids], types, scores=scores)
 
 
 def _from_byte_fallback(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
-    """Llama 2's kind of tokenizer.json, without the tokenizer.model that it was made from."""
+    """Convert a tokenizer.json like Llama 2's, without the tokenizer.model that it was made from."""
     model = spec["model"]
     if model["type"] != "BPE":
         raise ValueError(f"{folder / 'tokenizer.json'} is a {model['type']} tokenizer; expected BPE.")
     steps = [step["type"] for step in (spec.get("normalizer") or {}).get("normalizers", [])]
     if spec.get("pre_tokenizer") is not None or steps not in (["Prepend", "Replace"], ["Replace"]):
         raise ValueError(
-            f"{folder / 'tokenizer.json'} marks where words begin by a rule of its own (a pre-tokenizer), and llama.cpp "
-            "puts the mark before every text. Put the model's tokenizer.model beside it."
+            f"{folder / 'tokenizer.json'} marks the start of words with a pre-tokenizer, and llama.cpp marks the start of every "
+            "text. Put the model's tokenizer.model into the folder."
         )
     tokens, types = _listed(model["vocab"])
     types = [BYTE if _BYTE_PIECE.fullmatch(token) else kind for token, kind in zip(tokens, types, strict=True)]
@@ -170,12 +166,12 @@ def _from_byte_fallback(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         scores.setdefault(left + right, -float(rank))
-    # Single characters are never the result of a merge, and so never chosen by their score.
+    # Single characters never result from a merge, so their score is never used.
     return GGUFVocabulary("llama", tokens, types, scores=[scores.get(token, 0.0) for token in tokens])
 
 
 def _listed(vocab: dict[str, int]) -> tuple[list[str], list[int]]:
-    """Tokens in order of id with their types; ids that the file leaves out are unused."""
+    """Return the tokens in order of id, and their types. Missing ids are unused."""
     size = max(vocab.values()) + 1
     tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for token, token_id in vocab.items():

@@ -1,4 +1,4 @@
-"""Where an export comes from and where it goes: the source read whole, the destination free and roomy."""
+"""Read the source of an export, and check its destination."""
 
 import errno
 from collections.abc import Iterator
@@ -19,33 +19,32 @@ from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, loa
 from lean_ft.training.checkpoint import MANIFEST, STATE_FOLDER, free_bytes
 from lean_ft.training.finished_models import find_base, tokenizer_folder
 
-# What an export may hold, and so what --force may replace; anything else in a folder is somebody's work.
-_OF_A_MODEL = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
-_OF_A_MODEL |= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+# Files of an export, which --force may replace. A folder with any other file is never replaced.
+_MODEL_FILES = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
+_MODEL_FILES |= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
 
 
 def read_source(
     folder: Path, merge: bool, base: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Decoder, Tokenizer | None, MergeReport | None]:
-    """Reads the model in `folder`, or with `merge` the model `base` (None: the adapter's own) with the folder's adapter.
+    """Read the model in `folder`, or with `merge` the model `base` (default: the adapter's) with the folder's adapter.
 
-    Weights are in `dtype` (None: as the files have them). Raises ValueError where an adapter is given for a model, or
-    the other way round, and for weights that are not finite.
+    Weights are in `dtype` (default: as stored). Raises ValueError for an adapter without `merge`, a model with `merge`, and
+    weights that are not finite.
     """
     if is_adapter(folder) and not merge:
         raise ValueError(
-            f"{folder} holds an adapter, which is no model by itself. Export it with the model that it is of: --merge. "
-            "Or alone, for what reads PEFT's format: --adapter."
+            f"{folder} has an adapter, not a model. Export it with its model by --merge, or alone in PEFT's format by --adapter."
         )
     if merge and not is_adapter(folder):
-        raise ValueError(f"{folder} holds a whole model, and no adapter to merge: leave out --merge.")
+        raise ValueError(f"{folder} has a whole model, not an adapter: leave out --merge.")
     model_folder = resolve_model_path(base or find_base(folder)) if merge else folder
     dtype = dtype or stored_dtype(model_folder)
     with_tokenizer = tokenizer_folder(folder, model_folder)
     tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
     if merge:
         model, merged = load_merged(folder, model_folder, dtype=dtype)
-        if model.config.scores and tokenizer is not None:  # transformers finds a text's end by it
+        if model.config.scores and tokenizer is not None:  # transformers finds the end of a text by it
             model.source.config["pad_token_id"] = tokenizer.pad_id
     else:
         model, merged = load_model(folder, dtype=dtype, scores=None), None
@@ -54,73 +53,71 @@ def read_source(
 
 
 def files_of_model(folder: Path) -> Iterator[Path]:
-    """What of a checkpoint is the model or the adapter, and not for going on with its run."""
+    """Yield the files of a checkpoint's model or adapter, without its training state."""
     for file in sorted(folder.rglob("*")):
-        place = file.relative_to(folder)
-        is_of_the_run = place.parts[0] == STATE_FOLDER or place.name == MANIFEST
-        if file.is_file() and not is_of_the_run and not any(part.startswith(".") for part in place.parts):
+        path = file.relative_to(folder)
+        is_state = path.parts[0] == STATE_FOLDER or path.name == MANIFEST
+        if file.is_file() and not is_state and not any(part.startswith(".") for part in path.parts):
             yield file
 
 
 def _check_finite(model: Decoder, folder: Path) -> None:
-    """Raises ValueError where a weight is not finite, as after a cast to float16 of one above 65,504."""
+    """Raise ValueError if a weight is not finite, for example after a cast to float16 of a number above 65,504."""
     for name, parameter in model.named_parameters():
         lowest, highest = torch.aminmax(parameter.detach())
         if not (lowest.isfinite() and highest.isfinite()):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{folder}: {name} has a value that {dtype} cannot hold (its largest is "
-                f"{torch.finfo(parameter.dtype).max:g}), or that is not finite in the source. Export it as bfloat16 or "
-                "float32; where that fails too, the source is broken."
+                f"{folder}: {name} has a value above {torch.finfo(parameter.dtype).max:g}, which {dtype} cannot hold, or that "
+                "is not finite. Export it as bfloat16 or float32. If that fails too, the source is broken."
             )
 
 
 def check_destination(destination: Path, source: Path, force: bool) -> None:
-    """Raises ValueError unless an export may take the place of `destination`.
+    """Raise ValueError unless an export may be written to `destination`.
 
-    What is there gives way to `force` alone, and only where it is itself a model's folder or a .gguf file.
+    Only an earlier export (a model folder or a .gguf file) may be replaced, and only with `force`.
     """
     there, model = destination.resolve(), source.resolve()
     if there == model or there in model.parents or model in there.parents:
-        raise ValueError(f"{destination} and the model's folder {source} lie within one another; name another place.")
+        raise ValueError(
+            f"{destination} and the model folder {source} contain one another; choose another destination."
+        )
     if destination.is_dir():
         if not any(destination.iterdir()):
             return
-        foreign = [entry.name for entry in destination.iterdir() if not _is_of_a_model(entry)]
-        if foreign:
+        other = sorted(entry.name for entry in destination.iterdir() if not _is_model_file(entry))
+        if other:
             raise ValueError(
-                f"{destination} holds what is no exported model's ({', '.join(sorted(foreign)[:3])}), so nothing is "
-                "written there, --force or not. Name a new folder."
+                f"{destination} has files that are not of an export ({', '.join(other[:3])}), so not even --force replaces it. "
+                "Choose a new folder."
             )
     elif destination.exists() and destination.suffix != ".gguf":
         raise ValueError(f"{destination} is a file; expected the name of a new folder.")
     if destination.exists() and not force:
-        raise ValueError(f"{destination} exists. Name another place, or overwrite it with --force.")
+        raise ValueError(f"{destination} exists. Choose another destination, or overwrite it with --force.")
 
 
-def _is_of_a_model(entry: Path) -> bool:
+def _is_model_file(entry: Path) -> bool:
     if entry.is_dir():
         return entry.name in TEMPLATE_FOLDERS
-    if entry.name == ".metadata" or entry.suffix == ".distcp":  # PyTorch's distributed checkpoints
+    if entry.name == ".metadata" or entry.suffix == ".distcp":  # a DCP folder
         return True
-    return entry.name in _OF_A_MODEL or (entry.suffix == ".safetensors" and entry.name.startswith("model"))
+    return entry.name in _MODEL_FILES or (entry.suffix == ".safetensors" and entry.name.startswith("model"))
 
 
 @contextmanager
 def room_for(needed_bytes: int, destination: Path) -> Iterator[None]:
-    """Raises OSError in one sentence where the disk has too little room, before or while the block writes."""
-    free = free_bytes(destination.parent)
+    """Raise a clear OSError if the disk has too little space, before or while the block writes."""
+    free, needed = free_bytes(destination.parent), gibibytes(needed_bytes)
+    remedy = "Free some space, or choose a destination on another disk."
     if free < needed_bytes:
-        raise OSError(
-            f"the export needs {gibibytes(needed_bytes)}, and {destination.parent} has {gibibytes(free)} free. Nothing "
-            "was written. Free some space, or name a place on another disk."
-        )
+        raise OSError(f"the export needs {needed}, and {destination.parent} has {gibibytes(free)} free. {remedy}")
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(
-            f"the disk of {destination.parent} filled up during the export, which needs {gibibytes(needed_bytes)}. "
-            f"What was written is removed. Free some space, or name a place on another disk."
+            f"the disk of {destination.parent} became full during the export, which needs {needed}. Nothing was kept. {remedy}"
         ) from None

@@ -1,8 +1,8 @@
-"""A model that reads images too, with a language model that was trained in the place of its own.
+"""Put a trained language model back into the model that it was taken from, which also reads images.
 
-Every tensor that is not the language model's (vision tower, projector, layers that draft) is copied bit by bit, the others are
-written under the names that they have there, file by file as the original is cut, so that one file is in memory beside the
-model. config.json and the files of its processor are the original's.
+Tensors outside the language model (vision tower, projector, draft layers) are copied bit for bit. The trained tensors are
+written under their original names, file by file as in the original, so that one file is in memory in addition to the model.
+config.json and the processor's files are the original's.
 """
 
 import shutil
@@ -26,48 +26,48 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 
 
 def find_whole(model: Decoder, folder: Path, base: str | Path | None) -> Path:
-    """The folder that the language model in `folder` was taken from: `base`, or what its run began with.
+    """Return the folder that the language model in `folder` was taken from: `base`, or the one that its run started from.
 
-    Raises ValueError where that is not known, and where it reads no images.
+    Raises ValueError if that is unknown, or if the model there does not read images.
     """
     if base is None and model.source.part_of:
         base = model.source.folder
     if base is None and (folder / TRAINING_STATE_FILE).is_file():
         base = read_training_state(folder)["settings"].get("model.path")
     if base is None:
-        raise ValueError(f"{folder} does not say which model it was taken from: give that model's folder as --base.")
+        raise ValueError(f"{folder} does not name the model that it was taken from: give its folder with --base.")
     whole = resolve_model_path(base)
     config = read_json(whole / "config.json", "it says what the model computes.")
     if language_model_config(config, str(whole / "config.json")) is config:
         raise ValueError(
-            f"{whole} reads no images (its model_type is {config.get('model_type')!r}), so there is nothing to keep: leave out "
-            "--keep-vision, or give as --base the folder that the language model was taken from."
+            f"{whole} is not a model that reads images (its model_type is {config.get('model_type')!r}): leave out "
+            "--keep-vision, or give the folder that the language model was taken from with --base."
         )
     return whole
 
 
 def save_whole(model: Decoder, whole: Path, destination: Path) -> int:
-    """Writes the folder `whole` anew with the weights of `model`, and returns how many tensors are the original's.
+    """Copy the folder `whole` to `destination` with the weights of `model`, and return the number of unchanged tensors.
 
-    Raises ValueError where the original has no place for a tensor of the model.
+    Raises ValueError if `whole` lacks a tensor of the model.
     """
     config = read_json(whole / "config.json", "it says what the model computes.")
     stored = dequantized(stored_tensors(whole), language_model_config(config).get("quantization_config") or {})
     trained = tensors_on_disk(model)
-    if model.config.tied_embeddings:  # some folders store it twice
+    if model.config.tied_embeddings:  # some folders store both
         trained["lm_head.weight"] = trained["model.embed_tokens.weight"]
-    own_names = {name: own for name in stored if (own := name_in_language_model(name)) in trained}
-    without = trained.keys() - own_names.values() - ({"lm_head.weight"} if model.config.tied_embeddings else set())
-    if without:
+    trained_names = {name: found for name in stored if (found := name_in_language_model(name)) in trained}
+    missing = trained.keys() - trained_names.values() - ({"lm_head.weight"} if model.config.tied_embeddings else set())
+    if missing:
         raise ValueError(
-            f"{whole} has no place for {min(without)}, which the trained model has: it is not the folder that the model was "
-            "taken from. Give that as --base."
+            f"{whole} lacks {min(missing)}, a tensor of the trained model. Give the folder that the model was taken from with "
+            "--base."
         )
     destination.mkdir(exist_ok=True)
     weight_map, total_bytes = {}, 0
     for file_name in sorted({tensor.file.name for tensor in stored.values()}):
         names = [name for name, tensor in stored.items() if tensor.file.name == file_name]
-        tensors = {n: trained[own_names[n]] if n in own_names else _copied(n, stored[n]) for n in names}
+        tensors = {n: trained[trained_names[n]] if n in trained_names else _copied(n, stored[n]) for n in names}
         write_file(destination / file_name, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file_name)
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -80,26 +80,26 @@ def save_whole(model: Decoder, whole: Path, destination: Path) -> int:
     if model.source.generation_config is not None:
         (destination / "generation_config.json").write_bytes(model.source.generation_config)
     shutil.copyfile(whole / "config.json", destination / "config.json")
-    if (changed := _brought_up_to_date(config, model)) != config:
+    if (changed := _updated(config, model)) != config:
         write_json(destination / "config.json", changed)
-    return len(stored) - len(own_names)
+    return len(stored) - len(trained_names)
 
 
 def _copied(name: str, stored: Readable) -> torch.Tensor:
-    """A tensor of the original as it is; what is quantised there in bfloat16."""
+    """Read a tensor of the original; a quantized one becomes bfloat16."""
     if stored.dtype is None:
-        raise ValueError(f"{stored.file}: {name} is stored in a dtype that cannot be copied here.")
+        raise ValueError(f"{stored.file}: {name} has a dtype that cannot be copied.")
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
     stored.read_part(part_of(tensor))
     return tensor
 
 
-def _brought_up_to_date(config: dict[str, Any], model: Decoder) -> dict[str, Any]:
-    """The original's config.json with the dtype and the vocabulary of the model, whose weights are not quantised."""
-    said = {"vocab_size": model.config.vocab_size}
-    said |= dict.fromkeys(("dtype", "torch_dtype"), str(model.dtype).removeprefix("torch."))
+def _updated(config: dict[str, Any], model: Decoder) -> dict[str, Any]:
+    """Return the original's config.json with the dtype and vocabulary size of the model, whose weights are not quantized."""
+    changes = {"vocab_size": model.config.vocab_size}
+    changes |= dict.fromkeys(("dtype", "torch_dtype"), str(model.dtype).removeprefix("torch."))
 
-    def current(settings: dict[str, Any]) -> dict[str, Any]:
-        return {key: said.get(key, value) for key, value in settings.items() if key != "quantization_config"}
+    def updated(settings: dict[str, Any]) -> dict[str, Any]:
+        return {key: changes.get(key, value) for key, value in settings.items() if key != "quantization_config"}
 
-    return {**current(config), "text_config": current(config["text_config"])}
+    return {**updated(config), "text_config": updated(config["text_config"])}

@@ -1,11 +1,10 @@
-"""Models from the Hugging Face hub: a repository's name becomes a folder in the hub's own cache, at a known commit.
+"""Download models from the Hugging Face Hub into the Hub's own cache, at a known commit.
 
-Everything goes through huggingface-hub: its cache, its token (which is never read here), its progress bars. What is added
-here: only what a finetune reads is fetched (pickled weights and other frameworks' copies of them are passed over), and
-every way to fail has one message that says what to do (`lean_ft.hub.errors`). Files come one at a time, weights last: a
-large one is transferred in parallel pieces anyway where hf-xet is installed, Ctrl-C answers at once and costs at most the
-file under way, and a snapshot that holds its weights is whole. `snapshot_download` does neither: it waits for the files
-under way before it lets Ctrl-C through, and a branch is its new commit from the start.
+The huggingface_hub client provides the cache, the token (which this module never reads) and the progress bars. This module
+fetches only files that finetuning reads, and explains each failure in one message (`lean_ft.hub.errors`). It fetches one
+file at a time, weights last: a snapshot that has its weights is complete, and Ctrl-C stops at once and loses at most part of
+one file. (hf-xet still transfers a large file in parallel.) `snapshot_download` instead waits for the files under way before
+it stops, and records a branch's new commit before its files are there.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ from typing import Any, NamedTuple
 from lean_ft.hub.errors import OTHER_DISK, DownloadFailed, HubUnreachable, explained
 from lean_ft.system.whole_files import write_whole
 
-# huggingface_hub is imported where it is used: `leanft --help` must not wait for it.
+# huggingface_hub is imported inside functions, since importing it would slow down `leanft --help`.
 
-# What a finetune does not read: pickled weights, and the same weights once more for other programs.
+# Files that finetuning does not read: pickled weights, and copies of the weights for other programs.
 SKIPPED = (
     *("*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl", "*.h5", "*.msgpack", "*.ot", "*.npz", "*.tflite"),
     *("*.gguf", "*.onnx", "*.onnx_data", "onnx/*", "openvino/*", "coreml/*", "metal/*"),
@@ -33,13 +32,13 @@ SKIPPED = (
 WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-TIMEOUT_SECONDS = 30.0  # for the hub to list a repository
+TIMEOUT_SECONDS = 30.0  # for the list of a repository's files
+MAX_NAME_BYTES = 255  # of a file name, on almost every file system
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w.][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"(?!\.)[\w.+=:-]{1,200}", re.ASCII)
-MAX_NAME_BYTES = 255  # of a file, on almost every disk
 _log = logging.getLogger(__name__)
 
 
@@ -54,13 +53,13 @@ class RepositoryName(NamedTuple):
 
     @property
     def names_commit(self) -> bool:
-        """Whether the revision is a full commit hash, which never means anything else later."""
+        """Whether the revision is a full commit hash, which never changes its meaning."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A repository's files as they are at one commit, on the disk."""
+    """A repository's files at one commit, on disk."""
 
     folder: Path
     commit: str
@@ -69,7 +68,7 @@ class Snapshot:
 
 
 def parse_name(text: str) -> RepositoryName | None:
-    """`org/name` or `org/name@revision`; None for what cannot be a repository's name."""
+    """Parse `org/name` or `org/name@revision`; None if that cannot be the name of a repository."""
     match = _NAME.fullmatch(text)
     if match is None or ".." in text or "--" in match[1]:
         return None
@@ -83,34 +82,33 @@ def download(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Snapshot:
-    """Fetches a model's files into the hub's cache, or into `output_dir`, and returns where they are.
+    """Download a model's files into the Hub's cache, or into `output_dir`. Files that are there already are kept.
 
-    `include` takes only the files that match one of its patterns (`*.md`, `original/*`), `exclude` leaves out those
-    that match; without `include`, what lean_ft does not read (SKIPPED) is left out. Files that are there are kept.
-    Raises ValueError for what the user can put right (the name, the revision, the licence, the token, a pattern),
-    DownloadFailed where the network, the hub or the disk fails.
+    `include` selects the files that match one of its patterns (`*.md`, `original/*`); without it, all files but `SKIPPED`
+    are selected. `exclude` removes files from the selection. Raises ValueError for problems that the user can fix (name,
+    revision, license, token, pattern), and DownloadFailed if the network, the Hub or the disk fails.
     """
     name = parse_name(repo if revision is None else f"{repo}@{revision}")
     if name is None:
-        asked = repo if revision is None else f"{repo} at revision {revision}"
-        raise ValueError(f"{asked!r} is no repository of the Hugging Face hub; expected org/name.")
+        at_revision = "" if revision is None else f" at revision {revision}"
+        raise ValueError(f"{repo!r}{at_revision} is not a repository of the Hugging Face Hub; expected org/name.")
     commit, sizes = _list_files(name)
-    wanted = {file: sizes[file] for file in _select(name.repo, sizes, include, exclude)}
+    selected = {file: sizes[file] for file in _select(name.repo, sizes, include, exclude)}
     folder = None if output_dir is None else _check_output_dir(Path(output_dir).expanduser())
     at_commit = RepositoryName(name.repo, commit)
-    _check_disk(at_commit, wanted, folder)
-    place = _fetch(at_commit, wanted, folder)
+    _check_disk(at_commit, selected, folder)
+    snapshot_folder = _fetch(at_commit, selected, folder)
     if folder is None:
         _record_revision(name, commit)
-    return Snapshot(place, commit, len(wanted), sum(wanted.values()))
+    return Snapshot(snapshot_folder, commit, len(selected), sum(selected.values()))
 
 
 def model_folder(name: RepositoryName, weights: bool = True) -> Path:
-    """The folder of a model's snapshot in the hub's cache, fetched where it is not there yet.
+    """Return the folder of a model's snapshot in the Hub's cache, downloaded if necessary.
 
-    A commit that is cached whole needs no network. A branch or tag is looked up, and where the hub cannot be reached
-    its newest whole copy in the cache serves, which is logged. Without `weights`, safetensors files are not needed and
-    not fetched. Raises as `download` does.
+    A complete cached commit needs no network. A branch or tag is looked up on the Hub; if the Hub cannot be reached, its
+    newest complete copy in the cache is used, with a warning. `weights=False` downloads no safetensors files. Raises as
+    `download` does.
     """
     cached = find_cached(name, weights)
     if name.names_commit and cached is not None and any((cached / file).is_file() for file in TOKENIZER_FILES):
@@ -121,154 +119,149 @@ def model_folder(name: RepositoryName, weights: bool = True) -> Path:
         if cached is None:
             raise
         if not name.names_commit:
-            _log.warning(
-                "%s: no way to the Hugging Face hub, so it is the copy in the cache, commit %s.", name, cached.name
-            )
+            _log.warning("%s: cannot reach the Hugging Face Hub; using the cached commit %s.", name, cached.name)
         return cached
 
 
-# What is fetched -------------------------------------------------------------------------------------------------
-
-
 def _list_files(name: RepositoryName) -> tuple[str, dict[str, int]]:
-    """The commit that `name` stands for, and its files with their sizes in bytes."""
+    """Return the commit of `name`, and the sizes of its files in bytes."""
     from huggingface_hub import HfApi
 
     with explained(name.repo, name.revision):
         info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-        raise DownloadFailed(_not_a_hub(f"the commit of {name.repo}", info.sha))
+        raise _invalid_answer(f"the commit of {name.repo}", info.sha)
     sizes: dict[str, int] = {}
     for sibling in info.siblings or ():
         file, size = sibling.rfilename, sibling.size or 0
-        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
-        if not parts or parts[0] == "/" or ".." in parts or "\\" in file or not _is_file_name(parts):
-            raise ValueError(
-                f"{name.repo} lists a file {str(file)[:300]!r}, which leads out of its folder. Nothing was fetched."
-            )
+        if not isinstance(file, str) or not _is_relative_path(file):
+            raise ValueError(f"{name.repo} has an unsafe file name: {str(file)[:300]!r}. Nothing was downloaded.")
         if not isinstance(size, int) or size < 0:
-            raise DownloadFailed(_not_a_hub(f"the size of {file}", size))
+            raise _invalid_answer(f"the size of {file}", size)
         sizes[file] = size
     return info.sha, sizes
 
 
-def _is_file_name(parts: Sequence[str]) -> bool:
-    return all("\0" not in part and len(part.encode(errors="replace")) <= MAX_NAME_BYTES for part in parts)
+def _is_relative_path(file: str) -> bool:
+    """Whether a file of this name stays inside its folder on every file system."""
+    parts = PurePosixPath(file).parts
+    too_long = any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in parts)
+    return bool(parts) and parts[0] != "/" and ".." not in parts and not re.search(r"[\\\0]", file) and not too_long
 
 
-def _not_a_hub(what: str, found: Any) -> str:
+def _invalid_answer(what: str, found: Any) -> DownloadFailed:
     from huggingface_hub import constants
 
-    return f"{constants.ENDPOINT} answered with {str(found)[:100]!r} as {what}, as no hub does. Nothing was written; check HF_ENDPOINT."
+    return DownloadFailed(
+        f"{constants.ENDPOINT} returned an invalid value for {what}: {str(found)[:100]!r}. Nothing was written. Check HF_ENDPOINT."
+    )
 
 
 @contextlib.contextmanager
 def _checked_answers(commit: str | None) -> Iterator[None]:
-    """Inside, refuse an ETag or a commit in the hub's headers that is not one: the hub's client makes paths of them."""
+    """Inside the block, reject invalid ETags and commits in HTTP headers: the client uses both as parts of paths."""
     from huggingface_hub import file_download
 
-    ask = file_download.get_hf_file_metadata
+    get_metadata = file_download.get_hf_file_metadata
 
-    def ask_and_check(*arguments: Any, **named: Any) -> Any:
+    def get_checked_metadata(*arguments: Any, **named: Any) -> Any:
         try:
-            found = ask(*arguments, **named)
-        except Exception as error:  # of a missing file the client keeps a note under the commit
+            found = get_metadata(*arguments, **named)
+        except Exception as error:  # the client records a missing file under the commit of the response
             headers = getattr(getattr(error, "response", None), "headers", {})
             if headers.get("X-Repo-Commit", commit) != commit:
-                raise DownloadFailed(_not_a_hub("a commit", headers["X-Repo-Commit"])) from error
+                raise _invalid_answer("the commit", headers["X-Repo-Commit"]) from error
             raise
         if found.commit_hash not in (None, commit):
-            raise DownloadFailed(_not_a_hub("a commit", found.commit_hash))
+            raise _invalid_answer("the commit", found.commit_hash)
         if found.etag is not None and not _ETAG.fullmatch(found.etag):
-            raise DownloadFailed(_not_a_hub("an ETag", found.etag))
+            raise _invalid_answer("an ETag", found.etag)
         return found
 
-    file_download.get_hf_file_metadata = ask_and_check
+    file_download.get_hf_file_metadata = get_checked_metadata
     try:
         yield
     finally:
-        file_download.get_hf_file_metadata = ask
+        file_download.get_hf_file_metadata = get_metadata
 
 
 def _select(repo: str, sizes: dict[str, int], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """The files to fetch: small ones, then config.json, then weights, so that what comes later vouches for the rest."""
+    """Return the files to fetch in order: small files, config.json, then weights. Each is complete once the next exists."""
     from huggingface_hub.utils import filter_repo_objects
 
     def matching(allowed: Sequence[str], ignored: Sequence[str] = ()) -> list[str]:
         return sorted(filter_repo_objects(sizes, allow_patterns=list(allowed), ignore_patterns=list(ignored)))
 
     if not include and WEIGHTS not in exclude and not matching([WEIGHTS], SKIPPED):
-        others = matching(SKIPPED)
-        found = f"It has {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}. " if others else ""
         raise ValueError(
-            f"{repo} has no safetensors weights, and lean_ft reads no others. {found}"
-            "Look for another repository of the model; --include PATTERN fetches files of any kind."
+            f"{repo} has no safetensors weights, which lean_ft needs (it has {_listed(matching(SKIPPED), 3)}). Choose another "
+            "repository of the model, or pass --include PATTERN to download files of any kind."
         )
-    wanted = matching(include, exclude) if include else matching(["*"], [*SKIPPED, *exclude])
-    if not wanted:
-        raise ValueError(
-            f"no file of {repo} is left to fetch with these patterns. It has: {', '.join(sorted(sizes)[:12])}"
-            f"{' ...' if len(sizes) > 12 else ''}"
-        )
-    return sorted(wanted, key=lambda file: (file.endswith(".safetensors"), file == "config.json"))
+    selected = matching(include, exclude) if include else matching(["*"], [*SKIPPED, *exclude])
+    if not selected:
+        raise ValueError(f"no file of {repo} matches these patterns. It has {_listed(sorted(sizes), 12)}.")
+    return sorted(selected, key=lambda file: (file.endswith(".safetensors"), file == "config.json"))
+
+
+def _listed(files: list[str], most: int) -> str:
+    return ", ".join(files[:most]) + (" ..." if len(files) > most else "") if files else "no files"
 
 
 def _check_output_dir(folder: Path) -> Path:
-    """The folder to fetch into, unless it holds something else: the hub's client overwrites files of the same name."""
+    """Return `folder` unless it has files of another origin, which the client would overwrite."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; expected a folder, which need not exist yet.")
+        raise ValueError(f"{folder} is a file; expected a folder, which may be new.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / ".cache" / "huggingface").is_dir():
-        raise ValueError(f"{folder} holds files that no download put there; give a new or empty folder.")
+        raise ValueError(f"{folder} has files that were not downloaded. Choose a new or empty folder.")
     return folder
 
 
 def _check_disk(name: RepositoryName, sizes: dict[str, int], folder: Path | None) -> None:
-    """Refuses to fetch the files of a commit where the disk has no room for them."""
+    """Raise DownloadFailed if the disk has no room for the missing files."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    def is_there(file: str) -> bool:
+    def is_present(file: str) -> bool:
         if folder is not None:
             return (folder / file).is_file() and (folder / file).stat().st_size == sizes[file]
         return isinstance(try_to_load_from_cache(name.repo, file, revision=name.revision), str)
 
-    needed = sum(size for file, size in sizes.items() if not is_there(file))
-    place = Path(constants.HF_HUB_CACHE) if folder is None else folder.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    needed = sum(size for file, size in sizes.items() if not is_present(file))
+    target = Path(constants.HF_HUB_CACHE) if folder is None else folder.absolute()
+    while not target.exists():
+        target = target.parent
+    free = shutil.disk_usage(target).free
     if needed > free:
         raise DownloadFailed(
-            f"{name.repo} needs {gigabytes(needed)} more, and the disk of {place} has {gigabytes(free)} free. "
-            f"Nothing was fetched. {OTHER_DISK}"
+            f"{name.repo} needs {gigabytes(needed)} more disk space, and {target} has {gigabytes(free)} free. Nothing was "
+            f"downloaded. {OTHER_DISK}"
         )
 
 
 def _fetch(name: RepositoryName, sizes: dict[str, int], folder: Path | None) -> Path:
-    """Fetches the files of a commit in order, and returns the folder that they are in."""
+    """Download the files of a commit in order, and return the folder that they are in."""
     from huggingface_hub import hf_hub_download
 
-    in_terminal, place = sys.stderr.isatty(), Path()
-    for done, (file, size) in enumerate(sizes.items()):
-        if not in_terminal and size >= 10**8:  # a terminal has the client's bars
-            print(f"fetching {file}, {gigabytes(size)}", file=sys.stderr, flush=True)
+    in_terminal, snapshot_folder = sys.stderr.isatty(), Path()
+    for num_complete, (file, size) in enumerate(sizes.items()):
+        if not in_terminal and size >= 10**8:  # in a terminal, the client shows progress bars
+            print(f"downloading {file}, {gigabytes(size)}", file=sys.stderr, flush=True)
         try:
             with explained(name.repo, name.revision), _checked_answers(name.revision):
                 path = Path(hf_hub_download(name.repo, file, revision=name.revision, local_dir=folder))
         except KeyboardInterrupt as error:
             error.add_note(
-                f"{done} of {len(sizes)} files of {name.repo} are complete and stay where they are; the same command "
-                f"goes on with {file}."
+                f"{num_complete} of {len(sizes)} files of {name.repo} are complete and kept. The same command resumes with {file}."
             )
             raise
-        place = folder or path.parents[len(PurePosixPath(file).parts) - 1]
-    return place
+        snapshot_folder = folder or path.parents[len(PurePosixPath(file).parts) - 1]
+    return snapshot_folder
 
 
-# The layout of the hub's cache: models--org--name/{refs/main, snapshots/COMMIT/..., blobs/...} --------------------
+# The layout of the Hub's cache: models--org--name/{refs/main, snapshots/COMMIT/..., blobs/...} --------------------
 
 
 def find_cached(name: RepositoryName, weights: bool = True) -> Path | None:
-    """The folder of a snapshot that is in the hub's cache, with its weights where they are wanted; no network."""
+    """Return the folder of a snapshot in the Hub's cache, complete with its weights if `weights`; uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
@@ -279,7 +272,7 @@ def find_cached(name: RepositoryName, weights: bool = True) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether the weights are there: one file, or each that the index names."""
+    """Whether the weights are there: a single file, or every file that the index names."""
     if (folder / "model.safetensors").is_file():
         return True
     try:
@@ -290,7 +283,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def cached_name(folder: Path) -> RepositoryName | None:
-    """The repository and commit that a folder is a snapshot of, in a cache of the hub's client; None for any other."""
+    """Return the repository and commit of a snapshot folder in the Hub's cache; None for any other folder."""
     repository = folder.parent.parent.name
     if folder.parent.name != "snapshots" or not repository.startswith("models--"):
         return None
@@ -298,14 +291,14 @@ def cached_name(folder: Path) -> RepositoryName | None:
 
 
 def home_of_links(folder: Path) -> Path:
-    """Where links in a model's folder may lead: of a snapshot in the hub's cache to the blobs of its repository."""
+    """Return where links in a model's folder may lead: the repository's blobs for a snapshot, else the folder itself."""
     return folder if cached_name(folder) is None else folder.parent.parent / "blobs"
 
 
 def _record_revision(name: RepositoryName, commit: str) -> None:
-    """Notes in the cache, as the hub's client does, which commit a branch or tag is at: it serves without a network.
+    """Record the commit of a branch or tag in the cache, as the client does, for use without a network.
 
-    Only now that the snapshot is whole: until then the one before it serves.
+    This happens after the snapshot is complete; until then, the previous commit stays in use.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -320,5 +313,5 @@ def _record_revision(name: RepositoryName, commit: str) -> None:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Bytes as the hub counts them: `2.47 GB`, `12.3 MB`."""
+    """Bytes in the Hub's units: `2.47 GB`, `12.3 MB`."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,8 +1,8 @@
-"""A run's model on the Hugging Face hub, with a card that says how it was made.
+"""Upload a run's model to the Hugging Face Hub, with a model card.
 
-What goes there is the newest whole checkpoint, or the one that is named, without its training state: a model's folder, or an
-adapter's in PEFT's format. Beside it README.md, the card, and curves.png where matplotlib is installed. All of it is one commit, so that
-the repository never shows a half. The client's way to upload is the hub's (Xet, or LFS); nothing here holds a token.
+The upload is the newest complete checkpoint, or the given one, without its training state: a model folder, or an adapter in
+PEFT's format. README.md is the card; curves.png is added if matplotlib is installed. All files are one commit, so the
+repository never has a partial upload. The client uploads (Xet or LFS) and reads the token.
 """
 
 import json
@@ -26,22 +26,21 @@ _FACTS = ("lean_ft", "torch", "python", "device", "processes", "git_commit", "da
 
 
 def push(source: str | Path, repo: str, *, public: bool = False) -> str:
-    """Uploads the model of a run, a checkpoint or a folder to the repository `repo` (org/name), made private unless `public`
-    where there is none yet; returns the address of the commit.
+    """Upload the model of a run, a checkpoint or a folder to the repository `repo` (org/name), and return the commit's URL.
 
-    Raises ValueError where the source is not whole, the name is none, or the hub takes no token or none that may write;
-    DownloadFailed for what else goes wrong on the way.
+    A new repository is private unless `public`. Raises ValueError if the source is not complete, the name is invalid, or no
+    token may write to the repository, and DownloadFailed for other failures of the network or the Hub.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
     name = repository_name(repo)
     if name is None or name.revision is not None:
-        raise ValueError(f"{repo} is no repository's name; expected org/name.")
+        raise ValueError(f"{repo} is not the name of a repository; expected org/name.")
     folder = find_finished(source)
     run = folder.parent if (folder.parent / METRICS_FILE).is_file() else None
     if get_token() is None:
-        raise ValueError("pushing needs a token that may write: `hf auth login`, or the variable HF_TOKEN.")
+        raise ValueError("push needs a token that may write: `hf auth login`, or the variable HF_TOKEN.")
     with tempfile.TemporaryDirectory() as temporary:
         picture = Path(temporary) / _PICTURE
         if run is not None:
@@ -51,11 +50,8 @@ def push(source: str | Path, repo: str, *, public: bool = False) -> str:
                 picture.unlink(missing_ok=True)
         card = model_card(folder, run, repo, has_picture=picture.exists())
         files: dict[str, Any] = {_CARD: card.encode()} | ({_PICTURE: str(picture)} if picture.exists() else {})
-        theirs = {file.relative_to(folder).as_posix(): str(file) for file in files_of_model(folder)}
-        files = theirs | files
-        operations = [
-            CommitOperationAdd(path_in_repo=place, path_or_fileobj=content) for place, content in files.items()
-        ]
+        files = {file.relative_to(folder).as_posix(): str(file) for file in files_of_model(folder)} | files
+        operations = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=file) for path, file in files.items()]
         hub = HfApi()
         try:
             hub.create_repo(repo, private=not public, exist_ok=True)
@@ -64,11 +60,11 @@ def push(source: str | Path, repo: str, *, public: bool = False) -> str:
             status = error.response.status_code
             if status in (401, 403):
                 raise ValueError(
-                    f"the Hugging Face hub does not let your token write to {repo} (error {status}). Give one that may: `hf auth "
-                    "login`, or the variable HF_TOKEN."
+                    f"your token may not write to {repo} (error {status}). Use a token that may: `hf auth login`, or the variable "
+                    "HF_TOKEN."
                 ) from None
             raise DownloadFailed(
-                f"the Hugging Face hub answered with error {status}, and {repo} is as it was. Give the same command again later."
+                f"the Hugging Face Hub answered with error {status}; {repo} is unchanged. Repeat the command later."
             ) from None
         except Exception:
             with explained(repo, None):
@@ -77,7 +73,7 @@ def push(source: str | Path, repo: str, *, public: bool = False) -> str:
 
 
 def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool) -> str:
-    """The card of the model in `folder`, a checkpoint of `run`: data, losses, settings and versions, without tokens and homes."""
+    """Return the model card of `folder`, a checkpoint of `run`: results, data, settings and versions, redacted."""
     starts = read_starts(run) if run is not None else []
     settings: dict[str, Any] = starts[-1]["settings"] if starts else {}
     base, adapter = settings.get("model.path"), is_adapter(folder)
@@ -85,48 +81,44 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool) -> 
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["lean_ft"]}
     if base_name is not None:
         head |= {"base_model": base_name.repo, "base_model_relation": "adapter" if adapter else "finetune"}
-    if not settings.get("loss.per_token") and "centering" not in "".join(settings):  # a reward model generates nothing
+    if not settings.get("loss.per_token") and "centering" not in "".join(
+        settings
+    ):  # a reward model does not generate text
         head["pipeline_tag"] = "text-generation"
     kind = "An adapter for" if adapter else "A model finetuned from"
     lines = [f"# {repo.partition('/')[2]}", ""]
     if starts and run is not None:
         facts = starts[-1]
-        lines += [f"{kind} `{base}`, by the recipe `{facts['recipe']}` of lean_ft; {folder.name} of the run.", ""]
+        lines += [f"{kind} `{base}`, trained with lean_ft's recipe `{facts['recipe']}` ({folder.name} of the run).", ""]
         lines += [*_table(_results(run, folder)), ""]
         if has_picture:
             lines += [f"![Curves of the run]({_PICTURE})", ""]
-        sources = {
-            key: value for key, value in settings.items() if key.startswith("data.") and "source" in key and value
-        }
-        lines += ["## Data", "", *(f"- `{key}`: `{json.dumps(value)}`" for key, value in sources.items()), ""]
+        keys = [key for key, value in settings.items() if key.startswith("data.") and "source" in key and value]
+        lines += ["## Data", "", *(f"- `{key}`: `{json.dumps(settings[key])}`" for key in keys), ""]
         lines += ["## Settings", "", "```yaml", to_yaml(settings).rstrip(), "```", ""]
-        lines += [
-            "## Versions",
-            "",
-            *(f"- {fact}: {facts[fact]}" for fact in _FACTS if facts.get(fact) is not None),
-            "",
-        ]
+        known = [fact for fact in _FACTS if facts.get(fact) is not None]
+        lines += ["## Versions", "", *(f"- {fact}: {facts[fact]}" for fact in known), ""]
     return redact(f"---\n{to_yaml(head)}---\n\n" + "\n".join(lines))
 
 
 def _results(run: Path, folder: Path) -> dict[str, str]:
-    """What metrics.jsonl tells up to the checkpoint."""
+    """Summarize metrics.jsonl up to the checkpoint."""
     rows = [json.loads(line) for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
     step = folder.name.removeprefix("step_")
     rows = [row for row in rows if not step.isdigit() or row["step"] <= int(step)]
     steps = [row for row in rows if "tokens" in row]
-    told = {"optimizer steps": f"{rows[-1]['step']:,}"} if rows else {}
+    results = {"optimizer steps": f"{rows[-1]['step']:,}"} if rows else {}
     if steps:
-        told["tokens"] = f"{sum(row['tokens'] for row in steps):,}"
-        told["loss, first and last"] = f"{number(steps[0].get('loss'))}, {number(steps[-1].get('loss'))}"
+        results["tokens"] = f"{sum(row['tokens'] for row in steps):,}"
+        results["loss, first and last"] = f"{number(steps[0].get('loss'))}, {number(steps[-1].get('loss'))}"
     for name in sorted({key for row in rows for key in row if key.startswith("eval_")}):
         value = [row[name] for row in rows if row.get(name) is not None][-1:]
         if value and isinstance(value[0], int | float):
-            told[name.replace("eval_", "held-out ", 1)] = number(value[0])
+            results[name.replace("eval_", "held-out ", 1)] = number(value[0])
     if steps:
-        told["memory at the peak"] = gibibytes(max(row["peak_memory_bytes"] for row in steps))
-    return told
+        results["peak memory"] = gibibytes(max(row["peak_memory_bytes"] for row in steps))
+    return results
 
 
-def _table(told: dict[str, str]) -> list[str]:
-    return ["| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in told.items())]
+def _table(results: dict[str, str]) -> list[str]:
+    return ["| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in results.items())]

@@ -1,4 +1,4 @@
-"""The embedded model, tokenizer and rows: what transformers reads there, and what the rows promise."""
+"""The embedded model and tokenizer equal transformers', and the embedded rows are right and do not leak into training."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def world() -> Iterator[ModuleType]:
     sys.path.remove(str(ROOT / "scripts"))
 
 
-def test_the_names_of_the_embedded_files_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_the_embedded_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolve_model_path("tiny") == FOLDER
     assert resolve_data_path("tiny/train.jsonl") == ASSETS / "data" / "train.jsonl"
@@ -73,18 +73,13 @@ def test_logits_equal_transformers() -> None:
 
 def test_token_ids_equal_transformers(tokenizer: Tokenizer) -> None:
     theirs = AutoTokenizer.from_pretrained(FOLDER)
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
-        theirs.bos_token_id,
-        theirs.eos_token_id,
-        theirs.pad_token_id,
-    )
-    for row in [*rows("validation"), {"messages": [{"role": "system", "content": "Überall 日本 🙂\n\tx"}]}]:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(tokenizer, name) == getattr(theirs, name)
+    for row in [*rows("validation")[::4], {"messages": [{"role": "system", "content": "Überall 日本 🙂\n\tx"}]}]:
         text = row["messages"][-1]["content"]
         assert tokenizer.encode(text, add_special_tokens=True) == theirs(text).input_ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
-        rendered = theirs.apply_chat_template(
-            row["messages"], return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
-        )
+        rendered = theirs.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = tokenizer.render(row["messages"])
         assert ids == rendered["input_ids"]
         assert mask == [bool(trained) for trained in rendered["assistant_masks"]]
@@ -112,7 +107,7 @@ def test_no_held_out_question_is_trained() -> None:
 
 
 def test_no_held_out_item_is_trained_in_other_words() -> None:
-    """What is asked, without the wording: the names and numbers that a question holds, and its answer."""
+    """An item is the names and numbers in a question, and its answer."""
 
     def item(question: str, answer: str) -> tuple:
         names = re.findall(r"\b(?!Mira|Tomas|Ada|Piet|Lena|Oskar|Nila|Hugo)[A-Z][a-z]+\b", question[1:])
@@ -127,7 +122,7 @@ def test_no_held_out_item_is_trained_in_other_words() -> None:
 
 
 def test_answers_are_right() -> None:
-    """Sums, extremes, sortings and so on are worked out again from the question's text."""
+    """Sums, extremes, orderings and so on are computed again from the question."""
     checked = set()
     for question, answer in [*questions_and_answers("train"), *questions_and_answers("validation")]:
         numbers = [int(number) for number in re.findall(r"\d+", question)]
@@ -177,10 +172,10 @@ def test_the_script_makes_the_same_rows_and_tokenizer(tmp_path: Path) -> None:
         assert file.read_bytes() == (ASSETS / file.relative_to(tmp_path)).read_bytes(), file.name
 
 
-def test_the_model_has_not_learnt_to_answer_yet(tokenizer: Tokenizer) -> None:
-    """The base model knows the facts and not the format, so that finetuning has something to show."""
+def test_the_base_model_cannot_answer_yet(tokenizer: Tokenizer) -> None:
+    """It knows the facts but not the format, so that finetuning has a visible effect."""
     config = SFTDataConfig(source="tiny/train.jsonl", validation_source="tiny/validation.jsonl")
     _, held_out = sft_batches(config, tokenizer, batch_size=32, seed=0)
-    report = answer_held_out(load_model("tiny"), tokenizer, held_out, max_questions=200)
-    assert len(report.answers) == 200
+    report = answer_held_out(load_model("tiny"), tokenizer, held_out, max_questions=64)
+    assert len(report.answers) == 64
     assert report.exact_match < 0.05

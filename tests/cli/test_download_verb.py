@@ -74,10 +74,10 @@ def test_parts_of_a_repository_are_not_run(leanft, repository):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["org/tinny"], 2, "knows no repository 'org/tinny'"),
+        (["org/tinny"], 2, "has no repository 'org/tinny'"),
         (["tinny"], 2, "expected org/name"),
         (["org/tiny", "--revision", "v9"], 2, "no revision 'v9'"),
-        (["org/tiny", "--include", "*.zip"], 2, "no file of org/tiny is left"),
+        (["org/tiny", "--include", "*.zip"], 2, "no file of org/tiny matches"),
         (["org/tiny", "--output-dir", "/dev/null"], 2, "is a file"),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_fails_has_one_message_and_code_1(leanft_process, repository, hub_s
     assert answer.err.startswith("error: HF_HUB_OFFLINE is set")
     answer = leanft_process("download", "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")
     assert (answer.code, answer.out) == (1, "")
-    assert answer.err.startswith("error: the connection to the Hugging Face hub at http://127.0.0.1:9")
+    assert answer.err.startswith("error: the connection to the Hugging Face Hub at http://127.0.0.1:9")
     assert "Traceback" not in answer.err
 
 
@@ -103,12 +103,12 @@ def test_a_token_is_nowhere_to_be_read(leanft_process, repository, hub_server, t
     repository.gated = True
     refused = leanft_process("download", "org/tiny", "--debug", HF_TOKEN=TOKEN)
     assert refused.code == 2
-    assert f"accept its licence at {hub_server.url}/org/tiny" in refused.err
+    assert f"accept its license at {hub_server.url}/org/tiny" in refused.err
     hub_server.accepted_token = "another"
     unknown = leanft_process("download", "org/tiny", "--debug", HF_TOKEN=TOKEN)
     assert unknown.code == 2
-    assert "does not accept your token" in unknown.err
-    hub_server.accepted_token, repository.licence_accepted = TOKEN, True
+    assert "rejects your token" in unknown.err
+    hub_server.accepted_token, repository.license_accepted = TOKEN, True
     hub_server.breaks["model.safetensors"] = [1000]
     fetched = leanft_process("download", "org/tiny", "--debug", HF_TOKEN=TOKEN)
     assert fetched.code == 0

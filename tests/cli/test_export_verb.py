@@ -101,11 +101,11 @@ def test_an_adapter_goes_alone_without_what_its_run_goes_on_from(leanft, tmp_pat
 
 def test_adapters_and_models_are_not_mistaken_for_one_another(leanft, tmp_path, adapter):
     for arguments, message in [
-        ([adapter, tmp_path / "out"], "holds an adapter, which is no model by itself"),
-        ([adapter, tmp_path / "out.gguf", "--gguf", "f32"], "holds an adapter, which is no model by itself"),
-        (["tiny", tmp_path / "out", "--merge"], "no adapter to merge"),
+        ([adapter, tmp_path / "out"], "has an adapter, not a model"),
+        ([adapter, tmp_path / "out.gguf", "--gguf", "f32"], "has an adapter, not a model"),
+        (["tiny", tmp_path / "out", "--merge"], "not an adapter: leave out --merge"),
         (["tiny", tmp_path / "out", "--base", "tiny"], "it goes with --merge"),
-        (["tiny", tmp_path / "out", "--adapter"], "no adapter: leave out --adapter"),
+        (["tiny", tmp_path / "out", "--adapter"], "not an adapter: leave out --adapter"),
         ([adapter, tmp_path / "out", "--adapter", "--merge"], "leave out the options of whole models"),
     ]:
         answer = leanft("export", *arguments)

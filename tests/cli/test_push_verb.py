@@ -59,7 +59,7 @@ def test_the_card_says_how_it_was_made_and_no_secret(leanft, runs: Path, server:
     card = files_of(server, "me/mine")["README.md"].decode()
     rows = [json.loads(line) for line in (runs / "full" / "metrics.jsonl").read_text().splitlines()]
     assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "by the recipe `finetune` of lean_ft; step_00000003 of the run" in card
+    assert "trained with lean_ft's recipe `finetune` (step_00000003 of the run)" in card
     assert "| optimizer steps | 3 |" in card
     assert f"| tokens | {sum(row.get('tokens', 0) for row in rows):,} |" in card
     assert f"| loss, first and last | {rows[0]['loss']:.4g}," in card
@@ -82,11 +82,11 @@ def test_an_adapter_goes_as_peft_reads_it(leanft, runs: Path, server: HubServer)
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        ({"token": None}, 2, "pushing needs a token that may write"),
-        ({"token": "hf_AnotherTokenThatIsWrong1"}, 2, "does not let your token write to me/mine (error 401)"),
-        ({"token_may_write": False}, 2, "does not let your token write to me/mine (error 403)"),
-        ({"failing_status": 500}, 1, "answered with error 500, and me/mine is as it was"),
-        ({"repo": "mine"}, 2, "mine is no repository's name; expected org/name"),
+        ({"token": None}, 2, "push needs a token that may write"),
+        ({"token": "hf_AnotherTokenThatIsWrong1"}, 2, "your token may not write to me/mine (error 401)"),
+        ({"token_may_write": False}, 2, "your token may not write to me/mine (error 403)"),
+        ({"failing_status": 500}, 1, "answered with error 500; me/mine is unchanged"),
+        ({"repo": "mine"}, 2, "mine is not the name of a repository; expected org/name"),
         ({"source": "nowhere"}, 2, "model path 'nowhere' does not exist"),
     ],
 )

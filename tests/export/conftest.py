@@ -14,12 +14,10 @@ from tokenizers import Tokenizer as HFTokenizer
 from lean_ft.models import load_model
 from lean_ft.system.shards import part_of
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.tokenizers.tiktoken_model import QWEN2_PATTERN
 from lean_ft.training.checkpoint import write_checkpoint
 from tests.tokenizers.conftest import TEXTS
 
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -52,7 +50,7 @@ def qwen_tokenizer() -> HFTokenizer:
 
 @pytest.fixture(scope="session")
 def make_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a folder as transformers saves it, of a random model with a tokenizer of its own or without."""
+    """Make a folder as transformers saves it, of a random model, with or without a tokenizer."""
 
     def make(
         family: str = "Llama",

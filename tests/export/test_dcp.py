@@ -11,7 +11,7 @@ IDS = torch.arange(20)[None]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_pytorch_fills_a_model_of_transformers_with_it(make_model_folder, tmp_path, tied):
+def test_pytorch_loads_it_into_a_transformers_model(make_model_folder, tmp_path, tied):
     source = make_model_folder(tie_word_embeddings=tied)
     folder = export_dcp(source, tmp_path / "model").folder
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
@@ -35,5 +35,5 @@ def test_a_run_is_exported_with_its_tokenizer_and_only_an_export_is_replaced(run
     export_folder(run_directory, destination, force=True)
     assert not list(destination.glob("*.distcp"))
     (destination / "thesis.tex").write_text("my work")
-    with pytest.raises(ValueError, match="holds what is no exported model's"):
+    with pytest.raises(ValueError, match="has files that are not of an export"):
         export_dcp(run_directory, destination, force=True)

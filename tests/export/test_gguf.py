@@ -226,7 +226,7 @@ class TestRefusals:
     def test_a_file_that_reads_back_wrongly_is_not_kept(self, make_model_folder, file, monkeypatch):
         source = make_model_folder(tokenizer=qwen_tokenizer())
         monkeypatch.setattr(gguf_file, "_interleave", lambda tensor, num_heads: tensor)
-        with pytest.raises(RuntimeError, match=r"blk\.0\.attn_q\.weight reads back otherwise"):
+        with pytest.raises(RuntimeError, match=r"blk\.0\.attn_q\.weight reads back with other values"):
             export_gguf(source, file)
         assert list(file.parent.iterdir()) == []
 
@@ -254,7 +254,7 @@ class TestRefusals:
 
     def test_families_that_llama_cpp_computes_otherwise(self, folder, file, monkeypatch):
         monkeypatch.delitem(gguf_file._ARCHITECTURES, "qwen2")
-        with pytest.raises(ValueError, match=r"for the families llama, mistral, and this is qwen2\. Export a Hugging"):
+        with pytest.raises(ValueError, match=r"the families llama, mistral, and this is qwen2\. Export a Hugging"):
             export_gguf(folder, file)
 
     def test_a_sliding_window(self, folder, file):
@@ -264,7 +264,7 @@ class TestRefusals:
                 sliding_window=32, use_sliding_window=True, max_window_layers=0, layer_types=None
             ),
         )
-        with pytest.raises(ValueError, match="sliding_window is 32, and llama.cpp lets every position"):
+        with pytest.raises(ValueError, match="sliding_window is 32, and llama.cpp"):
             export_gguf(folder, file)
 
     def test_a_splitting_rule_that_has_no_name(self, folder, file):
@@ -272,7 +272,7 @@ class TestRefusals:
             spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\d+|\s+"
 
         self.edit(folder / "tokenizer.json", change)
-        with pytest.raises(ValueError, match="llama.cpp would not give this tokenizer's ids"):
+        with pytest.raises(ValueError, match="llama.cpp would give other ids"):
             export_gguf(folder, file)
 
     def test_bytes_without_a_token_that_become_unknown(self, folder, file):
@@ -281,21 +281,21 @@ class TestRefusals:
             spec["model"]["unk_token"] = "!"
 
         self.edit(folder / "tokenizer.json", change)
-        with pytest.raises(ValueError, match=r"no token for 1 bytes .*0xF4.* writes '!' for them"):
+        with pytest.raises(ValueError, match=r"encodes 1 bytes .*0xF4.* as '!'"):
             export_gguf(folder, file)
 
     def test_a_word_start_that_llama_cpp_would_put_elsewhere(self, make_model_folder, file):
         source = make_model_folder(tokenizer=word_start_tokenizer("first"), tokenizer_config=SPM, vocab_size=1000)
-        with pytest.raises(ValueError, match=r"marks where words begin .*tokenizer\.model beside it"):
+        with pytest.raises(ValueError, match=r"marks the start of words .*tokenizer\.model into"):
             export_gguf(source, file)
 
     def test_more_ids_than_embeddings(self, make_model_folder, file):
         source = make_model_folder(tokenizer=qwen_tokenizer(), vocab_size=300)
-        with pytest.raises(ValueError, match="tokenizer has 401 ids and the model 300"):
+        with pytest.raises(ValueError, match="tokenizer has 401 ids and the model only 300"):
             export_gguf(source, file)
 
     def test_no_tokenizer(self, make_model_folder, file):
-        with pytest.raises(ValueError, match="has no tokenizer, and a GGUF file holds one"):
+        with pytest.raises(ValueError, match="has no tokenizer, which a GGUF file needs"):
             export_gguf(make_model_folder(), file)
 
     def test_a_missing_package(self, folder, file, monkeypatch):

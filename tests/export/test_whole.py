@@ -1,4 +1,4 @@
-"""A trained language model in the folder that reads images too: the rest of it is bit by bit what it was."""
+"""--keep-vision writes the trained weights and keeps all other tensors bit for bit."""
 
 import json
 
@@ -17,7 +17,7 @@ IDS = torch.arange(3, 43).view(2, 20)
 
 
 @pytest.mark.parametrize("name", WHOLES)
-def test_what_was_trained_is_in_its_place_and_the_rest_is_as_it_was(name, tmp_path):
+def test_trained_tensors_are_replaced_and_the_others_kept(name, tmp_path):
     original = tmp_path / "original"
     whole_model(name).save_pretrained(original, max_shard_size="40KB")
     (original / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
@@ -51,7 +51,7 @@ def test_what_was_trained_is_in_its_place_and_the_rest_is_as_it_was(name, tmp_pa
 
 
 def test_a_folder_that_reads_no_images_is_refused(qwen_folder, tmp_path):
-    with pytest.raises(ValueError, match="reads no images"):
+    with pytest.raises(ValueError, match="is not a model that reads images"):
         export_folder(qwen_folder, tmp_path / "out", keep_vision=True, base=qwen_folder)
-    with pytest.raises(ValueError, match="does not say which model it was taken from"):
+    with pytest.raises(ValueError, match="does not name the model that it was taken from"):
         export_folder(qwen_folder, tmp_path / "out", keep_vision=True)

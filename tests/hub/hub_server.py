@@ -24,7 +24,7 @@ class Repository:
     revisions: dict[str, str]  # branch or tag -> commit
     private: bool = False
     gated: bool = False
-    licence_accepted: bool = False
+    license_accepted: bool = False
 
 
 @dataclass
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             if "size" in hub.lies:
                 siblings[0]["size"] = hub.lies["size"]
             return self._send(json.dumps(info).encode(), {"Content-Type": "application/json"})
-        if repository.gated and not (token and repository.licence_accepted):
+        if repository.gated and not (token and repository.license_accepted):
             return self._refuse(403 if token else 401, "GatedRepo")
         name = match[3]
         if name not in files or "missing" in hub.lies:

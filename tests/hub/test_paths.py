@@ -1,4 +1,4 @@
-"""How a model path becomes a folder."""
+"""Model paths become folders."""
 
 from pathlib import Path
 
@@ -11,18 +11,13 @@ from tests.hub.hub_server import Repository
 COMMIT = "c" * 40
 
 
-def test_a_folder_is_itself(tmp_path, monkeypatch):
-    assert paths.resolve_model_path(tmp_path) == tmp_path
-    assert paths.resolve_model_path(str(tmp_path)) == tmp_path
+def test_an_existing_folder_has_precedence(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    assert paths.resolve_model_path(str(tmp_path)) == tmp_path
     assert paths.resolve_model_path("org/name") == Path("org/name")
-
-
-def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    assert paths.resolve_model_path("~/model") == tmp_path / "model"
+    assert paths.resolve_model_path("~/org/name") == tmp_path / "org" / "name"
 
 
 def test_tiny_is_the_embedded_model(tmp_path, monkeypatch):
@@ -35,7 +30,7 @@ def test_tiny_is_the_embedded_model(tmp_path, monkeypatch):
     assert paths.resolve_model_path("tiny") == tmp_path / "tiny" / "model"
 
 
-def test_what_is_no_folder_is_refused_with_the_remedy(tmp_path, monkeypatch):
+def test_a_missing_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-1b").mkdir()
     with pytest.raises(ValueError, match=r"'nowhere' does not exist\. Expected a folder .*\(org/name\), or `tiny`"):
@@ -47,10 +42,10 @@ def test_what_is_no_folder_is_refused_with_the_remedy(tmp_path, monkeypatch):
         paths.resolve_model_path(tmp_path / "model.safetensors")
 
 
-def test_of_a_run_directory_a_checkpoint_is_wanted(tmp_path):
+def test_a_run_directory_needs_a_checkpoint(tmp_path):
     for step in (2, 10):
         (tmp_path / "run" / f"step_{step:08}").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"run' is no model\. It is a run directory: .* such as .*step_00000010\.$"):
+    with pytest.raises(ValueError, match=r"run' is not a model\. It is a run directory: .* such as .*step_00000010\.$"):
         paths.resolve_model_path(tmp_path / "run")
     with pytest.raises(ValueError, match=r"has no adapter: .* It is a run directory: .* such as .*step_00000010\.$"):
         read_adapter(tmp_path / "run")
@@ -69,18 +64,18 @@ def test_a_repository_is_a_folder_in_the_cache(hub_server, tmp_path):
     assert paths.path_at_commit("org/name@v1") == f"org/name@{COMMIT}"
 
 
-def test_what_is_no_repository_either_names_the_nearest_folder(hub_server, tmp_path, monkeypatch):
+def test_a_missing_repository_suggests_the_nearest_folder(hub_server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     for resolve in (paths.resolve_model_path, paths.path_at_commit):
         with pytest.raises(
-            ValueError, match=r"'models/tinny' is no folder here\. Did you mean 'models/tiny'\?.*hub knows no"
+            ValueError, match=r"'models/tinny' is not a folder here\. Did you mean 'models/tiny'\?.*Hub has no"
         ):
             resolve("models/tinny")
 
 
 @pytest.mark.parametrize("folder", ["runs", "my_runs"])
-def test_a_run_that_does_not_exist_is_not_asked_of_the_hub(hub_server, tmp_path, monkeypatch, folder):
+def test_a_missing_run_is_not_looked_up_on_the_hub(hub_server, tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     (tmp_path / folder / "tiny").mkdir(parents=True)
     (tmp_path / folder / "tiny" / "metrics.jsonl").touch()
@@ -90,7 +85,7 @@ def test_a_run_that_does_not_exist_is_not_asked_of_the_hub(hub_server, tmp_path,
 
 
 @pytest.mark.parametrize("path", ["tiny", "runs/tiny", f"org/name@{COMMIT}", "no such thing"])
-def test_what_means_the_same_for_good_needs_no_pin(path, tmp_path, monkeypatch):
+def test_paths_that_need_no_commit(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     assert paths.path_at_commit(path) == path

@@ -1,11 +1,11 @@
-"""Ids equal those of transformers on the same files; special tokens come from where transformers takes
-them."""
+"""Ids and special tokens equal those of transformers on the same files; the context length is the model card's."""
 
 import base64
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.tokenization_utils_base import generate_merges
 
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.tokenizers.loading import context_length
 from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, llama3_control_tokens
 
 MakeFolder = Callable[..., Path]
@@ -67,27 +68,15 @@ class TestTokenizerJson:
             answer = theirs.decode(ids[start:end])
             assert answer.startswith("Tom has ") and answer.endswith(" apples<|im_end|>")
 
-    def test_ids_equal_transformers_on_a_real_file(self, shared_data: Path, tmp_path: Path, texts):
-        shutil.copy(shared_data / "tokenizers" / "bytelevel_bpe_tokenizer.json", tmp_path / "tokenizer.json")
-        ours = load_tokenizer(tmp_path)
-        theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-        for text in texts + WITH_CONTROL:
-            assert ours.encode(text) == theirs(text)["input_ids"]
-
-    def test_word_start_marks_and_bos_equal_transformers(self, word_start, make_folder: MakeFolder, texts):
-        folder = make_folder(word_start, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    @pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+    def test_word_start_marks_and_bos_equal_transformers(self, word_start, make_folder: MakeFolder, texts, config):
+        folder = make_folder(word_start, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **config)
         ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
         for text in [*texts, "a<s>b</s> c"]:
             for special in (False, True):
                 assert ours.encode(text, special) == theirs(text, add_special_tokens=special)["input_ids"], text
 
-    @pytest.mark.parametrize("add_bos", [True, False])
-    def test_what_goes_around_a_text_is_up_to_the_file(self, word_start, make_folder: MakeFolder, add_bos: bool):
-        folder = make_folder(word_start, bos_token="<s>", eos_token="</s>", unk_token="<unk>", add_bos_token=add_bos)
-        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-        assert ours.encode("hello", add_special_tokens=True) == theirs("hello")["input_ids"]
-
-    def test_bos_that_is_there_is_not_added_again(self, word_start, make_folder: MakeFolder):
+    def test_a_present_bos_is_not_added_again(self, word_start, make_folder: MakeFolder):
         tokenizer = load_tokenizer(make_folder(word_start, bos_token="<s>", eos_token="</s>"))
         ids = tokenizer.encode("<s>hello", add_special_tokens=True)
         assert ids.count(1) == 1
@@ -129,31 +118,24 @@ class TestTokenizerJson:
             load_tokenizer(make_folder(None, files={"tokenizer.json": {"model": "llama"}}))
 
 
-# What tokenizers trip over: scripts, emoji with joiners, runs of spaces of many kinds, code, control tokens.
+# Scripts, emoji with joiners, runs of many kinds of space, code, control tokens.
 PARTS = st.sampled_from(
     [
-        "<|im_start|>",
-        "<|im_end|>",
-        "<think>",
-        "don't",
-        "x_1=[i**2]",
-        "12345",
-        "你好",
-        "مرحبا",
-        "नमस्ते",
-        "İ",
-        "ﬁ",
-        "½",
-        "é",
-        "👩\u200d👩\u200d👧\u200d👦",
-        "🦙",
-        " ",
-        "   ",
-        "\t",
-        "\n\n",
-        "\xa0",
-        "\u3000",
-        "\u200b",
+        *(
+            "<|im_start|>",
+            "<|im_end|>",
+            "<think>",
+            "don't",
+            "x_1=[i**2]",
+            "12345",
+            "你好",
+            "مرحبا",
+            "नमस्ते",
+            "İ",
+            "ﬁ",
+            "½",
+        ),
+        *("é", "👩\u200d👩\u200d👧\u200d👦", "🦙", " ", "   ", "\t", "\n\n", "\xa0", "\u3000", "\u200b"),
     ]
 )
 TEXT = st.lists(PARTS | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12).map("".join)
@@ -201,10 +183,8 @@ def test_ids_of_any_text_equal_transformers(both, text: str):
 
 
 @pytest.mark.parametrize("name", ["bytelevel_bpe_tokenizer.json", "llama2_sentencepiece.model", "tiktoken_small.model"])
-def test_real_tokenizers_on_real_text(name: str, shared_data: Path, tmp_path: Path):
-    """A share of GSM8K; benchmarks/tokenizers.py does the whole file. Ids are those of the library that made each."""
-    from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN as pattern
-
+def test_real_tokenizers_on_real_text(name: str, shared_data: Path, tmp_path: Path, texts):
+    """Ids are those of the library that made each file. benchmarks/tokenizers_gsm8k.py compares all of GSM8K."""
     file = shared_data / "tokenizers" / name
     shutil.copy(file, tmp_path / ("tokenizer" + file.suffix))
     ours = load_tokenizer(tmp_path)
@@ -221,14 +201,14 @@ def test_real_tokenizers_on_real_text(name: str, shared_data: Path, tmp_path: Pa
         from tiktoken.load import load_tiktoken_bpe
 
         ranks = load_tiktoken_bpe(str(file))
-        theirs = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        theirs = tiktoken.Encoding("test", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
         encode, decode = theirs.encode, theirs.decode
     with (shared_data / "gsm8k_train.jsonl").open(encoding="utf-8") as rows:
-        for line in list(rows)[::100]:
-            text = "\n".join(str(value) for value in json.loads(line).values())
-            ids = ours.encode(text)
-            assert ids == encode(text)
-            assert ours.decode(ids) == decode(ids)
+        lines = list(rows)[::200]
+    for text in [*texts, *("\n".join(map(str, json.loads(line).values())) for line in lines)]:
+        ids = ours.encode(text)
+        assert ids == encode(text)
+        assert ours.decode(ids) == decode(ids)
 
 
 class TestSentencePiece:
@@ -236,30 +216,24 @@ class TestSentencePiece:
     def model(self, shared_data: Path) -> Path:
         return shared_data / "tokenizers" / "llama2_sentencepiece.model"
 
-    def test_ids_equal_sentencepiece(self, model: Path, make_folder: MakeFolder, texts):
-        from sentencepiece import SentencePieceProcessor
-
-        ours, theirs = load_tokenizer(make_folder(model)), SentencePieceProcessor(model_file=str(model))
-        for text in texts:
-            assert ours.encode(text) == theirs.encode(text), text
-            assert ours.encode(text, add_special_tokens=True) == [1, *theirs.encode(text)]
-            assert ours.decode(theirs.encode(text)) == text
-
     @pytest.mark.parametrize("legacy", [False, True])
     def test_control_tokens_equal_transformers(self, model: Path, make_folder: MakeFolder, legacy: bool):
         theirs = llama_tokenizer(model, legacy=legacy)
         ours = load_tokenizer(make_folder(model, legacy=legacy, tokenizer_class="LlamaTokenizer"))
-        # None of these has a space behind a control token: there transformers 5 departs from SentencePiece,
-        # which puts its word-start mark before a space too.
+        # Without a space after a control token, where transformers 5 differs from SentencePiece's word-start mark.
         for text in ["<s>x</s>y <s>z", "hi<s>there</s>", "<s>[INST] Привет [/INST] 😀 ok</s>", "a<unk>b"]:
             ids = theirs(text, add_special_tokens=False)["input_ids"]
             assert ours.encode(text) == ids, text
             for skip in (False, True):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
-    def test_special_tokens(self, model: Path, make_folder: MakeFolder):
+    def test_special_tokens(self, model: Path, make_folder: MakeFolder, texts):
         plain = load_tokenizer(make_folder(model))
         assert (plain.bos_id, plain.eos_id, plain.pad_id, plain.vocab_size) == (1, 2, 2, 32000)
+        for text in texts:
+            ids = plain.encode(text)
+            assert plain.encode(text, add_special_tokens=True) == [1, *ids]
+            assert plain.decode(ids) == text
 
     def test_added_tokens(self, model: Path, make_folder: MakeFolder):
         decoder = {
@@ -306,9 +280,9 @@ class TestTiktoken:
             assert ours.encode(text) == ids
             assert ours.decode(ids) == text
 
-    def test_control_tokens_stand_behind_the_ranks_as_in_llama_3(self, model: Path, make_folder: MakeFolder):
+    def test_control_tokens_follow_the_ranks_as_in_llama_3(self, model: Path, make_folder: MakeFolder):
         tokenizer = load_tokenizer(make_folder(model))
-        # Llama 3.1's own tokenizer.json has these 128,000 further on.
+        # Llama 3.1's tokenizer.json has the same order after 128,000 ranks.
         for token, place in {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|eot_id|>": 9}.items():
             assert tokenizer.encode(token) == [2000 + place]
         assert tokenizer.encode("<|reserved_special_token_247|>") == [2255]
@@ -381,3 +355,27 @@ class TestFolder:
         (folder / "tokenizer_config.json").write_text(json.dumps([1]))
         with pytest.raises(ValueError, match="expected a JSON object, found a list"):
             load_tokenizer(folder)
+
+
+LLAMA3_1 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+QWEN2_5_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"max_position_embeddings": 32768}, 32768),
+        ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3_1}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, 131072),
+        ({"max_position_embeddings": 32768, "rope_scaling": QWEN2_5_YARN}, 131072),
+        ({"max_position_embeddings": 131072, "rope_parameters": GPT_OSS}, 131072),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"model_type": "gemma3", "text_config": {"max_position_embeddings": 131072}}, 131072),
+        ({}, None),
+        ({"max_position_embeddings": "long"}, None),
+        ({"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": "x"}}, 512),
+    ],
+)
+def test_the_context_length_is_that_of_the_model_card(config: dict[str, Any], tokens: int | None):
+    assert context_length(config) == tokens

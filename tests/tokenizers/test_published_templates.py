@@ -89,7 +89,8 @@ RESULT = {"role": "tool", "content": "7", "tool_call_id": "a1b2c3d4e"}
 def test_every_template_writes_what_it_writes_in_transformers(published: Path):
     chats = [(CHAT, None), (LONG, None), ([CHAT[0], *[CALLED, RESULT] * 3, CHAT[1]], TOOLS)]
     special, num_compared = {"bos_token": "<s>", "eos_token": "</s>"}, 0
-    for file in sorted(published.glob("*.jinja")):
+    files = [file for file in sorted(published.glob("*.jinja")) if not file.stem.endswith("_training")]
+    for file in files:
         source = file.read_text(encoding="utf-8")
         ours = ChatTemplate(source)
         for messages, tools in chats:
@@ -99,7 +100,7 @@ def test_every_template_writes_what_it_writes_in_transformers(published: Path):
                 continue  # some templates take no tools
             assert MARKERS.sub("", ours.render(messages, tools, False, special)) == theirs, file.name
             num_compared += 1
-    assert num_compared > 60
+    assert num_compared > len(files) > 20
 
 
 def trained_texts(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
