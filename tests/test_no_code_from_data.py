@@ -25,7 +25,7 @@ BANNED_ATTRIBUTES = {
     "os.popen",
 }
 ALLOWED = {
-    "lean_ft/system/own_functions.py": [
+    "lean_ft/system/user_functions.py": [
         "exec_module"
     ],  # recipes, rewards, losses and formats are code in files that the user names
 }

@@ -35,7 +35,7 @@ from lean_ft.cli.cat import help_of_recipe
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error, print_traceback
 from lean_ft.system import catalog
-from lean_ft.system.launch import leave_word
+from lean_ft.system.launch import report_to_launcher
 
 app = typer.Typer(
     name="leanft",
@@ -106,7 +106,7 @@ def run_command_line(arguments: list[str] | None = None) -> NoReturn:
         raise
     except BaseException as error:  # exception groups and panics of Rust too
         message, code = explain(error, arguments)
-        if not leave_word(message, code):  # else the process that started this one says it
+        if not report_to_launcher(message, code):  # else the process that started this one says it
             print_error(message, traceback_of=error if "--debug" in arguments else None)
         elif "--debug" in arguments:
             print_traceback(error)

@@ -69,7 +69,7 @@ def run(
             plan = replace(plan, is_host=node_rank == 0)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `prepare_torch`, which is for one process
         # What is wrong with the settings is said once, and nothing is started.
-        _, cfg = load_run(recipe, config, overrides, processes=plan.max_nodes * plan.processes_a_node)
+        _, cfg = load_run(recipe, config, overrides, processes=plan.max_nodes * plan.processes_per_node)
         given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
         given += batches_of(cfg, given)
         parallel = cfg.group(ParallelConfig) if isinstance(cfg, RecipeConfig) else None

@@ -30,8 +30,8 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, names_of
 from lean_ft.data.sources import list_sources
 from lean_ft.settings import DataConfig, RowsConfig, Sources
-from lean_ft.system.own_functions import is_own
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import is_function_path
 from lean_ft.tokenizers import Passage, Tokenizer
 
 NUM_ROWS_TO_DETECT = 16
@@ -105,7 +105,7 @@ def formats_of(
         rows = [row for row in first_rows if row.source == number]
         if rows:
             _check_columns_are_there(one.columns, rows, known)
-            is_told = one.format == "auto" or is_own(one.format)
+            is_told = one.format == "auto" or is_function_path(one.format)
             name = _detect(rows, one.columns, config.on_bad_row, known) if is_told else one.format
             if name not in known:
                 raise ValueError(

@@ -32,8 +32,8 @@ from lean_ft.data.sources import files_of, list_sources
 from lean_ft.data.splits import is_sliced
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataConfig, Sources
-from lean_ft.system.own_functions import file_digest, is_own
 from lean_ft.system.shapes_only import stage
+from lean_ft.system.user_functions import file_digest, is_function_path
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
@@ -325,7 +325,7 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
         if not files:
             return None
         contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
-        form = [one.format, file_digest(one.format)] if is_own(one.format) else one.format
+        form = [one.format, file_digest(one.format)] if is_function_path(one.format) else one.format
         parts.append([form, one.columns, part, *contents])
     return hash_of(parts)
 

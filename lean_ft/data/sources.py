@@ -12,7 +12,7 @@ from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import RowsConfig, Source, Sources
-from lean_ft.system.own_functions import file_digest, is_own, line_in, load_function
+from lean_ft.system.user_functions import file_digest, is_function_path, line_in, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
 OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # what `data` says for sources that do not say it themselves
@@ -106,7 +106,7 @@ def files_of(source: Source) -> list[Path] | None:
 
 def _read_source(source: Source, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
     rows = _rows_as_stored(source, digest, streaming=streaming)
-    if not is_own(source.format):
+    if not is_function_path(source.format):
         return rows
     assert source.format is not None
     if digest is not None:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.system.own_functions import check_shape, is_own, load_function
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import check_shape, is_function_path, load_function
 
 # Is added to a standard deviation, as TRL does. Where a divergence in the reward alone tells answers apart, what rounds it
 # (3e-6 over eight tokens) then teaches a hundredth of what a reward does; over verl's 1e-6 it would teach as much.
@@ -137,17 +137,17 @@ def policy_loss(
     Raises:
         ValueError: for a loss that is not there, a setting that it does not read, or what it lacks.
     """
-    if name not in LOSSES and not is_own(name):
+    if name not in LOSSES and not is_function_path(name):
         raise ValueError(
             f"no policy loss is called '{name}'.{did_you_mean(name, LOSSES)} There are {', '.join(LOSSES)}."
         )
-    reads = () if is_own(name) else settings_of(name)
+    reads = () if is_function_path(name) else settings_of(name)
     for setting in settings:
         if setting not in reads:
             raise ValueError(f"the loss {name} does not read {setting}; it reads {', '.join(reads)}. Leave it out.")
     if kl not in KINDS_OF_KL:
         raise ValueError(f"kl={kl} is no estimate of a divergence; expected one of {', '.join(KINDS_OF_KL)}.")
-    loss, divided = (_own(name), "tokens") if is_own(name) else LOSSES[name]
+    loss, divided = (_own(name), "tokens") if is_function_path(name) else LOSSES[name]
     if divided == "longest" and max_length is None:
         raise ValueError(f"the loss {name} divides by the longest answer that there may be: give max_length.")
     if kl_weight and reference_logps is None:
@@ -164,7 +164,7 @@ def policy_loss(
         losses = losses + kl_weight * divergence
     if statistics is not None:
         statistics.add(**({} if divergence is None else {"kl": (divergence * counted).sum()}))
-        if not is_own(name):
+        if not is_function_path(name):
             clips = _is_clipped(name, ratio.detach(), answers.advantages, settings) * counted
             statistics.add(clip_share=clips.sum())
 

@@ -23,8 +23,8 @@ from lean_ft.losses.answer_log_probs import Answers
 from lean_ft.losses.reward import add_scores
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import PreferenceLossConfig
-from lean_ft.system.own_functions import check_shape, is_own, load_function
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import check_shape, is_function_path, load_function
 
 
 class Pairs(NamedTuple):
@@ -186,12 +186,12 @@ def preference_loss(
     Raises:
         ValueError: for a loss that is not there, a setting that the loss does not read, or one out of its range.
     """
-    loss = load_function(name) if is_own(name) else LOSSES.get(name)
+    loss = load_function(name) if is_function_path(name) else LOSSES.get(name)
     if loss is None:
         raise ValueError(
             f"no preference loss is called '{name}'.{did_you_mean(name, LOSSES)} There are {', '.join(LOSSES)}."
         )
-    reads = () if is_own(name) else settings_of(name)
+    reads = () if is_function_path(name) else settings_of(name)
     for setting, value in settings.items():
         if setting not in reads:
             raise ValueError(

@@ -268,7 +268,7 @@ def save_model(
     from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
 
     folder = Path(path)
-    ranks.first(lambda: folder.mkdir(parents=True, exist_ok=True))
+    ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = parts_on_disk(model) if weights is None else weights
     split = split_state_dict_into_shards_factory(
         dict(parts),
@@ -278,7 +278,7 @@ def save_model(
     )
     for file_name, names in split.filename_to_tensors.items():
         write_file(folder / file_name, {name: parts[name] for name in names}, {"format": "pt"}, ranks)
-    ranks.first(lambda: _write_index_and_configs(model, folder, split))
+    ranks.on_rank_zero(lambda: _write_index_and_configs(model, folder, split))
 
 
 def _write_index_and_configs(model: Decoder, folder: Path, split: Any) -> None:

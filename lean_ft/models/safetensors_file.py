@@ -196,9 +196,9 @@ def write_file(
                 if ranks.size > 1:  # on a shared disk rank 0 may not sync other ranks' writes
                     os.fsync(stream.fileno())
 
-        temporary = ranks.first(begin)
-        ranks.everywhere(write_mine)
-        ranks.first(whole_or_not.close)
+        temporary = ranks.on_rank_zero(begin)
+        ranks.on_every_rank(write_mine)
+        ranks.on_rank_zero(whole_or_not.close)
 
 
 def _in_steps(runs: Iterator[tuple[int, int]], step: int) -> Iterator[list[tuple[int, int]]]:

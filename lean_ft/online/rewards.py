@@ -31,10 +31,10 @@ from lean_ft.generation import Sample
 from lean_ft.hub.paths import repository_name
 from lean_ft.settings import Reward
 from lean_ft.system.log import say
-from lean_ft.system.own_functions import load_function
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import load_function
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
 from lean_ft.training.bad_steps import TrainingFailed
@@ -127,7 +127,7 @@ class Rewards:
         something else than a finite number or None for each answer."""
         if stage() is not None:
             return Scores([0.0] * len(samples), [[]] * len(samples), [""] * len(samples))
-        return self._ranks.first(lambda: self._judged(prompts, samples))
+        return self._ranks.on_rank_zero(lambda: self._judged(prompts, samples))
 
     def _judged(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
         texts = [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in samples]

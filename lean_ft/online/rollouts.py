@@ -330,7 +330,7 @@ class Rollouts(Rounds[PolicyBatch]):
 
     def _take_what_is_known(self) -> list[list[float]]:
         """Gives each answer what any rank noted of it; returns the entropies of their tokens."""
-        for known in self._ranks.everywhere(lambda: self._known):
+        for known in self._ranks.on_every_rank(lambda: self._known):
             self._known = self._known | known
         entropies = []
         for i, answer in enumerate(self._answers):

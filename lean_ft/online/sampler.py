@@ -77,7 +77,7 @@ class Sampler:
                     compile=generation.compile,
                 )
 
-        return [one for answers in self._ranks.everywhere(answer)[::alike] for one in answers]
+        return [one for answers in self._ranks.on_every_rank(answer)[::alike] for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """The mean reward and length of answers to held-out prompts, at `generation.eval_temperature`; the same draws each

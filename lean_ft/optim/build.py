@@ -21,7 +21,7 @@ from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
 from lean_ft.settings.optimizer import BITSANDBYTES_RULES, MATRIX_RULES
-from lean_ft.system.bitsandbytes_library import why_unusable
+from lean_ft.system.environment import bitsandbytes_problem
 from lean_ft.system.shapes_only import device_type
 from lean_ft.system.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
 
@@ -179,7 +179,7 @@ def _refuse_without_kernel(cfg: OptimizerConfig, *, on_gpu: bool) -> None:
             f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, and only that kernel can use paged state. Set "
             f"optimizer.{lacking[0]}=false, or optimizer.name=adamw_8bit and optimizer.state=device."
         )
-    if not lacking and (reason := why_unusable(on_gpu=on_gpu)) is not None:
+    if not lacking and (reason := bitsandbytes_problem(on_gpu=on_gpu)) is not None:
         raise ValueError(
             f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, and {reason}. Run `pip install bitsandbytes`, or set "
             "optimizer.name=adamw_8bit_torchao."

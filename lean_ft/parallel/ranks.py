@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lean_ft.data import Batch
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
-from lean_ft.system.launch import ENDED, LOOK_SECONDS, find_host, shared_store
+from lean_ft.system.launch import FAILURE_KEY, POLL_SECONDS, check_host, shared_store
 from lean_ft.system.shapes_only import outside, stage
 from lean_ft.system.shards import ALONE, Ranks
 
@@ -69,7 +69,7 @@ def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConf
     if dist.is_initialized():
         return
     host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-    find_host(host, f"MASTER_ADDR={host}")
+    check_host(host, f"MASTER_ADDR={host}")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank = int(os.environ["RANK"])
     settings = {f"parallel.{name}": value for name, value in cfg.model_dump().items()}
@@ -91,11 +91,11 @@ def _settings_of_all(store: Any, size: int, timeout: timedelta) -> list[Any]:
     names, deadline = [f"settings of {rank}" for rank in range(size)], time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            store.wait(names, min(timeout, timedelta(seconds=LOOK_SECONDS)))
+            store.wait(names, min(timeout, timedelta(seconds=POLL_SECONDS)))
             return [json.loads(store.get(name)) for name in names]
         except dist.DistStoreError:
-            if store.check([ENDED]):
-                raise ValueError(store.get(ENDED).decode()) from None
+            if store.check([FAILURE_KEY]):
+                raise ValueError(store.get(FAILURE_KEY).decode()) from None
             if time.monotonic() > deadline:
                 raise
 
@@ -173,7 +173,7 @@ class ManyRanks(Ranks):
         return mesh[SHARD] if mesh.size(0) == 1 else mesh[REPLICATE, SHARD]
 
     @property
-    def beside(self) -> "ManyRanks":
+    def for_thread(self) -> "ManyRanks":
         other = copy.copy(self)
         other._hosts = self._hosts_beside
         return other
@@ -242,7 +242,7 @@ class ManyRanks(Ranks):
         dist.all_reduce(value, group=self._hosts)
         return int(value)
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
         result: list[Any] = [None, None]  # return value, description of an error
         error: Exception | None = None
         if self.rank == 0:
@@ -257,7 +257,7 @@ class ManyRanks(Ranks):
             raise _as_error(result[1], 0)
         return result[0]
 
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
+    def on_every_rank(self, work: Callable[[], T]) -> list[T]:
         mine: list[Any] = [None, None]  # return value, description of an error
         error: Exception | None = None
         try:

@@ -86,10 +86,10 @@ def save_adapter(
     if not has_adapter(model):
         raise ValueError("the model has no adapter to save. Use save_model to save the model.")
     folder = Path(path)
-    ranks.first(lambda: folder.mkdir(parents=True, exist_ok=True))
+    ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = adapter_parts(model) if weights is None else weights
     write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
-    ranks.first(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
+    ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:

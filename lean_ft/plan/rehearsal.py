@@ -138,7 +138,7 @@ class NotSimulatedError(RuntimeError):
 
 def _raise_with_line(recipe: ModuleType, error: Exception) -> None:
     """Raise NotSimulatedError with the line of the user's own recipe or function that failed; return if none is involved."""
-    own = {module.__file__ for name, module in sys.modules.items() if name.startswith("own_functions.")}
+    own = {module.__file__ for name, module in sys.modules.items() if name.startswith("user_functions.")}
     folder = None if is_shipped(recipe) else Path(recipe.__file__ or "").parent
     frames = [
         frame

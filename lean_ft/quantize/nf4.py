@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.system.bitsandbytes_library import why_unusable
+from lean_ft.system.environment import bitsandbytes_problem
 from lean_ft.system.shapes_only import outside
 from lean_ft.system.shards import part_of
 
@@ -138,7 +138,7 @@ class _NF4Product(torch.autograd.Function):
 
 def check_available(*, on_gpu: bool) -> None:
     """Raise ValueError if bitsandbytes is missing or has no kernels for the GPU."""
-    if (reason := why_unusable(on_gpu=on_gpu)) is not None:
+    if (reason := bitsandbytes_problem(on_gpu=on_gpu)) is not None:
         raise ValueError(
             f"lora.quantize=nf4 needs bitsandbytes, and {reason}. Install it for this device "
             "(`pip install bitsandbytes`), or set lora.quantize=none."

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from lean_ft.settings.base import Fraction, OwnFunction, Settings
-from lean_ft.system.own_functions import check_function
+from lean_ft.system.user_functions import check_function
 
 FormatName = Annotated[
     Literal[

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from lean_ft.settings.base import Dtype, Fraction, OwnFunction, PositiveShare, Settings, Share
-from lean_ft.system.own_functions import check_function
+from lean_ft.system.user_functions import check_function
 
 
 class LossConfig(Settings):

@@ -1,1 +1,1 @@
-"""The ground floor: processes, signals, environment, logging, redaction, files, names. Nothing here knows a model."""
+"""Processes, signals, environment, logging, redaction, files and names. Nothing in this package depends on models."""

@@ -1,32 +1,28 @@
-"""What torch and its libraries are told before they start; a user's own choice, in the environment, stands.
+"""Environment variables that torch and its libraries read once, when they start. Variables that the user has set stay.
 
-Each variable is read once by torch or a library in it:
+- `PYTORCH_ALLOC_CONF=expandable_segments:True`: the CUDA allocator grows its segments, which reduces fragmentation.
+- `THP_MEM_ALLOC_ENABLE=1`: large CPU tensors use huge pages (Linux). Each layer allocates activations anew, and the kernel maps
+  and clears their pages each time: writing a new 40 MB tensor took 22 ms on 4 KiB pages and 8 ms on 2 MiB pages, on two cores;
+  writing it again takes 7 ms.
+- `ONEDNN_PRIMITIVE_CACHE_CAPACITY`: oneDNN compiles code for each shape of a 16-bit product on a CPU, and caches it, 0.5 MB each.
+  Its default of 1,024 entries adds 500 MB in the first hundred steps if row lengths vary. We keep as many as occur in a step;
+  compiling one takes 0.4 ms.
+- `LRU_CACHE_CAPACITY=1`: torch has a second cache above oneDNN's, with 1,024 entries of 0.2 MB that are no faster.
+- `GOMP_SPINCOUNT=10000`: how long a waiting CPU thread spins before it sleeps. The default is several milliseconds; on shared
+  cores, that takes the time of the thread that it waits for. On two cores next to a dozen other processes, a step of the embedded
+  model took 15 s by default, 1.1 to 1.5 s with this setting, and 0.2 s if threads sleep at once (OMP_WAIT_POLICY=PASSIVE). On idle
+  cores, the same three settings reach 12,600, 11,700 and 4,700 tokens/s. With half a billion parameters this setting costs 3%
+  (15.6 s per step; 15.1 s with 300,000, the best value on a machine without other work).
+- `TORCHINDUCTOR_CACHE_DIR`: with `ATEN_CPU_CAPABILITY` set, a separate cache of compiled code. torch.compile's cache keys lack the
+  capability, and code generated for 16 numbers at a time, compiled for 8, computes wrong results.
+- `TORCH_CPP_LOG_LEVEL=ERROR`: the loss of a peer is reported in one line, without a C++ stack trace.
+- `KINETO_LOG_LEVEL=99`: profiles (`profile=true`) print no lines about their start and end.
+- `OMP_NUM_THREADS`: the number of cores that the container's quota allows. torch counts the machine's cores, and 64 threads that
+  share the time of two cores wait for each other.
 
-- `PYTORCH_ALLOC_CONF=expandable_segments:True`: the CUDA allocator grows its segments, which fragment less.
-- `THP_MEM_ALLOC_ENABLE=1`: large CPU tensors lie on huge pages (Linux). Activations come and go at every layer, and
-  each time the kernel maps and clears their pages anew: writing a fresh 40 MB tensor took 22 ms on pages of 4 KiB and
-  8 ms on pages of 2 MiB, on two cores; writing it again takes 7 ms.
-- `ONEDNN_PRIMITIVE_CACHE_CAPACITY`: a CPU's 16-bit products run code compiled for their shape, which is kept for the
-  next of that shape, 0.5 MB each. By default 1,024 of them are, so that rows of ever new lengths take 500 MB more in a
-  run's first hundred steps. Here as many are kept as come again in a step; compiling another takes 0.4 ms.
-- `LRU_CACHE_CAPACITY=1`: torch's own layer above that library keeps 1,024 as well, 0.2 MB more each, and finds them no
-  faster.
-- `GOMP_SPINCOUNT=10000`: how long a CPU's thread that waits for another spins before it sleeps. By default that is some
-  milliseconds, and where cores are shared it spins away the time in which the thread that it waits for could run. On two
-  cores a step of the embedded model took 15 s beside a dozen other processes, 1.1 to 1.5 s with this, and 0.2 s where
-  threads sleep at once (OMP_WAIT_POLICY=PASSIVE); but alone that makes 4,700 tokens a second, this 11,700, spinning 12,600.
-  At half a billion parameters it costs 3 % (15.6 s a step, 15.1 with 300,000); 30,000 costs 1 %, and beside fifteen others
-  took twice the time of this. A machine of one's own has GOMP_SPINCOUNT=300000 for it.
-- `TORCHINDUCTOR_CACHE_DIR`: with `ATEN_CPU_CAPABILITY` set, a cache of compiled code for that capability alone. torch.compile
-  finds code by a key without the capability: code written for 16 numbers at a time, compiled again for 8, computes nonsense.
-- `TORCH_CPP_LOG_LEVEL=ERROR`: a machine that loses another is told so in a line, and not in C++'s stack, forty lines of it.
-- `KINETO_LOG_LEVEL=99`: what profiles (`profile=true`) says nothing of its own beginning and end.
-- `OMP_NUM_THREADS`: as many as the container may use at once. torch counts the machine's cores, of which a quota may leave
-  a share: 64 threads in the time of two wait for each other.
-
-Source: PyTorch's notes on CUDA memory management; libgomp's manual, "OMP_WAIT_POLICY" and "GOMP_SPINCOUNT"; the kernel's
-on cgroups, cpu.max and cpu.cfs_quota_us; c10/core/impl/alloc_cpu.cpp; oneDNN's guide, "Primitive Cache"; ideep's
-lru_cache.hpp. Figures of caches and threads: an Intel Xeon with AMX, torch 2.13.
+Sources: PyTorch's notes on CUDA memory management; libgomp's manual, "OMP_WAIT_POLICY" and "GOMP_SPINCOUNT"; the kernel's cgroup
+documentation, cpu.max and cpu.cfs_quota_us; c10/core/impl/alloc_cpu.cpp; oneDNN's guide, "Primitive Cache"; ideep's lru_cache.hpp.
+Measured on an Intel Xeon with AMX, torch 2.13.
 """
 
 import math
@@ -34,15 +30,18 @@ import os
 import tempfile
 from pathlib import Path
 
-# The first of these that is set is the one torch takes.
+# torch reads the first of these that is set.
 CUDA_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-WAITING_VARIABLES = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")  # of GNU's library, Intel's, and either
+WAITING_VARIABLES = (
+    "OMP_WAIT_POLICY",
+    "KMP_BLOCKTIME",
+    "GOMP_SPINCOUNT",
+)  # read by GNU's and Intel's OpenMP, Intel's, and GNU's
 PRODUCTS_VARIABLES = ("DNNL_PRIMITIVE_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def prepare_torch() -> None:
-    """Sets the variables that the user has not set. Call it before torch is imported: allocators read theirs with the
-    first tensor, threads before."""
+    """Set the variables that the user has not set. Call this before torch is imported."""
     _set_default(CUDA_ALLOCATOR_VARIABLES, "expandable_segments:True")
     _set_default(("THP_MEM_ALLOC_ENABLE",), "1")
     _set_default(WAITING_VARIABLES, "10000")
@@ -51,13 +50,13 @@ def prepare_torch() -> None:
     if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
         user = os.getuid() if hasattr(os, "getuid") else 0
         _set_default(("TORCHINDUCTOR_CACHE_DIR",), f"{tempfile.gettempdir()}/torchinductor_{user}_{capability}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # elsewhere there are no quotas
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # other systems have no quotas
     if (quota := _quota()) is not None and quota < cores:
         _set_default(("OMP_NUM_THREADS",), str(math.ceil(quota)))
 
 
 def _quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The cores' worth of time that a container's processes may take together; None where nothing limits them."""
+    """Return the number of cores that the container's quota allows, or None without a quota."""
     version_1 = [root / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
     files = [root / "cpu.max"] if (root / "cpu.max").exists() else version_1
     try:
@@ -68,12 +67,12 @@ def _quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def keep_compiled_products(num_shapes: int) -> None:
-    """Bounds what is kept of 16-bit products on a CPU; call it before the first of them."""
+    """Bound the caches of compiled 16-bit products on a CPU. Call this before the first product."""
     _set_default(PRODUCTS_VARIABLES, str(num_shapes))
     _set_default(("LRU_CACHE_CAPACITY",), "1")
 
 
 def _set_default(names: tuple[str, ...], value: str) -> None:
-    """Sets the last of several names for the same thing, where none is set."""
+    """Set the last of several equivalent variables, unless one of them is set."""
     if not any(name in os.environ for name in names):
         os.environ[names[-1]] = value

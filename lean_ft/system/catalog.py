@@ -1,9 +1,8 @@
-"""Finds recipes and presets: those that ship with lean_ft by name, the user's own by path.
+"""Find recipes and presets: those that ship with lean_ft by name, the user's by path.
 
-In a checkout they lie beside the package, in `recipes/` and `configs/`; a wheel carries them inside it. A recipe is
-a file with a `Config` (a pydantic model) and a `main(config)`. Listing reads the files and never runs them. An alias is
-another name for a recipe, under which one group of its settings may be turned on: so people find what they look for, and no
-loop is written twice.
+In a checkout they are next to the package, in `recipes/` and `configs/`; a wheel includes them. A recipe is a file with a
+`Config` (a pydantic model) and a `main(config)`. Listing reads files without running them. An alias is another name for a
+recipe, which may turn on one group of its settings, so that familiar names work without a second training loop.
 """
 
 import ast
@@ -20,11 +19,11 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, create_model
 
-from lean_ft.system.own_functions import line_in, run_file
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import line_in, run_file
 
 _PACKAGE = Path(__file__).parents[1]
-# name -> the recipe, and the group of its settings that is on and not null, if one is
+# alias -> recipe, and the group of settings that it turns on, or None
 _ALIASES: dict[str, tuple[str, str | None]] = {
     "lora_finetune_single_device": ("finetune", "lora"),
     "full_finetune_distributed": ("finetune", None),
@@ -39,7 +38,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name for the recipe in `file`, with its settings `group` turned on where there is one."""
+    """Another name for the recipe in `file`, which turns on the settings `group` unless it is None."""
 
     name: str
     file: Path
@@ -52,50 +51,49 @@ def _shipped(inside_wheel: str, beside_package: str) -> Path:
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes that ship with lean_ft: name -> file."""
+    """Return the recipes that ship with lean_ft: name -> file."""
     files = _shipped("_recipes", "recipes").glob("*.py")
     return {file.stem: file for file in sorted(files) if not file.stem.startswith("_")}
 
 
 def aliases() -> dict[str, Alias]:
-    """Other names for those recipes."""
+    """Return the aliases of shipped recipes by name."""
     files = recipes()
     return {name: Alias(name, files[recipe], group) for name, (recipe, group) in _ALIASES.items() if recipe in files}
 
 
 def without_alias(recipe_name: str) -> str:
-    """The name of the recipe that `recipe_name` stands for: itself, unless it is an alias."""
+    """Return the recipe that an alias stands for; any other name is returned unchanged."""
     return _ALIASES[recipe_name][0] if recipe_name in _ALIASES else recipe_name
 
 
 def presets() -> dict[str, Path]:
-    """The presets that ship with lean_ft: name (`tiny/full`) -> file."""
+    """Return the presets that ship with lean_ft: name (`tiny/full`) -> file."""
     folder = _shipped("_configs", "configs")
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
 def find_recipe(name_or_path: str) -> Path | Alias:
-    """The file of a recipe, or an alias, given by name or path. Raises ValueError with the nearest name."""
+    """Return a recipe's file or alias, given by name or path. Raises ValueError with the nearest name."""
     return _find(name_or_path, {**recipes(), **aliases()}, what="recipe", suffixes=(".py",))
 
 
 def find_preset(name_or_path: str) -> Path:
-    """The file of a preset, given by name or path. Raises ValueError with the nearest name."""
+    """Return a preset's file, given by name or path. Raises ValueError with the nearest name."""
     return _find(name_or_path, presets(), what="preset", suffixes=(".yaml", ".yml"))
 
 
 def find_either(name_or_path: str) -> Path | Alias:
-    """The file of a recipe or a preset, or an alias, given by name or path. Raises ValueError with the nearest name."""
+    """Return a recipe's or preset's file or an alias, given by name or path. Raises ValueError with the nearest name."""
     either = {**recipes(), **aliases(), **presets()}
     return _find(name_or_path, either, what="recipe or preset", suffixes=(".py", ".yaml", ".yml"))
 
 
 def copy_to(found: Path | Alias, destination_name: str, force: bool = False) -> Path:
-    """Copies a recipe or preset to a file, or into a folder (one that is there, or a name that ends in `/`).
+    """Copy a recipe or preset to a file or into a folder (an existing one, or a name that ends in `/`); return the copy's path.
 
-    The copy of an alias is the recipe's file under its name, with the group turned on there.
-    Returns the copy's path. Missing folders are made, and a missing suffix is added. Raises ValueError rather than
-    overwrite, unless `force`.
+    The copy of an alias has the alias's name, with its group turned on. Missing folders and a missing suffix are added.
+    Raises ValueError if the file exists, unless `force`.
     """
     source = found.file if isinstance(found, Alias) else found
     destination = Path(destination_name).expanduser()
@@ -104,9 +102,9 @@ def copy_to(found: Path | Alias, destination_name: str, force: bool = False) -> 
     elif destination.suffix != source.suffix:
         destination = destination.with_name(destination.name + source.suffix)
     if destination.exists() and destination.samefile(source):
-        raise ValueError(f"{destination} is the file itself; choose another place.")
+        raise ValueError(f"{destination} is the original; choose another name.")
     if destination.exists() and not force:
-        raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
+        raise ValueError(f"{destination} exists; choose another name, or overwrite it with --force.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, destination)
     if isinstance(found, Alias) and found.group is not None:
@@ -130,21 +128,19 @@ def _find(wanted: str, shipped: Mapping[str, Found], what: str, suffixes: tuple[
     if what == "recipe" and wanted in presets():
         raise ValueError(f"'{wanted}' is a preset: leanft run --config {wanted}")
     if "=" in wanted:
-        raise ValueError(f"expected the {what} before any key=value, came '{wanted}'.")
+        raise ValueError(f"expected the {what} before any key=value, found '{wanted}'.")
     raise ValueError(
         f"no {what} is called '{wanted}'.{did_you_mean(wanted, shipped)} "
-        f"`leanft ls` lists them; a {what} of your own is given as the path of its {kinds} file."
+        f"`leanft ls` lists them. For your own {what}, give the path of its {kinds} file."
     )
 
 
 def summary(file: Path | Alias) -> str:
-    """What a recipe or preset says of itself, on one line, read without running it; empty where it says nothing.
-
-    That is the first paragraph of a recipe's docstring, and the comment that a preset begins with.
-    """
+    """Return a one-line summary of a recipe or preset without running it: the first paragraph of a recipe's docstring, or the
+    comment at the start of a preset; empty if there is none."""
     if isinstance(file, Alias):
         return file.file.stem + (
-            f" with its settings `{file.group}` turned on." if file.group else ", by another name."
+            f" with the settings `{file.group}` turned on." if file.group else ", by another name."
         )
     text = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix != ".py":
@@ -158,10 +154,9 @@ def summary(file: Path | Alias) -> str:
 
 
 def load_recipe(recipe: Path | Alias) -> ModuleType:
-    """Runs a recipe's file as a module and returns it, with its `Config` and `main`; an alias has a `Config` of its own,
-    whose group is on by default.
+    """Run a recipe's file as a module and return it, with its `Config` and `main`. The `Config` of an alias has its group on.
 
-    Raises ValueError where the file cannot be run, with its line, or lacks one of the two.
+    Raises ValueError, with the line, if the file cannot be run, and if `Config` or `main` is missing.
     """
     if isinstance(recipe, Alias):
         module = load_recipe(recipe.file)
@@ -174,7 +169,7 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
         return module
     folder = str(recipe.resolve().parent)
     if recipe not in recipes().values() and folder not in sys.path:
-        sys.path.append(folder)  # what lies beside a user's recipe can be imported; last, so it hides no library
+        sys.path.append(folder)  # for modules next to a user's recipe; last, so that they hide no library
     try:
         module = run_file(recipe, f"recipes.{recipe.stem}")
     except SyntaxError as error:
@@ -184,16 +179,16 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
     config_class, main = getattr(module, "Config", None), getattr(module, "main", None)
     if not (isinstance(config_class, type) and issubclass(config_class, BaseModel)) or not callable(main):
         raise ValueError(
-            f"{recipe} is not a recipe: expected a class `Config(RecipeConfig)` and a function `main(cfg)`. "
-            "`leanft cp RECIPE DEST` gives you one to start from."
+            f"{recipe} is not a recipe: expected a class `Config(RecipeConfig)` and a function `main(cfg)`. To start from a "
+            "shipped recipe, run `leanft cp RECIPE DEST`."
         )
     try:
-        config_class.model_rebuild()  # a field of a type that no setting can have is told of here, with the file
+        config_class.model_rebuild()  # reports a field with an unsupported type here, with the file
     except Exception as error:
         raise ValueError(f"{recipe}: {type(error).__name__}: {error}") from error
     return module
 
 
 def is_shipped(recipe: ModuleType) -> bool:
-    """Whether a loaded recipe is one that comes with lean_ft, and no file of the user's."""
+    """Whether a loaded recipe ships with lean_ft."""
     return Path(recipe.__file__ or "") in recipes().values()

@@ -1,8 +1,8 @@
-"""Whether training works on a device: the embedded model takes a few steps with one technique after another.
+"""Check that training works on a device: the embedded model trains for a few steps with one technique after another.
 
-Each is a run of a shipped recipe in a process of its own, so that one that crashes is told and the others go on. Its losses
-are compared with those of a CPU in float32, which a kernel that computes nonsense, or an update that never arrives, would
-miss by far. What a device cannot do by design is refused by the recipe, with the reason.
+Each check runs a shipped recipe in its own process, so a crash is reported and the other checks continue. The losses are
+compared with those of a CPU in float32, with a tolerance that broken kernels and missing updates exceed by far. If a device
+cannot run a technique by design, the recipe rejects it with the reason.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 STEPS = 6
 _TIME_LIMIT_SECONDS = 300
-_TOLERANCE = 0.15  # of a loss; roundings make 10 % of it after a few large steps, and without updates it is 80 % off
+_TOLERANCE = 0.15  # relative; rounding causes up to 10% after a few large steps, and missing updates 80%
 _FULL = {"--config": "tiny/full", "optimizer.lr": "3e-3"}
 _LORA = {"--config": "tiny/lora", "optimizer.lr": "5e-3"}
 _ALWAYS = {
@@ -28,10 +28,10 @@ _ALWAYS = {
 }
 _BF16 = {"model.dtype": "bfloat16"}
 _OFFLOADED = {"memory.activation_checkpointing": "full", "memory.activation_offload": "true"}
-_DECIDES_LOSSES = ("--config", "data.packing", "clip_grad_norm")  # all else is technique
+_DECIDES_LOSSES = ("--config", "data.packing", "clip_grad_norm")  # other settings must not change the losses
 _IN_BACKWARD = {"optimizer.in_backward": "true", "clip_grad_norm": "null"}
 
-# What is checked, and the settings that do it.
+# technique -> settings
 _TECHNIQUES: dict[str, dict[str, str]] = {
     "float32": _FULL,
     "bfloat16": _FULL | _BF16,
@@ -49,7 +49,7 @@ _TECHNIQUES: dict[str, dict[str, str]] = {
 
 
 class Outcome(NamedTuple):
-    """What came of a technique: `works`, `not here` (refused by design) or `FAILED`, and why."""
+    """The result of a technique: `works`, `not here` (unsupported by design) or `FAILED`, and the reason."""
 
     technique: str
     result: str
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 def check_device(device: str) -> Iterator[Outcome]:
-    """Tries every technique on `device` (auto, cpu, cuda, mps), one after another; takes a minute or a few."""
+    """Check every technique on `device` (auto, cpu, cuda, mps). Takes one to a few minutes."""
     with tempfile.TemporaryDirectory(prefix="lean_ft-check-") as name:
         folder = Path(name)
         references: dict[tuple[str | None, ...], list[float] | Outcome] = {}
@@ -74,12 +74,12 @@ def check_device(device: str) -> Iterator[Outcome]:
                 yield refused._replace(technique=technique)
                 continue
             worst = max(abs(ours / theirs - 1) for ours, theirs in zip(found, reference, strict=True))
-            said = f"{STEPS} steps, losses within {worst:.1%} of a CPU's in float32"
-            yield Outcome(technique, "works" if worst <= _TOLERANCE else "FAILED", said)
+            why = f"{STEPS} steps, losses within {worst:.1%} of a CPU's in float32"
+            yield Outcome(technique, "works" if worst <= _TOLERANCE else "FAILED", why)
 
 
 def _train(folder: Path, settings: dict[str, str], device: str) -> list[float] | Outcome:
-    """The losses of a short run, or why there are none."""
+    """Return the losses of a short run, or the outcome if it failed."""
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
     given = {**settings, **_ALWAYS, "device": device, "output_dir": str(run)}
     preset = given.pop("--config")
@@ -87,10 +87,10 @@ def _train(folder: Path, settings: dict[str, str], device: str) -> list[float] |
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
-        return Outcome("", "FAILED", f"not done after {_TIME_LIMIT_SECONDS} s")
+        return Outcome("", "FAILED", f"not finished after {_TIME_LIMIT_SECONDS} s")
     if done.returncode == 0:
         lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         return [line["loss"] for line in lines if "loss" in line]
-    said = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
-    why = said[-1] if said else f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"
+    errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
+    why = errors[-1] if errors else f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"
     return Outcome("", "not here" if done.returncode == 2 else "FAILED", why)

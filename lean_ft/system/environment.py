@@ -1,8 +1,9 @@
-"""What this machine and this installation are: for `leanft env`, bug reports and benchmark results.
+"""Facts about this machine and installation, for `leanft env`, bug reports and benchmark results.
 
-Nothing here is a secret: no user names, tokens or variables beyond those that steer the allocator and the threads.
+They contain no secrets: no user names, no tokens, and only the environment variables of the allocator and the threads.
 """
 
+import logging
 import os
 import platform
 import shutil
@@ -41,12 +42,12 @@ def describe_environment() -> dict[str, Any]:
     import lean_ft
 
     facts: dict[str, Any] = {"lean_ft": lean_ft.__version__, "python": platform.python_version()}
-    facts |= {name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__}  # which tells the build, too
+    facts |= {name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__}  # names the build too
     facts["extras"] = ", ".join(f"{name} {_version(name)}" for name in _EXTRAS)
     facts["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     facts["compiler"] = _compiler()
     facts["cpu"] = _cpu_info("model name") or platform.processor() or platform.machine()
-    facts["cpu features"] = _cpu_features() or "none of those that matter here"
+    facts["cpu features"] = _cpu_features() or "none of those that lean_ft uses"
     facts["cores"] = f"{usable_cores()}"
     facts["threads"] = f"{torch.get_num_threads()}"
     facts["memory"] = _memory()
@@ -86,7 +87,7 @@ def _driver_version() -> str:
 
 
 def _compiler() -> str:
-    """The C++ compiler that torch.compile would call on a CPU, with its version."""
+    """Return the C++ compiler that torch.compile calls on a CPU, with its version."""
     name = os.environ.get("CXX") or next((n for n in ("g++", "clang++") if shutil.which(n)), None)
     if name is None or shutil.which(name) is None:
         return "none (torch.compile needs one on a CPU)"
@@ -94,7 +95,7 @@ def _compiler() -> str:
 
 
 def _first_line(program: str, *arguments: str) -> str:
-    """Of what a program prints, or that it failed."""
+    """Return the first line that a program prints, or a note that it failed."""
     try:
         answer = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20, check=True)
     except (subprocess.SubprocessError, OSError) as error:
@@ -103,7 +104,7 @@ def _first_line(program: str, *arguments: str) -> str:
 
 
 def _cpu_info(*fields: str) -> str:
-    """The first value of one of these fields in /proc/cpuinfo; empty where there is none."""
+    """Return the first value of one of these fields in /proc/cpuinfo, or an empty string."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else []:
         field, _, value = line.partition(":")
@@ -118,23 +119,20 @@ def _cpu_features() -> list[str]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, which may be fewer than the machine has."""
+    """Return the number of cores that this process may use, which may be less than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> str:
-    """The machine's memory, and the container's limit where it is lower."""
     total_bytes, limit_bytes = _host_memory()
     if total_bytes is None:
         return "unknown"
-    if limit_bytes is not None:
-        return f"{gibibytes(total_bytes)}, of which this container may use {gibibytes(limit_bytes)}"
-    return gibibytes(total_bytes)
+    limit = "" if limit_bytes is None else f", limited to {gibibytes(limit_bytes)} in this container"
+    return gibibytes(total_bytes) + limit
 
 
 def memory_bytes(device: "torch.device") -> int | None:
-    """Memory that a process can have on `device` when nothing else is there: a GPU's own, or the host's less what its
-    container may not use; None where the system does not tell."""
+    """Return the total memory of a GPU, or of the host within its container's limit; None if unknown."""
     if (watcher := stage()) is not None:
         return watcher.memory_bytes
     if device.type == "cuda":
@@ -146,7 +144,7 @@ def memory_bytes(device: "torch.device") -> int | None:
 
 
 def _host_memory() -> tuple[int | None, int | None]:
-    """Bytes of the machine, and the container's limit where it is lower."""
+    """Return the machine's memory in bytes, and the container's limit if it is lower."""
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return None, None
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -158,18 +156,38 @@ def _host_memory() -> tuple[int | None, int | None]:
 
 
 def available_bytes() -> int | None:
-    """Host memory that a process could still take, within its container's limit; None where the system does not tell."""
-    available = told_bytes(Path("/proc/meminfo"), "MemAvailable")
+    """Return the host memory that is still available, within the container's limit; None if unknown."""
+    available = proc_bytes(Path("/proc/meminfo"), "MemAvailable")
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if available is not None and limit.exists() and (text := limit.read_text().strip()).isdigit():
         available = min(available, max(0, int(text) - int(used.read_text())))
     return available
 
 
-def told_bytes(file: Path, field: str) -> int | None:
-    """A line `field:  1234 kB` of a file in /proc in bytes; None where there is no such file or line."""
+def proc_bytes(file: Path, field: str) -> int | None:
+    """Return the value of a line `field:  1234 kB` of a file in /proc, in bytes; None if there is no such line."""
     with suppress(OSError):
         for line in file.read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
+    return None
+
+
+def bitsandbytes_problem(*, on_gpu: bool) -> str | None:
+    """Return why bitsandbytes cannot be used on a GPU or (with its Python operations) on a CPU, or None if it can.
+
+    Without its compiled library, bitsandbytes can be imported but fails at its first GPU kernel.
+    """
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it warns about an inference kernel that we do not use
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        from bitsandbytes.cextension import lib
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"it cannot be imported: {error}"
+    finally:
+        logger.setLevel(level)
+    if on_gpu and not lib.compiled_with_cuda:
+        reason = vars(lib).get("error_msg")  # set by the stand-in for a library that failed to load
+        return "it has no library compiled for this GPU" + (f": {reason}" if reason else "")
     return None

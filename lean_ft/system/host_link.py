@@ -1,23 +1,23 @@
-"""Copies between a GPU and pinned host memory, beside the computation: what offload and streaming are made of.
+"""Asynchronous copies between a GPU and pinned host memory, for offloading and streaming.
 
-The copies run on a stream of their own and the host waits for none of them. Two rules keep them right. A copy starts
-only when the computation queued so far has run, for that wrote what is sent, or last used the memory that is fetched
-to. And memory that a copy reads is kept until the computing stream has been told to wait for that copy: after that the
-allocator may hand it out again, in the order of the computing stream.
+Copies run on their own stream, and the host never waits for them. Two rules keep them correct. A copy starts only after the
+computation queued so far, which wrote the data to send or last used the memory to fetch into. And memory that a copy reads is
+kept until the compute stream has been told to wait for that copy: from then on the allocator may reuse it, in the order of the
+compute stream.
 
-What is larger than all that may be in flight is waited for at once, by the computing stream: it was sent so that its
-memory is free for what comes next. What has time is sent in parts (`lean_ft.optim.streamed`).
+For a tensor larger than the limit of bytes in flight, the compute stream waits at once, since the tensor was sent to free its
+memory for the next computation. Tensors that need not be freed at once are sent in parts (`lean_ft.optim.streamed`).
 
-Pinned memory is taken in the sizes that are asked for. PyTorch's own allocator rounds up to powers of two, which for
-the states and activations of a 3 B model is 11.4 GiB in place of 8.1.
+Pinned memory is allocated in the requested sizes. PyTorch's allocator rounds up to powers of two, which for the optimizer states
+and activations of a 3B model takes 11.4 GiB instead of 8.1.
 
-What comes back lies in memory that the allocator keeps for the copies' stream, apart from the computation's: pieces of other
-sizes, come and gone between its tensors, would leave holes that none of them fits into. The next to have such memory is
-again a copy back, which the first rule keeps behind all that the computation did with it. What is larger than all that may be
-in flight comes alone, and takes the place of what the computation has let go of.
+Tensors that come back use memory that the allocator keeps for the copy stream, separate from the computation's: pieces of other
+sizes, freed between its tensors, would fragment its memory. The next user of such memory is again a copy back, which the first
+rule delays until the computation has used the old data. A tensor larger than the limit of bytes in flight comes alone, and uses
+memory that the computation has freed.
 
-Source: PyTorch's CUDA semantics on streams and pinned buffers. Left out: `record_stream`, which postpones the reuse of
-memory to a moment that no one can predict.
+Source: PyTorch's CUDA semantics on streams and pinned buffers. Left out: `record_stream`, which delays the reuse of memory to an
+unpredictable time.
 """
 
 import ctypes
@@ -32,30 +32,30 @@ from torch import Tensor
 from lean_ft.system.shapes_only import stage
 from lean_ft.torch_private import version_of
 
-IN_FLIGHT_BYTES = 128 * 2**20  # most that is kept on the device only because a copy still reads it
+IN_FLIGHT_BYTES = 128 * 2**20  # limit of memory kept on the device only because a copy still reads it
 
 
 class Sent:
-    """A tensor that went to the host: its copy there, and a copy on the way back if one is."""
+    """A tensor that was sent to the host: its copy there, and the copy back if it has started."""
 
     __slots__ = ("__weakref__", "arrival", "host", "source", "version")
 
     def __init__(self, host: Tensor, source: Tensor | None = None) -> None:
         self.host = host
-        self.source = source  # while it is still on the device; one that never was has been on the host all along
-        self.version = None if source is None else version_of(source)  # when it was sent
-        self.arrival: int | None = None  # the number of its copy back, if one has begun
+        self.source = source  # while it is still on the device; None for a tensor that started on the host
+        self.version = None if source is None else version_of(source)  # at the time of sending
+        self.arrival: int | None = None  # the number of its copy back, if that has started
 
 
-# Private to the process, where the system knows the difference.
+# Private to the process, on systems that support this
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class PinnedMemory:
-    """Host memory that a GPU copies to and from, in blocks of the sizes asked for, and the free ones kept for later.
+    """Pinned host memory in blocks of the requested sizes. Free blocks are kept for reuse.
 
-    A block that is free again may be read or written by copies still under way: whoever has it next uses it in copies
-    of the same stream, or waits for that one.
+    Copies in flight may still read or write a freed block: its next user must use it in copies of the same stream, or wait
+    for that stream.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,11 @@ class PinnedMemory:
         weakref.finalize(self, _unpin, self._free, 0).atexit = False
 
     def empty_like(self, tensor: Tensor, *, new: bool = False) -> Tensor:
-        """An uninitialised tensor like this one, whose block is free again when nothing holds its memory; a `new` block
-        is one that no copy knows.
+        """Return an uninitialized tensor like this one. Its block is freed when nothing references its memory; a `new` block
+        was never used by a copy.
 
-        Before a block is added, free ones that are too small go back to the system, for which the host waits: what is
-        pinned stays near the most that was in use at once. Raises RuntimeError where the system pins no more.
+        Before a block is added, free blocks that are too small are returned to the system, for which the host waits. So
+        pinned memory stays near the peak use. Raises RuntimeError if the system cannot pin more.
         """
         if tensor.nbytes == 0:
             return torch.empty_like(tensor, device="cpu")
@@ -93,28 +93,28 @@ def _give_back(owner: "weakref.ref[PinnedMemory]", block: mmap.mmap) -> None:
 
 def _pin(num_bytes: int) -> mmap.mmap:
     block = mmap.mmap(-1, num_bytes, **_PRIVATE)
-    if hasattr(mmap, "MADV_DONTFORK"):  # shared with a fork, a page that is written would move, and the GPU not know
+    if hasattr(mmap, "MADV_DONTFORK"):  # a fork would make written pages move without the GPU's knowledge
         block.madvise(mmap.MADV_DONTFORK)
     runtime: Any = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(_address(block), num_bytes, 1)  # 1: for every context
+    error = runtime.cudaHostRegister(_address(block), num_bytes, 1)  # 1: portable, for all contexts
     if error != runtime.cudaError.success:
         raise RuntimeError(
-            f"the system did not pin {num_bytes:,} bytes of host memory ({error}), where optimizer.state=streamed, "
-            "memory.activation_offload=true and memory.tied_gradient=host keep what is not on the GPU. Free memory of the "
-            "host, raise the limit of locked memory (`ulimit -l`), or leave one of them out."
+            f"cannot pin {num_bytes:,} bytes of host memory ({error}), which optimizer.state=streamed, "
+            "memory.activation_offload=true and memory.tied_gradient=host need. Free host memory, raise the limit of locked "
+            "memory (`ulimit -l`), or unset one of these settings."
         )
     return block
 
 
 def _unpin(blocks: list[mmap.mmap], kept_bytes: int) -> None:
-    """Gives the smallest blocks back to the system until no more than so many bytes are left."""
+    """Return the smallest blocks to the system until at most `kept_bytes` are left."""
     if sum(map(len, blocks)) > kept_bytes:
-        torch.cuda.synchronize()  # copies may use them still
+        torch.cuda.synchronize()  # copies may still use them
     blocks.sort(key=len, reverse=True)
     while sum(map(len, blocks)) > kept_bytes:
         block = blocks.pop()
         runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(_address(block))  # and with the last reference to it the block is gone
+        runtime.cudaHostUnregister(_address(block))  # the last reference frees the block
 
 
 def _address(block: mmap.mmap) -> int:
@@ -122,14 +122,14 @@ def _address(block: mmap.mmap) -> int:
 
 
 class HostLink:
-    """Sends tensors of one CUDA device to pinned host memory and fetches them back, without waiting."""
+    """Sends tensors of one CUDA device to pinned host memory and fetches them back, asynchronously."""
 
     def __init__(self, device: torch.device, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self.device = device
         self._in_flight_bytes = in_flight_bytes
-        self._leaving: dict[Sent, Any] = {}  # in the order of sending, with the event that ends each copy
+        self._leaving: dict[Sent, Any] = {}  # in sending order, with the event at the end of each copy
         self._leaving_bytes = 0
-        # By number, the memory that copies write to and the event that ends each: kept, though no one may come for it.
+        # By number: the memory that a copy writes to, and the event at its end. Kept even if nobody fetches it.
         self._arriving: dict[int, tuple[Tensor, Any]] = {}
         self._numbers = itertools.count()
         self._open()
@@ -139,7 +139,7 @@ class HostLink:
         self._pinned = PinnedMemory()
 
     def send(self, tensor: Tensor, host: Tensor | None = None) -> Sent:
-        """Starts a copy to `host`, or to new pinned memory; the caller may drop the tensor at once."""
+        """Start a copy to `host`, or to new pinned memory. The caller may drop the tensor at once."""
         if host is None:
             host = self._host_memory(tensor)
         sent = Sent(host, tensor)
@@ -150,25 +150,27 @@ class HostLink:
         return sent
 
     def host_copy(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned host memory, done when this returns."""
+        """Return a copy in pinned host memory, which is complete on return."""
         return self._host_memory(tensor, new=True).copy_(tensor)
 
     def bring_back(self, host: Tensor) -> Tensor:
-        """The tensor on the device, in the computation's own memory and order, as nothing is computed beside the copy."""
+        """Return the tensor on the device, copied on the compute stream, for use when nothing else is computed."""
         return torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
 
     def prefetch(self, sent: Sent) -> None:
-        """Starts the copy back, unless the tensor is on the device still or again."""
+        """Start the copy back, unless the tensor is still or again on the device."""
         if sent.source is None and sent.arrival is None:
             value = self._device_memory(sent.host)
             sent.arrival = next(self._numbers)
             self._arriving[sent.arrival] = value, self._copy(sent.host, value)
 
     def fetch(self, sent: Sent) -> Tensor:
-        """The tensor on the device, for computation queued from now on; a later call fetches it anew."""
+        """Return the tensor on the device, for computation queued from now on. A later call fetches it again."""
         if sent.source is not None:
             if version_of(sent.source) != sent.version:
-                raise RuntimeError("a tensor was changed in place while backward, or its copy on the host, needed it")
+                raise RuntimeError(
+                    "a tensor was modified in place while backward or its copy to the host still needed it"
+                )
             return sent.source
         self.prefetch(sent)
         assert sent.arrival is not None
@@ -178,42 +180,42 @@ class HostLink:
         return value
 
     def keep(self, sent: Sent) -> None:
-        """Keeps what still is on the device there, for as long as there is a `Sent` for it."""
+        """Keep a tensor that is still on the device there, as long as its `Sent` exists."""
         if sent in self._leaving:
             assert sent.source is not None
             self._wait(self._leaving.pop(sent))
             self._leaving_bytes -= sent.source.nbytes
 
     def let_go_of(self, sent: Sent) -> None:
-        """Keeps what was sent on the device no longer; a later `fetch` brings it back."""
+        """Free the tensor's memory on the device; a later `fetch` copies it back."""
         if sent in self._leaving:
             self.keep(sent)
             sent.source = None
 
     def let_all_go(self) -> None:
-        """Has the computing stream wait for all that was sent, and keeps none of it on the device."""
+        """Make the compute stream wait for all copies to the host, and free the tensors' memory on the device."""
         while self._leaving:
             self.let_go_of(next(iter(self._leaving)))
 
     def forget_arrivals(self) -> None:
-        """Gives up what was prefetched and that no one will come for: its owners are gone."""
+        """Drop prefetched tensors that nobody will fetch, since their owners are gone."""
         for value, arrived in self._arriving.values():
             if not self._lies_apart(value):
                 self._wait(arrived)
         self._arriving.clear()
 
     def synchronize(self) -> None:
-        """The host waits until all copies that were begun are done, and may then use its memory."""
+        """Make the host wait until all copies are complete; it may then use its memory."""
         self.let_all_go()
         self._finish()
 
-    # What a device does, and a test without one stands in for ------------------------------------------------------
+    # Operations of the device, which tests without a GPU replace ---------------------------------------------------
 
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         return self._pinned.empty_like(like, new=new)
 
     def _lies_apart(self, value: Tensor) -> bool:
-        """Whether what comes back so large has memory of the copies' stream."""
+        """Whether a tensor of this size comes back into the copy stream's memory."""
         return value.nbytes <= self._in_flight_bytes
 
     def _device_memory(self, like: Tensor) -> Tensor:
@@ -221,7 +223,7 @@ class HostLink:
             return torch.empty_like(like, device=self.device)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:
-        """Starts a copy after what the computing stream has queued; returns the event of its end."""
+        """Start a copy after all work queued on the compute stream, and return the event at its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -235,16 +237,16 @@ class HostLink:
 
 
 def open_link(device: torch.device, setting: str, instead: str) -> HostLink:
-    """The link of a CUDA device, for the technique that `setting` asks for.
+    """Return a link for a CUDA device.
 
-    Raises:
-        ValueError: where there is no other memory to send anything to; `instead` is the setting to take there.
+    Raises ValueError on other devices, which have no separate memory, with the `setting` that needs the link and the one to
+    use `instead`.
     """
     if (watcher := stage()) is not None and watcher.device_type == "cuda":
         return watcher.open_link()
     if device.type != "cuda":
         raise ValueError(
-            f"{setting} moves what it is about from the GPU's memory to the host's, but the model is on {device.type}: "
-            f"it is in the host's memory already. Set {instead}."
+            f"{setting} moves tensors from GPU memory to host memory, but the model is on {device.type}, which already uses "
+            f"host memory. Set {instead}."
         )
     return HostLink(device)

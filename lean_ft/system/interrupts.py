@@ -1,11 +1,11 @@
-"""Let Ctrl-C and a scheduler's signals end a run where everything is saved, not in the middle of a step.
+"""Handle Ctrl-C and a scheduler's signals: a run ends between steps, after saving, not in the middle of a step.
 
-SIGINT, SIGTERM   in training: finish the step, save, exit; elsewhere: exit at once, as there is nothing to save
-SIGUSR1           in training: save when the step is done and go on; elsewhere: only a word
-a second one      ends the process at once; the newest whole checkpoint stays
+SIGINT, SIGTERM   during training: finish the step, save, exit; otherwise: exit at once, since there is nothing to save
+SIGUSR1           during training: save after the step and continue; otherwise: print a message
+a second signal   end the process at once; the newest complete checkpoint stays
 
-A signal that was ignored on entry (`nohup`, a shell's background job) stays ignored. Off the main thread, where Python
-allows no handlers, nothing is installed. Processes forked meanwhile inherit handlers, and end as if they had none.
+A signal that was ignored before (`nohup`, a background job of a shell) stays ignored. Python allows handlers only in the main
+thread; elsewhere none are installed. Forked processes inherit the handlers, but end as if they had none.
 """
 
 import os
@@ -22,7 +22,7 @@ SAVING = signal.SIGUSR1
 
 
 class _Handlers(ABC):
-    """Handlers that hold while entered; what they do for a first stop and for a save, those below say."""
+    """Installs signal handlers while entered; subclasses define what the first stop and a save do."""
 
     def __init__(self) -> None:
         self._process = 0
@@ -38,20 +38,20 @@ class _Handlers(ABC):
 
     def __exit__(self, *exception: object) -> None:
         for number, action in self._previous.items():
-            # None: it was installed by C code, which Python cannot put back.
+            # None: a handler that C code installed, which Python cannot restore
             signal.signal(number, signal.SIG_DFL if action is None else action)  # pyright: ignore[reportArgumentType]
         self._previous.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        if os.getpid() != self._process:  # a worker forked from the run, which has nothing to save
+        if os.getpid() != self._process:  # a forked worker, which has nothing to save
             signal.signal(received, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif received == SAVING:
             self._save()
         else:
-            # The second signal needs no help from Python, so it works in the middle of a long kernel too. The process
-            # then ends as killed by that signal (a shell shows 130 or 143).
+            # The default action for a second signal does not need Python, so it works during a long kernel too. A shell then
+            # shows exit code 130 or 143.
             for other in self._previous.keys() - {SAVING}:
                 signal.signal(other, signal.SIG_DFL)
             self._stop(received)
@@ -63,7 +63,7 @@ class _Handlers(ABC):
 
 
 class StopSignals(_Handlers):
-    """While entered, notes the first SIGINT or SIGTERM in `received`, and SIGUSR1 for `take_save_request`."""
+    """While entered, stores the first SIGINT or SIGTERM in `received`, and SIGUSR1 for `take_save_request`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,35 +77,35 @@ class StopSignals(_Handlers):
 
     def _save(self) -> None:
         self._save_requested = True
-        _write("SIGUSR1: will save when this step is done, and go on.")
+        _write("SIGUSR1: will save after this step and continue.")
 
     def _stop(self, received: signal.Signals) -> None:
         self.received = received
-        _write(f"{received.name}: will save and stop when this step is done; once more ends at once.")
+        _write(f"{received.name}: will save and stop after this step. Repeat to stop at once.")
 
 
 class OutsideTraining(_Handlers):
-    """While entered, SIGINT and SIGTERM raise SystemExit(130 or 143) at once, with a line that says why that is safe.
+    """While entered, SIGINT and SIGTERM raise SystemExit(130 or 143) at once, with a message that nothing is lost.
 
-    For all that a run does before its first step and after its last; `StopSignals` takes over in between.
+    For the time before a run's first step and after its last; `StopSignals` is active in between.
     """
 
     def __init__(self, command: str) -> None:
         super().__init__()
-        self._command = command  # that starts the run again
+        self._command = command  # restarts the run
 
     def _save(self) -> None:
-        _write("SIGUSR1: no step is under way, so there is nothing to save.")
+        _write("SIGUSR1: not in a training step, so there is nothing to save.")
 
     def _stop(self, received: signal.Signals) -> NoReturn:
         _write(
-            f"{received.name}: stopped outside the training steps, where there is nothing to save. "
-            f"To start again, or go on from the newest checkpoint:\n            {self._command}"
+            f"{received.name}: stopped outside the training steps; there is nothing to save. "
+            f"To restart, or resume from the newest checkpoint:\n            {self._command}"
         )
         raise SystemExit(128 + received)
 
 
 def _write(message: str) -> None:
-    # os.write, as the interrupted code may hold the lock of a stream or of the progress bar.
+    # os.write, since the interrupted code may hold the lock of a stream or progress bar
     cursor = SHOW_CURSOR if sys.stdout.isatty() else ""
     os.write(2, f"{cursor}\n{message}\n".encode())

@@ -1,12 +1,12 @@
-"""Starts the processes of a run, on one machine or several, and sees them to their end.
+"""Start the processes of a run, on one machine or several, and watch them until they end.
 
-It is torchrun's agent, told everything by arguments: one agent a machine, which meet by c10d rendezvous at an endpoint, give
-ranks, watch the processes, and start all of them again, as often as they may, when one dies. A run that is started again
-goes on from its newest checkpoint. Processes leave the words to rank 0 and to this one: what ended a run is told once, with
-rank, host and reason.
+This is torchrun's agent, configured by arguments: one agent per machine. Agents meet by c10d rendezvous at an endpoint, assign
+ranks, watch the processes, and restart all of them (up to `max_restarts` times) when one dies. A restarted run resumes from
+its newest checkpoint. Only rank 0 and this process print messages: the error that ended the run is printed once, with rank,
+host and reason.
 
-Source: torch.distributed.elastic. A rendezvous at a fixed port of the first process, torchrun's older way, is left out: after a
-restart it meets the old addresses.
+Source: torch.distributed.elastic. Left out: torchrun's static rendezvous at a port of the first process, since after a restart
+processes would find the addresses of dead ones there.
 """
 
 import json
@@ -31,51 +31,51 @@ from typing import Any
 from lean_ft.system.environment import usable_cores
 from lean_ft.system.redaction import redact
 
-COMMAND_VARIABLE = "LEANFT_COMMAND"  # what started all processes, in the environment of each
+COMMAND_VARIABLE = "LEANFT_COMMAND"  # environment variable of each process: the command that started all of them
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-SHUTDOWN_SECONDS = 600  # that processes have to save in, after a signal
-JOIN_SECONDS = 600  # that machines have to come in
-WAITED = f"{JOIN_SECONDS // 60} minutes"
+SHUTDOWN_SECONDS = 600  # time to save after a signal
+JOIN_SECONDS = 600  # time for all machines to join
+JOIN_TIME = f"{JOIN_SECONDS // 60} minutes"
 LOST_PEER_SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "TCPStore")
-ENDED = "what ended a process"  # in the store of all of them
-LOOK_SECONDS = 2  # between two looks for that
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+FAILURE_KEY = "what ended a process"  # of the store that all processes share
+POLL_SECONDS = 2
+STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 class LaunchFailed(RuntimeError):
-    """A process ended the run; the message tells which, where and why."""
+    """A process ended the run; the message names the process, its host and the reason."""
 
 
 class RefusedByRank(ValueError):
-    """What a process refused to begin with."""
+    """A process rejected its input."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How many processes start, and how those of several machines meet."""
+    """How many processes to start, and how machines meet."""
 
-    processes_a_node: int
+    processes_per_node: int
     min_nodes: int = 1
     max_nodes: int = 1
     endpoint: str = ""
-    """HOST:PORT of one of the machines; of one machine alone none is needed."""
+    """HOST:PORT of one of the machines; empty for a single machine."""
     run_id: str = "leanft"
     max_restarts: int = 0
     is_host: bool | None = None
-    """Whether this machine is the endpoint's; None has it find out by the name."""
+    """Whether the endpoint is on this machine; None: decided by the host name."""
 
     @property
     def nodes(self) -> str:
-        """As --nnodes has it."""
+        """The value of --nnodes."""
         return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
 
 def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> None:
-    """Runs `leanft ARGUMENTS` in the processes of the plan, and returns when all are done.
+    """Run `leanft ARGUMENTS` in the processes of the plan, and return when all have ended.
 
-    A process that stays stopped (SIGSTOP) for `timeout_minutes` is killed: it takes no other signal, and the others wait for it.
-    Raises RefusedByRank or LaunchFailed where one of them failed, SystemExit where they were stopped and have saved, and
-    ValueError where machines do not meet.
+    A process that stays stopped (SIGSTOP) for `timeout_minutes` is killed, since it ignores other signals and blocks its peers.
+    Raises RefusedByRank or LaunchFailed if a process failed, SystemExit if the processes were stopped and have saved, and
+    ValueError if the machines do not meet.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -84,12 +84,12 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
 
     alone = plan.max_nodes == 1
     if not alone:
-        find_host(plan.endpoint.rpartition(":")[0], f"--rdzv-endpoint {plan.endpoint}")
-        print(f"{'waiting':<12}at most {WAITED} for {plan.nodes} machines to meet at {plan.endpoint}", flush=True)
+        check_host(plan.endpoint.rpartition(":")[0], f"--rdzv-endpoint {plan.endpoint}")
+        print(f"{'waiting':<12}at most {JOIN_TIME} for {plan.nodes} machines to meet at {plan.endpoint}", flush=True)
         _await_endpoint(plan)
     os.environ[COMMAND_VARIABLE] = shlex.join(["leanft", *sys.argv[1:]])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // plan.processes_a_node)))
-    # Why it starts again the agent says itself; of an end this process does.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // plan.processes_per_node)))
+    # The agent prints why it restarts; this process prints why the run ended.
     level = logging.ERROR if plan.max_restarts else logging.CRITICAL
     logging.getLogger("torch.distributed.elastic").setLevel(level)
     rendezvous: dict[str, Any] = {"join_timeout": JOIN_SECONDS}
@@ -98,7 +98,7 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
     config = LaunchConfig(
         min_nodes=plan.min_nodes,
         max_nodes=plan.max_nodes,
-        nproc_per_node=plan.processes_a_node,
+        nproc_per_node=plan.processes_per_node,
         run_id=str(uuid.uuid4()) if alone else plan.run_id,
         rdzv_backend="c10d",
         rdzv_endpoint=plan.endpoint or "localhost:0",
@@ -117,35 +117,33 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
         raise SystemExit(128 + signaled.sigval) from None
     except ChildFailedError as failed:
         if not alone:
-            time.sleep(2 * LOOK_SECONDS)  # the store may be here, in which other machines look for the reason
-        raise _told_once(failed, plan.max_restarts, stopped) from None
+            time.sleep(2 * POLL_SECONDS)  # this machine may host the store, where other machines read the reason
+        raise _first_failure(failed, plan.max_restarts, stopped) from None
     except RendezvousError as error:
         timed_out = isinstance(error, RendezvousTimeoutError)
-        why = f"fewer came within {WAITED}." if timed_out else str(error) or type(error).__name__
+        why = f"fewer joined within {JOIN_TIME}." if timed_out else str(error) or type(error).__name__
         raise ValueError(
-            f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {plan.nodes}: {why} Start the same "
-            "command on each of them, with the name and a free port of one that all can reach; if one has ended, what it "
-            "said tells why."
+            f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {plan.nodes}: {why} Start the same command "
+            "on each machine, with the host name and a free port of a machine that all can reach. If one of them has ended, its "
+            "message says why."
         ) from None
     finally:
         done.set()
         signal.signal(signal.SIGUSR1, previous)
 
 
-def find_host(host: str, given_as: str) -> None:
-    """Raises ValueError where this machine knows no machine of that name; torch would go on asking for it until its time
-    is up, with a warning a second."""
+def check_host(host: str, given_as: str) -> None:
+    """Raise ValueError if `host` cannot be resolved. torch would retry until its timeout, with a warning per second."""
     try:
         socket.getaddrinfo(host.strip("[]"), None)
     except OSError as error:
         raise ValueError(
-            f"{given_as}: this machine knows no {host!r} ({error.strerror}). Give the name or the address of a machine that "
-            "all can reach."
+            f"{given_as}: cannot resolve {host!r} ({error.strerror}). Give the name or address of a machine that all can reach."
         ) from None
 
 
 def _await_endpoint(plan: Launch) -> None:
-    """Returns when the machine where all meet answers, which may start last; torch would give up after one minute."""
+    """Wait until the endpoint's machine answers, which may start last; torch would give up after one minute."""
     from lean_ft.torch_private import is_this_machine
 
     host, _, port = plan.endpoint.rpartition(":")
@@ -158,21 +156,21 @@ def _await_endpoint(plan: Launch) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"nothing answered at --rdzv-endpoint {plan.endpoint} within {WAITED} ({error.strerror or error}). Start the "
-                    f"same command on {host} too, and see that its port can be reached from here."
+                    f"no answer from --rdzv-endpoint {plan.endpoint} within {JOIN_TIME} ({error.strerror or error}). Start the "
+                    f"same command on {host} too, and check that its port can be reached from this machine."
                 ) from None
         time.sleep(1)
 
 
 def _ask_first_child_to_save(number: int, frame: object) -> None:
-    """Hands SIGUSR1 on: one rank suffices."""
-    for child in _ranks_here():
+    """Forward SIGUSR1 to one rank, which is sufficient."""
+    for child in _local_ranks():
         os.kill(child, signal.SIGUSR1)
         return
 
 
-def _ranks_here() -> Iterator[int]:
-    """The processes of ranks that this one started."""
+def _local_ranks() -> Iterator[int]:
+    """Yield the process ids of the ranks that this process started."""
     for task in Path("/proc/self/task").glob("*/children"):
         for child in task.read_text().split():
             if b"lean_ft" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -180,91 +178,89 @@ def _ranks_here() -> Iterator[int]:
 
 
 def _kill_stopped(seconds: float, killed: set[int], done: threading.Event) -> None:
-    """Kill every rank that is stopped at each look for so long, and note it in `killed`, until `done`. Time in which this
-    process is stopped too, as by Ctrl-Z, does not count."""
-    looks: Counter[int] = Counter()
-    while not done.wait(LOOK_SECONDS):
-        with suppress(OSError):  # one that has ended meanwhile
-            for child in _ranks_here():
+    """Until `done`, kill each rank that stays stopped for so many seconds, and add it to `killed`. Time during which this
+    process is stopped too (Ctrl-Z) does not count."""
+    num_polls: Counter[int] = Counter()
+    while not done.wait(POLL_SECONDS):
+        with suppress(OSError):  # a rank that has just ended
+            for child in _local_ranks():
                 state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-                looks[child] = looks[child] + 1 if state == "T" else 0
-                if looks[child] * LOOK_SECONDS >= seconds:
+                num_polls[child] = num_polls[child] + 1 if state == "T" else 0
+                if num_polls[child] * POLL_SECONDS >= seconds:
                     killed.add(child)
                     os.kill(child, signal.SIGKILL)
 
 
-def _told_once(failed: Any, max_restarts: int, stopped: Collection[int] = ()) -> BaseException:
-    """The error that began it, of all that processes ended with."""
+def _first_failure(failed: Any, max_restarts: int, stopped: Collection[int] = ()) -> BaseException:
+    """Return the error that caused the others, as an exception to raise."""
     failures = sorted(failed.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
     codes = {failure.exitcode for _, failure in failures}
-    if codes <= set(STOPPED):  # they have saved, and said so
+    if codes <= set(STOP_CODES):  # all have saved, and printed so
         return SystemExit(min(codes))
 
     def is_consequence(failure: Any) -> bool:
-        """Whether it only met that another process was gone."""
+        """Whether the process failed only because another one was gone."""
         return failure.exitcode == -signal.SIGTERM or bool(failure.error_file_data.get("lost_peer"))
 
     rank, failure = next((item for item in failures if not is_consequence(item[1])), failures[0])
-    told = failure.error_file_data if isinstance(failure.error_file_data.get("message"), str) else {}
-    message, code = told.get("message", ""), told.get("exit_code", 1)
-    if code == 2:
+    report = failure.error_file_data if isinstance(failure.error_file_data.get("message"), str) else {}
+    message = report.get("message", "")
+    if report.get("exit_code", 1) == 2:
         return RefusedByRank(message)
     if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        message = f"was killed by {name}"
+        message = f"was killed by {signal.Signals(-failure.exitcode).name}"
         if failure.pid in stopped:
-            message = "was stopped, as by SIGSTOP, until the others' time to wait was over"
+            message = "was stopped (SIGSTOP) for longer than the timeout"
         elif failure.exitcode == -signal.SIGKILL:
-            message += ", as the system does when memory is full"
-    elif not told or message == "<NONE>":
+            message += "; the system does this when memory is full"
+    elif not report or message == "<NONE>":
         message = f"ended with exit code {failure.exitcode}"
     else:
         message = f"failed: {message}"
-    host = told.get("host", platform.node())
-    error = LaunchFailed(f"rank {rank} on {host} (process {failure.pid}) {message}")
-    by_itself = "; --max-restarts 3 would have it do so by itself" if not max_restarts else ""
-    error.add_note(f"The same command goes on from the newest checkpoint{by_itself}.")
+    error = LaunchFailed(f"rank {rank} on {report.get('host', platform.node())} (process {failure.pid}) {message}")
+    automatic = "" if max_restarts else "; --max-restarts 3 does so automatically"
+    error.add_note(f"The same command resumes from the newest checkpoint{automatic}.")
     return error
 
 
-def leave_word(message: str, exit_code: int) -> bool:
-    """In a process that `launch` started: leaves it what this one ends with, and returns True; False in any other."""
+def report_to_launcher(message: str, exit_code: int) -> bool:
+    """Save this process's error for the `launch` that started it, and return True; return False in any other process."""
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is None or COMMAND_VARIABLE not in os.environ:
         return False
     lost_peer = exit_code != 2 and any(sign in message for sign in LOST_PEER_SIGNS)
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        message = _tell_other_machines(message, lost_peer)
-    word = {
+        message = _share_failure(message, lost_peer)
+    report = {
         "message": redact(message),
-        # The agent tells the earliest failure as the cause. Who lost a peer may say so before the agent has seen that one die.
+        # The agent reports the earliest failure. A process that lost a peer may fail before the agent sees the peer's end.
         "timestamp": int(time.time()) + (SHUTDOWN_SECONDS if lost_peer else 0),
         "exit_code": exit_code,
         "host": platform.node(),
         "lost_peer": lost_peer,
     }
-    Path(file).write_text(json.dumps(word), encoding="utf-8")
+    Path(file).write_text(json.dumps(report), encoding="utf-8")
     return True
 
 
-def _tell_other_machines(message: str, lost_peer: bool) -> str:
-    """Has the processes of other machines, on which no agent ends them, know what ended this one. Returns the message, with what
-    ended the peer where one was lost."""
-    with suppress(RuntimeError):  # of torch's, where the store is gone as well
+def _share_failure(message: str, lost_peer: bool) -> str:
+    """Share this process's error with other machines, whose agents do not see its end. If a peer was lost, return the peer's
+    error instead of `message`."""
+    with suppress(RuntimeError):  # raised by torch if the store is gone as well
         store = shared_store(timedelta(seconds=10))
         if not lost_peer:
-            # The first one stays.
-            store.compare_set(ENDED, "", f"rank {os.environ['RANK']} on {platform.node()}: {message}")
-        elif store.check([ENDED]):
-            return store.get(ENDED).decode()
+            # The first error stays.
+            store.compare_set(FAILURE_KEY, "", f"rank {os.environ['RANK']} on {platform.node()}: {message}")
+        elif store.check([FAILURE_KEY]):
+            return store.get(FAILURE_KEY).decode()
     return message
 
 
 def shared_store(timeout: timedelta) -> Any:
-    """What all processes of this attempt can write into and read. Raises torch's DistError where it is not reached in time."""
+    """Return a store that all processes of this attempt share. Raises torch's DistError if it cannot be reached in time."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
     store, _, size = next(rendezvous("env://", timeout=timeout))
-    # The agent's store outlives processes that are started again, and the addresses of those before lie in it.
+    # The agent's store outlives restarted processes and still has the addresses of the earlier ones.
     return PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}", store)

@@ -1,4 +1,4 @@
-"""What a run says while it works: lines that begin with a word for what they are about."""
+"""The log of a run: lines that begin with a label."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ console = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def log_to(path: Path) -> None:
-    """From now on lines go to the end of a file, and no longer to the terminal."""
+    """Append further lines to a file instead of printing them."""
     console.file = file = open_in_place(path, "a")
     file.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
 
 
 def say(label: str, text: str) -> None:
-    """Print one line of the log: a word for what it is about, then the text. Goes above the bar where one is shown."""
+    """Print a label and a text, above the progress bar if there is one."""
     console.print(printable(f"{label:<12}{text}"))

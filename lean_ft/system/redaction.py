@@ -1,17 +1,17 @@
-"""Remove secrets and the user's home from text that a run prints or writes beside its data.
+"""Remove secrets and the user's home from text that a run prints or writes next to its data.
 
-`redact` runs where such text leaves the process: log lines, error messages, tracebacks, config.yaml, run.json,
-training_state.json and metrics.jsonl. A secret becomes `[token]`, the home `~`, which every path setting accepts.
-Secrets are the values of environment variables with KEY, TOKEN, SECRET or PASSWORD in their name, credentials in a URL,
-and tokens of known formats. An old wandb key is 40 hexadecimal digits, as a git commit is, so only WANDB_API_KEY tells it.
-Left out: samples.jsonl, bad batches and prepared data, which hold the user's own rows, and the files of a model.
+`redact` is called where such text leaves the process: log lines, error messages, tracebacks, config.yaml, run.json,
+training_state.json and metrics.jsonl. A secret becomes `[token]`, and the home `~`, which every path setting accepts.
+Secrets are values of environment variables with KEY, TOKEN, SECRET or PASSWORD in their name, credentials in URLs, and tokens
+of known formats. Old wandb keys look like git commits (40 hexadecimal digits), so only WANDB_API_KEY identifies them.
+Not redacted: samples.jsonl, bad batches and prepared data, which contain the user's own rows, and model files.
 """
 
 import os
 import re
 from typing import Any
 
-MIN_SECRET_CHARACTERS = 8  # a shorter value may be part of any word
+MIN_SECRET_CHARACTERS = 8  # shorter values may occur inside words
 MAX_MESSAGE_CHARACTERS = 2000
 _SECRET_NAME = re.compile(r"(?=.*(KEY|TOKEN|SECRET|PASSWORD))(?!.*_(PATH|FILE|DIR)$)", re.IGNORECASE)
 _SECRET = re.compile(
@@ -32,7 +32,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Return a copy of JSON or YAML data with every text in it redacted; the names of an object stay."""
+    """Return a copy of JSON or YAML data with all strings redacted, except the keys of objects."""
     if isinstance(value, dict):
         return {name: redact_values(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -41,8 +41,8 @@ def redact_values(value: Any) -> Any:
 
 
 def printable(text: str, max_characters: int | None = None) -> str:
-    """Return redacted text without control characters, which could change a terminal, and at most `max_characters` long:
-    the middle is left out."""
+    """Return redacted text without control characters (which could change a terminal), shortened in the middle to
+    `max_characters`."""
     if max_characters is not None and len(text) > max_characters:
         kept = max_characters - 60
         left_out = f" ... ({len(text) - kept:,} characters left out) ... "
@@ -51,7 +51,7 @@ def printable(text: str, max_characters: int | None = None) -> str:
 
 
 def shorten_home(text: str) -> str:
-    """Return `text` with `~` where a path begins with the user's home."""
+    """Replace the user's home by `~` at the start of paths in `text`."""
     home = os.path.expanduser("~").rstrip("/")
     if not home or home == "~":
         return text

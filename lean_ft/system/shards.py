@@ -1,8 +1,8 @@
-"""What the library needs to know of other processes that train the same model: little, and of one process nothing.
+"""The parallel ranks of a run, and the part of each parameter on this rank. A single process needs neither.
 
-`lean_ft.parallel` cuts parameters by rows and hands each process its own; a parameter that is cut is a DTensor of
-torch's, whose local tensor is this process's rows. Below it, the optimizer, the losses and the files ask `Ranks` for
-what all have to agree on, and `part_of` for which part of a tensor is here. `ALONE` answers for one process.
+`lean_ft.parallel` shards parameters by rows. A sharded parameter is a DTensor, whose local tensor holds this rank's rows.
+Lower layers (optimizer, losses, files) use `Ranks` to agree with other ranks, and `part_of` to find which part of a tensor
+is on this rank. `ALONE` is a single process.
 """
 
 import math
@@ -20,61 +20,60 @@ local = local_rows  # this process's rows of a parameter, sharded or not
 
 
 class Ranks:
-    """The processes that train one model, numbered from 0, as one of them sees them: here one, which has everything and agrees
-    with itself."""
+    """The ranks that train one model, as seen by one of them. This base class is a single process."""
 
     rank, size = 0, 1
-    shard, num_shards = 0, 1  # which of the parts that parameters are cut into is here, and of how many
+    shard, num_shards = 0, 1  # index and number of the shards of each parameter
     num_sharing = 1
-    """How many ranks share each micro-batch, every one of which has what it tells of whole answers."""
+    """Number of ranks that share each micro-batch; each of them has all values that belong to whole completions."""
     num_alike = 1
-    """How many ranks generate the same tokens, as they have each other's heads."""
+    """Number of ranks that generate the same tokens, because their attention heads are divided."""
 
     @property
-    def beside(self) -> "Ranks":
-        """The same ranks for a thread of its own, whose agreements do not meet those of the loop."""
+    def for_thread(self) -> "Ranks":
+        """The same ranks for use in another thread, with a separate process group."""
         return self
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
-        """This rank's of a step's micro-batches, each with whether it is the last; as many on every rank. Where ranks share
-        the tokens of one, its own tokens of it."""
+        """Yield this rank's micro-batches of a step (or its tokens of shared ones), and whether each is the last. Every rank
+        gets the same number."""
         for place, micro_batch in enumerate(micro_batches, start=1):
             yield micro_batch, place == len(micro_batches)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         return values
 
     def sum_shards(self, value: Tensor) -> Tensor:
-        """The sum over the ranks that hold the parts of one parameter, in place."""
+        """Sum over the ranks that hold the shards of one parameter, in place."""
         return value
 
     def highest(self, *numbers: int) -> list[int]:
-        """Of each number the highest that any rank gives. Hosts wait for one another; devices do not."""
+        """Return the maximum of each number over all ranks. Hosts wait for one another; devices do not."""
         return list(numbers)
 
     def highest_of(self, values: Tensor) -> Tensor:
-        """Of each element the highest that any rank has, in place; of a tensor in the host's memory."""
+        """Elementwise maximum over all ranks, in place, of a tensor in host memory."""
         return values
 
     def total(self, number: int) -> int:
-        """The sum of a number over all ranks."""
+        """Return the sum of a number over all ranks."""
         return number
 
-    def first(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0; what it returns, which is plain data, or raises, it does on every rank."""
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0. Every rank returns its result (plain data) or raises its error."""
         return work()
 
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Runs `work` on every rank; returns on all what it returned on each, which is plain data. What it raises on one, it
-        raises on all."""
+    def on_every_rank(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank, and return the list of results (plain data) on all. An error on one rank is raised on
+        all."""
         return [work()]
 
     def check_same(self, what: dict[str, Any]) -> None:
-        """Raises ValueError on every rank, naming what differs, unless all give the same plain data."""
+        """Raise ValueError on every rank, naming the difference, unless all give the same plain data."""
 
     def gather_no_more(self, model: Any) -> None:
-        """Has the model's parameters cut again, those too that a pass without gradients left whole."""
+        """Reshard all parameters of the model, including those that a pass without gradients left gathered."""
 
 
 ALONE = Ranks()
@@ -82,47 +81,47 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut into equal parts before the rows of each are cut over ranks, and which part is here."""
+    """How a parameter is divided into equal parts before each part is sharded by rows, and the index of this rank's part."""
 
-    over: str  # the setting of `parallel` that cuts it
+    over: str  # the setting of `parallel` that divides it
     dim: int
     num_parts: int
     part: int
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what a part of `shape` is of."""
+        """Return the shape of the whole that a part of `shape` belongs to."""
         return *shape[: self.dim], shape[self.dim] * self.num_parts, *shape[self.dim + 1 :]
 
 
 def remember_cuts(parameters: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut]) -> None:
-    """Notes on each parameter that is cut how it is, where `whole_shape` and `part_of` find it."""
+    """Attach its `Cut` to each divided parameter, for `whole_shape` and `part_of`."""
     for name, parameter in parameters:
         if name in cuts:
             parameter.cut = cuts[name]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter as one process has it."""
+    """Return the shape of the undivided parameter."""
     cut: Cut | None = getattr(tensor, "cut", None)
     return tuple(tensor.shape) if cut is None else cut.whole(tensor.shape)
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """The elements of a parameter as one process has it."""
+    """Return the number of elements of the undivided parameter."""
     return math.prod(whole_shape(tensor))
 
 
 @dataclass(frozen=True)
 class Part:
-    """What of a tensor is here: the elements from `first` on of the whole, flattened; or runs of them, at equal distances."""
+    """This rank's part of a tensor: consecutive elements of the flattened whole from `first` on, or equally spaced runs."""
 
     values: Tensor  # contiguous
     shape: tuple[int, ...]  # of the whole
     first: int = 0
     is_kept_by_others: bool = False
-    """Whether another rank, which comes before, has the same values and writes them where they are saved."""
-    run: int | None = None  # how many elements stand together, as of a matrix that is cut by columns; None: all
-    stride: int = 0  # from the beginning of one run to that of the next
+    """Whether a lower rank has the same values and saves them."""
+    run: int | None = None  # consecutive elements per run, for a matrix that is divided by columns; None: all
+    stride: int = 0  # from the start of one run to the next
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,7 +132,7 @@ class Part:
         return math.prod(self.shape) * self.values.element_size()
 
     def within(self, whole: Tensor) -> Tensor:
-        """The elements that are here in `whole`, a view of a contiguous tensor."""
+        """Return this part of `whole`, a contiguous tensor, as a view."""
         flat, number = whole.view(-1), self.values.numel()
         if self.run is None or not number:
             return flat[self.first : self.first + number].view(self.values.shape)
@@ -141,7 +140,7 @@ class Part:
         return view if view.shape == self.values.shape else view.view(self.values.shape)
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Where in the whole each run begins, and how long it is."""
+        """Yield the start in the whole and the length of each run."""
         number = self.values.numel()
         if self.run is None:
             yield self.first, number
@@ -151,7 +150,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """The part of a parameter that is here; all of one that is not cut."""
+    """Return this rank's part of a parameter, which is all of it unless it is divided or sharded."""
     values, shape = local(tensor).detach(), tuple(tensor.shape)
     mesh, cut = getattr(tensor, "device_mesh", None), getattr(tensor, "cut", None)
     row, is_copy = 0, False

@@ -1,11 +1,11 @@
-"""The nearest valid name for one that was mistyped, or that another framework uses."""
+"""Suggest the nearest valid name for a mistyped name, or for the name that another framework uses."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from itertools import islice
 
-MAX_NAMES, MAX_CHARACTERS = 2000, 300  # that are compared: a comparison takes up to a millisecond
-# What TRL and transformers, axolotl, LLaMA-Factory and torchtune call a setting -> what it is called here.
+MAX_NAMES, MAX_CHARACTERS = 2000, 300  # limits, since a comparison takes up to a millisecond
+# Name in TRL, transformers, axolotl, LLaMA-Factory or torchtune -> name in lean_ft
 ELSEWHERE = {
     theirs: ours
     for ours, names in {
@@ -85,10 +85,9 @@ ELSEWHERE = {
 
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
-    """The valid name closest to `word`, or None where none is close.
+    """Return the valid name closest to `word`, or None if none is close.
 
-    Dotted names are compared whole and by their last part, so `lr` finds `optimizer.lr`; the beginning of a name
-    is close to it.
+    Dotted names are compared whole and by their last part, so `lr` finds `optimizer.lr`. A prefix of a name is close to it.
     """
     word = word.lower()
     valid = list(islice(valid, MAX_NAMES))
@@ -102,7 +101,7 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
         whole = SequenceMatcher(None, word, name).ratio()
         last_part = SequenceMatcher(None, word.rpartition(".")[2], name.rpartition(".")[2]).ratio()
         beginning = 0.8 if len(word) >= 3 and name.startswith(word) else 0.0
-        # Where two names fit equally well by their last part or beginning, the whole decides.
+        # The whole name decides between equal last parts or prefixes.
         return max(whole, 0.95 * last_part + 0.05 * whole, beginning + 0.05 * whole)
 
     best = max(valid, key=likeness, default=None)
@@ -110,6 +109,6 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """` Did you mean 'name'?`, to close a message with, or nothing."""
+    """Return ` Did you mean 'name'?` for the end of a message, or an empty string."""
     name = nearest(word, valid)
     return f" Did you mean '{name}'?" if name else ""

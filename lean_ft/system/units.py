@@ -1,4 +1,4 @@
-"""Amounts as people read and write them: `13.25 GiB`, `3 min 20 s`, `24GiB` on a command line."""
+"""Format and parse amounts: `13.25 GiB`, `3 min 20 s`, and `24GiB` on a command line."""
 
 import re
 
@@ -7,7 +7,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 
 def gibibytes(count: float) -> str:
-    """Bytes in the unit that suits their size: `512 B`, `3.1 MiB`, `0.73 GiB`, `13.25 GiB`."""
+    """Format bytes: `512 B`, `3.1 MiB`, `0.73 GiB`, `13.25 GiB`."""
     if count >= GIB / 10:
         return f"{count / GIB:.2f} GiB"
     if count >= 2**20:
@@ -18,7 +18,7 @@ def gibibytes(count: float) -> str:
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """`5GB`, `800MiB`, `2.5 gb` to bytes; KB, MB and GB are powers of 1000. Raises ValueError for anything else."""
+    """Parse `5GB`, `800MiB` or `2.5 gb`; KB, MB and GB are powers of 1000. Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?((?:[kmg]i?)?)b", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise ValueError(f"{option} is {text!r}; expected a number and a unit: 24GiB, 5GB, 800MB.")
@@ -26,7 +26,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them: `0.4 s`, `42 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Format seconds: `0.4 s`, `42 s`, `3 min 20 s`, `2 h 5 min`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -38,5 +38,5 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits of a loss or a norm, which is None where it was not finite."""
+    """Format a loss or a norm with four digits; None means that it was not finite."""
     return "not finite" if value is None else f"{value:.4g}"

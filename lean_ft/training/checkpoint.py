@@ -124,13 +124,13 @@ def write_checkpoint(
             write_json(folder / MANIFEST, _manifest(folder, step))
             whole_or_not.close()
 
-        folder = ranks.first(begin)
+        folder = ranks.on_rank_zero(begin)
         save = save_adapter if has_adapter(model) else save_model
         save(model, folder, ranks=ranks, weights=weights)  # pyright: ignore[reportArgumentType]
         write_file(folder / OPTIMIZER_FILE, optimizer_state, {}, ranks)
         if beside:
             write_file(folder / BESIDE_FILE, beside, {}, ranks)
-        ranks.first(finish)
+        ranks.on_rank_zero(finish)
     return final
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.system.environment import told_bytes
+from lean_ft.system.environment import proc_bytes
 
 STATUS = Path("/proc/self/status")
 SETTLED_STEPS = 10  # after so many a step does nothing for the first time
@@ -27,18 +27,18 @@ GROWING_SHARE = 0.005  # of the resident size, over three windows: what is less 
 
 def rss_bytes() -> int | None:
     """Resident size of this process now, in bytes; None off Linux, where only the peak is to be had cheaply."""
-    return told_bytes(STATUS, "VmRSS")
+    return proc_bytes(STATUS, "VmRSS")
 
 
 def own_rss_bytes() -> int | None:
     """Resident size now without the pages of files, libraries and data, which the kernel may drop; None off Linux."""
-    resident, of_files = told_bytes(STATUS, "VmRSS"), told_bytes(STATUS, "RssFile")
+    resident, of_files = proc_bytes(STATUS, "VmRSS"), proc_bytes(STATUS, "RssFile")
     return None if resident is None or of_files is None else resident - of_files
 
 
 def peak_rss_bytes() -> int:
     """Largest resident size of this process since it started, in bytes."""
-    peak = told_bytes(STATUS, "VmHWM")
+    peak = proc_bytes(STATUS, "VmHWM")
     if peak is None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, the others KiB

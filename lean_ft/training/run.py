@@ -188,7 +188,7 @@ class Run:
             remove_half_written(self.directory)
             return (self.directory / LOCK_FILE).read_text(encoding="utf-8")
 
-        holder, file = self.ranks.first(lock), self.directory / LOCK_FILE
+        holder, file = self.ranks.on_rank_zero(lock), self.directory / LOCK_FILE
 
         def look() -> None:
             if not file.is_file() or file.read_text(encoding="utf-8") != holder:
@@ -198,7 +198,7 @@ class Run:
                 )
 
         if self.ranks.size > 1:
-            self.ranks.everywhere(look)
+            self.ranks.on_every_rank(look)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -206,14 +206,14 @@ class Run:
 
     def _open(self) -> None:
         """Go on from a checkpoint or begin, and record the start."""
-        folder, self._base_fingerprint = self.ranks.first(
+        folder, self._base_fingerprint = self.ranks.on_rank_zero(
             lambda: (find_checkpoint(self.cfg), base_fingerprint(self.model))
         )
         if folder is not None:
             self._go_on_from(folder)
         if self.start_step >= self.total_steps:
             if self._lacks_evaluation or self._lacks_tasks:
-                self.ranks.first(self._open_loggers)
+                self.ranks.on_rank_zero(self._open_loggers)
             return
         needed_bytes = self._saving.needed_bytes()
 
@@ -229,7 +229,7 @@ class Run:
             record_start(self.directory, self.cfg, facts)
             self._open_loggers()
 
-        self.ranks.first(record)
+        self.ranks.on_rank_zero(record)
         say_start(self)
 
     def _open_loggers(self) -> None:
@@ -253,7 +253,7 @@ class Run:
         self.start_step = self._done_steps = self._saving.saved_steps = state["step"]
         self._saving.newest = folder
         is_own_run, rows = is_own(self.cfg, folder), []
-        if is_own_run and (rows := self.ranks.first(lambda: trim_metrics(self._metrics.path, self.start_step))):
+        if is_own_run and (rows := self.ranks.on_rank_zero(lambda: trim_metrics(self._metrics.path, self.start_step))):
             self._totals.first_loss = rows[0].get("loss")
             losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
             self._eval_losses = {step: loss for step, loss in losses.items() if loss is None or is_number(loss)}

@@ -26,8 +26,8 @@ from lean_ft.settings import RecipeConfig
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
-from lean_ft.system.own_functions import file_digest, is_own
 from lean_ft.system.redaction import redact, redact_values
+from lean_ft.system.user_functions import file_digest, is_function_path
 from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_whole
 from lean_ft.training.checkpoint import list_checkpoints, write_json
 
@@ -77,7 +77,7 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
     }
     named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
     for one in [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]:
-        if is_own(one) and (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
+        if is_function_path(one) and (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
             facts[f"hash of {redact(str(file))}"] = file_digest(one)
     if device.type == "cuda":
         facts["cuda"] = torch.version.cuda

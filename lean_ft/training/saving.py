@@ -185,7 +185,7 @@ class Saving:
                     random_state=place.random_state,
                     weights=weights,
                     beside=beside,
-                    ranks=self._ranks.beside if in_background else self._ranks,
+                    ranks=self._ranks.for_thread if in_background else self._ranks,
                 )
             except OSError as error:
                 newest = f"The newest whole one is {self.newest}" if self.newest else "There is no earlier one"

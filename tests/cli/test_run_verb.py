@@ -153,7 +153,7 @@ def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
         (["mine/toy.py"], ["no such file: mine/toy.py"]),
         (["toy_single_device.py"], ["no such file", "Did you mean 'toy_single_device'?"]),
         (["tiny/toy"], ["'tiny/toy' is a preset: leanft run --config tiny/toy"]),
-        (["batch_size=3"], ["expected the recipe before any key=value, came 'batch_size=3'"]),
+        (["batch_size=3"], ["expected the recipe before any key=value, found 'batch_size=3'"]),
         (["toy_single_device", "-c", "tiny/toi"], ["no preset is called 'tiny/toi'", "Did you mean 'tiny/toy'?"]),
         (["toy_single_device", "-c", "none.yaml"], ["no such file: none.yaml"]),
         (["toy_single_device", "-c", "toy_single_device"], ["no preset is called 'toy_single_device'"]),
@@ -235,4 +235,4 @@ def test_no_output_is_lost_in_a_pipe(leanft_process, toy_recipe):
 
 @pytest.mark.gpu
 def test_as_many_processes_are_started_as_there_are_gpus():
-    assert _planned("gpu", "1", None, "", 0).processes_a_node == torch.cuda.device_count() > 0
+    assert _planned("gpu", "1", None, "", 0).processes_per_node == torch.cuda.device_count() > 0

@@ -134,7 +134,7 @@ def bytes_in_flight(link: LateLink) -> int:
 
 
 def test_a_cpu_is_refused() -> None:
-    for state, words in {"streamed": "in the host's memory already", "paged": "CUDA managed memory"}.items():
+    for state, words in {"streamed": "which already uses host memory", "paged": "CUDA managed memory"}.items():
         with pytest.raises(ValueError, match=f"optimizer.state={state} .*{words}.* optimizer.state=device"):
             build(TinyModel(), {"name": "adamw_8bit", "state": state})
 

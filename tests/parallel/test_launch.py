@@ -90,7 +90,7 @@ def test_a_killed_rank_ends_the_run_with_its_rank_host_and_reason(tmp_path):
     *_, message, advice = err.strip().splitlines()  # the other process may print a warning about its lost peer first
     assert message.startswith("error: rank 1 on ")
     assert f"(process {pid}) was killed by SIGKILL" in message
-    assert "goes on from the newest checkpoint" in advice
+    assert "resumes from the newest checkpoint" in advice
 
 
 @pytest.mark.long
@@ -147,19 +147,17 @@ def test_an_error_on_one_machine_ends_the_other_with_the_reason(tmp_path):
 
 def test_a_rendezvous_machine_that_does_not_answer_is_reported(monkeypatch):
     monkeypatch.setattr("lean_ft.system.launch.JOIN_SECONDS", 0)
-    with pytest.raises(
-        ValueError, match=r"nothing answered at --rdzv-endpoint localhost:\d+ within .* \(Connection refu"
-    ):
+    with pytest.raises(ValueError, match=r"no answer from --rdzv-endpoint localhost:\d+ within .* \(Connection refu"):
         launch(Launch(2, 2, 2, f"localhost:{free_port()}", is_host=False), [])
 
 
 def test_a_rendezvous_host_that_does_not_exist_is_reported_at_once(monkeypatch):
-    with pytest.raises(ValueError, match="--rdzv-endpoint nowhere.invalid:29500: this machine knows no 'nowhere.inv"):
+    with pytest.raises(ValueError, match="--rdzv-endpoint nowhere.invalid:29500: cannot resolve 'nowhere.inv"):
         launch(Launch(2, 2, 2, "nowhere.invalid:29500"), [])
     given = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="MASTER_ADDR=nowhere.invalid: this machine knows no 'nowhere.invalid'"):
+    with pytest.raises(ValueError, match="MASTER_ADDR=nowhere.invalid: cannot resolve 'nowhere.invalid'"):
         join(ParallelConfig(), torch.device("cpu"))
 
 

@@ -59,7 +59,7 @@ def test_memory_that_cannot_be_pinned_is_reported_with_the_settings_that_need_it
     link = HostLink(torch.device("cuda", 0))
     limit_pinned_bytes(2**20)
     try:
-        with pytest.raises(RuntimeError, match=r"did not pin 4,194,304 bytes .*optimizer.state=streamed.*ulimit -l"):
+        with pytest.raises(RuntimeError, match=r"cannot pin 4,194,304 bytes .*optimizer.state=streamed.*ulimit -l"):
             link.send(torch.ones(2**20, device="cuda"))
     finally:
         limit_pinned_bytes(None)

@@ -21,8 +21,8 @@ from lean_ft.plan.devices import choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import load_recipe, recipes
-from lean_ft.system.own_functions import file_digest
 from lean_ft.system.shards import ALONE
+from lean_ft.system.user_functions import file_digest
 from lean_ft.tokenizers import load_tokenizer
 from tests.data.pair_texts import texts_of
 from tests.training.toy_runs import TIMES

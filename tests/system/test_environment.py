@@ -1,15 +1,17 @@
-"""Facts about this machine, against what the system's own tools say."""
+"""Facts about this machine equal those of the system's own tools, and bitsandbytes without kernels is detected."""
 
 import os
 import platform
+import sys
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lean_ft
 from lean_ft.system import environment
-from lean_ft.system.environment import describe_environment
+from lean_ft.system.environment import bitsandbytes_problem, describe_environment
 
 
 def test_versions_and_cores():
@@ -36,7 +38,7 @@ def test_cpu_features_are_torchs():
         assert ("avx512f" in features) == torch.cpu._is_avx512_supported()
 
 
-def test_what_is_not_installed_is_said(monkeypatch):
+def test_missing_packages_and_tools_are_reported(monkeypatch):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package",))
     facts = describe_environment()
@@ -44,7 +46,7 @@ def test_what_is_not_installed_is_said(monkeypatch):
     assert facts["compiler"].startswith("none")
 
 
-def test_a_tool_that_fails_is_said_and_stops_nothing(monkeypatch, tmp_path):
+def test_a_failing_tool_is_reported(monkeypatch, tmp_path):
     for name in ("nvidia-smi", "c++"):
         tool = tmp_path / name
         tool.write_text("#!/bin/sh\nexit 9\n")
@@ -54,6 +56,24 @@ def test_a_tool_that_fails_is_said_and_stops_nothing(monkeypatch, tmp_path):
     facts = describe_environment()
     assert "failed" in facts["driver"]
     assert "failed" in facts["compiler"]
+
+
+class FailedToLoad(SimpleNamespace):
+    compiled_with_cuda = False
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_bitsandbytes_that_is_missing_or_has_no_kernels(on_gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    import bitsandbytes.cextension
+
+    monkeypatch.setattr(bitsandbytes.cextension, "lib", SimpleNamespace(compiled_with_cuda=True))
+    assert bitsandbytes_problem(on_gpu=on_gpu) is None
+    monkeypatch.setattr(bitsandbytes.cextension, "lib", FailedToLoad(error_msg="CUDA binary not found"))
+    reason = bitsandbytes_problem(on_gpu=on_gpu)
+    assert (reason is not None and "CUDA binary not found" in reason) if on_gpu else reason is None
+    monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", None)
+    reason = bitsandbytes_problem(on_gpu=on_gpu)
+    assert reason is not None and "cannot be imported" in reason
 
 
 @pytest.mark.gpu

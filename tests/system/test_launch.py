@@ -1,4 +1,4 @@
-"""What the launcher does with a rank that no longer runs."""
+"""The launcher kills a rank that stays stopped, and reports it."""
 
 import signal
 import subprocess
@@ -10,7 +10,7 @@ from lean_ft.system import launch
 
 
 def test_a_stopped_rank_is_killed_and_reported_as_stopped(monkeypatch):
-    monkeypatch.setattr(launch, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.1)
     sleep = [sys.executable, "-c", "import time; time.sleep(60)  # as lean_ft does"]
     stopped, running = (subprocess.Popen(sleep) for _ in range(2))
     killed, done = set(), threading.Event()
@@ -31,6 +31,6 @@ def test_a_stopped_rank_is_killed_and_reported_as_stopped(monkeypatch):
         0: SimpleNamespace(exitcode=1, timestamp=5, pid=1, error_file_data=lost),
         1: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=9, pid=stopped.pid, error_file_data={}),
     }
-    told = launch._told_once(SimpleNamespace(failures=failures), 0, killed)
-    assert f"(process {stopped.pid}) was stopped, as by SIGSTOP" in str(told)
-    assert str(told).startswith("rank 1 on ")
+    error = launch._first_failure(SimpleNamespace(failures=failures), 0, killed)
+    assert f"(process {stopped.pid}) was stopped (SIGSTOP)" in str(error)
+    assert str(error).startswith("rank 1 on ")

@@ -121,7 +121,7 @@ def test_nothing_but_a_regular_file_is_opened_in_place(tmp_path, make, mode):
         os.mkfifo(path)
     else:
         path.mkdir()
-    with pytest.raises(ValueError, match="does not write through it"):
+    with pytest.raises(ValueError, match="does not write to it"):
         open_in_place(path, mode)
     assert target.read_text() == "mine" if make == "link" else not target.exists()
 

@@ -103,7 +103,7 @@ def test_sigusr1_saves_and_the_run_goes_on(recipe, config, monkeypatch, tmp_path
     monkeypatch.setattr(recipe.Batches, "take", signalled)
     recipe.main(config(tmp_path / "run"))
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000003", "step_00000012"]
-    assert "SIGUSR1: will save when this step is done, and go on." in capfd.readouterr().err
+    assert "SIGUSR1: will save after this step and continue." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -144,8 +144,8 @@ def test_outside_training_a_signal_ends_at_once_and_says_that_nothing_is_lost(nu
         interrupted()
     assert stopped.value.code == 128 + number
     err = capfd.readouterr().err
-    assert "SIGUSR1: no step is under way" in err
-    assert f"{number.name}: stopped outside the training steps, where there is nothing to save." in err
+    assert "SIGUSR1: not in a training step" in err
+    assert f"{number.name}: stopped outside the training steps; there is nothing to save." in err
     assert "leanft run this" in err
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

@@ -1,4 +1,4 @@
-"""Code of the user's own: a recipe's file, and functions that a setting names as FILE.py:FUNCTION."""
+"""Load user code: a recipe's file, or a function that a setting names as FILE.py:FUNCTION."""
 
 import re
 import sys
@@ -12,14 +12,14 @@ from types import ModuleType
 from typing import Any, TypeGuard
 
 
-def is_own(value: Any) -> TypeGuard[str]:
+def is_function_path(value: Any) -> TypeGuard[str]:
     """Whether a setting's value has the form FILE.py:FUNCTION."""
     return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
 
 
 def check_function(value: str) -> str:
-    """Return `value`; raise ValueError if it is FILE.py:FUNCTION and there is no such function. Does not run the file."""
-    if is_own(value):
+    """Return `value`. Raises ValueError if it is FILE.py:FUNCTION without such a function; does not run the file."""
+    if is_function_path(value):
         file, name = _file_and_name(value)
         source = file.read_text(encoding="utf-8", errors="replace")
         if not re.search(rf"\b{name}\b", source):
@@ -28,14 +28,16 @@ def check_function(value: str) -> str:
 
 
 def load_function(value: str) -> Callable[..., Any]:
-    """The function that FILE.py:FUNCTION names; the file runs once for each version of it.
+    """Return the function FILE.py:FUNCTION. The file runs once per version, and may import modules of its folder.
 
-    Modules beside the file can be imported from it. Raises ValueError if the file is missing, fails or lacks the function.
+    Raises ValueError if the file is missing, fails or lacks the function.
     """
     file, name = _file_and_name(value)
     found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
     if not callable(found.get(name)):
-        raise ValueError(_lacks(file, name, [own for own, value in found.items() if type(value) is type(is_own)]))
+        raise ValueError(
+            _lacks(file, name, [other for other, value in found.items() if type(value) is type(is_function_path)])
+        )
     return found[name]
 
 
@@ -45,10 +47,10 @@ def file_digest(value: str) -> str:
 
 
 def check_shape(value: str, returned: Any, shape: Any) -> Any:
-    """`returned`, what the function made; raise ValueError unless it is a tensor of that shape."""
+    """Return `returned`, the function's result. Raises ValueError unless it is a tensor of that shape."""
     if tuple(getattr(returned, "shape", (None,))) != tuple(shape):
-        came = f"shape {list(returned.shape)}" if hasattr(returned, "shape") else f"a {type(returned).__name__}"
-        raise ValueError(f"{value} returned {came}; expected a tensor of shape {list(shape)}.")
+        found = f"shape {list(returned.shape)}" if hasattr(returned, "shape") else f"a {type(returned).__name__}"
+        raise ValueError(f"{value} returned {found}; expected a tensor of shape {list(shape)}.")
     return returned
 
 
@@ -56,14 +58,14 @@ def run_file(file: Path, name: str) -> ModuleType:
     """Run a Python file as the module `name` and return it."""
     spec = spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
-    # Registered before it runs: pydantic and dataclasses look their module up to resolve annotations.
+    # Registered before it runs, since pydantic and dataclasses look up the module to resolve annotations.
     sys.modules[name] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def line_in(file: Path, error: BaseException) -> str:
-    """Where in `file` an error came from, even when it was raised deeper: `FILE, line 3`."""
+    """Return the last line of `file` in the traceback of an error: `FILE, line 3`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
     return f"{file}, line {frames[-1].lineno}" if frames else str(file)
 
@@ -72,7 +74,7 @@ def _file_and_name(value: str) -> tuple[Path, str]:
     path, _, name = value.rpartition(":")
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"{file} is no file; expected FILE.py:FUNCTION, came {value}.")
+        raise ValueError(f"no such file: {file}. Expected FILE.py:FUNCTION, found {value}.")
     return file, name
 
 
@@ -83,8 +85,8 @@ def _lacks(file: Path, name: str, functions: list[str]) -> str:
 @cache
 def _load(file: Path, _version: int) -> ModuleType:
     if (folder := str(file.parent)) not in sys.path:
-        sys.path.append(folder)  # last, so that nothing in it hides a library
+        sys.path.append(folder)  # last, so that its modules hide no library
     try:
-        return run_file(file, f"own_functions.{file.stem}")
+        return run_file(file, f"user_functions.{file.stem}")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{line_in(file, error)} cannot be run: {type(error).__name__}: {error}") from error

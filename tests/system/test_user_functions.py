@@ -1,11 +1,11 @@
-"""Functions of the user's own: found, loaded anew after an edit, and told apart by their file's content."""
+"""User functions are loaded from files, again after an edit, and identified by the content of their file."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from lean_ft.system.own_functions import check_function, file_digest, is_own, load_function
+from lean_ft.system.user_functions import check_function, file_digest, is_function_path, load_function
 
 
 @pytest.fixture
@@ -20,14 +20,14 @@ def own(tmp_path: Path) -> str:
 def test_a_function_that_is_there(own: str) -> None:
     assert [load_function(check_function(own + name))(4) for name in ("f", "twice", "sqrt")] == [5, 8, 2]
     assert [check_function(name) for name in ("auto", "org/name", "a:b")] == ["auto", "org/name", "a:b"]
-    assert [is_own(one) for one in (own + "f", "auto", None, 3, "a.py")] == [True, False, False, False, False]
+    assert [is_function_path(one) for one in (own + "f", "auto", None, 3, "a.py")] == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("own.py:g", r"own.py has no function g; it has (twice, )?f\."),
-        ("none.py:f", "none.py is no file; expected FILE.py:FUNCTION"),
+        ("none.py:f", "no such file: .*none.py. Expected FILE.py:FUNCTION"),
     ],
 )
 def test_one_that_is_not_there(own: str, name: str, message: str) -> None:
