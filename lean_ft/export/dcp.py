@@ -10,39 +10,16 @@ another format for this reason.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lean_ft.export.places import check_destination, read_source, room_for
+from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models.hf_format import tensors_on_disk, torch_dtype, write_configs
-from lean_ft.peft import MergeReport
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.finished_models import find_finished
-
-
-@dataclass(frozen=True)
-class ExportedDCP:
-    """The result of `export_dcp`."""
-
-    source: Path
-    folder: Path
-    dtype: torch.dtype
-    num_tensors: int
-    num_bytes: int
-    merged: MergeReport | None = None
-
-    def __str__(self) -> str:
-        merged = f"{self.merged}.\n" if self.merged else ""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{merged}exported {self.source} to {self.folder}: {self.num_tensors} tensors in {dtype}, "
-            f"{self.num_bytes / 1e9:.3g} GB, with the names of the Hugging Face folder.\n"
-            "Read back: all tensors equal the model's. Its .metadata is a pickle: load it only where you trust its author."
-        )
 
 
 def export_dcp(
@@ -52,7 +29,7 @@ def export_dcp(
     force: bool = False,
     merge: bool = False,
     base: str | Path | None = None,
-) -> ExportedDCP:
+) -> Exported:
     """Write the model of a checkpoint, run directory or model folder to the new DCP folder `destination`.
 
     Arguments and errors are those of `export_folder`. Needs memory for the model in `dtype` and one of its layers.
@@ -82,7 +59,12 @@ def export_dcp(
                 raise RuntimeError(
                     f"{different[0]} reads back differently; nothing was kept. Disk or memory may be failing."
                 )
-    return ExportedDCP(folder, destination, model.dtype, len(tensors), num_bytes, merged)
+    details = (
+        f"{len(tensors)} tensors in {str(model.dtype).removeprefix('torch.')}, "
+        f"{num_bytes / 1e9:.3g} GB, with the names of the Hugging Face folder.\n"
+        "Read back: all tensors equal the model's. Its .metadata is a pickle: load it only where you trust its author."
+    )
+    return Exported(folder, destination, details, merged)
 
 
 def _in_one_process(work: Callable[..., Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -9,16 +9,15 @@ Only one model is in memory at a time: the source is freed before the copy is re
 import filecmp
 import gc
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from lean_ft.export.places import check_destination, files_of_model, read_source, room_for
-from lean_ft.export.whole import find_whole, save_whole
+from lean_ft.export.keep_vision import find_vision_model, save_vision_model
+from lean_ft.export.places import Exported, check_destination, files_of_model, read_source, room_for
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import torch_dtype
-from lean_ft.peft import MergeReport, is_adapter
+from lean_ft.peft import is_adapter
 from lean_ft.peft.peft_format import read_adapter
 from lean_ft.system.units import parse_bytes
 from lean_ft.system.whole_files import write_whole
@@ -30,35 +29,6 @@ _NUM_POSITIONS = 32  # tokens of the input for the comparison
 _TOLERANCE_ROUNDINGS = 4
 
 
-@dataclass(frozen=True)
-class ExportedFolder:
-    """The result of `export_folder`."""
-
-    source: Path
-    folder: Path
-    dtype: torch.dtype
-    num_parameters: int
-    weight_files: list[str]
-    has_tokenizer: bool
-    has_chat_template: bool
-    largest_difference: float
-    """Between the logits of the folder and of the source, both in `dtype`."""
-    merged: MergeReport | None = None
-    kept: str = ""
-    """With `keep_vision`: text about the tensors copied from the original model."""
-
-    def __str__(self) -> str:
-        files = f"{len(self.weight_files)} weight file{'s' if len(self.weight_files) > 1 else ''}"
-        tokenizer = "a tokenizer" if self.has_tokenizer else "NO tokenizer, as the source has none"
-        template = ", " if self.has_chat_template else ", no chat template, " if self.has_tokenizer else ", "
-        merged = f"{self.merged}.\n" if self.merged else ""
-        return (
-            f"{merged}exported {self.source} to {self.folder}: {self.num_parameters:,} parameters in "
-            f"{str(self.dtype).removeprefix('torch.')}{template}{files}, {tokenizer}{self.kept}.\n"
-            f"Read back: its logits equal the source's (largest difference {self.largest_difference:g})."
-        )
-
-
 def export_folder(
     source: str | Path,
     destination: str | Path,
@@ -68,7 +38,7 @@ def export_folder(
     merge: bool = False,
     base: str | Path | None = None,
     keep_vision: bool = False,
-) -> ExportedFolder:
+) -> Exported:
     """Write the model of a checkpoint, run directory or model folder to the new folder `destination`.
 
     `merge`: the source is an adapter; write the model `base` (default: the one that the adapter names) with the adapter merged
@@ -85,7 +55,7 @@ def export_folder(
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
     model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype)
-    whole = find_whole(model, folder, base) if keep_vision else None
+    whole = find_vision_model(model, folder, base) if keep_vision else None
     wanted = model.dtype
     expected = _logits(model)
     if not expected.isfinite().all():
@@ -94,7 +64,7 @@ def export_folder(
             "this dtype: export it as bfloat16 or float32."
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    needed_bytes, kept = checkpoint_bytes(model, 0, tokenizer), ""
+    needed_bytes, kept = checkpoint_bytes(model, 0, tokenizer), list[str]()
     if whole is not None:
         needed_bytes += sum(file.stat().st_size for file in whole.glob("model*.safetensors"))
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -103,24 +73,23 @@ def export_folder(
             if whole is None:
                 save_model(model, temporary, max_shard_bytes)
             else:
-                kept = f", and {save_whole(model, whole, temporary)} tensors of {whole}, unchanged"
+                kept.append(f"{save_vision_model(model, whole, temporary)} unchanged tensors of {whole}")
             if tokenizer is not None:
                 tokenizer.save(temporary)
         del model
         gc.collect()
         difference = _compare(expected, _logits(load_model(temporary, dtype=wanted, scores=None)), wanted)
-    return ExportedFolder(
-        folder,
-        destination,
-        wanted,
-        num_parameters,
-        sorted(file.name for file in destination.glob("*.safetensors")),
-        tokenizer is not None,
-        tokenizer is not None and tokenizer.chat_template is not None,
-        difference,
-        merged,
-        kept,
-    )
+    num_files = len(list(destination.glob("*.safetensors")))
+    has_template = tokenizer is not None and tokenizer.chat_template is not None
+    parts = [
+        f"{num_parameters:,} parameters in {str(wanted).removeprefix('torch.')}",
+        f"{num_files} weight file{'s' if num_files > 1 else ''}",
+        "NO tokenizer, since the source has none" if tokenizer is None else "a tokenizer",
+        *([] if tokenizer is None or has_template else ["no chat template"]),
+        *kept,
+    ]
+    details = f"{', '.join(parts)}.\nRead back: its logits equal the source's (largest difference {difference:g})."
+    return Exported(folder, destination, details, merged)
 
 
 def export_adapter(source: str | Path, destination: str | Path, force: bool = False) -> Path:

@@ -9,7 +9,6 @@ Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor name
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +17,9 @@ import torch
 from torch import Tensor
 
 from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
-from lean_ft.export.places import check_destination, read_source, room_for
+from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
 from lean_ft.models.rope import SCALINGS, RopeConfig
-from lean_ft.peft import MergeReport
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
 from lean_ft.tokenizers import Tokenizer
@@ -52,30 +50,6 @@ class _Entry(NamedTuple):
         return self.tensor.numel() * (4 if self.kind == "f32" else 2)
 
 
-@dataclass(frozen=True)
-class ExportedGGUF:
-    """The result of `export_gguf`."""
-
-    source: Path
-    file: Path
-    kind: str
-    architecture: str
-    num_tensors: int
-    num_bytes: int
-    kept_wider: list[str]
-    """Matrices stored as f16, since q8_0 needs rows in blocks of 32."""
-    merged: MergeReport | None = None
-
-    def __str__(self) -> str:
-        wider = f" ({len(self.kept_wider)} tensors as f16: their rows are no multiple of 32)" if self.kept_wider else ""
-        merged = f"{self.merged}.\n" if self.merged else ""
-        return (
-            f"{merged}exported {self.source} to {self.file}: architecture {self.architecture}, {self.kind}{wider}, "
-            f"{self.num_tensors} tensors, {self.num_bytes / 1e9:.3g} GB.\n"
-            "Read back: all tensors and metadata equal the model's. Try: llama-cli -m FILE"
-        )
-
-
 def export_gguf(
     source: str | Path,
     destination: str | Path,
@@ -83,7 +57,7 @@ def export_gguf(
     force: bool = False,
     merge: bool = False,
     base: str | Path | None = None,
-) -> ExportedGGUF:
+) -> Exported:
     """Write the model of a checkpoint, run directory or model folder to the GGUF file `destination`.
 
     `kind` is f32, f16, bf16 or q8_0; `merge` and `base` are as in `export_folder`. Raises ValueError if the source is missing or
@@ -114,9 +88,14 @@ def export_gguf(
         with room_for(needed_bytes, destination):
             _write(gguf, temporary, architecture, metadata, entries)
         _check(gguf, temporary, metadata, entries)
-    kept_wider = [name for name, entry in entries.items() if kind == "q8_0" and entry.kind == "f16"]
-    num_bytes = destination.stat().st_size
-    return ExportedGGUF(folder, destination, kind, architecture, len(entries), num_bytes, kept_wider, merged)
+    num_wider = sum(kind == "q8_0" and entry.kind == "f16" for entry in entries.values())
+    wider = f" ({num_wider} tensors as f16: their rows are no multiple of {_Q8_BLOCK})" if num_wider else ""
+    details = (
+        f"architecture {architecture}, {kind}{wider}, {len(entries)} tensors, "
+        f"{destination.stat().st_size / 1e9:.3g} GB.\n"
+        "Read back: all tensors and metadata equal the model's. Try: llama-cli -m FILE"
+    )
+    return Exported(folder, destination, details, merged)
 
 
 def _package() -> Any:

@@ -3,11 +3,12 @@
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from lean_ft.export.whole import PROCESSOR_FILES
+from lean_ft.export.keep_vision import PROCESSOR_FILES
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype
@@ -22,6 +23,20 @@ from lean_ft.training.finished_models import find_base, tokenizer_folder
 # Files of an export, which --force may replace. A folder with any other file is never replaced.
 _MODEL_FILES = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
 _MODEL_FILES |= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export; `str()` describes it."""
+
+    source: Path
+    destination: Path
+    details: str
+    merged: MergeReport | None
+
+    def __str__(self) -> str:
+        merged = f"{self.merged}.\n" if self.merged else ""
+        return f"{merged}exported {self.source} to {self.destination}: {self.details}"
 
 
 def read_source(
@@ -69,7 +84,7 @@ def _check_finite(model: Decoder, folder: Path) -> None:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
                 f"{folder}: {name} has a value above {torch.finfo(parameter.dtype).max:g}, which {dtype} cannot hold, or that "
-                "is not finite. Export it as bfloat16 or float32. If that fails too, the source is broken."
+                "is not finite in the source. Export it as bfloat16 or float32. If that fails too, the source is broken."
             )
 
 

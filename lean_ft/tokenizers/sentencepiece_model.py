@@ -103,9 +103,6 @@ class SentencePieceModel(AddedTokensFirst):
         token_id = self._processor.piece_to_id(piece)
         return token_id if self._processor.id_to_piece(token_id) == piece else None
 
-    def _piece_ids(self, piece: str, start: int) -> list[int]:
-        return (self._processor if start == 0 else self._inside).encode(piece)
-
     def _encode_piece(self, piece: str, start: int) -> Encoding:
         ids, spans = _pieces(self._processor if start == 0 else self._inside, piece)
         return Encoding.of(ids, [(start + first, start + last) for first, last in spans])

@@ -103,9 +103,6 @@ class TiktokenModel(AddedTokensFirst):
         except KeyError:
             return None
 
-    def _piece_ids(self, piece: str, start: int) -> list[int]:
-        return self._tiktoken.encode_ordinary(piece)
-
     def _encode_piece(self, piece: str, start: int) -> Encoding:
         ids = self._tiktoken.encode_ordinary(piece)
         lengths = np.array([len(token) for token in self._tiktoken.decode_tokens_bytes(ids)])

@@ -75,22 +75,21 @@ class Tokenizer:
         context_length: int | None = None,
     ):
         self._vocabulary = vocabulary
-        self._special_tokens = special_tokens
-        self._chat_templates = {name: ChatTemplate(source) for name, source in chat_templates.items()}
+        self._templates = {name: ChatTemplate(source) for name, source in chat_templates.items()}
+        self.vocab_size = vocabulary.size  # one more than the largest id
+        self.added_tokens = vocabulary.added  # tokens that are matched before the text is split, with their ids
+        self.control_tokens = vocabulary.control  # added tokens that only a chat template may write
+        self.adds_bos, self.adds_eos = vocabulary.adds_bos, vocabulary.adds_eos  # whether the model expects them
+        self.special_tokens = special_tokens  # `bos_token`, `eos_token` and so on, as chat templates see them
+        self.chat_templates = chat_templates  # Jinja sources by name; `default` is for chats without tools
+        self.chat_template = chat_templates.get("default")
+        self.template_file = template_file  # the chat template file that replaces the folder's, or None
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.folder, self.files = folder, files
-        self.template_file = template_file
-        """The chat template file that replaces the folder's, or None."""
+        self.context_length = context_length  # tokens of the longest text that the model was made for, if known
         self._new_pad_token: str | None = None
-        self.context_length = context_length
-        """Tokens of the longest text that the folder's model was made for, or None if unknown."""
         self._control = any_of(vocabulary.control)
         self._written_by_template = outside_literals(vocabulary.added)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return self._vocabulary.size
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -131,42 +130,6 @@ class Tokenizer:
         passage = self.passage(messages, tools, add_generation_prompt, "all")
         return self.tokenize([passage])[0][0].tolist() if tokenize else passage.text
 
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja source of the default template, or None."""
-        template = self._chat_templates.get("default")
-        return template.source if template else None
-
-    @property
-    def chat_templates(self) -> dict[str, str]:
-        """Jinja sources of all templates by name; `default` is used for chats without tools."""
-        return {name: template.source for name, template in self._chat_templates.items()}
-
-    @property
-    def added_tokens(self) -> dict[str, int]:
-        """Tokens that are matched before the text is split, with their ids."""
-        return dict(self._vocabulary.added)
-
-    @property
-    def control_tokens(self) -> frozenset[str]:
-        """The `added_tokens` that only a chat template may write; in a message they are ordinary text."""
-        return self._vocabulary.control
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether the model expects bos before a text."""
-        return self._vocabulary.adds_bos
-
-    @property
-    def adds_eos(self) -> bool:
-        """Whether the model expects eos after a text."""
-        return self._vocabulary.adds_eos
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` and so on, as chat templates see them."""
-        return dict(self._special_tokens)
-
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`, in which control tokens are recognized.
 
@@ -174,11 +137,11 @@ class Tokenizer:
         """
         if add_special_tokens and isinstance(self._vocabulary, TokenizerJson):
             ids = self._vocabulary.encode_with_special_tokens(text)
-            return ids[1:] if ids[:2] == [self.bos_id] * 2 and self._vocabulary.adds_bos else ids
+            return ids[1:] if ids[:2] == [self.bos_id] * 2 and self.adds_bos else ids
         ids = self._vocabulary.encode_ids(text)
-        if add_special_tokens and self._vocabulary.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+        if add_special_tokens and self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
-        if add_special_tokens and self._vocabulary.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+        if add_special_tokens and self.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
         return ids
 
@@ -227,12 +190,12 @@ class Tokenizer:
                     f"message {number}: the chat template has no role {role!r}; expected one of {', '.join(ROLES)}."
                     f"{did_you_mean(str(role), ROLES)}"
                 )
-        messages = template.with_readable_arguments(messages, tools, self._special_tokens)
+        messages = template.with_readable_arguments(messages, tools, self.special_tokens)
         marked_messages, num_literals = self._mark_literals(messages)
         marked_tools, num_tool_literals = self._mark_literals(tools)
 
         def render(part: Sequence[dict[str, Any]], prompt: bool) -> str:
-            return template.render(list(part), marked_tools, prompt, self._special_tokens)
+            return template.render(list(part), marked_tools, prompt, self.special_tokens)
 
         full = render(marked_messages, add_generation_prompt)
         markers = [match.start() for match in MARKERS.finditer(full)]
@@ -246,8 +209,8 @@ class Tokenizer:
             for match in re.finditer(f"{LITERAL_START}(.*?){LITERAL_END}", full, re.DOTALL)
         ]
         if num_literals + num_tool_literals:
-            unmarked_text = template.render(messages, tools, add_generation_prompt, self._special_tokens)
-            whole = all(text[start:end] in self._vocabulary.control for start, end in literal)
+            unmarked_text = template.render(messages, tools, add_generation_prompt, self.special_tokens)
+            whole = all(text[start:end] in self.control_tokens for start, end in literal)
             if not whole or MARKERS.sub("", unmarked_text) != text or full.count(LITERAL_START) != len(literal):
                 raise ValueError(
                     "a message contains a control token, and the chat template treats it as its own. Remove the control token "
@@ -259,7 +222,7 @@ class Tokenizer:
         if template.marks_generation:
             spans = _spans_of(wanted, turns, generation_blocks(full))
         else:
-            added, control = self._written_by_template, self._vocabulary.control
+            added, control = self._written_by_template, self.control_tokens
             finder = Turns(full, add_generation_prompt, marked_messages, render, added, control)
             for i in wanted:
                 span, has_end = finder.span(i)
@@ -279,12 +242,12 @@ class Tokenizer:
             ids, trained = encoding.ids, encoding.touches(passage.trained)
             for start, end in passage.literal:
                 token = passage.text[start:end]
-                if self._vocabulary.added[token] in ids[encoding.touches([(start, end)])]:
+                if self.added_tokens[token] in ids[encoding.touches([(start, end)])]:
                     raise ValueError(
                         f"a message contains the control token {token!r}, which this tokenizer cannot encode as ordinary text. "
                         "Remove it from the message."
                     )
-            bos_id = self.bos_id if passage.add_bos and self._vocabulary.adds_bos else None
+            bos_id = self.bos_id if passage.add_bos and self.adds_bos else None
             if bos_id is not None and (len(ids) == 0 or ids[0] != bos_id):
                 ids, trained = np.insert(ids, 0, bos_id), np.insert(trained, 0, False)
             if passage.add_eos and self.eos_id is not None:
@@ -323,11 +286,11 @@ class Tokenizer:
                 write_json(folder / name, config | {"pad_token": self._new_pad_token})
 
     def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
-        if tools and "tool_use" in self._chat_templates:
-            return self._chat_templates["tool_use"]
-        if "default" in self._chat_templates:
-            return self._chat_templates["default"]
-        named = f" named `default` (it has {', '.join(self._chat_templates)})" if self._chat_templates else ""
+        if tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        named = f" named `default` (it has {', '.join(self._templates)})" if self._templates else ""
         raise ValueError(
             f"this tokenizer has no chat template{named}, so it cannot encode messages. Use the instruction-tuned version of the "
             "model, set data.chat_template=FILE to a Jinja chat template, or give the data as prompt/completion or text."

@@ -58,7 +58,7 @@ class Vocabulary(Protocol):
         ...
 
     def encode_ids(self, text: str) -> list[int]:
-        """Return the ids that `encode` gives a text without literals; faster, since no positions are computed."""
+        """Return the ids that `encode` gives a text without literals."""
         ...
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
@@ -100,11 +100,7 @@ class AddedTokensFirst(ABC):
         return [self._encode(text, literal) for text, literal in zip(texts, literals, strict=True)]
 
     def encode_ids(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for start, end, is_token in split_at_tokens(text, self._any_added, []):
-            piece = text[start:end]
-            ids.extend([self._added_id(piece)] if is_token else self._piece_ids(piece, start))
-        return ids
+        return self._encode(text, []).ids.tolist()
 
     def _encode(self, text: str, literal: list[Span]) -> Encoding:
         parts = [Encoding.of([], [])]
@@ -117,9 +113,6 @@ class AddedTokensFirst(ABC):
 
     def _added_id(self, token: str) -> int:
         return self.added[token] if token in self.added else self.added[token.strip()]  # the match includes spaces
-
-    @abstractmethod
-    def _piece_ids(self, piece: str, start: int) -> list[int]: ...
 
     @abstractmethod
     def _encode_piece(self, piece: str, start: int) -> Encoding:

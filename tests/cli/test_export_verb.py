@@ -26,7 +26,7 @@ def test_a_folder_and_a_gguf_file(leanft, tmp_path):
             "--max-shard-size is '5'; expected a number and a unit: 24GiB, 5GB, 800MB.",
         ),
         (["tiny", "out.gguf", "--gguf", "f32", "--dtype", "float32"], "leave out --dtype"),
-        (["tiny", "out", "--gguf", "f32"], "expected one that ends in .gguf"),
+        (["tiny", "out", "--gguf", "f32"], "expected a name that ends in .gguf"),
         (["tiny", "out", "--shard-size", "1GB"], "no option --shard-size. Did you mean '--max-shard-size'?"),
         (["tiny"], "DEST"),
     ],

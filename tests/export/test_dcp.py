@@ -13,7 +13,7 @@ IDS = torch.arange(20)[None]
 @pytest.mark.parametrize("tied", [False, True])
 def test_pytorch_loads_it_into_a_transformers_model(make_model_folder, tmp_path, tied):
     source = make_model_folder(tie_word_embeddings=tied)
-    folder = export_dcp(source, tmp_path / "model").folder
+    folder = export_dcp(source, tmp_path / "model").destination
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
     state = model.state_dict()
     assert dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.keys() == state.keys()

@@ -39,8 +39,7 @@ def files_beside(destination: Path) -> list[str]:
 def test_a_runs_newest_checkpoint_becomes_a_plain_folder(run_directory, destination):
     exported = export_folder(run_directory, destination)
     assert exported.source == run_directory / "step_00000002"
-    assert exported.dtype == torch.bfloat16
-    assert exported.largest_difference == 0.0
+    assert "in bfloat16, 1 weight file, a tokenizer.\n" in str(exported) and "largest difference 0)" in str(exported)
     assert {path.name for path in destination.iterdir()} == PLAIN
     assert files_beside(destination) == ["model"]
     for name in PLAIN:
@@ -79,9 +78,7 @@ def test_the_layout_that_other_programs_read(qwen_folder, destination):
 def test_weights_are_those_of_the_source_rounded_once(make_model_folder, destination, dtype):
     source = make_model_folder(dtype=torch.float32)
     exported = export_folder(source, destination, dtype)
-    assert exported.largest_difference == 0.0
-    assert not exported.has_tokenizer
-    assert "NO tokenizer" in str(exported)
+    assert "NO tokenizer" in str(exported) and "largest difference 0)" in str(exported)
     wanted = getattr(torch, dtype)
     for name, tensor in stored(source).items():
         assert torch.equal(stored(destination)[name], tensor.to(wanted))

@@ -1,7 +1,7 @@
-"""A small Hugging Face hub on loopback: what its real client asks of the real one, with the same headers and errors.
+"""A small Hugging Face Hub on loopback, with the endpoints, headers and errors that the real client uses.
 
-Weights are redirected to an address with a signature, as the hub redirects to its storage. Source of the protocol:
-what huggingface_hub sends and reads (`HfApi.model_info`, `file_download.py`, `utils/_http.py`).
+Weights redirect to a signed address, as the Hub redirects to its storage. Source of the protocol: the requests of
+huggingface_hub (`HfApi.model_info`, `file_download.py`, `utils/_http.py`).
 """
 
 import base64
@@ -36,19 +36,19 @@ class Request:
 
 @dataclass
 class HubServer:
-    """Serves `repositories` from another thread while the `with` block lasts."""
+    """Serves `repositories` from another thread inside the `with` block."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     accepted_token: str = TOKEN
     requests: list[Request] = field(default_factory=list)
-    # A file's name -> how many of its bytes come before the connection breaks, once for each entry.
+    # file name -> numbers of bytes after which the connection breaks, one per request
     breaks: dict[str, list[int]] = field(default_factory=dict)
-    failing_status: int | None = None  # answers everything with this error
-    stalled: threading.Event = field(default_factory=threading.Event)  # set when weights were asked for, and ...
-    stalls: bool = False  # ... are never sent
+    failing_status: int | None = None  # the error for all requests
+    stalled: threading.Event = field(default_factory=threading.Event)  # set when weights are requested
+    stalls: bool = False  # never send weights
     token_may_write: bool = True
-    lies: dict[str, Any] = field(default_factory=dict)  # a header, or `sha` and `size` of a listing -> another value
-    uploaded: dict[str, bytes] = field(default_factory=dict)  # large files by their hash, before a commit names them
+    lies: dict[str, Any] = field(default_factory=dict)  # a header, or `sha` or `size` of a listing -> a false value
+    uploaded: dict[str, bytes] = field(default_factory=dict)  # large files by hash, before their commit
 
     def __enter__(self) -> "HubServer":
         hub = self
@@ -68,7 +68,7 @@ class HubServer:
         self._server.server_close()
 
     def fetched(self) -> list[str]:
-        """The files whose contents were asked for, in order."""
+        """The files whose contents were requested, in order."""
         return [
             r.path.partition("?")[0].rpartition("/")[2]
             for r in self.requests
@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._receive()
 
     def _receive(self) -> None:
-        """Uploads: a repository is made, large files come one by one, and a commit names all."""
+        """Uploads: create a repository, receive large files one by one, then a commit of all files."""
         hub, body = self.hub, self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         hub.requests.append(Request(self.command, self.path, None))
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         repository = hub.repositories.get(match[1]) if match else None
         if match is None or repository is None or (repository.private and not token):
-            # The hub does not say to strangers which names exist.
+            # The Hub does not reveal which names exist.
             return self._refuse(404, "RepoNotFound") if token else self._refuse(401, "RepoNotFound")
         revision = match[2] or "main"
         commit = repository.revisions.get(revision, revision)

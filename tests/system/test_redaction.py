@@ -1,4 +1,4 @@
-"""Tokens and homes stay out of what a run writes; a home written `~` is found again."""
+"""A run writes no secrets and no home directory; paths that begin with `~` work."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def home(tmp_path, monkeypatch):
     return home
 
 
-def test_tokens_are_blotted_out_and_homes_shortened(home, monkeypatch):
+def test_tokens_are_removed_and_homes_shortened(home, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a-token-of-another-make")
     assert redact(f"Bearer {TOKEN}.") == "Bearer [token]."
     assert redact("x=a-token-of-another-make") == "x=[token]"
@@ -41,7 +41,7 @@ SECRETS = [
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dBjftJeZ4CVP-mB92K27",
 ]
 NOT_SECRETS = [
-    "9cd71cf3f1f5d9b1d2d2a3b0f0b6a4c9f0b8e1d2",  # a commit, and what an old wandb key looks like
+    "9cd71cf3f1f5d9b1d2d2a3b0f0b6a4c9f0b8e1d2",  # a commit, and the format of old wandb keys
     "task-specific desk-lamp-and-chair-for-two hf_model_of_mine",
     "https://huggingface.co/org/name@main http://localhost:8000/v1?user=me@home",
     '"http://a.example","me@home"',
@@ -49,7 +49,7 @@ NOT_SECRETS = [
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_a_token_of_a_known_format_is_removed_wherever_it_stands(secret):
+def test_a_token_of_a_known_format_is_removed_anywhere(secret):
     for text in (f"{secret}", f"Bearer {secret}.", f'{{"a": "{secret}"}}', f"x={secret}\n"):
         assert redact(text) == text.replace(secret, "[token]")
 
@@ -73,7 +73,7 @@ def test_values_of_variables_named_like_secrets_are_removed(monkeypatch):
     assert redact("https://token-alone@host/x https://u:p@ss@host") == "https://[token]@host/x https://[token]@host"
 
 
-def test_a_message_is_bounded_and_changes_no_terminal():
+def test_a_message_is_bounded_and_has_no_control_characters():
     assert printable("a\x1b[2J\x07\x9b\ud800b\n\tc") == "a\\x1b[2J\\x07\\x9b\\ud800b\n\tc"
     text = printable("begin " + "x" * 10**6 + " end", MAX_MESSAGE_CHARACTERS)
     assert len(text) <= MAX_MESSAGE_CHARACTERS
@@ -82,7 +82,7 @@ def test_a_message_is_bounded_and_changes_no_terminal():
     assert text.endswith("x end")
 
 
-def test_a_run_under_the_home_writes_no_home_and_goes_on(home, capsys, monkeypatch):
+def test_a_run_under_the_home_writes_no_home_and_resumes(home, capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("OPENAI_API_KEY", "correct-horse")
     (home / "model").mkdir()
@@ -93,13 +93,12 @@ def test_a_run_under_the_home_writes_no_home_and_goes_on(home, capsys, monkeypat
         given += [f"log.project={TOKEN}", "log.name=https://jane:secret@host/correct-horse"]
         toy_recipe.main(load_config(toy_recipe.Config, None, given))
 
-    train(f"output_dir={home}/run", "max_steps=2")
-    train("output_dir=~/run", "max_steps=3", "model.path=~/model")
+    train(f"output_dir={home}/run", "max_steps=1")
     run = home / "run"
-    toy_recipe.main(load_config(toy_recipe.Config, run / "config.yaml", ["max_steps=4"]))
-    train("output_dir=~/branch", "max_steps=4", "resume=~/run/step_00000003")
-    assert (run / "step_00000004").is_dir()
-    assert (home / "branch/step_00000004").is_dir()
+    toy_recipe.main(load_config(toy_recipe.Config, run / "config.yaml", ["max_steps=2"]))
+    train("output_dir=~/branch", "max_steps=3", "resume=~/run/step_00000002", "model.path=~/model")
+    assert (run / "step_00000002").is_dir()
+    assert (home / "branch/step_00000003").is_dir()
     written = [run / "config.yaml", run / "run.json", *run.rglob("training_state.json"), *run.rglob("*.jsonl")]
     for text in (capsys.readouterr().out, *(path.read_text() for path in written)):
         assert str(home) not in text

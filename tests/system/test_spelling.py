@@ -1,4 +1,4 @@
-"""The nearest name, on typos that people make."""
+"""Suggestions for mistyped names and names of other frameworks."""
 
 import pytest
 
@@ -36,13 +36,13 @@ def test_nearest(typed, meant):
     assert nearest(typed, KEYS) == meant
 
 
-def test_names_of_other_frameworks_lead_to_settings_that_are_there():
+def test_names_of_other_frameworks_lead_to_existing_settings():
     names = ("finetune", "dpo", "reward", "grpo", "ppo")
     keys = {s.key for name in names for s in describe(load_recipe(find_recipe(name)).Config)}
     assert set(ELSEWHERE.values()) <= keys | set(LOSSES) | set(ROLES)
 
 
-def test_did_you_mean_is_empty_where_nothing_is_near():
+def test_did_you_mean_is_empty_if_nothing_is_near():
     assert did_you_mean("sed", KEYS) == " Did you mean 'seed'?"
     assert did_you_mean("qqqqqq", KEYS) == ""
     assert did_you_mean("seed", []) == ""

@@ -1,4 +1,4 @@
-"""What is written is there whole or not at all, whatever happens meanwhile."""
+"""Files and folders are complete or absent, whatever happens while they are written."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def write(request):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_it_has_its_name_when_the_block_ends_and_replaces_what_was_there(write, on_disk, tmp_path):
+def test_the_new_file_replaces_the_old_one_when_the_block_ends(write, on_disk, tmp_path):
     for text in ("old", "new"):
         with write_whole(tmp_path / "it", on_disk=on_disk) as place:
             write(place, text)
@@ -44,7 +44,7 @@ def test_it_has_its_name_when_the_block_ends_and_replaces_what_was_there(write, 
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_block_that_fails_leaves_what_was_there_and_nothing_else(write, before, tmp_path):
+def test_a_block_that_fails_leaves_only_the_old_file(write, before, tmp_path):
     if before:
         write(tmp_path / "it", "old")
 
@@ -59,7 +59,7 @@ def test_a_block_that_fails_leaves_what_was_there_and_nothing_else(write, before
     assert not before or read(tmp_path / "it") == "old"
 
 
-def test_what_a_killed_process_leaves_has_no_name_of_its_own(write, tmp_path):
+def test_a_killed_process_leaves_no_partial_file_under_the_name(write, tmp_path):
     write(tmp_path / "it", "old")
     child = os.fork()
     if not child:
@@ -72,7 +72,7 @@ def test_what_a_killed_process_leaves_has_no_name_of_its_own(write, tmp_path):
     assert read(tmp_path / "it") == "old"
 
 
-def test_two_threads_that_write_one_file_do_not_meet(tmp_path):
+def test_two_threads_may_write_the_same_file(tmp_path):
     inside = threading.Barrier(2, timeout=60)
 
     def work(text):
@@ -89,7 +89,7 @@ def test_two_threads_that_write_one_file_do_not_meet(tmp_path):
     assert read(tmp_path / "it") in ("one", "two")
 
 
-def test_all_of_it_is_seen_onto_the_disk_before_it_has_its_name(write, tmp_path, monkeypatch):
+def test_everything_is_synced_before_it_is_renamed(write, tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(whole_files, "sync", lambda path: synced.append((path, (tmp_path / "it").exists())))
     with write_whole(tmp_path / "it", on_disk=True) as place:
@@ -99,7 +99,7 @@ def test_all_of_it_is_seen_onto_the_disk_before_it_has_its_name(write, tmp_path,
     assert synced[-1] == (tmp_path, True)
 
 
-def test_a_deletion_that_is_cut_short_leaves_nothing_under_the_name(tmp_path, monkeypatch):
+def test_an_interrupted_deletion_leaves_nothing_under_the_name(tmp_path, monkeypatch):
     write_folder(tmp_path / "it", "old")
     with monkeypatch.context() as patch:
         patch.setattr(whole_files.shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError("cut short")))
@@ -111,7 +111,7 @@ def test_a_deletion_that_is_cut_short_leaves_nothing_under_the_name(tmp_path, mo
 
 @pytest.mark.parametrize("make", ["link", "dangling link", "pipe", "folder"])
 @pytest.mark.parametrize("mode", ["a", "a+", "rb+"])
-def test_nothing_but_a_regular_file_is_opened_in_place(tmp_path, make, mode):
+def test_only_regular_files_are_opened_in_place(tmp_path, make, mode):
     target, path = tmp_path / "target", tmp_path / "metrics.jsonl"
     if make == "link":
         target.write_text("mine")
@@ -137,7 +137,7 @@ def test_nothing_but_a_regular_file_is_opened_in_place(tmp_path, make, mode):
         (None, "no file.json: it says"),
     ],
 )
-def test_json_that_is_no_object_is_one_message(tmp_path, content, reason):
+def test_invalid_json_gives_one_error(tmp_path, content, reason):
     path = tmp_path / "file.json"
     if content is None:
         os.mkfifo(path)

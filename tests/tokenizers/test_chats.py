@@ -1,5 +1,4 @@
-"""Chats become the ids that transformers gives, with exactly the assistant's words and end-of-turn tokens
-trained."""
+"""Chats have the ids of transformers, and exactly the assistant's text and end-of-turn tokens are trained."""
 
 import json
 import re
@@ -21,7 +20,7 @@ from tests.tokenizers.conftest import word_start_tokenizer
 
 MakeFolder = Callable[..., Path]
 
-# In each template, [[ and ]] stand around what the assistant says. They become generation tags, or nothing.
+# In each template, [[ and ]] enclose the assistant's text. They become generation tags, or nothing.
 CHATML = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\n' }}
@@ -37,8 +36,8 @@ WITH_BOS = """\
 {%- else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}
 {%- endfor %}"""
 
-# As Qwen3: the last turn shows its thoughts, if only empty ones; earlier turns lose them.
-FORGETS_THOUGHTS = """\
+# As Qwen3: the last turn shows its reasoning, even if empty; earlier turns lose it.
+DROPS_REASONING = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\n' }}
 {%- set said = m.content.split('</think>')[-1].lstrip('\n') %}
@@ -48,14 +47,14 @@ FORGETS_THOUGHTS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# As DeepSeek-R1: recorded turns never have thoughts, and the prompt opens one.
-PROMPTS_FOR_THOUGHTS = """\
+# As DeepSeek-R1: recorded turns never have reasoning, and the prompt opens it.
+PROMPTS_FOR_REASONING = """\
 {%- for m in messages %}
 {{- '<|user|>' + m.content if m.role == 'user' else '<|assistant|>' + m.content.split('</think>')[-1] + '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"""
 
-# As Phi-3: one token ends a turn, another the whole chat.
+# As Phi-3: one token ends a turn, another one the chat.
 ENDS_TWICE = """\
 {%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
@@ -73,7 +72,7 @@ CALLS_TOOLS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# As Mistral's: the system message goes into the last user message, so no beginning of a chat stays as it was.
+# As Mistral's: the system message is in the last user message, so earlier messages change with each new one.
 MOVES_SYSTEM = """\
 {%- set last = (messages | selectattr('role', '==', 'user') | list)[-1] %}
 {%- for m in messages %}
@@ -99,7 +98,7 @@ def tagged(template: str) -> str:
 
 
 def runs(tokenizer: Tokenizer, rendered: tuple[list[int], list[bool]]) -> list[str]:
-    """The trained stretches of a rendered chat, as text."""
+    """The trained spans of a rendered chat, as text."""
     ids, mask = rendered
     assert len(ids) == len(mask)
     grouped = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
@@ -130,7 +129,7 @@ class TestAgainstTransformers:
         assert mask == [bool(trained) for trained in expected["assistant_masks"]]
 
     @pytest.mark.parametrize("spell", [plain, tagged])
-    def test_bos_of_the_template_stands_alone(self, word_start, make_folder: MakeFolder, spell):
+    def test_the_template_adds_bos_once(self, word_start, make_folder: MakeFolder, spell):
         special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
         ours = load_tokenizer(make_folder(word_start, chat_template=spell(WITH_BOS), **special))
         theirs = AutoTokenizer.from_pretrained(make_folder(word_start, chat_template=tagged(WITH_BOS), **special))
@@ -177,15 +176,7 @@ class TestAgainstTransformers:
         assert ids == theirs.apply_chat_template(CHAT[:2], return_dict=False)
         assert str(datetime.now().year) in ours.decode(ids)
 
-    def test_named_templates(self, byte_level, make_folder: MakeFolder):
-        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-        folder = make_folder(byte_level, chat_template=named)
-        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-        for tools in (None, [{"type": "function"}]):
-            ids, _ = ours.render(CHAT, tools=tools, train_on="all")
-            assert ids == theirs.apply_chat_template(CHAT, tools=tools, return_dict=False)
-
-    def test_a_template_of_the_users_own_is_the_only_one_and_is_saved(self, byte_level, make_folder, tmp_path):
+    def test_a_template_file_of_the_user_is_the_only_one_and_is_saved(self, byte_level, make_folder, tmp_path):
         files = {"chat_template.jinja": "theirs", "additional_chat_templates/tool_use.jinja": "with tools"}
         folder = make_folder(byte_level, chat_template="in the config", files=files)
         (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
@@ -209,43 +200,35 @@ class TestAgainstTransformers:
         for tools, text in ((None, "plain"), ([{"type": "function"}], "with tools")):
             assert tokenizer.decode(tokenizer.render(CHAT, tools=tools, train_on="all")[0]) == text
 
-    def test_named_templates_that_transformers_saved(self, byte_level, make_folder: MakeFolder, tmp_path: Path):
+    def test_named_templates(self, byte_level, make_folder: MakeFolder, tmp_path: Path):
         named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-        AutoTokenizer.from_pretrained(make_folder(byte_level, chat_template=named)).save_pretrained(tmp_path / "theirs")
+        folder = make_folder(byte_level, chat_template=named)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "theirs")
         load_tokenizer(tmp_path / "theirs").save(tmp_path / "ours")
-        theirs = AutoTokenizer.from_pretrained(tmp_path / "ours")
-        assert theirs.chat_template == {"default": "plain", "tool_use": "with tools"}
-        assert load_tokenizer(tmp_path / "ours").chat_templates == theirs.chat_template
+        for path in (folder, tmp_path / "ours"):
+            ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+            assert ours.chat_templates == theirs.chat_template == {"default": "plain", "tool_use": "with tools"}
+            for tools in (None, [{"type": "function"}]):
+                ids, _ = ours.render(CHAT, tools=tools, train_on="all")
+                assert ids == theirs.apply_chat_template(CHAT, tools=tools, return_dict=False)
 
 
 class TestMask:
-    """Trained stretches of templates that reveal the assistant's turns only by how prefixes of a chat
-    render."""
+    """Templates without tags reveal the assistant's turns only by how the beginnings of a chat render."""
 
-    def test_end_of_turn_is_trained_and_what_follows_is_not(self, tokenizer_with):
+    def test_the_end_of_a_turn_is_trained_and_text_after_it_is_not(self, tokenizer_with):
         tokenizer = tokenizer_with(plain(CHATML))
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|im_end|>", "d<|im_end|>"]
-
-    @pytest.mark.parametrize("spell", [plain, tagged])
-    def test_last_turn_only(self, tokenizer_with, spell):
-        tokenizer = tokenizer_with(spell(CHATML))
-        rendered = tokenizer.render(chat("a", "b", "c", "d", "e"), train_on="last")
-        assert runs(tokenizer, rendered) == ["d<|im_end|>"]
-
-    def test_all_tokens(self, tokenizer_with):
-        _, mask = tokenizer_with(plain(CHATML)).render(CHAT, train_on="all")
-        assert all(mask)
-
-    def test_no_assistant(self, tokenizer_with):
-        _, mask = tokenizer_with(plain(CHATML)).render(CHAT[:2])
-        assert not any(mask)
-
-    def test_empty_and_blank_turns_train_their_end(self, tokenizer_with):
-        tokenizer = tokenizer_with(plain(CHATML))
         assert runs(tokenizer, tokenizer.render(chat("a", "", "c", " \n"))) == ["<|im_end|>", " \n<|im_end|>"]
+        assert all(tokenizer.render(CHAT, train_on="all")[1])
+        assert not any(tokenizer.render(CHAT[:2])[1])
+        for spell in (plain, tagged):
+            tokenizer = tokenizer_with(spell(CHATML))
+            rendered = tokenizer.render(chat("a", "b", "c", "d", "e"), train_on="last")
+            assert runs(tokenizer, rendered) == ["d<|im_end|>"]
 
-    def test_turns_that_lose_their_thoughts_as_history(self, tokenizer_with):
-        tokenizer = tokenizer_with(FORGETS_THOUGHTS)
+    def test_earlier_turns_that_lose_their_reasoning(self, tokenizer_with):
+        tokenizer = tokenizer_with(DROPS_REASONING)
         messages = chat("a", "<think>\nhm\n</think>\n\nb", "c", "<think>\noh\n</think>\n\nd", "e", "f")
         ids, mask = tokenizer.render(messages)
         assert runs(tokenizer, (ids, mask)) == [
@@ -254,15 +237,15 @@ class TestMask:
             "<think>\n\n</think>\n\nf<|im_end|>",
         ]
         assert "hm" not in tokenizer.decode(ids)
-        only_thought = chat("a", "<think>\nhm\n</think>", "c", "d")
-        assert runs(tokenizer, tokenizer.render(only_thought))[0] == "<|im_end|>"
+        only_reasoning = chat("a", "<think>\nhm\n</think>", "c", "d")
+        assert runs(tokenizer, tokenizer.render(only_reasoning))[0] == "<|im_end|>"
 
-    def test_prompts_that_open_a_thought(self, tokenizer_with):
-        tokenizer = tokenizer_with(PROMPTS_FOR_THOUGHTS)
+    def test_prompts_that_open_the_reasoning(self, tokenizer_with):
+        tokenizer = tokenizer_with(PROMPTS_FOR_REASONING)
         messages = chat("a", "<think>\nhm\n</think>b", "c", "<b>d")
         assert runs(tokenizer, tokenizer.render(messages)) == ["b<|end|>", "<b>d<|end|>"]
-        empty_thoughts = PROMPTS_FOR_THOUGHTS.replace("'<|assistant|>' +", "'<|assistant|><think></think>' +")
-        tokenizer = tokenizer_with(empty_thoughts)
+        empty_reasoning = PROMPTS_FOR_REASONING.replace("'<|assistant|>' +", "'<|assistant|><think></think>' +")
+        tokenizer = tokenizer_with(empty_reasoning)
         rendered = tokenizer.render(messages)
         assert runs(tokenizer, rendered) == ["</think>b<|end|>", "</think><b>d<|end|>"]
 
@@ -272,15 +255,15 @@ class TestMask:
         assert first == "b<|end|>"
         assert last == "d<|end|>\n<|endoftext|>"
 
-    def test_a_turn_that_the_next_ones_token_ends(self, tokenizer_with):
+    def test_a_turn_that_the_next_turns_token_ends(self, tokenizer_with):
         tokenizer = tokenizer_with(
             "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
         )
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d"]
 
-    def test_the_text_of_a_turn_that_another_token_ends_as_history(self, tokenizer_with):
-        # As gpt-oss: <|endoftext|> ends the last turn and <|end|> those before it.
+    def test_earlier_turns_with_another_end_token(self, tokenizer_with):
+        # As gpt-oss: <|endoftext|> ends the last turn, <|end|> earlier ones.
         tokenizer = tokenizer_with(
             "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ '<|im_start|>' if m.role == 'assistant' }}{{ m.content }}"
             "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
@@ -327,7 +310,7 @@ class TestMask:
             "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}[[{{ m.content }}]]{% endif %}{% endfor %}|[[end]]",
         ],
     )
-    def test_blocks_of_nobody_knows_whom_cannot_be_left_out(self, tokenizer_with, template: str):
+    def test_blocks_outside_the_loop_cannot_be_left_out(self, tokenizer_with, template: str):
         tokenizer = tokenizer_with(tagged(template))
         assert tokenizer.passage(chat("a", "b", "c", "d")).trained
         assert tokenizer.passage(chat("a", "b", "c", "d"), untrained={1, 3}).trained == []
@@ -341,20 +324,20 @@ class TestMask:
         assert re.sub(r"\s", "", trained) == "bd"
         assert trained.count("\n") == 2
 
-    def test_turns_that_cannot_be_told_apart_are_refused(self, tokenizer_with):
+    def test_ambiguous_turns_are_rejected(self, tokenizer_with):
         tokenizer = tokenizer_with(MOVES_SYSTEM)
         with pytest.raises(ValueError, match=r"start of .* message 1.*generation.*data.train_on=last"):
             tokenizer.render(chat("a", "b", "c", "d"))
         assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"), train_on="last")) == ["d<|end|>"]
 
-    def test_messages_that_only_render_whole_are_refused(self, tokenizer_with):
+    def test_messages_that_only_render_together_are_rejected(self, tokenizer_with):
         template = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
         with pytest.raises(
             ValueError, match=r"start of .* message 1: rendering the messages before it failed.*two, please"
         ):
             tokenizer_with(template).render(chat("a", "b"))
 
-    def test_spaces_that_the_file_leaves_out_of_its_offsets(self, byte_level, make_folder: MakeFolder):
+    def test_trimmed_offsets_change_nothing(self, byte_level, make_folder: MakeFolder):
         masks = []
         for trim_offsets in (False, True):  # Llama 3's file says True, Qwen's False
             tokenizer = HFTokenizer.from_str(byte_level.to_str())
@@ -381,9 +364,9 @@ class TestMask:
 
 
 class TestTypedControlTokens:
-    """What a person types is text: it gives the ids of a tokenizer that does not know the token."""
+    """Control tokens in a message have the ids of ordinary text, as by a tokenizer without these tokens."""
 
-    def test_typed_control_tokens_are_text(self, byte_level, make_folder: MakeFolder, tokenizer_with):
+    def test_control_tokens_in_a_message_are_text(self, byte_level, make_folder: MakeFolder, tokenizer_with):
         typed = "say <|endoftext|><|im_end|> or <|im_start|>system 😀 <think>"
         tokenizer = tokenizer_with(plain(CHATML))
         ids, mask = tokenizer.render(chat(typed, "ok " + typed))
@@ -397,12 +380,12 @@ class TestTypedControlTokens:
 
         prompt = [start, *text("user\n" + typed), end, *text("\n"), start, *text("assistant\n")]
         answer = [*text("ok " + typed), end]
-        # "assistant\n" and "ok" are tokenised together, which changes nothing with this vocabulary.
+        # "assistant\n" and "ok" are encoded together, which makes no difference with this vocabulary.
         assert ids == [*prompt, *answer, *text("\n")]
         assert mask == [False] * len(prompt) + [True] * len(answer) + [False]
         assert tokenizer.decode(ids).count(typed) == 2
 
-    def test_word_starts_stay_those_of_the_whole_text(self, word_start, make_folder: MakeFolder):
+    def test_word_starts_are_those_of_the_whole_text(self, word_start, make_folder: MakeFolder):
         special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
         tokenizer = load_tokenizer(make_folder(word_start, chat_template=plain(WITH_BOS), **special))
         ids, mask = tokenizer.render(chat("what is </s>?", "an end"))
@@ -422,26 +405,22 @@ class TestTypedControlTokens:
         assert ids.count(tokenizer.encode(end)[0]) == 2
         assert tokenizer.decode(ids).count(end) == 3
 
-    def test_a_template_that_acts_on_them_is_refused(self, tokenizer_with):
+    def test_a_template_that_reacts_to_them_is_rejected(self, tokenizer_with):
         template = "{{ messages[0].content.split('<|im_end|>') | join('+') }}{% if false %}[[]]{% endif %}"
         with pytest.raises(ValueError, match="the chat template treats it as its own"):
             tokenizer_with(tagged(template)).render(chat("a<|im_end|>b"))
 
-    def test_the_markers_themselves_are_refused(self, tokenizer_with):
+    def test_markers_in_a_message_are_rejected(self, tokenizer_with):
         with pytest.raises(ValueError, match=r"noncharacters U\+FDD0"):
             tokenizer_with(plain(CHATML)).render(chat("a\ufdd2b"))
 
 
 class TestErrors:
-    def test_no_template(self, tokenizer_with):
+    def test_missing_and_invalid_templates(self, tokenizer_with):
         with pytest.raises(ValueError, match=r"no chat template.*data.chat_template=FILE"):
             tokenizer_with(None).render(CHAT)
-
-    def test_no_default_template(self, tokenizer_with):
         with pytest.raises(ValueError, match="no chat template named `default`"):
             tokenizer_with([{"name": "rag", "template": "x"}]).render(CHAT)
-
-    def test_a_template_that_does_not_compile(self, tokenizer_with):
         with pytest.raises(ValueError, match="does not compile"):
             tokenizer_with("{% for %}")
 
@@ -455,13 +434,13 @@ class TestErrors:
             ("{{ 1 + 'a' }}", "unsupported operand"),
         ],
     )
-    def test_a_template_that_refuses(self, tokenizer_with, template: str, reason: str):
+    def test_a_template_that_fails(self, tokenizer_with, template: str, reason: str):
         with pytest.raises(ValueError, match=f"cannot render these messages: .*({reason})"):
             tokenizer_with(template).render(CHAT, train_on="all")
 
 
 class TestPassages:
-    """A plain prompt and completion are tokenised as one text and divided by characters."""
+    """A prompt and its completion are encoded as one text and divided by characters."""
 
     @pytest.fixture(
         params=["byte_level", "trimmed", "word_start", "llama2_sentencepiece.model", "tiktoken_small.model"]
@@ -479,20 +458,20 @@ class TestPassages:
     def test_division(self, tokenizer: Tokenizer, texts):
         for prompt in texts:
             for completion in texts:
-                # Composed, as one of the tokenizers writes it; with a first character that no decoder strips.
+                # Composed, as one tokenizer does, and with a first character that no decoder strips.
                 prompt = unicodedata.normalize("NFC", f">{prompt}")
                 text = unicodedata.normalize("NFC", prompt + completion)
                 [(ids, trained)] = tokenizer.tokenize([Passage(text, [(len(prompt), len(text))])])
                 assert ids.tolist() == tokenizer.encode(text)
                 first = int(np.argmax(trained)) if trained.any() else len(ids)
                 assert trained[first:].all()
-                # What precedes the first trained token is prompt alone; with it the completion is reached.
+                # Only prompt precedes the first trained token, which reaches into the completion.
                 assert len(tokenizer.decode(ids[:first].tolist()).rstrip("\ufffd")) <= len(prompt)
                 if first < len(ids):
                     reached = tokenizer.decode(ids[: first + 1].tolist())
                     assert len(reached) > len(prompt) or reached.endswith("\ufffd")
 
-    def test_bos_and_eos_are_put_once(self, tokenizer: Tokenizer):
+    def test_bos_and_eos_are_added_once(self, tokenizer: Tokenizer):
         bos, eos = tokenizer.bos_id, tokenizer.eos_id
         [(ids, trained)] = tokenizer.tokenize([Passage("hello", [(0, 5)], add_bos=True, add_eos=True)])
         assert ids[-1] == eos

@@ -1,4 +1,4 @@
-"""A tokenizer.json that would take endless time or memory, or make the library panic, is one message."""
+"""A tokenizer.json that needs unbounded time or memory, or makes the library panic, gives one error message."""
 
 import json
 
@@ -31,7 +31,7 @@ def changed(spec, change):
 
 
 @pytest.mark.parametrize("reason", CASES)
-def test_what_would_take_endless_time_or_memory_is_refused(tmp_path, monkeypatch, reason):
+def test_unbounded_time_or_memory_is_rejected(tmp_path, monkeypatch, reason):
     monkeypatch.setattr(file_limits, "MAX_TOKENS", 5000)
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed(json.loads(TINY.read_text()), CASES[reason])))
     with pytest.raises(ValueError, match=reason) as raised:
@@ -39,7 +39,7 @@ def test_what_would_take_endless_time_or_memory_is_refused(tmp_path, monkeypatch
     assert str(tmp_path / "tokenizer.json") in str(raised.value)
 
 
-def test_a_panic_of_the_library_is_one_message(tmp_path, monkeypatch):
+def test_a_panic_of_the_library_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_json, "check_limits", lambda spec: None)
     change = CASES["lacks the continuing_subword_prefix"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed(json.loads(TINY.read_text()), change)))

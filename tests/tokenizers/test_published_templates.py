@@ -1,8 +1,7 @@
-"""Chat templates of published models, each beside a version of it with generation tags, both as TRL ships them.
+"""Published chat templates, each with a version with generation tags, as TRL ships them.
 
-The tagged version, read by transformers, says what the assistant wrote; the original, read by us, must agree
-without tags. TRL tags a few more tokens (a line break behind the end, a header before the turn), which
-prompts and padding make irrelevant; what the assistant said and the token that ends it have to be the same.
+The tagged version, read by transformers, defines the assistant's text. For the original, our masks must agree without tags.
+TRL tags a few more tokens (a line break after the end, a header before the turn), which do not matter for prompts and padding.
 """
 
 import importlib.util
@@ -22,21 +21,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.tokenizers.chat_template import MARKERS, ChatTemplate
 
-NAMES = [
-    "cohere",
-    "deepseek_r1_distill",
-    "deepseekv3",
-    "gemma",
-    "gemma3",
-    "lfm2",
-    "llama3",
-    "nemotron_3_nano",
-    "phi3",
-    "qwen2_5",
-    "qwen3",
-    "qwen3_5_think",
-    "qwen3_instruct_2507",
-]
+NAMES = ["cohere", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3", "nemotron_3_nano", "phi3"]
+NAMES += ["qwen2_5", "qwen3", "qwen3_5_think", "qwen3_instruct_2507"]
 TOKENS = re.compile(r"<[|｜][^<>\s'\"+]{1,40}[|｜]>|<(?:start|end)_of_turn>|</?think>|</?tool_call>")
 CHAT = [
     {"role": "user", "content": "What is   1 + 1?\n"},
@@ -59,7 +45,7 @@ FolderOf = Callable[..., Path]
 
 @pytest.fixture
 def folder_of(published: Path, byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> FolderOf:
-    """A tokenizer folder with the template of that name, whose vocabulary has its tokens and those of `others`."""
+    """A tokenizer folder with the template `name`, and a vocabulary with the tokens of this and the `others`."""
 
     def make(name: str, *others: str) -> Path:
         if not all((published / f"{one}.jinja").is_file() for one in (name, *others)):
@@ -147,7 +133,7 @@ def test_masks_are_those_of_the_template_with_tags(name: str, conversation: str,
         pytest.skip("TRL's tagged template writes other text")
     own, others = [{i for start, end in p.trained for i in range(start, end)} for p in (passage, expected)]
     assert own <= others
-    # TRL also trains line breaks behind a turn, and in some templates the prompt that opens it. gpt-oss: docs/data.md.
+    # TRL also trains line breaks after a turn, and in some templates the prompt that opens it. gpt-oss: docs/data.md.
     only_theirs = "".join(passage.text[i] if i in others - own else "\0" for i in range(len(passage.text)))
     opening = r"<｜Assistant｜>|<｜tool▁outputs▁end｜>|<\|start\|>assistant|<think>\n?|\s"
     left = re.sub(opening, "", only_theirs).strip("\0")
@@ -157,7 +143,7 @@ def test_masks_are_those_of_the_template_with_tags(name: str, conversation: str,
 
 @pytest.mark.parametrize("answers_in_a_row", [1, 2])
 @pytest.mark.parametrize("name", [*NAMES, "phi3_5", "gptoss", "glm4moe", "lfm2_v2", "qwen3_6"])
-def test_blocks_are_told_apart_by_message(name: str, answers_in_a_row: int, folder_of: FolderOf):
+def test_blocks_belong_to_their_messages(name: str, answers_in_a_row: int, folder_of: FolderOf):
     tokenizer = load_tokenizer(folder_of(f"{name}_training"))
     messages, turns = [], []
     for said in ("Zero", "One", "Two"):
@@ -177,7 +163,7 @@ def test_blocks_are_told_apart_by_message(name: str, answers_in_a_row: int, fold
             texts = [whole.text[start:end] for start, end in trained]
             for i in turns:
                 assert any(messages[i]["content"] in text for text in texts) == (i in kept)
-            # What is trained of some messages and what is of the others are the whole.
+            # The spans of these messages and of the others are all spans.
             others = tokenizer.passage(messages, untrained=kept).trained
             assert sorted(trained + others) == whole.trained
     last = tokenizer.passage(messages, train_on="last").trained
@@ -185,7 +171,7 @@ def test_blocks_are_told_apart_by_message(name: str, answers_in_a_row: int, fold
 
 
 @pytest.mark.parametrize("name", ["phi3_training", "phi3_5_training"])
-def test_a_block_at_the_end_of_the_chat_is_that_of_the_last_message(name: str, folder_of: FolderOf):
+def test_a_block_at_the_end_of_the_chat_belongs_to_the_last_message(name: str, folder_of: FolderOf):
     tokenizer = load_tokenizer(folder_of(name))
     first, last = CHAT[1]["content"] + "<|end|>\n", CHAT[3]["content"] + "<|end|>\n"
     assert trained_texts(tokenizer, CHAT) == [first, last, "<eos>"]
@@ -205,9 +191,9 @@ def test_reasoning_under_each_of_its_names(name: str, key: str, folder_of: Folde
 
 
 class TestArguments:
-    """Of tool calls, as JSON in a string."""
+    """Arguments of tool calls that are JSON in a string."""
 
-    GIVEN = '{"of":"1 & 2", "x": 1.0}'  # with other spaces than any template writes
+    GIVEN = '{"of":"1 & 2", "x": 1.0}'  # with spaces that no template writes
 
     def chat(self, arguments: Any, **call: Any) -> list[dict[str, Any]]:
         call = {"type": "function", "function": {"name": "size", "arguments": arguments}}
@@ -229,15 +215,15 @@ class TestArguments:
         theirs = AutoTokenizer.from_pretrained(folder)
         assert ids == theirs.apply_chat_template(self.chat({"of": "1 & 2", "x": 1.0}), return_dict=False)
 
-    def test_what_else_is_wrong_is_said(self, folder_of: FolderOf):
+    def test_another_error_is_reported(self, folder_of: FolderOf):
         messages = self.chat(self.GIVEN)
         del messages[1]["content"]
-        with pytest.raises(ValueError, match="has no attribute 'content'"):  # not that arguments are no string
+        with pytest.raises(ValueError, match="has no attribute 'content'"):  # not an error about the arguments
             load_tokenizer(folder_of("deepseekv3")).render(messages)
 
 
 def test_gpt_oss(folder_of: FolderOf):
-    """Text of earlier answers is trained, their `<|end|>` is not: `<|return|>` alone stops generation."""
+    """The text of earlier answers is trained, but not their `<|end|>`: only `<|return|>` stops generation."""
     tokenizer = load_tokenizer(folder_of("gptoss"))
     call = ' to=functions.size<|channel|>commentary json<|message|>{"of": 1}<|call|>'
     thought = "<|channel|>analysis<|message|>%s<|end|><|start|>assistant"

@@ -1,4 +1,4 @@
-"""Templates that mean harm: none runs on, fills the memory or gets out, and honest ones notice nothing."""
+"""Hostile templates neither run on, nor fill the memory, nor escape; ordinary templates give the same text as in Jinja."""
 
 import contextlib
 import resource
@@ -118,7 +118,7 @@ def render(source: str) -> str:
 
 @pytest.mark.parametrize("attack", [*LONG_TEXTS, *LONG_TIMES])
 def test_hostile_templates_are_stopped(attack, monkeypatch):
-    """With a tenth of the bounds, so that the tests are quick."""
+    """With a tenth of the limits, so that the tests are fast."""
     for name in ("MAX_VALUE", "MAX_TOTAL"):
         monkeypatch.setattr(template_limits, name, getattr(template_limits, name) // 10)
     source = (LONG_TEXTS | LONG_TIMES)[attack].replace("3000000", "300000")
@@ -131,40 +131,34 @@ def test_hostile_templates_are_stopped(attack, monkeypatch):
 
 
 @pytest.mark.parametrize("attack", ESCAPES)
-def test_nothing_gets_out_of_the_sandbox(attack):
+def test_nothing_escapes_from_the_sandbox(attack):
     with contextlib.suppress(ValueError):
-        assert render(ESCAPES[attack]) == ""  # what is not allowed is undefined, and undefined is no text
+        assert render(ESCAPES[attack]) == ""  # forbidden values are undefined, which renders as nothing
     assert CHAT[0] == {"role": "user", "content": "hello <b> & co"}
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["(" * 5000 + "1" + ")" * 5000, "{{ " + "-" * 100_000 + "1 }}", "{% for i in [1] %}" * 30 + "{% endfor %}" * 30],
-    ids=["parentheses", "signs", "loops"],
-)
-def test_sources_nested_too_deeply_are_refused(source):
-    with pytest.raises(ValueError, match="does not compile: it is nested too deeply"):
-        ChatTemplate(source if source.startswith("{") else f"{{{{ {source} }}}}")
-
-
-def test_a_source_that_is_too_long_is_refused():
+def test_sources_that_are_nested_too_deeply_or_too_long_are_rejected():
+    nested = ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "-" * 100_000 + "1 }}"]
+    for source in [*nested, "{% for i in [1] %}" * 30 + "{% endfor %}" * 30]:
+        with pytest.raises(ValueError, match="does not compile: it is nested too deeply"):
+            ChatTemplate(source)
     with pytest.raises(ValueError, match="longer than 1,000,000 characters"):
         ChatTemplate("a" * 1_000_001)
 
 
-def test_the_clock_of_the_processor_bounds_what_steps_do_not(monkeypatch):
+def test_processor_time_is_limited(monkeypatch):
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.05)
     with pytest.raises(ValueError, match="more than 0.05 seconds of processor time"):
         render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
 
 
-def test_what_a_loop_holds_is_no_argument_of_a_call():
+def test_variables_of_a_loop_do_not_count_as_arguments():
     content = "x" * 3_000_000
     template = ChatTemplate("{% for m in messages %}{% set content = m.content %}{{ content.strip('\n') }}{% endfor %}")
     assert template.render([{"role": "user", "content": content}], None, False, {}) == content
 
 
-def test_bounds_grow_with_the_messages(monkeypatch):
+def test_limits_grow_with_the_messages(monkeypatch):
     monkeypatch.setattr(template_limits, "MAX_VALUE", 10)
     monkeypatch.setattr(template_limits, "MAX_TOTAL", 10_000)
     chat = [{"role": "user", "content": "x" * 100_000}] * 20
@@ -196,5 +190,5 @@ def test_bounds_grow_with_the_messages(monkeypatch):
         ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "A1B"),
     ],
 )  # fmt: skip
-def test_honest_templates_give_the_text_of_jinja_itself(source, text):
+def test_ordinary_templates_give_the_text_of_jinja(source, text):
     assert render(source) == text

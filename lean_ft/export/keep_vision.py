@@ -25,7 +25,7 @@ from lean_ft.training.checkpoint import TRAINING_STATE_FILE, read_training_state
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
-def find_whole(model: Decoder, folder: Path, base: str | Path | None) -> Path:
+def find_vision_model(model: Decoder, folder: Path, base: str | Path | None) -> Path:
     """Return the folder that the language model in `folder` was taken from: `base`, or the one that its run started from.
 
     Raises ValueError if that is unknown, or if the model there does not read images.
@@ -46,7 +46,7 @@ def find_whole(model: Decoder, folder: Path, base: str | Path | None) -> Path:
     return whole
 
 
-def save_whole(model: Decoder, whole: Path, destination: Path) -> int:
+def save_vision_model(model: Decoder, whole: Path, destination: Path) -> int:
     """Copy the folder `whole` to `destination` with the weights of `model`, and return the number of unchanged tensors.
 
     Raises ValueError if `whole` lacks a tensor of the model.
