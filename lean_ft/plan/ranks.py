@@ -43,10 +43,10 @@ class PlannedRanks(ManyRanks):
     def highest_of(self, values: Tensor) -> Tensor:
         return values
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
         return work()
 
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
+    def on_every_rank(self, work: Callable[[], T]) -> list[T]:
         return [work()]
 
 
