@@ -44,7 +44,7 @@ class Rung(NamedTuple):
 
 
 LADDER = (
-    Rung("nothing", "bfloat16 AdamW, no other technique", {"optimizer.name": "adamw", "memory.loss_chunk_tokens": 0}),
+    Rung("nothing", "bfloat16 AdamW", {"optimizer.name": "adamw", "memory.loss_chunk_tokens": 0}),
     Rung("compile", "+ compile", {"compile": True}),
     Rung("chunked_loss", "+ chunked cross-entropy", {"memory.loss_chunk_tokens": "auto"}),
     Rung("checkpointing", "+ activation checkpointing", {"memory.activation_checkpointing": "full"}),
