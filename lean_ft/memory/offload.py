@@ -57,11 +57,7 @@ class Offloaded:
     """Offloaded tensors, in the order in which they were saved."""
 
     def __init__(
-        self,
-        link: HostLink,
-        model: nn.Module,
-        smallest_bytes: int = SMALLEST_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
+        self, link: HostLink, model: nn.Module, smallest_bytes: int = SMALLEST_BYTES, ahead_bytes: int = AHEAD_BYTES
     ) -> None:
         self._link = link
         # Quantized weights are buffers.

@@ -37,13 +37,7 @@ class ApolloMini(Rule):
     needs_whole_matrices = True
 
     def __init__(
-        self,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        stochastic_rounding: bool,
-        compile: bool,
+        self, *, betas: tuple[float, float], eps: float, weight_decay: float, stochastic_rounding: bool, compile: bool
     ) -> None:
         self.beta1, self.beta2 = betas
         self.eps = eps

@@ -16,12 +16,12 @@ from lean_ft.torch_private import collectives
 
 def gather_tokens(values: Tensor, group: str, size: int) -> Tensor:
     """Gather each rank's tokens (B, T / n, D) into (B, T, D) on every rank; backward sums gradients over the ranks."""
-    return _GatherTokens.apply(values, group, size)
+    return _Tokens.apply(values, group, size, True)
 
 
 def scatter_tokens(values: Tensor, group: str, size: int) -> Tensor:
     """Sum (B, T, D) over the ranks and return this rank's tokens (B, T / n, D); the reverse of `gather_tokens`."""
-    return _ScatterTokens.apply(values, group, size)
+    return _Tokens.apply(values, group, size, False)
 
 
 def all_to_all(rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
@@ -52,26 +52,15 @@ def _summed(values: Tensor, group: str) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(values.contiguous(), "sum", group))
 
 
-class _GatherTokens(torch.autograd.Function):
+class _Tokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: str, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _gathered(values, group, size)
+    def forward(ctx: Any, values: Tensor, group: str, size: int, gather: bool) -> Tensor:
+        ctx.group, ctx.size, ctx.gather = group, size, gather
+        return (_gathered if gather else _scattered)(values, group, size)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(grads[0], ctx.group, ctx.size), None, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: str, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _scattered(values, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grads[0], ctx.group, ctx.size), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return (_scattered if ctx.gather else _gathered)(grads[0], ctx.group, ctx.size), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -10,7 +10,7 @@ from lean_ft.peft.lora import (
     lr_ratios,
     quantize_as_loaded,
 )
-from lean_ft.peft.merging import MergeReport, load_merged, merge_adapter, plain_tensors
+from lean_ft.peft.merging import MergeReport, load_merged, plain_tensors
 from lean_ft.peft.new_rows import TrainedRows
 from lean_ft.peft.peft_format import (
     adapter_bytes,
@@ -43,7 +43,6 @@ __all__ = [
     "load_merged",
     "load_with_adapter",
     "lr_ratios",
-    "merge_adapter",
     "plain_tensors",
     "quantize_as_loaded",
     "restore_adapter",

@@ -125,16 +125,12 @@ def _check_suits_parameter(name: str, shape: AdapterShape, init: str, is_stack: 
 
 def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
     """Replace the layer `name`, or projection of experts, by one with an uninitialized adapter, and return it."""
-    if is_projection_of_experts(model, name):
-        return _put_experts_adapter(model, name, shape, dtype)
-    base = model.get_submodule(name)
-    of_matrix = LoRAEmbedding if isinstance(base, nn.Embedding) else LoRALinear
-    layer = (LoRAOutput if name == _OUTPUT else of_matrix)(base, shape, dtype)
-    model.set_submodule(name, layer)
-    return layer
-
-
-def _put_experts_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
+    if not is_projection_of_experts(model, name):
+        base = model.get_submodule(name)
+        of_matrix = LoRAEmbedding if isinstance(base, nn.Embedding) else LoRALinear
+        layer = (LoRAOutput if name == _OUTPUT else of_matrix)(base, shape, dtype)
+        model.set_submodule(name, layer)
+        return layer
     place, _, projection = name.rpartition(".")
     experts = model.get_submodule(place)
     if isinstance(experts, Experts):

@@ -1,6 +1,6 @@
-"""Merge an adapter into the base weights: on copies, in float32, rounded once.
+"""Merge an adapter into the base weights, in float32, rounded once.
 
-The live model does not change, so a run can merge while it trains. The report states the error of rounding to the
+`plain_tensors` merges on copies, so that a run can merge while it trains. The report states the error of rounding to the
 model's dtype: bfloat16 keeps 8 bits of a weight, which may be few bits of a small change. An adapter trained on a
 quantized model is merged into the unquantized model, so the 4-bit errors are not part of the result, which therefore
 differs slightly from the trained model.
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import own_tensors
-from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, take_adapters_off
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
@@ -39,23 +38,6 @@ class MergeReport:
             f"merged an adapter into {self.num_layers} layers: relative change {self.change:.2g}, error of rounding to "
             f"{dtype} {self.rounding_error:.2g}{share}"
         )
-
-
-@torch.no_grad()
-def merge_adapter(model: Decoder) -> tuple[dict[str, Tensor], MergeReport]:
-    """Return the merged weights of the adapted layers, by the plain model's names, and a report.
-
-    The weights are new tensors in the model's dtype. Raises ValueError if the model has no adapter or is quantized.
-    """
-    merged, squares = {}, []
-    for name, layer in _mergeable_layers(model).items():
-        weight, of_layer = _merge(layer)
-        merged[name if isinstance(layer, ExpertsAdapter) else f"{name}.weight"] = weight
-        squares.append(of_layer)
-    for name, layer in trained_rows(model).items():
-        merged[f"{name}.weight"] = layer.merged_weight()
-        squares.append(_of_rows(layer))
-    return merged, _report(squares, model.dtype)
 
 
 @torch.no_grad()
@@ -91,26 +73,29 @@ def load_merged(
     base = base_model(Path(adapter)) if base is None else base
     model = load_model(base, device=device, dtype=dtype, scores=scores, new_ids=ids_of_rows(adapter))
     load_adapter(model, adapter)
-    squares = []
+    squares = []  # of each layer's weight, its change and the rounding error
     for layer in _mergeable_layers(model).values():
-        layer.frozen_weight.data, of_layer = _merge(layer)
-        squares.append(of_layer)
+        weight, exact = layer.frozen_weight.detach(), layer.merged_weight()
+        rounded = exact.to(weight.dtype, copy=True)
+        error = _square(rounded.float() - exact)
+        squares.append((_square(weight.float()), _square(exact.sub_(weight)), error))
+        layer.frozen_weight.data = rounded
     for layer in trained_rows(model).values():
+        start, exact = layer.start.float(), layer.rows.float()
+        squares.append((_square(start), _square(exact - start), _square(layer.rows.to(layer.start) - exact)))
         layer.frozen_weight.data = layer.merged_weight()
-        squares.append(_of_rows(layer))
     take_adapters_off(model)
-    return model.requires_grad_(True), _report(squares, dtype)
-
-
-def _report(squares: list[tuple[float, float, float]], dtype: torch.dtype) -> MergeReport:
     weights, changes, errors = map(sum, zip(*squares, strict=True))
-    return MergeReport(len(squares), (changes / (weights or 1.0)) ** 0.5, (errors / (weights or 1.0)) ** 0.5, dtype)
+    change, rounding_error = ((part / (weights or 1.0)) ** 0.5 for part in (changes, errors))
+    return model.requires_grad_(True), MergeReport(len(squares), change, rounding_error, dtype)
+
+
+def _square(tensor: Tensor) -> float:
+    return tensor.square().sum().item()
 
 
 def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
     layers = adapted_layers(model)
-    if not has_adapter(model):
-        raise ValueError("the model has no adapter to merge.")
     for name, layer in layers.items():
         if isinstance(layer.base_layer, NF4Linear):
             raise ValueError(
@@ -118,18 +103,3 @@ def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
                 "lora.quantize, load the saved adapter, and merge that."
             )
     return layers
-
-
-def _merge(layer: AdaptedLayer) -> tuple[Tensor, tuple[float, float, float]]:
-    """The layer's merged weight in its dtype; sums of squares of the weight, its change and the rounding error."""
-    weight, exact = layer.frozen_weight.detach(), layer.merged_weight()
-    rounded = exact.to(weight.dtype, copy=True)
-    error = (rounded.float() - exact).square().sum().item()
-    return rounded, (weight.float().square().sum().item(), exact.sub_(weight).square().sum().item(), error)
-
-
-def _of_rows(layer: TrainedRows) -> tuple[float, float, float]:
-    """The sums of squares of `_merge`, for trained rows."""
-    start, exact = layer.start.float(), layer.rows.float()
-    rounding = layer.rows.to(layer.start) - exact
-    return start.square().sum().item(), (exact - start).square().sum().item(), rounding.square().sum().item()

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lean_ft.memory import wants_host_pool
 from lean_ft.settings import MemoryConfig
+from lean_ft.training.device import start
+from tests.parallel.small_training import Config
 
 pytestmark = pytest.mark.skipif(
     platform.system() != "Linux" or shutil.which("g++") is None, reason="needs Linux and a C++ compiler"
@@ -155,32 +156,12 @@ def test_a_run_has_the_same_numbers_with_it(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) >= 3
 
 
-# Two runs in one process. The first one is refused and changes nothing.
-RUNS = """
-import pathlib, sys
-from lean_ft.cli.main import run_command_line
-
-for more in (["memory.host_pool=true"], []):
-    try:
-        run_command_line([*sys.argv[1:], *more])
-    except SystemExit as ended:
-        print("code", ended.code, [path.name for path in pathlib.Path().iterdir()], flush=True)
-"""
-
-
-def test_without_a_compiler_it_is_refused_with_the_reason_and_left_out_if_not_asked_for(tmp_path: Path) -> None:
-    assert wants_host_pool(MemoryConfig()) and wants_host_pool(MemoryConfig(host_pool=True))
-    assert not wants_host_pool(MemoryConfig(host_pool=False))
-    settings = ("run", "--config", "tiny/full", "device=cpu", "max_steps=1", "plan=false", "eval_answers=0")
-    done = subprocess.run(
-        [sys.executable, "-c", RUNS, *settings, "batch_size=2", "data.validation_source=null"],
-        cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path.parent / "built")},
-    )  # fmt: skip
-    message = " ".join(done.stderr.split())
-    assert "memory.host_pool=true cannot be had: the C++ compiler no-such-compiler does not start" in message
-    assert "Traceback" not in done.stderr
-    refused, _, trained = done.stdout.partition("code 2 []\n")
-    assert not refused
-    assert "no memory.host_pool: the C++ compiler no-such-compiler does not start" in " ".join(trained.split())
-    assert trained.endswith("code 0 ['runs']\n")
+def test_without_a_compiler_it_is_refused_or_left_out_with_the_reason(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.setattr("lean_ft.memory.host_memory.return_freed_memory", lambda: True)
+    reason = "the C++ compiler no-such-compiler does not start"
+    with pytest.raises(ValueError, match=f"memory.host_pool=true cannot be had: {re.escape(reason)}"):
+        start(Config(memory=MemoryConfig(host_pool=True), device="cpu", output_dir=tmp_path / "run"))
+    start(Config(device="cpu", output_dir=tmp_path / "run"))
+    assert f"no memory.host_pool: {reason}" in " ".join(capsys.readouterr().out.split())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lean_ft.optim import Optimizer
 from lean_ft.optim.dynamic_code import code_values
-from tests.optim.tiny_training import build
+from tests.optim.tiny_training import build, train_both
 
 LR = 1e-2
 
@@ -60,21 +60,17 @@ def test_follows_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     """With gradients of one magnitude: for others, bitsandbytes on a CPU does not round to the nearest code."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
-    ours = nn.Parameter(torch.randn(shape).to(dtype))
-    theirs = nn.Parameter(ours.detach().clone())
-    optimizer = optimizer_of(ours)
-    reference = bitsandbytes.optim.AdamW8bit([theirs], lr=LR, weight_decay=0.1)
-    for _ in range(5):
-        ours.grad = (torch.rand(shape).to(dtype) + 0.5) * (torch.randint(0, 2, shape) * 2 - 1)
-        theirs.grad = ours.grad.clone()
-        optimizer.step()
-        reference.step()
-    state, tensors = reference.state[theirs], optimizer.state_dict()
+    ours, theirs, tensors, state = train_both(
+        torch.randn(shape).to(dtype),
+        {"name": "adamw_8bit", "weight_decay": 0.1},
+        lambda params: bitsandbytes.optim.AdamW8bit(params, lr=LR, weight_decay=0.1),
+        [(torch.rand(shape).to(dtype) + 0.5) * (torch.randint(0, 2, shape) * 2 - 1) for _ in range(5)],
+    )
     torch.testing.assert_close(ours, theirs, rtol=2**-7 if dtype == torch.bfloat16 else 1e-3, atol=1e-3)
     assert (ours - theirs).float().abs().mean() < 1e-2 * LR
     for name, key in (("exp_avg", "1"), ("exp_avg_sq", "2")):
-        assert (tensors[f"0.{name}"] == state[f"state{key}"]).float().mean() > 0.97
-        torch.testing.assert_close(tensors[f"0.{name}_absmax"], state[f"absmax{key}"], rtol=5e-2, atol=1e-6)
+        assert (tensors[name] == state[f"state{key}"]).float().mean() > 0.97
+        torch.testing.assert_close(tensors[f"{name}_absmax"], state[f"absmax{key}"], rtol=5e-2, atol=1e-6)
 
 
 def test_stays_near_adamw_in_float64() -> None:

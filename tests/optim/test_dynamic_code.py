@@ -67,17 +67,3 @@ def test_shapes_are_kept_and_numbers_unchanged() -> None:
 def test_a_number_that_is_none_gets_some_code() -> None:
     """Its block's scale is NaN, which is what shows; a table's index must not run over its end."""
     assert encode("tables", True, torch.tensor([math.nan, math.inf, -math.nan])).shape == (3,)
-
-
-@SIGNED
-def test_plain_calls_look_up_and_compiled_ones_compute(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.linspace(0.0, 1.0, 40)
-    expected = encode("arithmetic", signed, x)
-    with monkeypatch.context() as patch:
-        patch.delattr(DynamicCode, "encode_by_arithmetic")
-        patch.delattr(DynamicCode, "decode_by_arithmetic")
-        code = DynamicCode(signed=signed)
-        code.decode(code.encode(x))
-    monkeypatch.delattr(DynamicCode, "encode_by_tables")
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(DynamicCode(signed=signed).encode, backend="eager", fullgraph=True)(x), expected)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lean_ft.optim import Optimizer, ParameterState, Rule, StepInfo
+from lean_ft.optim import Optimizer, Rule, StepInfo
 from tests.optim.tiny_training import TinyModel, build, loss_of, make_batches, same_weights, train
 
 LRS = [0.0, 3e-3, 1e-2, 1e-3, 0.0, 5e-3]  # a schedule, to catch a hook that reads a stale or constant rate
@@ -101,37 +101,6 @@ def test_every_parameter_is_updated_once_a_step(how: str) -> None:
     train(plain, build(plain, {"name": "sgd"}), make_batches(4, micro_batches=2), [0.1] * 4)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_a_function_that_returns_the_tied_weights_gradient_updates_it_once() -> None:
-    class Head(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(x, weight)
-            return x @ weight.T
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-            x, weight = ctx.saved_tensors
-            return grad @ weight, grad.T @ x
-
-    torch.manual_seed(0)
-    embed = nn.Embedding(7, 5)
-    start = embed.weight.detach().clone()
-    optimizer, updates = counting(embed)
-    ids = torch.tensor([1, 4, 4])
-    optimizer.set_lr(0.5)
-    optimizer.scale(Head.apply(embed(ids), embed.weight).square().sum(), last=True).backward()
-    optimizer.finish_gradients()
-    optimizer.step()
-    assert updates == {"weight": 1}
-
-    reference = start.double().requires_grad_()
-    (reference[ids] @ reference.T).square().sum().backward()
-    assert reference.grad is not None
-    torch.testing.assert_close(
-        embed.weight.detach().double(), start.double() - 0.5 * reference.grad, rtol=1e-4, atol=1e-4
-    )
 
 
 def test_two_gradients_for_one_parameter_in_one_step_are_an_assertion() -> None:
@@ -290,20 +259,6 @@ def test_frozen_parameters_are_left_out_and_none_to_train_is_refused() -> None:
 def test_state_bytes(settings: dict[str, Any], bytes_a_parameter: float) -> None:
     matrix = nn.Linear(256, 64, bias=False).bfloat16()
     assert build(matrix, settings).state_bytes == bytes_a_parameter * 256 * 64
-
-
-def test_rules_get_one_step_number_for_all() -> None:
-    numbers = []
-
-    class Recorder(CountingSGD):
-        def update(self, states: list[ParameterState], step: StepInfo) -> None:
-            numbers.append(step.number)
-
-    model = TinyModel()
-    optimizer = Optimizer(model.named_parameters(), Recorder(), in_backward=True)
-    train(model, optimizer, make_batches(2, micro_batches=2), [0.1] * 2)
-    count = len(list(model.parameters()))
-    assert numbers == [1] * count + [2] * count
 
 
 @pytest.mark.gpu

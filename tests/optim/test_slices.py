@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lean_ft.optim.build import MATRIX_RULES
-from lean_ft.optim.slices import RoundingNoise, Sliced, slices, store
+from lean_ft.optim.slices import RoundingNoise, slices, store
 from tests.optim.tiny_training import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,20 +21,6 @@ def noise(num_elements: int, seed: int = 0, index: int = 0) -> torch.Tensor:
 def test_slices_cover_everything_once() -> None:
     assert [(part.start, part.stop) for part in slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
     assert list(slices(0, 4)) == []
-
-
-@pytest.mark.parametrize("disabled", [False, True])
-def test_where_dynamo_is_turned_off_scalars_stay_numbers(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU takes numbers where it takes no tensors of the CPU; compiled code wants tensors."""
-    if disabled:
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    sliced = Sliced(lambda tensors, noise, number: None, compile=True)
-    found: list[type] = []
-    monkeypatch.setattr(sliced, "_function", lambda tensors, noise, number: found.append(type(number)))
-    if sliced._compiled is not None:
-        monkeypatch.setattr(sliced, "_compiled", sliced._function)
-    sliced([torch.zeros(8)], 2.0)
-    assert found == [float if disabled else torch.Tensor]
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-9, -1.0 - 3 * 2**-10, 1e-3, 3e-39, -2e30])

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 from lean_ft.optim import slices
 from lean_ft.optim.adamw_4bit import SIGNED_VALUES
-from tests.optim.tiny_training import build
+from tests.optim.tiny_training import train_both
 
 torchao = pytest.importorskip("torchao.optim")
 
@@ -25,25 +24,21 @@ def test_weights_and_states_equal_torchao(monkeypatch, name, reference, shape, b
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao compiles its step, which is slow
     monkeypatch.setattr(slices, "CPU_SLICE", 1024)
     torch.manual_seed(0)
-    ours = nn.Parameter(torch.randn(shape).to(dtype))
-    theirs = nn.Parameter(ours.detach().clone())
     decay = 0.1 if len(shape) == 2 else 0.0  # torchao also decays vectors
-    optimizer = build(nn.ParameterList([ours]), {"name": name, "weight_decay": decay})
-    expected = getattr(torchao, reference)([theirs], lr=1e-2, weight_decay=decay)
-    optimizer.set_lr(1e-2)
-    for _ in range(5):
-        ours.grad = (torch.randn(shape) * torch.rand(shape[-1])).to(dtype)
-        theirs.grad = ours.grad.clone()
-        optimizer.step()
-        expected.step()
+    ours, theirs, state, expected = train_both(
+        torch.randn(shape).to(dtype),
+        {"name": name, "weight_decay": decay},
+        lambda params: getattr(torchao, reference)(params, lr=1e-2, weight_decay=decay),
+        [torch.randn(shape) * torch.rand(shape[-1]) for _ in range(5)],
+    )
     close = torch.isclose(ours.float(), theirs.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     assert close.double().mean() > 0.999  # a number halfway between two codes may round either way
     if bytes_per_parameter is not None:
-        state, theirs_state = optimizer.state_dict(), expected.state[theirs]
         for key in ("exp_avg", "exp_avg_sq"):
-            assert (state[f"0.{key}"] == theirs_state[key].codes).double().mean() > 0.999
-            torch.testing.assert_close(state[f"0.{key}_scale"], theirs_state[key].scale, rtol=1e-2, atol=1e-9)
-        assert optimizer.state_bytes == bytes_per_parameter * ours.numel()
+            assert (state[key] == expected[key].codes).double().mean() > 0.999
+            torch.testing.assert_close(state[f"{key}_scale"], expected[key].scale, rtol=1e-2, atol=1e-9)
+        num_bytes = sum(tensor.nbytes for name, tensor in state.items() if name.startswith("exp_avg"))
+        assert num_bytes == bytes_per_parameter * ours.numel()
 
 
 def test_4_bit_values_equal_torchao() -> None:
@@ -55,14 +50,11 @@ def test_4_bit_values_equal_torchao() -> None:
 def test_an_incomplete_last_block_of_4_bit_codes_is_updated_like_the_others() -> None:
     """Gradients of equal size in a block are stored exactly, so the update equals float32 AdamW."""
     torch.manual_seed(0)
-    ours = nn.Parameter(torch.randn(1, 4096 + 57))
-    theirs = nn.Parameter(ours.detach().clone())
-    optimizer = build(nn.ParameterList([ours]), {"name": "adamw_4bit", "weight_decay": 0.0})
-    expected = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.0)
-    optimizer.set_lr(1e-2)
-    for size in (1.0, 3.0, 0.5):
-        ours.grad = torch.full_like(ours, size)
-        theirs.grad = ours.grad.clone()
-        optimizer.step()
-        expected.step()
+    start = torch.randn(1, 4096 + 57)
+    ours, theirs, _, _ = train_both(
+        start,
+        {"name": "adamw_4bit", "weight_decay": 0.0},
+        lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0),
+        [torch.full_like(start, size) for size in (1.0, 3.0, 0.5)],
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -112,3 +112,18 @@ def train(
 def same_weights(a: nn.Module, b: nn.Module) -> bool:
     """Bitwise."""
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def train_both(
+    start: Tensor, settings: dict[str, Any], reference: Callable[[list[nn.Parameter]], Any], grads: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
+    """Update `start` with our optimizer and with a reference at lr 1e-2; returns both weights and both states."""
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizer, expected = build(nn.ParameterList([ours]), settings), reference([theirs])
+    optimizer.set_lr(1e-2)
+    for grad in grads:
+        ours.grad, theirs.grad = grad.to(start.dtype), grad.to(start.dtype, copy=True)
+        optimizer.step()
+        expected.step()
+    state = {name.removeprefix("0."): tensor for name, tensor in optimizer.state_dict().items()}
+    return ours.detach(), theirs.detach(), state, expected.state[theirs]

@@ -97,13 +97,7 @@ def build(cfg: Config, lora: LoRAConfig | None = None, **settings: Any) -> tuple
 
 
 def train(
-    cfg: Config,
-    model: Decoder,
-    optimizer: Optimizer,
-    ranks: Ranks,
-    *,
-    steps: int = 3,
-    spoil: Any = None,
+    cfg: Config, model: Decoder, optimizer: Optimizer, ranks: Ranks, *, steps: int = 3, spoil: Any = None
 ) -> Iterator[tuple[float, float]]:
     """Yield each step's loss and gradient norm; `spoil(step, rank, loss)` may change a loss."""
     cross_entropy = CrossEntropy(model, cfg, ranks)

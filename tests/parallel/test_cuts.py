@@ -145,10 +145,7 @@ FOUR: dict[str, Case] = {
         parallel(replicate=2, experts=2), clip=0.5, micro_batches=5, model={"layer": {"mixture": BIASED}}
     ),
     "experts on four ranks, sharded by all": Case(
-        parallel(context=2, tensor=2, experts=4),
-        {"in_backward": True},
-        FULL,
-        model={"layer": {"mixture": MIXTURE}},
+        parallel(context=2, tensor=2, experts=4), {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}
     ),
 }
 COMPILED: dict[str, Case] = {

@@ -210,7 +210,7 @@ def test_all_ranks_refuse_with_the_reason(on_two):
 
 
 FOUR = ("gradient_accumulation_steps=4", "model.dtype=float32")
-TWO_COPIES_OF_TWO = {
+TWO_REPLICAS_OF_TWO = {
     "plainly": ("max_steps=12",),
     "state in 8 bits": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true"),
     "state in 4 bits": ("optimizer.name=adamw_4bit",),
@@ -218,10 +218,10 @@ TWO_COPIES_OF_TWO = {
 }
 
 
-def run_in_two_ways(folder: Path, whole: str, *settings: str) -> None:
+def run_whole_and_in_parts(folder: Path, whole: str, *settings: str) -> None:
     run(folder / whole, *FOUR, "max_steps=12")
     if whole == "four":
-        for name, more in TWO_COPIES_OF_TWO.items():
+        for name, more in TWO_REPLICAS_OF_TWO.items():
             run(folder / name, *FOUR, *more, "parallel.replicate=2")
     run(folder / "parts", *FOUR, *settings)
 
@@ -229,12 +229,12 @@ def run_in_two_ways(folder: Path, whole: str, *settings: str) -> None:
 @pytest.mark.long
 def test_one_two_and_four_ranks_are_one_run(tmp_path):
     """Sums of four are in another order. "parts" is one run that two, one and four ranks continue."""
-    on_ranks(2, run_in_two_ways, tmp_path, "two", "max_steps=4")
-    run_in_two_ways(tmp_path, "one", "max_steps=8")
-    on_ranks(4, run_in_two_ways, tmp_path, "four", "max_steps=12")
+    on_ranks(2, run_whole_and_in_parts, tmp_path, "two", "max_steps=4")
+    run_whole_and_in_parts(tmp_path, "one", "max_steps=8")
+    on_ranks(4, run_whole_and_in_parts, tmp_path, "four", "max_steps=12")
     for name in ("two", "four", "parts", "plainly"):
         assert_close(numbers(tmp_path / name), numbers(tmp_path / "one"), without=frozenset({"grad_norm"}))
-    for name, settings in list(TWO_COPIES_OF_TWO.items())[1:]:
+    for name, settings in list(TWO_REPLICAS_OF_TWO.items())[1:]:
         run(tmp_path / f"one, {name}", *FOUR, *settings)
         ours = numbers(tmp_path / f"one, {name}")
         assert_close(numbers(tmp_path / name), ours, without=frozenset({"grad_norm"}))

@@ -25,9 +25,7 @@ def outcome(
     folder: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     cfg = Config(
-        optimizer=OptimizerConfig(name="sgd"),
-        gradient_accumulation_steps=2,
-        memory=MemoryConfig(loss_chunk_tokens=16),
+        optimizer=OptimizerConfig(name="sgd"), gradient_accumulation_steps=2, memory=MemoryConfig(loss_chunk_tokens=16)
     )
     ranks = join(cfg.parallel, CPU)
     model = load_model(folder, CPU if ranks.size == 1 else "meta", dtype)

@@ -116,7 +116,6 @@ def test_a_signal_to_the_launcher_saves_and_stops(tmp_path, number):
     ("arguments", "message"),
     [
         (["finetune", "parallel.replicate=3"], "parallel.replicate=3 needs a multiple of 3 processes, and there are 2"),
-        (["finetune", "optimizer.name=muon"], "optimizer.name=muon works on whole matrices"),
         (["full_finetune_single_device"], "this recipe is for one process, and 2 were started"),
         (["finetune", "data.source=nowhere.jsonl"], "nowhere.jsonl"),
         (["finetune", "optimizer.lr=x"], "optimizer.lr"),

@@ -87,9 +87,7 @@ def uneven_batches(parallel: ParallelConfig) -> tuple[float, float, dict[str, to
         labels = batch.labels[:, :width] if i < 3 else torch.full((2, width), -100)
         batches.append(
             SimpleNamespace(
-                inputs={"input_ids": batch.input_ids[:, :width]},
-                labels=labels,
-                num_targets=int((labels != -100).sum()),
+                inputs={"input_ids": batch.input_ids[:, :width]}, labels=labels, num_targets=int((labels != -100).sum())
             )
         )
     cross_entropy = CrossEntropy(model, cfg, ranks)
