@@ -62,24 +62,12 @@ def _store(start, tile, i, i_stride, is_i, j, is_j):
     tl.store(places, tile.to(start.dtype.element_ty), mask=is_i[:, None] & is_j[None, :])
 
 
+# fmt: off
 @triton.jit
 def _multiply(
-    rows,
-    matrices,
-    ends,
-    out,
-    num_groups,
-    num_columns,
-    num_summed,
-    row_stride,
-    row_feature_stride,
-    group_stride,
-    summed_stride,
-    column_stride,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUMMED: tl.constexpr,
+    rows, matrices, ends, out, num_groups, num_columns, num_summed,
+    row_stride, row_feature_stride, group_stride, summed_stride, column_stride,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr,
 ):
     tile = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
@@ -112,19 +100,9 @@ def _multiply(
 
 @triton.jit
 def _multiply_outer(
-    left,
-    right,
-    ends,
-    out,
-    num_rows,
-    num_columns,
-    left_stride,
-    left_feature_stride,
-    right_stride,
-    right_feature_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUMMED: tl.constexpr,
+    left, right, ends, out, num_rows, num_columns,
+    left_stride, left_feature_stride, right_stride, right_feature_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr,
 ):
     group = tl.program_id(2).to(tl.int64)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
@@ -140,3 +118,4 @@ def _multiply_outer(
         rights = _load(right, m, right_stride, is_summed, n, right_feature_stride, is_column)
         total = tl.dot(lefts, rights, total, input_precision="ieee")
     _store(out + group * num_rows * num_columns, total, k, num_columns, is_row, n, is_column)
+# fmt: on

@@ -1,4 +1,4 @@
-"""The random tiny checkpoints that stand for each family: what is said to transformers, nothing about how we read it.
+"""Random tiny checkpoints of each family, as settings of transformers' configs.
 
 A family that is registered has at least one case here; the tests of parity, of folders and of the table of families go
 over all of them. To add one: its model_type, and the fields of its config that differ from `SIZES`.
@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Further checkpoints of families that one stands for in the short tests.
+# Cases that run only as long tests, because their family has a short case.
 LONG_CASES = {
     "ministral3_window_tied",
     "olmo3_listed_windows",
@@ -41,7 +41,7 @@ LONG_CASES = {
     "falcon_h1_normed_biases",
     "nemotron_h_experts",
 }
-NUM_TOKENS = 40  # of the texts that cases are tried on: windows and original contexts are shorter
+NUM_TOKENS = 40  # length of the test texts, longer than windows and original contexts
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -60,7 +60,7 @@ def longrope(num_frequencies: int, **settings: Any) -> dict[str, Any]:
     return {"rope_type": "longrope", "rope_theta": 300.0, **divisors, **settings}
 
 
-# Heads, features and taps that no two of are the same.
+# Distinct numbers of heads, features and taps.
 DELTA_RULE = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
@@ -419,11 +419,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def with_all_experts(case: str) -> dict[str, float]:
-    """Settings with which every token meets all experts of the case: which of them it meets can hang on a rounding."""
+    """Settings with which every token uses all experts, because the choice of experts can depend on rounding."""
     family, settings = CASES[case]
-    if (
-        family == "phimoe"
-    ):  # takes two always; with this margin both count, but a rounding can still decide which is the first
+    if family == "phimoe":  # always two experts; with this margin both count, but rounding can still decide their order
         return {"num_local_experts": 2, "router_jitter_noise": 50.0}
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     num_experts = next((settings[name] for name in counts if name in settings), None)

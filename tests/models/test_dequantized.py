@@ -1,4 +1,4 @@
-"""Weights in fp8 and mxfp4 are read as what transformers makes of them, whole and by parts."""
+"""Weights in fp8 and mxfp4, whole and in parts, equal those that transformers dequantizes."""
 
 import json
 
@@ -34,7 +34,7 @@ def strips(request, monkeypatch):
 
 
 def edit(folder, replace, quantization) -> dict[str, torch.Tensor]:
-    """Puts quantised tensors in the place of a folder's, and returns what transformers makes of them, by name."""
+    """Replace tensors of a folder by quantized tensors, and return transformers' dequantized values by name."""
     stored, expected = load_file(folder / "model.safetensors"), {}
     for name in list(stored):
         pieces, meant = replace(name, stored[name])
@@ -50,7 +50,7 @@ def edit(folder, replace, quantization) -> dict[str, torch.Tensor]:
 
 
 def in_8_bits(block):
-    """For `edit`: the projections in fp8, with a scale a block, or one."""
+    """For `edit`: projections in fp8, with a scale per block or per matrix."""
 
     def replace(name, weight):
         if not name.endswith("proj.weight"):
@@ -100,7 +100,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(make_checkpoint, strips):
 
 
 def test_parts_are_those_of_the_whole(tmp_path, strips):
-    """Rows, columns and matrices, as ranks that share a model read them."""
+    """Rows, columns and matrices, as ranks of a sharded model read them."""
     file = tmp_path / "a.safetensors"
     save_file({"w": numbers_of_8_bits(48, 20), "s": torch.rand(3, 3)}, file)
     stored = read_header(file)
@@ -130,7 +130,7 @@ def test_parts_are_those_of_the_whole(tmp_path, strips):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(change, message, make_checkpoint):
+def test_scales_and_formats_that_do_not_fit_are_refused(change, message, make_checkpoint):
     folder, _ = make_checkpoint("qwen3_moe", dtype=torch.bfloat16, **SIZES)
 
     def replace(name, weight):

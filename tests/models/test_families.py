@@ -1,4 +1,4 @@
-"""What is read from config.json, in both of transformers' spellings, and what is refused by name."""
+"""Reading of config.json in both of transformers' spellings, and fields that are refused."""
 
 import json
 
@@ -130,7 +130,7 @@ PUBLISHED = [
 ]
 
 
-def test_what_differs_from_layer_to_layer_is_read():
+def test_facts_of_single_layers_are_read():
     gemma = decoder_config(GEMMA_3_1B)
     assert [layer.window for layer in gemma.layers[:7]] == [512] * 5 + [None, 512]
     assert [layer.rope.theta for layer in gemma.layers[:7]] == [1e4] * 5 + [1e6, 1e4]
@@ -165,7 +165,7 @@ def test_both_spellings_of_the_rotary_settings_mean_the_same(config, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_absent_fields_mean_what_they_mean_to_transformers(family):
+def test_absent_fields_have_transformers_defaults(family):
     sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8}
     sizes |= {"num_attention_heads": 32}
     said_in_full = transformers.AutoConfig.for_model(family, **sizes).to_dict()
@@ -174,7 +174,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_null_means_what_it_means_to_transformers_or_is_refused(family):
+def test_a_null_is_read_as_in_transformers_or_refused(family):
     sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8}
     sizes |= {"num_attention_heads": 32}
     said_in_full = transformers.AutoConfig.for_model(family, **sizes).to_dict()
@@ -194,7 +194,7 @@ def test_a_null_means_what_it_means_to_transformers_or_is_refused(family):
 
 
 def test_a_config_with_the_fields_of_text_and_images_in_one(tmp_path):
-    """As Qwen2.5-VL is published."""
+    """Qwen2.5-VL is published this way."""
     config = QWEN2_5_0_5B | {
         "model_type": "qwen2_5_vl",
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -308,7 +308,7 @@ def test_head_dim_and_key_heads_are_derived():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_not_computed_is_refused_by_name(change, message):
+def test_unsupported_fields_are_refused_by_name(change, message):
     decoder_config(LLAMA)  # is fine without the change
     with pytest.raises(ValueError, match=message) as error:
         decoder_config({**LLAMA, **change}, where="/models/mine/config.json")

@@ -1,4 +1,4 @@
-"""What the arithmetic of layers is counted as, by which the planner tells how long they take: against operations that are there."""
+"""FLOP counts of custom operators, which the planner uses, against counts of plain operations."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def counted(function, *args) -> dict:
     "case", ["deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "lfm2", "nemotron_h", "gemma4_text_experts"]
 )
 def test_linear_layers_and_experts_are_counted_as_in_transformers(case, make_checkpoint):
-    """Of latent attention, shared experts and every mixer."""
+    """For latent attention, shared experts and every mixer."""
     folder, reference = make_checkpoint(case)
     reference.config._experts_implementation = "eager"  # PyTorch's grouped products are not counted
     ids = torch.arange(3, 83).view(2, 40)

@@ -91,8 +91,8 @@ def test_gated_layer_equals_autograd_in_float64(activation, exact_activation, fu
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-def test_a_graph_that_is_kept_goes_backward_twice(activation):
-    """Backward writes over what it read, and not where it will be read again."""
+def test_a_retained_graph_goes_backward_twice(activation):
+    """Backward overwrites its inputs, but not if they will be read again."""
     mlp = filled(MLP(10, 24, bias=True, activation=activation))
     x = torch.randn(5, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
     result = mlp(x).square().sum()
@@ -109,11 +109,11 @@ OWN_BACKWARDS = [
 
 
 @pytest.mark.parametrize("function", OWN_BACKWARDS)
-def test_no_forward_returns_what_an_operation_was_given(function: ast.ClassDef) -> None:
-    """Compiled by torch 2.11, gradients of those that do are zeros: of `x.to(dtype)` of one type, and of work in place."""
+def test_no_forward_returns_an_operations_argument(function: ast.ClassDef) -> None:
+    """Otherwise torch 2.11 compiles zero gradients: for `x.to(dtype)` of the same dtype, and for in-place operations."""
     forward = next(node for node in function.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
     returned = [node.value for node in ast.walk(forward) if isinstance(node, ast.Return)]
-    # Of a choice by `is_compiling` what the compiler sees is the first.
+    # The compiler sees the first branch of a choice by `is_compiling`.
     compiled = [value.body if isinstance(value, ast.IfExp) else value for value in returned]
     for value in compiled:
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):

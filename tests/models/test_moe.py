@@ -52,7 +52,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def each_expert_by_itself(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
-    """Every expert computes every token, and what was not chosen weighs nothing."""
+    """Every expert computes every token; experts that were not chosen have weight 0."""
     config, experts, rows = mixture.config, mixture.experts, x.flatten(0, -2)
     logits = F.linear(rows, mixture.gate.weight, mixture.gate.bias)
     chosen = logits.topk(config.experts_per_token).indices
@@ -122,7 +122,7 @@ def test_a_frozen_parameter_gets_no_gradient(mixture):
     torch.testing.assert_close(x.grad, grad)
 
 
-def test_between_passes_it_keeps_the_tokens_and_the_factors_of_the_activation(mixture):
+def test_it_keeps_only_tokens_gate_and_up_for_backward(mixture):
     config, num_tokens = mixture.config, 40
     x = tokens(num_tokens)
     own = {parameter.untyped_storage().data_ptr() for parameter in mixture.parameters()}
@@ -160,7 +160,7 @@ def test_autocast_computes_the_experts_in_its_dtype(mixture):
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))],
 )
 @pytest.mark.parametrize("sizes", [(16, 24), (5, 3)], ids=["aligned", "odd"])
-def test_grouped_products_equal_one_a_group(device, sizes):
+def test_grouped_products_equal_one_product_per_group(device, sizes):
     torch.manual_seed(0)
     in_size, out_size = sizes
     rows = torch.randn(30, in_size, device=device, dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def test_the_routers_loss_and_its_gradients_equal_transformers(make_checkpoint, 
     ids, is_token, labels = batch
     expected = reference(ids, attention_mask=is_token.long(), labels=labels, output_router_logits=True)
     _, balance = model(ids, return_router_loss=True, is_token=is_token)
-    model(ids[:1])  # a forward pass in between, as of a reference, takes nothing with it
+    model(ids[:1])  # another forward pass in between changes nothing
     torch.testing.assert_close(balance, 0.7 * expected.aux_loss, rtol=1e-5, atol=0)
     loss = loss_of(model, batch)
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
@@ -204,11 +204,11 @@ def test_the_routers_loss_and_its_gradients_equal_transformers(make_checkpoint, 
     expected.loss.backward()
     theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in model.named_parameters():
-        if not name.endswith("k_proj.bias"):  # whose gradient is rounding alone
+        if not name.endswith("k_proj.bias"):  # whose gradient is only rounding
             assert (parameter.grad - theirs[name]).norm() <= 1e-3 * theirs[name].norm(), name
 
 
-def test_the_routers_loss_is_left_out_unless_asked_for(make_checkpoint, batch):
+def test_the_routers_loss_is_off_by_default(make_checkpoint, batch):
     silent, _ = make_checkpoint("olmoe", router_aux_loss_coef=0.7)
     asking, _ = make_checkpoint("olmoe", router_aux_loss_coef=0.7, output_router_logits=True)
     coefficients = [load_model(silent), load_model(silent, router_aux_loss_coef=0.2)]
@@ -221,11 +221,11 @@ def test_the_routers_loss_is_left_out_unless_asked_for(make_checkpoint, batch):
         True,
         False,
     ]
-    with torch.no_grad():  # an evaluation is without it
+    with torch.no_grad():  # no loss in evaluation
         assert coefficients[1](batch[0], return_router_loss=True)[1] is None
 
 
-def test_a_loss_of_a_router_that_is_not_there_is_refused(make_checkpoint):
+def test_a_routers_loss_without_a_softmax_router_is_refused(make_checkpoint):
     folder, _ = make_checkpoint("llama")
     with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0\.1: .* has no experts"):
         load_model(folder, router_aux_loss_coef=0.1)
@@ -252,7 +252,7 @@ def test_memory_techniques_change_no_gradient_and_each_arrives_once(
     plain, model = (load_model(folder, router_aux_loss_coef=0.3) for _ in range(2))
     loss_of(plain, batch).backward()
     apply_memory(model, MemoryConfig(activation_checkpointing=checkpointing), compile=False)
-    if compile:  # as `compile_layers` does, but for the time that generating code would take
+    if compile:  # as `compile_layers`, without the time for code generation
         for layer in model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")
     arrived: Counter[str] = Counter()
@@ -266,7 +266,7 @@ def test_memory_techniques_change_no_gradient_and_each_arrives_once(
         torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
-# As published, but for ids of tokens, library versions and what other families have too.
+# As published, without token ids, library versions and fields of no interest.
 PUBLISHED = {
     "mixtral": {
         "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
@@ -342,7 +342,7 @@ PUBLISHED = {
         ),
     ],
 )
-def test_published_models_have_their_published_tensors(family, billions, tensors):
+def test_published_models_have_the_published_tensors(family, billions, tensors):
     with torch.device("meta"):
         model = Decoder(decoder_config(PUBLISHED[family]))
     assert model.router_aux_loss_coef == 0.0  # none of them asks for it
@@ -352,7 +352,7 @@ def test_published_models_have_their_published_tensors(family, billions, tensors
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.1)
 
 
-def test_what_is_stored_in_parts_is_read_and_written_in_place(make_checkpoint, tmp_path):
+def test_experts_stored_one_by_one_are_read_and_written_in_place(make_checkpoint, tmp_path):
     folder, _ = make_checkpoint("mixtral")
     model = load_model(folder)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -388,6 +388,6 @@ MIXTRAL = {**PUBLISHED["mixtral"], "num_hidden_layers": 1}
         ({**MIXTRAL, "model_type": "llama"}, "num_local_experts is 8"),
     ],
 )
-def test_what_experts_do_not_compute_is_refused(config, message):
+def test_unsupported_settings_of_experts_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         decoder_config(config)

@@ -1,4 +1,4 @@
-"""Tokens that a run adds: their rows, the tokenizer that knows them, and what is saved, gone on with and exported."""
+"""Added tokens: their rows, the tokenizer, and saving, resuming and exporting."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ TEXT = "a question<think> with [[n]] an answer"
 
 @pytest.fixture(params=["tied", "untied", "with rows to spare"])
 def folder(request, make_checkpoint, tmp_path):
-    """A model of 768 tokens, or of more rows than tokens."""
+    """A model with 768 tokens, or with more rows than tokens."""
     sizes = {"vocab_size": 780 if request.param == "with rows to spare" else 768}
     path, _ = make_checkpoint("llama", tie_word_embeddings=request.param != "untied", **sizes)
     place = shutil.copytree(path, tmp_path / "model")
@@ -73,14 +73,14 @@ def test_new_rows_are_the_mean_and_transformers_opens_what_is_saved(folder, tmp_
     ("tokens", "message"),
     [(["<|pad|>"], "'<|pad|>' has the id 0"), (["<a>", "<a>"], "given twice"), ([""], "is empty")],
 )
-def test_a_token_that_is_there_is_refused(tokens, message):
+def test_an_existing_token_is_refused(tokens, message):
     with pytest.raises(ValueError, match=r"model\.new_tokens: ") as refused:
         load_tokenizer(ModelConfig(path="tiny", new_tokens=tokens))
     assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], []], ids=["beside an adapter", "alone"])
-def test_their_rows_train_as_with_peft(folder, targets, tmp_path):
+def test_new_rows_train_as_with_peft(folder, targets, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)  # an adapter is drawn by it
     cfg = ModelConfig(path=str(folder), dtype="float32", new_tokens=NEW)
@@ -126,8 +126,8 @@ def test_their_rows_train_as_with_peft(folder, targets, tmp_path):
     torch.testing.assert_close(reopened(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_in_any_order_are_read_and_what_has_none_for_them_is_refused(folder, tmp_path):
-    """Of PEFT's adapters; those of tokens that the model has."""
+def test_rows_of_peft_are_read_in_any_order_and_missing_rows_are_refused(folder, tmp_path):
+    """PEFT's adapters may train rows of tokens that the model has."""
     peft = pytest.importorskip("peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[700, 5, 31])
@@ -148,7 +148,7 @@ def test_rows_in_any_order_are_read_and_what_has_none_for_them_is_refused(folder
 
 
 @pytest.mark.parametrize("folder", ["untied"], indirect=True)
-def test_layers_that_have_such_rows_take_no_adapter_and_no_targets_want_some(folder):
+def test_invalid_targets_with_new_tokens_are_refused(folder):
     with pytest.raises(
         ValueError, match=r"lora\.targets=\[\] trains only the rows of model\.new_tokens, and there are none"
     ):
@@ -158,7 +158,7 @@ def test_layers_that_have_such_rows_take_no_adapter_and_no_targets_want_some(fol
 
 
 @pytest.mark.parametrize("lora", ["lora.rank=2", "lora.targets=[]"])
-def test_a_run_of_an_adapter_trains_them_goes_on_and_is_exported(lora, tmp_path):
+def test_an_adapter_with_new_tokens_trains_resumes_and_is_exported(lora, tmp_path):
     rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(rows))
     recipe = load_recipe(find_recipe("finetune"))
@@ -188,7 +188,7 @@ def test_a_run_of_an_adapter_trains_them_goes_on_and_is_exported(lora, tmp_path)
     assert model.model.embed_tokens.weight.shape[0] == tokenizer.vocab_size == 770
 
 
-def test_a_run_trains_them_goes_on_with_them_and_is_exported(tmp_path):
+def test_a_full_model_with_new_tokens_trains_resumes_and_is_exported(tmp_path):
     rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(rows))
     recipe = load_recipe(find_recipe("full_finetune_single_device"))

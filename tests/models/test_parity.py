@@ -110,7 +110,7 @@ SAME_AS = {
 
 
 @pytest.mark.parametrize("name", SAME_AS)
-def test_a_model_of_another_name_is_loaded_and_saved_as_the_family_that_computes_it(name, tmp_path):
+def test_equivalent_models_are_loaded_and_saved_as_their_family(name, tmp_path):
     reference, ids = reference_model(name, SAME_AS[name]), token_ids(2, NUM_TOKENS)
     reference.save_pretrained(tmp_path / "own")
     model = load_model(tmp_path / "own")
@@ -121,12 +121,12 @@ def test_a_model_of_another_name_is_loaded_and_saved_as_the_family_that_computes
     torch.testing.assert_close(reopened(ids).logits, reference(ids).logits, atol=1e-4, rtol=1e-4)
     sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 2}
-    said_in_full = transformers.AutoConfig.for_model(name, **sizes).to_dict()
-    absent, present = (as_its_family({**fields, "model_type": name}) for fields in (sizes, said_in_full))
+    all_fields = transformers.AutoConfig.for_model(name, **sizes).to_dict()
+    absent, present = (as_its_family({**fields, "model_type": name}) for fields in (sizes, all_fields))
     assert decoder_config(absent) == decoder_config(present)
 
 
-def test_nemotron_h_limits_its_steps_as_the_kernels_it_was_trained_with(make_checkpoint):
+def test_nemotron_h_limits_its_steps_as_in_training(make_checkpoint):
     """transformers 5.15 and 5.23 raise steps to `time_step_min`; training and the published code use `time_step_limit`.
 
     Wide enough that steps fall below 0.001, the default of `time_step_min`.
@@ -278,7 +278,7 @@ UNREAD = {
 @pytest.mark.parametrize("is_renamed", [False, True])
 @pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"])
 def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_renamed, tmp_path):
-    """With the tensor names that transformers writes, and with those of the other of its versions 4 and 5."""
+    """With tensor names of transformers 4 and of transformers 5."""
     whole = whole_model(kind)
     whole.save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
@@ -338,89 +338,50 @@ def configurations(draw) -> tuple[str, dict]:
     num_kv_heads, group, half = (draw(st.integers(1, 3)) for _ in range(3))
     num_layers = draw(st.integers(1, 3))
     num_heads, head_dim = num_kv_heads * group, 8 * half
+    # fmt: off
     optional = {
-        "attention_bias": st.booleans(),
-        "mlp_bias": st.booleans(),
-        "use_bias": st.booleans(),
-        "attention_out_bias": st.booleans(),
-        "use_sliding_window": st.booleans(),
-        "sliding_window": st.integers(1, 30),
-        "max_window_layers": st.integers(0, 3),
+        "attention_bias": st.booleans(), "mlp_bias": st.booleans(), "use_bias": st.booleans(),
+        "attention_out_bias": st.booleans(), "use_sliding_window": st.booleans(),
+        "sliding_window": st.integers(1, 30), "max_window_layers": st.integers(0, 3),
         "attn_logit_softcapping": st.none() | st.floats(0.5, 50.0),
-        "final_logit_softcapping": st.none() | st.floats(0.5, 50.0),
-        "query_pre_attn_scalar": st.integers(1, 300),
-        "no_rope_layer_interval": st.integers(1, 4),
-        "attention_multiplier": st.floats(0.1, 1.0),
-        "embedding_multiplier": st.floats(0.5, 12.0),
-        "residual_multiplier": st.floats(0.1, 1.0),
-        "logits_scaling": st.floats(0.5, 8.0),
-        "logit_scale": st.floats(0.1, 2.0),
-        "sliding_window_pattern": st.integers(1, 3),
-        "num_experts": st.integers(3, 6),
-        "num_local_experts": st.integers(3, 6),
-        "num_experts_per_tok": st.integers(2, 3),
-        "moe_intermediate_size": st.integers(3, 20),
-        "moe_num_experts": st.integers(3, 6),
-        "moe_k": st.integers(1, 3),
-        "moe_num_shared_experts": st.integers(0, 2),
-        "moe_layer_start_index": st.integers(0, 1),
-        "moe_layer_interval": st.integers(1, 2),
-        "intermediate_size_mlp": st.integers(5, 60),
-        "interleave_moe_layer_step": st.integers(1, 2),
-        "attention_chunk_size": st.integers(1, 30),
-        "floor_scale": st.integers(1, 20),
-        "attn_scale": st.floats(0.1, 1.0),
-        "attn_temperature_tuning": st.booleans(),
-        "norm_topk_prob": st.booleans(),
-        "decoder_sparse_step": st.integers(1, 2),
-        "shared_expert_intermediate_size": st.integers(3, 20),
-        "qkv_bias": st.booleans(),
-        "use_qk_norm": st.booleans(),
-        "n_routed_experts": st.sampled_from([8, 12]),
-        "n_shared_experts": st.integers(1, 2),
-        "n_group": st.sampled_from([1, 2]),
-        "routed_scaling_factor": st.floats(0.5, 3.0),
-        "first_k_dense_replace": st.integers(0, 2),
-        "kv_lora_rank": st.integers(4, 20),
-        "q_lora_rank": st.none() | st.integers(4, 20),
-        "qk_rope_head_dim": st.sampled_from([4, 10]),
-        "qk_nope_head_dim": st.integers(3, 12),
-        "v_head_dim": st.integers(3, 24),
-        "rope_interleave": st.booleans(),
-        "swiglu_alpha": st.floats(0.5, 2.0),
-        "swiglu_limit": st.floats(0.3, 7.0),
-        "linear_key_head_dim": st.integers(1, 9),
-        "linear_value_head_dim": st.integers(1, 9),
-        "linear_conv_kernel_dim": st.integers(2, 5),
-        "conv_L_cache": st.integers(2, 5),
-        "conv_bias": st.booleans(),
-        "block_auto_adjust_ff_dim": st.booleans(),
-        "block_multiple_of": st.integers(1, 9),
-        "shared_intermediate_size": st.integers(3, 40),
-        "position_embedding_type": st.sampled_from(["rope", None]),
-        "mamba_d_state": st.integers(1, 9),
-        "mamba_d_conv": st.integers(2, 5),
-        "mamba_conv_bias": st.booleans(),
-        "mamba_proj_bias": st.booleans(),
-        "mamba_rms_norm": st.booleans(),
-        "mamba_norm_before_gate": st.booleans(),
-        "projectors_bias": st.booleans(),
+        "final_logit_softcapping": st.none() | st.floats(0.5, 50.0), "query_pre_attn_scalar": st.integers(1, 300),
+        "no_rope_layer_interval": st.integers(1, 4), "attention_multiplier": st.floats(0.1, 1.0),
+        "embedding_multiplier": st.floats(0.5, 12.0), "residual_multiplier": st.floats(0.1, 1.0),
+        "logits_scaling": st.floats(0.5, 8.0), "logit_scale": st.floats(0.1, 2.0),
+        "sliding_window_pattern": st.integers(1, 3), "num_experts": st.integers(3, 6),
+        "num_local_experts": st.integers(3, 6), "num_experts_per_tok": st.integers(2, 3),
+        "moe_intermediate_size": st.integers(3, 20), "moe_num_experts": st.integers(3, 6), "moe_k": st.integers(1, 3),
+        "moe_num_shared_experts": st.integers(0, 2), "moe_layer_start_index": st.integers(0, 1),
+        "moe_layer_interval": st.integers(1, 2), "intermediate_size_mlp": st.integers(5, 60),
+        "interleave_moe_layer_step": st.integers(1, 2), "attention_chunk_size": st.integers(1, 30),
+        "floor_scale": st.integers(1, 20), "attn_scale": st.floats(0.1, 1.0),
+        "attn_temperature_tuning": st.booleans(), "norm_topk_prob": st.booleans(),
+        "decoder_sparse_step": st.integers(1, 2), "shared_expert_intermediate_size": st.integers(3, 20),
+        "qkv_bias": st.booleans(), "use_qk_norm": st.booleans(), "n_routed_experts": st.sampled_from([8, 12]),
+        "n_shared_experts": st.integers(1, 2), "n_group": st.sampled_from([1, 2]),
+        "routed_scaling_factor": st.floats(0.5, 3.0), "first_k_dense_replace": st.integers(0, 2),
+        "kv_lora_rank": st.integers(4, 20), "q_lora_rank": st.none() | st.integers(4, 20),
+        "qk_rope_head_dim": st.sampled_from([4, 10]), "qk_nope_head_dim": st.integers(3, 12),
+        "v_head_dim": st.integers(3, 24), "rope_interleave": st.booleans(), "swiglu_alpha": st.floats(0.5, 2.0),
+        "swiglu_limit": st.floats(0.3, 7.0), "linear_key_head_dim": st.integers(1, 9),
+        "linear_value_head_dim": st.integers(1, 9), "linear_conv_kernel_dim": st.integers(2, 5),
+        "conv_L_cache": st.integers(2, 5), "conv_bias": st.booleans(), "block_auto_adjust_ff_dim": st.booleans(),
+        "block_multiple_of": st.integers(1, 9), "shared_intermediate_size": st.integers(3, 40),
+        "position_embedding_type": st.sampled_from(["rope", None]), "mamba_d_state": st.integers(1, 9),
+        "mamba_d_conv": st.integers(2, 5), "mamba_conv_bias": st.booleans(), "mamba_proj_bias": st.booleans(),
+        "mamba_rms_norm": st.booleans(), "mamba_norm_before_gate": st.booleans(), "projectors_bias": st.booleans(),
         "ssm_multipliers": st.none() | st.lists(st.floats(0.3, 2.0), min_size=5, max_size=5),
         "mlp_multipliers": st.none() | st.lists(st.floats(0.3, 2.0), min_size=2, max_size=2),
         **{
             f"{of}_multiplier": st.floats(0.3, 2.0)
             for of in ("key", "ssm_in", "ssm_out", "attention_in", "attention_out", "lm_head")
         },
-        "mamba_head_dim": st.integers(1, 9),
-        "moe_shared_expert_intermediate_size": st.integers(3, 20),
-        "ssm_state_size": st.integers(1, 9),
-        "conv_kernel": st.integers(2, 5),
-        "use_conv_bias": st.booleans(),
-        "attention_k_eq_v": st.booleans(),
-        "use_double_wide_mlp": st.booleans(),
-        "enable_moe_block": st.booleans(),
+        "mamba_head_dim": st.integers(1, 9), "moe_shared_expert_intermediate_size": st.integers(3, 20),
+        "ssm_state_size": st.integers(1, 9), "conv_kernel": st.integers(2, 5), "use_conv_bias": st.booleans(),
+        "attention_k_eq_v": st.booleans(), "use_double_wide_mlp": st.booleans(), "enable_moe_block": st.booleans(),
         "hidden_size_per_layer_input": st.sampled_from([0, 5]),
     }
+    # fmt: on
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
         del optional["attn_logit_softcapping"]
     if model_type == "nemotron_h":  # the same of a window

@@ -1,4 +1,4 @@
-"""Which families have a reward model, and that theirs is transformers'."""
+"""Families with a reward model, and parity of reward models with transformers."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_the_families_with_a_reward_model_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("family", SCORE_ARCHITECTURES)
 @torch.no_grad()
-def test_transformers_opens_what_a_language_model_became_with_the_same_scores(family, checkpoint, tmp_path) -> None:
+def test_transformers_opens_a_new_reward_model_with_the_same_scores(family, checkpoint, tmp_path) -> None:
     """Soft caps and divisors of logits do not apply to scores, and tied embeddings are untied."""
     folder, _ = checkpoint(FIRST_CASES[family])
     model = load_model(folder, scores=True)

@@ -1,4 +1,4 @@
-"""Rotary embeddings against transformers' own, far from the start, and against being cast with the model."""
+"""Rotary embeddings against transformers, at distant positions and in bfloat16."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_cos_and_sin_equal_transformers(rope, theirs):
 
 
 @pytest.mark.parametrize("scaling", ["longrope", "dynamic"])
-def test_each_text_has_the_frequencies_of_its_own_length(scaling):
+def test_each_document_has_the_frequencies_of_its_length(scaling):
     factors = {"short_factors": ONES, "long_factors": RISING} if scaling == "longrope" else {"factor": 2.0}
     rope = RopeConfig(1e4, scaling, original_max_positions=50, **factors)
     rotary = RotaryEmbedding(rope, 128)
@@ -76,7 +76,7 @@ def test_each_text_has_the_frequencies_of_its_own_length(scaling):
     assert [rope.same_frequencies(n, n + 1) for n in (49, 50, 51)] == [True, False, scaling == "longrope"]
 
 
-def test_a_long_text_has_a_factor_of_its_own():
+def test_long_documents_have_another_factor():
     short = RopeConfig(1e4, "longrope", original_max_positions=50, short_factors=ONES, long_factors=RISING)
     both = replace(short, attention_factor=1.2, long_attention_factor=1.5)
     positions = torch.stack((torch.arange(80), torch.arange(80) % 40))
@@ -86,7 +86,7 @@ def test_a_long_text_has_a_factor_of_its_own():
         torch.testing.assert_close(mine, without * factors, atol=0.0, rtol=0.0)
 
 
-def test_a_part_of_the_head_is_turned_as_a_smaller_head_is():
+def test_a_part_of_a_head_is_rotated_as_a_smaller_head():
     x = torch.randn(1, 9, 2, 16, generator=torch.Generator().manual_seed(0))
     cos, sin = RotaryEmbedding(RopeConfig(100.0, rotary_fraction=0.75), 16)(torch.arange(9)[None], torch.float32)
     turned = rotate(x, cos, sin)
@@ -95,7 +95,7 @@ def test_a_part_of_the_head_is_turned_as_a_smaller_head_is():
     assert torch.equal(turned[..., :12], rotate(x[..., :12], *small))
 
 
-def test_neighbouring_positions_differ_in_bfloat16():
+def test_consecutive_positions_differ_in_bfloat16():
     rotary = RotaryEmbedding(RopeConfig(1e4), 64)
     cos, sin = rotary(torch.tensor([[1000, 1001]]), torch.bfloat16)
     exact = torch.tensor([1000.0, 1001.0], dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_neighbouring_positions_differ_in_bfloat16():
     torch.testing.assert_close(sin[0, :, 0].double(), exact.sin(), atol=4e-3, rtol=0.0)
 
 
-def test_scores_depend_on_distance_alone():
+def test_scores_depend_only_on_the_distance():
     rotary = RotaryEmbedding(RopeConfig(100.0), 16)
     query, key = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).double()
     scores = []

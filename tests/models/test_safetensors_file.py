@@ -1,4 +1,4 @@
-"""Files against the safetensors library, and damage that must be noticed."""
+"""Files against the safetensors library, and damaged files."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_written_bytes_equal_the_librarys(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["ours", "theirs"]
 
 
-def test_parts_of_other_tensors_are_written_whole(tmp_path):
+def test_views_of_other_tensors_are_written(tmp_path):
     write_file(tmp_path / "file", {"column": torch.arange(12.0).view(3, 4)[:, 1]}, {})
     assert safetensors.torch.load_file(tmp_path / "file")["column"].tolist() == [1.0, 5.0, 9.0]
 

@@ -1,4 +1,4 @@
-"""Float8 products round their factors and nothing else, and are refused where there are none."""
+"""Float8 products round only their factors, and are refused on devices without them."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ class OneLayer(nn.Module):
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To float8 and back, scaled so that the largest magnitude is the format's."""
+    """To float8 and back, scaled by the largest magnitude."""
     scale = torch.finfo(dtype).max / x.abs().max().double()
     return (x.double() * scale).to(dtype).double() / scale
 
 
-def test_a_product_and_its_gradients_are_those_of_factors_rounded_to_float8() -> None:
+def test_a_product_and_its_gradients_have_factors_rounded_to_float8() -> None:
     model = OneLayer()
     assert float8_products(model, emulate=True) == 1
     weight = model.layers[0][0].weight
@@ -47,7 +47,7 @@ def test_the_models_parameters_stay_and_its_gradients_are_near() -> None:
     assert 1e-3 < relative_error(backward(model), backward(plain)) < 0.3
 
 
-def test_a_device_without_float8_and_sides_that_do_not_fit_are_refused() -> None:
+def test_unsupported_devices_and_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the model is on cpu, which has none. Set memory.float8_products=false"):
         apply_memory(tiny(), MemoryConfig(float8_products=True), compile=False)
     with pytest.raises(ValueError, match="multiples of 16"):

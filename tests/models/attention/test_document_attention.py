@@ -24,7 +24,7 @@ def inputs(dtype: torch.dtype, heads: int = 6, kv_heads: int = 2, size: int = 16
 
 
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rules) -> torch.Tensor:
-    """One softmax over all tokens, with what lies ahead, too far back or in another document masked."""
+    """One softmax over all tokens, with later, too distant and other documents' tokens masked."""
     document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     sees = torch.ones(len(document), len(document)).tril().bool()
     if "window" in rules:
@@ -84,7 +84,7 @@ def test_windows_caps_sinks_and_scales_equal_a_masked_softmax(rules, block_score
     assert max(errors) < 2e-6
 
 
-def test_everything_at_once_is_as_exact_in_sixteen_bits_as_the_plain_computation():
+def test_all_options_in_sixteen_bits_are_as_exact_as_the_plain_computation():
     leaves, cu_seqlens, grad = inputs(torch.bfloat16, scale=4.0, offset=3.0)
     sinks = torch.randn(6, generator=torch.Generator().manual_seed(1)).bfloat16()
     leaves.append(sinks.requires_grad_())
@@ -103,7 +103,7 @@ def test_everything_at_once_is_as_exact_in_sixteen_bits_as_the_plain_computation
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (30.0, 0.0), (1.0, 20.0)])
 def test_sixteen_bits_are_as_exact_as_pytorchs_kernel(dtype, scale, offset):
-    """Large scores, and values with a large part in common, are where a careless product loses its digits."""
+    """Large scores and values with a large common offset need careful products."""
     leaves, cu_seqlens, grad = inputs(dtype, scale=scale, offset=offset)
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
     exact = dense(*exact_leaves)
@@ -117,20 +117,6 @@ def test_sixteen_bits_are_as_exact_as_pytorchs_kernel(dtype, scale, offset):
     exact = dense(*exact_leaves)
     for own, their in zip(own_errors, relative_errors(theirs, leaves, grad, exact, exact_leaves), strict=True):
         assert own < 1.5 * their
-
-
-def test_small_blocks_change_nothing(monkeypatch):
-    leaves, cu_seqlens, grad = inputs(torch.float32)
-    expected = relative_errors(document_attention(*leaves, cu_seqlens), leaves, grad, *exact_of(leaves))
-    monkeypatch.setattr("lean_ft.models.attention.document_attention._BLOCK_SCORES", 6 * 129 * 7)
-    result = document_attention(*leaves, cu_seqlens)
-    assert max(expected) < 1e-6
-    assert max(relative_errors(result, leaves, grad, *exact_of(leaves))) < 1e-6
-
-
-def exact_of(leaves):
-    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
-    return dense(*exact_leaves), exact_leaves
 
 
 def test_other_documents_never_change_a_bit():
@@ -149,7 +135,7 @@ def test_other_documents_never_change_a_bit():
 
 
 @pytest.mark.parametrize(("longest", "num_packings", "bound"), [(300, 30, 21), (4096, 2, 150)])
-def test_products_have_few_shapes_whatever_the_documents_lengths(longest, num_packings, bound, monkeypatch):
+def test_products_have_few_shapes_for_any_document_lengths(longest, num_packings, bound, monkeypatch):
     seen, multiply = set(), torch.bmm
 
     def noted(left, right):
@@ -166,22 +152,22 @@ def test_products_have_few_shapes_whatever_the_documents_lengths(longest, num_pa
         leaves = [torch.randn(sum(packing), n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
         out = document_attention(*leaves, cu_seqlens)
         out.backward(torch.ones_like(out))
-    assert len(lengths) > 10  # each of them with products of its own, were they not filled up
+    assert len(lengths) > 10  # without padding each would have its own shapes
     assert len(seen) <= num_product_shapes(longest) <= bound
 
 
-def test_shapes_of_an_absurd_length_are_counted_without_walking_its_blocks():
+def test_counting_shapes_does_not_loop_over_blocks():
     assert num_product_shapes(10**15) < 3000
 
 
 @pytest.mark.parametrize("bounds", [[1, 267], [0, 200], [0, 300], [0, 100, 50, 267]])
-def test_boundaries_that_are_none_are_refused(bounds):
+def test_invalid_boundaries_are_refused(bounds):
     leaves, _, _ = inputs(torch.float32)
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 267"):
         document_attention(*leaves, torch.tensor(bounds))
 
 
-def test_the_operator_keeps_the_compilers_rules():
+def test_the_operator_passes_opcheck():
     leaves, cu_seqlens, _ = inputs(torch.float32)
     torch.library.opcheck(document_attention, (*leaves, cu_seqlens))
 

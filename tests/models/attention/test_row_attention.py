@@ -1,4 +1,4 @@
-"""Attention by rows, as a GPU computes it, against a dense masked softmax in float64."""
+"""Row attention, the path for GPUs, against a dense masked softmax in float64."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def inputs(dtype: torch.dtype, with_sinks: bool = False):
 
 
 def by_rows(leaves, cu_seqlens, grad, **rules) -> list[torch.Tensor]:
-    """What is attended to, and the gradients of the leaves."""
+    """The output and the gradients of the leaves."""
     own = Rules(rules.get("scale"), rules.get("window"), rules.get("softcap"))
     sinks = leaves[3] if len(leaves) == 4 else None
     out = attend_rows(*leaves[:3], cu_seqlens, ROW, sinks, own)
@@ -49,7 +49,7 @@ def exactly(leaves, grad, **rules) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-def test_it_is_the_masked_softmax(rules, block_scores, monkeypatch):
+def test_it_equals_a_masked_softmax(rules, block_scores, monkeypatch):
     monkeypatch.setattr(documents, "LENGTHS", LENGTHS)
     monkeypatch.setattr(row_attention, "BLOCK_SCORES", block_scores)
     rules = dict(rules)
@@ -60,7 +60,7 @@ def test_it_is_the_masked_softmax(rules, block_scores, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_are_as_exact_as_going_document_by_document(dtype, monkeypatch):
+def test_sixteen_bits_are_as_exact_as_document_attention(dtype, monkeypatch):
     monkeypatch.setattr(documents, "LENGTHS", LENGTHS)
     leaves, cu_seqlens, grad = inputs(dtype)
     exact = exactly(leaves, grad)
@@ -87,7 +87,7 @@ def test_other_documents_never_change_a_bit():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_document_over_the_end_of_a_row_is_refused():
+def test_a_document_across_the_end_of_a_row_is_refused():
     leaves, _, _ = inputs(torch.float32)
     with pytest.raises(RuntimeError, match="no document may cross the end of a row of 135"):
         attend_rows(*leaves, torch.tensor([0, 100, 200, 270]), ROW, None, Rules(None, None, None))

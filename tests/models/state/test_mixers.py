@@ -68,7 +68,7 @@ def by_tokens(
 
 @pytest.mark.parametrize("corrects", [True, False])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_chunks_read_what_a_state_gives_token_by_token(is_packed, corrects):
+def test_chunks_equal_a_token_by_token_recurrence(is_packed, corrects):
     rows = 1 if is_packed else ROWS
     query, key = (numbers(rows, TOKENS, KEY_HEADS, KEY, seed=i) for i in (0, 1))
     value, step, beta = (numbers(rows, TOKENS, HEADS, *size, seed=i) for i, size in ((2, (VALUE,)), (3, ()), (4, ())))
@@ -89,7 +89,7 @@ def test_chunks_read_what_a_state_gives_token_by_token(is_packed, corrects):
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("taps", [1, 4, 7])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_a_convolution_sees_the_few_tokens_before_in_its_document(is_packed, taps, activation):
+def test_a_convolution_sees_the_previous_tokens_of_its_document(is_packed, taps, activation):
     x, weight, bias = numbers(1 if is_packed else ROWS, TOKENS, 6, seed=0), numbers(6, taps, seed=1), numbers(6, seed=2)
     bounds = BOUNDS if is_packed else [0, TOKENS]
     parts = [F.pad(x[:, a:b].mT, (taps - 1, 0)) for a, b in pairwise(bounds) if a < b]
@@ -104,7 +104,7 @@ def test_a_convolution_sees_the_few_tokens_before_in_its_document(is_packed, tap
         torch.testing.assert_close(own, true, atol=1e-12, rtol=1e-10)
 
 
-def test_the_compiler_is_told_the_truth_about_both():
+def test_both_operators_pass_opcheck():
     query, key = (numbers(1, 9, 2, 3, seed=i) for i in (0, 1))
     value, decay = numbers(1, 9, 2, 5, seed=2), (-numbers(1, 9, 2, seed=3).detach().abs()).requires_grad_()
     bounds = torch.tensor([0, 4, 9]).int()
@@ -131,7 +131,7 @@ def gradient_of_square(x: Tensor, grad: Tensor) -> Tensor:
     return gradients_of(_Square.apply, [x], grad)[0]
 
 
-def test_a_kernels_gradients_are_had_inside_an_op_and_inside_backward():
+def test_gradients_of_a_kernel_inside_an_op_and_inside_backward():
     """The way in which flash-linear-attention, which needs a GPU, is called."""
     x = numbers(4, seed=0)
     x.register_hook(lambda grad: gradient_of_square(x.detach(), grad))
@@ -175,7 +175,7 @@ def test_a_changed_document_leaves_the_others_logits_and_gradients(case, changed
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", HYBRIDS)
-def test_the_first_token_behind_a_boundary_sees_nothing_of_before(case, hybrid):
+def test_the_first_token_of_a_document_sees_no_earlier_token(case, hybrid):
     model, ids = hybrid(case), ids_of(32, 1)
     found = packed(model, ids)
     for start in CUTS[:-1]:
