@@ -41,8 +41,8 @@ class Config(Settings):
 
 
 def main(cfg: Config) -> None:
-    if cfg.model.new_tokens:
-        raise ValueError("model.new_tokens: a trained model already contains its new tokens. Remove this setting.")
+    if cfg.model.new_tokens or cfg.model.router_aux_loss_coef is not None:
+        raise ValueError("model.new_tokens and model.router_aux_loss_coef are for training. Remove them.")
     source = find_finished(cfg.model.path)
     check_destination(cfg.output, source, force=False)
     model, tokenizer, _ = read_source(source, is_adapter(source), dtype=getattr(torch, cfg.model.dtype))

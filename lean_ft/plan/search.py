@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
-from lean_ft.settings import RecipeConfig
+from lean_ft.settings import RecipeConfig, RewardLossConfig
 from lean_ft.settings.conflicts import check_conflicts
 
 Overrides = dict[str, Any]
@@ -196,6 +196,11 @@ def _layouts(machines: Machines) -> list[Overrides]:
     ]
 
 
+def _has_no_logits(cfg: Any) -> bool:
+    """Whether the settings of the logits' memory do not apply: a reward model has none."""
+    return isinstance(getattr(cfg, "loss", None), RewardLossConfig)
+
+
 def _ladder(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
     """How activations, gradients and the loss are kept, from the fastest to the leanest; each rung is whole."""
     always: Overrides = {} if cfg.clip_grad_norm is not None else {"optimizer.in_backward": True}
@@ -206,8 +211,11 @@ def _ladder(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
         {_CHECKPOINTING: "full"},
         lean := {
             _CHECKPOINTING: "full",
-            "memory.loss_accumulation_dtype": "weight",
-            "memory.loss_chunk_tokens": 1024,
+            **(
+                {}
+                if _has_no_logits(cfg)
+                else {"memory.loss_accumulation_dtype": "weight", "memory.loss_chunk_tokens": 1024}
+            ),
         },
     ]
     if is_alone and not device.is_cpu:  # many have neither, so far
@@ -227,7 +235,7 @@ def _states(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
 
 def _larger_chunks(cfg: Any) -> Iterator[Overrides]:
     """More of the loss at a time, which adds the output weight's gradient up less often: as long as there are tokens."""
-    for tokens in (8192, 32768):
+    for tokens in () if _has_no_logits(cfg) else (8192, 32768):
         if tokens < cfg.batch_size * cfg.row_tokens * 2:
             yield {"memory.loss_chunk_tokens": tokens}
 

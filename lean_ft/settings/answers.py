@@ -137,6 +137,13 @@ class AskedModelConfig(ModelConfig):
         "model of `adapter`.",
     )
 
+    @model_validator(mode="after")
+    def _does_not_train(self) -> "AskedModelConfig":
+        for name in ("new_tokens", "router_aux_loss_coef"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for training. Remove it; a trained model's folder has its tokens.")
+        return self
+
 
 class AskConfig(Settings):
     """The model to run, and how it samples."""

@@ -13,13 +13,15 @@ from pydantic import BaseModel
 
 from lean_ft.settings.answers import GenerationConfig, SamplingConfig
 from lean_ft.settings.base import Settings
-from lean_ft.settings.data import DataConfig, SFTDataConfig
+from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
+from lean_ft.settings.devices import MemoryConfig
 from lean_ft.settings.losses import (
     DistillConfig,
     PolicyLossConfig,
     PPOLossConfig,
     PreferenceLossConfig,
     ReferenceConfig,
+    RewardLossConfig,
     UnpairedLossConfig,
 )
 from lean_ft.settings.model import LoRAConfig, ModelConfig
@@ -34,8 +36,10 @@ from lean_ft.settings.optimizer import (
 _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
+    "memory": MemoryConfig,
     "data": DataConfig,
     "sft_data": SFTDataConfig,
+    "prompt_data": PromptDataConfig,
     "reference": ReferenceConfig,
     "distill": DistillConfig,
     "sampling": SamplingConfig,
@@ -44,6 +48,7 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "unpaired_loss": UnpairedLossConfig,
     "policy_loss": PolicyLossConfig,
     "ppo_loss": PPOLossConfig,
+    "reward_loss": RewardLossConfig,
     "kl_loss": (PolicyLossConfig, PPOLossConfig),
     "loss": (PreferenceLossConfig, UnpairedLossConfig, PolicyLossConfig, PPOLossConfig),
 }
@@ -94,6 +99,21 @@ CONFLICTS = [
         "stop_after_evals={recipe.stop_after_evals} compares evaluations, and with eval_every=0 there is only the last. Set "
         "eval_every (epoch evaluates after each epoch), or remove it.",
     ),
+    *(
+        Conflict(
+            lambda recipe, prompt_data, name=name: getattr(recipe, name),
+            f"{name}={{recipe.{name}}} {reads}, but this recipe evaluates the rewards of sampled completions. Remove it.",
+        )
+        for name, reads in (
+            ("keep_best", "compares held-out losses"),
+            ("stop_after_evals", "compares held-out losses"),
+            ("eval_answers", "compares completions with held-out ones"),
+        )
+    ),
+    Conflict(
+        lambda recipe, reward_loss: recipe.eval_answers,
+        "eval_answers={recipe.eval_answers} asks the model for answers, but a reward model gives none. Remove it.",
+    ),
     # The optimizer
     Conflict(
         lambda recipe, optimizer: optimizer.in_backward and recipe.clip_grad_norm is not None,
@@ -134,6 +154,18 @@ CONFLICTS = [
         lambda optimizer: optimizer.state == "streamed" and optimizer.name == "paged_adamw_8bit",
         "optimizer.name=paged_adamw_8bit keeps state in CUDA managed memory, but optimizer.state=streamed keeps it in "
         "pinned host memory. Set optimizer.name=adamw_8bit for streamed state.",
+    ),
+    # Memory
+    *(
+        Conflict(
+            lambda memory, reward_loss, name=name, default=default: getattr(memory, name) != default,
+            f"memory.{name}={{memory.{name}}} is for the logits of a language model, and a reward model has none. Remove it.",
+        )
+        for name, default in (
+            ("loss_chunk_tokens", "auto"),
+            ("loss_accumulation_dtype", "float32"),
+            ("tied_gradient", "fused"),
+        )
     ),
     # Reference models
     Conflict(

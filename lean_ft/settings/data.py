@@ -138,6 +138,18 @@ class PromptDataConfig(RowsConfig):
         "whose rotary scaling depends on the text length within max_prompt_length + generation.max_new_tokens.",
     )
 
+    @model_validator(mode="after")
+    def _has_no_format(self) -> "PromptDataConfig":
+        sources = [self.source, self.validation_source]
+        items = [item for source in sources if isinstance(source, list) for item in source if isinstance(item, Source)]
+        formats = {self.format, *(item.format for item in items)} - {"auto", None}
+        if formats:
+            raise ValueError(
+                f"format={min(map(str, formats))} is not read here: prompts are read from the fields prompt or messages. Remove "
+                "it, and rename fields with data.columns."
+            )
+        return self
+
 
 class DataConfig(RowsConfig):
     """Settings of every objective's data: sources, lengths and batches.

@@ -118,10 +118,6 @@ class Run:
             raise ValueError(
                 "the tokenizer lacks model.new_tokens: in the recipe it is load_tokenizer(cfg.model, ...)."
             )
-        if cfg.eval_answers and isinstance(model, Decoder) and model.config.scores:
-            raise ValueError(
-                f"eval_answers={cfg.eval_answers} asks the model for answers, and a reward model gives none. Leave it out."
-            )
         if (watcher := stage()) is not None:
             watcher.watch_run(self)
             return

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from lean_ft.plan.devices import CPU, Machines, find_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings.text import Setting, describe, load_config
 from lean_ft.system import catalog
+from lean_ft.training import answers
 
 TRAIN = "model.path=tiny model.dtype=float32 batch_size=2 max_steps=2 device=cpu output_dir=run plan=false"
 PAIRS = f"{TRAIN} data.source=IN/pairs.jsonl data.validation_source=IN/held_out_pairs.jsonl data.max_length=64"
@@ -53,7 +54,7 @@ BASE = {
     "quantize": f"model.path=tiny model.dtype=float32 kind=int8 output=out {ROWS}",
     "generate": f"{ASK} prompt=River max_new_tokens=6",
     "chat": f"{ASK} max_new_tokens=6",
-    "evaluate": f"{ASK} {ROWS} output=out.json",
+    "evaluate": f"{ASK} data.source=IN/rows.jsonl data.max_length=64 output=out.json",
 }
 
 
@@ -91,7 +92,7 @@ CASES = {
     "save_async": Case("true", "save_every=1", counts=("log",)),
     "keep_last": Case("1", "save_every=1"),
     "keep_every": Case("2", "save_every=1 keep_last=1 max_steps=3"),
-    "keep_best": Case("1", "save_every=1 eval_every=1 keep_last=1 max_steps=3 schedule.name=constant optimizer.lr=1"),
+    "keep_best": Case("1", "save_every=1 eval_every=1 keep_last=1 max_steps=3 optimizer.lr=0"),
     "max_bad_steps": Case("0", "neftune_alpha=1e300"),
     "log_every": Case("2", counts=("log",)),
     "profile": Case("true", "max_steps=6 epochs=4"),
@@ -119,6 +120,7 @@ CASES = {
     "data.max_length": Case("16"),
     "data.overflow": Case("raise", "data.max_length=16"),
     "data.truncation_side": Case("left", "data.max_length=16"),
+    "data.chat": Case("false"),
     "data.packing": Case("bfd"),
     "data.batch_tokens": Case("256"),
     "data.num_processes": Case("3", "data.cache_dir=cache", counts=("workers",)),
@@ -141,13 +143,14 @@ CASES = {
     "optimizer.eps": Case("0.1"),
     "optimizer.update_clipping": Case("true", "optimizer.betas=[0.9,0.95] optimizer.lr=1e-2 max_steps=4"),
     "schedule.name": Case("linear", "max_steps=3"),
+    "schedule.min_lr_ratio": Case("0.5", "schedule.name=linear"),
     "schedule.warmup_ratio": Case("0.5"),
     "memory.selective_keeps": Case("products", "memory.activation_checkpointing=selective", GPU),
     "memory.activation_checkpointing": Case("full", "", GPU),
     "memory.activation_budget": Case("0", "memory.activation_checkpointing=budget compile=true", GPU),
     "memory.checkpoint_every_n": Case("3", "memory.activation_checkpointing=every_n", GPU),
     "memory.loss_chunk_tokens": Case("8", "", GPU),
-    "memory.activation_offload": Case("true", "batch_size=64 data.max_length=512", GPU),
+    "memory.activation_offload": Case("true", "batch_size=256", GPU),
     "memory.tile_mlp": Case("2", "", GPU),
     "memory.tied_gradient": Case("separate", "", GPU),
     "memory.float8_products": Case("true"),
@@ -180,6 +183,7 @@ CASES = {
     "distill.beta": Case("0.2", "distill.divergence=jsd"),
     "distill.on_policy": Case("1"),
     "generation.eval_temperature": Case("0"),
+    "generation.max_new_tokens": Case("3"),
     "generation.top_k": Case("1"),
     "generation.top_p": Case("0.01"),
     "generation.min_p": Case("1"),
@@ -211,13 +215,39 @@ CASES = {
     "loss.entropy_share": Case("0.2"),
     "pad_token": Case("<|system|>"),
     "prompt": Case("Who"),
-    "prompts_file": Case("IN/prompts.txt", refused="came both"),
+    "prompts_file": Case("IN/prompts.txt", refused="both"),
     "kind": Case("int4"),
     "system": Case("Answer."),
 }
-OF_RECIPE = {
+# Exceptions of a recipe; None if the setting is read only with another one that this recipe refuses.
+OF_RECIPE: dict[str, Case | None] = {
     "ppo loss.gamma": Case("0.5"),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
+    "reward eval_pattern": None,
+    "reward eval_tasks_every": None,
+    "reward eval_tasks_limit": None,
+    "grpo eval_pattern": None,
+    "online_dpo eval_pattern": None,
+    "ppo eval_pattern": None,
+    "ppo generation.engine_url": None,
+    "grpo keep_best": Case("1", "save_every=1 eval_every=1 keep_last=1"),
+    "online_dpo keep_best": Case("1", "save_every=1 eval_every=1 keep_last=1"),
+    "ppo keep_best": Case("1", "save_every=1 eval_every=1 keep_last=1"),
+    **{f"{recipe} stop_after_evals": Case("1", "eval_every=1") for recipe in ("grpo", "online_dpo", "ppo")},
+    "online_dpo generation.engine_url": Case("http://127.0.0.1:2", "generation.engine=vllm", counts=("error",)),
+    "ppo loss.mask_truncated": Case("true", "generation.max_new_tokens=2"),
+    "quantize model.router_aux_loss_coef": Case("0.5"),
+    "reward memory.loss_accumulation_dtype": Case("weight"),
+    "evaluate seed": None,  # for tasks that sample
+    "evaluate data.shuffle": None,  # all rows are asked, in any order and batch
+    "evaluate data.batch_tokens": None,
+    **{
+        f"{recipe} model.dtype": Case("bfloat16", "max_new_tokens=60 temperature=3 seed=5")
+        for recipe in ("generate", "chat")
+    },
+    **{f"{recipe} seed": Case("1", "temperature=2") for recipe in ("generate", "chat")},
+    "evaluate model.dtype": Case("bfloat16", "tasks=[IN/task.yaml]"),
+    "evaluate model.random_init": Case("true", "tasks=[IN/task.yaml]"),
     "grpo reference.kind": Case("none", "loss.kl_weight=1 generation.passes=2"),
     "online_dpo reference.kind": Case("none"),
     "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
@@ -293,9 +323,23 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     observed.cache_clear()
 
 
+PAIR_FILES = {"rows": "pairs", "others": "other_pairs", "held_out": "held_out_pairs", "bad": "bad_pairs"}
+PAIR_RECIPES = ("dpo", "kto", "reward")
+
+
+def _pairs_of(settings: str) -> str:
+    """The same settings with the files of preference pairs."""
+    for name in ("rows", "others", "held_out", "bad"):
+        settings = settings.replace(f"IN/{name}.jsonl", f"IN/{PAIR_FILES[name]}.jsonl")
+    return settings
+
+
 def case_of(recipe: str, setting: Setting) -> Case:
     """The row of the tables above, or a value that the setting's type tells."""
-    if case := OF_RECIPE.get(f"{recipe} {setting.key}") or CASES.get(setting.key):
+    case = CASES.get(setting.key)
+    if recipe in PAIR_RECIPES and case and "data." in f"{setting.key} {case.companions}":
+        case = replace(case, value=_pairs_of(case.value), companions=_pairs_of(case.companions))
+    if case := OF_RECIPE.get(f"{recipe} {setting.key}") or case:
         return case
     companions = "lora.rank=4" if setting.key.startswith("lora.") else ""
     if "true or false" in setting.type:
@@ -329,7 +373,11 @@ def observed(recipe: str, settings: str, plan: str, counts: tuple[str, ...]) -> 
             seen = planned(module, cfg, plan) if plan else ran(module, cfg, "log" in counts)
     except (ValueError, RuntimeError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return seen | {name: str(calls[name].call_args) for name in counts if name in calls}
+    return seen | {
+        name: [str(call.args[-2:]) + str(call.kwargs) for call in calls[name].call_args_list]
+        for name in counts
+        if name in calls
+    }
 
 
 def spies() -> dict[str, Any]:
@@ -340,6 +388,7 @@ def spies() -> dict[str, Any]:
         "workers": workers,
         "cache": mock.patch("lean_ft.data.prepare.limit_size"),
         "compiler": mock.patch("lean_ft.generation.decoding.CompiledLayers", return_value=contextlib.nullcontext()),
+        "asked": mock.patch("lean_ft.training.answers.sample", wraps=answers.sample),
         "batches": mock.patch("lean_ft.generation.texts.sample", wraps=texts.sample),
         "process group": mock.patch("torch.distributed.new_group", wraps=torch.distributed.new_group),
         "rows": mock.patch("lean_ft.data.documents.FEW_ROWS", 2),
@@ -373,7 +422,11 @@ def ran(module: Any, cfg: Any, counts_log: bool) -> dict[str, Any]:
                 lines = [json.loads(line) for line in file.read_text().splitlines()]
                 seen[name] = [{k: v for k, v in line.items() if not VOLATILE.search(k)} for line in lines]
             elif file.name == "training_state.json":
-                seen[name] = {k: v for k, v in json.loads(file.read_text()).items() if k != "settings"}
+                seen[name] = {
+                    k: v
+                    for k, v in json.loads(file.read_text()).items()
+                    if k not in ("settings", "batches", "data_fingerprint")
+                }
             elif file.name not in RECORDS_OF_SETTINGS:
                 seen[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     is_log = not hasattr(cfg, "max_new_tokens")
@@ -412,6 +465,8 @@ def walk() -> Iterator[Any]:
     seen = set()
     for recipe in BASE:
         for key, setting in settings_of(recipe).items():
+            if OF_RECIPE.get(f"{recipe} {key}", ...) is None:
+                continue
             is_new = (same := (key, setting.type, str(setting.default))) not in seen
             seen.add(same)
             marks = () if is_new and key not in SLOW else pytest.mark.long
@@ -429,9 +484,10 @@ def test_a_setting_has_an_effect_or_is_refused(recipe: str, key: str) -> None:
     base = f"{BASE[recipe]} {case.companions}"
     if case.plan.startswith("2 x"):
         base += " gradient_accumulation_steps=2"
-    before = observed(recipe, base, case.plan, case.counts)
+    counts = (*case.counts, "asked") if recipe == "evaluate" and key.startswith("data.") else case.counts
+    before = observed(recipe, base, case.plan, counts)
     assert "error" not in before or "error" in case.counts, before
-    after = observed.__wrapped__(recipe, f"{base} {key}={case.value}", case.plan, case.counts)
+    after = observed.__wrapped__(recipe, f"{base} {key}={case.value}", case.plan, counts)
     if "error" in after:
         reasons = [case.refused] if case.refused else [key.rpartition(".")[2], case.value.strip("[]")]
         assert any(reason in after["error"] for reason in reasons), after
