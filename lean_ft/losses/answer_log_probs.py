@@ -19,6 +19,8 @@ from torch import Tensor
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.settings import PreferenceLossConfig
+from lean_ft.settings.run import ComparisonConfig
 
 
 class Answers(NamedTuple):
@@ -33,9 +35,9 @@ class Answers(NamedTuple):
 class AnswerLogProbs:
     """`log_probs(model, batch, statistics)`: the `Answers` of a batch, with gradients where they are on."""
 
-    def __init__(self, model: Any, cfg: Any) -> None:
+    def __init__(self, model: Any, cfg: ComparisonConfig) -> None:
         """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`."""
-        self._loss = cfg.loss
+        self._loss = cfg.loss if isinstance(cfg.loss, PreferenceLossConfig) else None  # LD-DPO and WPO are for pairs
         self._output_layer = OutputLayer(model, cfg)
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Answers:
@@ -53,7 +55,9 @@ class AnswerLogProbs:
 
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch, of_rows=True)
-            squares = torch.empty(num_labels, device=hidden.device) if self._loss.wpo else None
+            squares = (
+                torch.empty(num_labels, device=hidden.device) if self._loss is not None and self._loss.wpo else None
+            )
             log_probs = linear_log_probs(
                 hidden,
                 model.output_weight,
@@ -67,7 +71,7 @@ class AnswerLogProbs:
         if squares is not None:
             weights = (sums(log_probs.detach() - squares) / batch.answer_tokens).sum(1).exp()
         chosen_loss = -torch.where(answer % sides == 0, log_probs, 0.0).sum()
-        if self._loss.ld_alpha < 1:
+        if self._loss is not None and self._loss.ld_alpha < 1:
             is_beyond = place >= batch.answer_tokens.amin(1)[answer // sides]
             log_probs = torch.where(is_beyond, log_probs * self._loss.ld_alpha, log_probs)
         return Answers(sums(log_probs), weights, chosen_loss, router_loss)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation
 from lean_ft.losses.output_layer import OutputLayer, hidden_states, mean_losses, with_router_loss
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.settings.run import TaughtConfig
 from lean_ft.system.shards import ALONE, Ranks
 
 Teacher = Callable[[Any], TeacherStates | TopLogProbs]
@@ -26,7 +27,7 @@ class Distillation:
     by the batch's targets.
     """
 
-    def __init__(self, model: Any, cfg: Any, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: Any, cfg: TaughtConfig, ranks: Ranks = ALONE) -> None:
         """Takes what `cfg`, of a recipe that has `distill`, says of the loss, its memory, and arithmetic for `model`, a `Decoder`; evaluations are over the
         batches of all `ranks`."""
         self._ranks = ranks

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.settings.run import LogitsConfig
 from lean_ft.system.shards import Ranks
 
 
 class OutputLayer:
     """What `cfg`, of any recipe that trains, says of the pass of `model`, a `Decoder`, to its hidden states and from there to the loss."""
 
-    def __init__(self, model: Any, cfg: Any) -> None:
+    def __init__(self, model: Any, cfg: LogitsConfig) -> None:
         # Of each pass: `with output_layer.arithmetic():`
         self.arithmetic = partial(
             torch.autocast, model.output_weight.device.type, torch.float16, enabled=cfg.model.dtype == "float16"

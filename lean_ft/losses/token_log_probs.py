@@ -14,6 +14,7 @@ from torch import Tensor
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.settings.run import SampledConfig
 
 
 class AnswerTokens(NamedTuple):
@@ -34,7 +35,7 @@ def on_grid(values: Tensor, batch: Any) -> Tensor:
 class TokenLogProbs:
     """`log_probs(model, batch, statistics)`: the `AnswerTokens` of a batch, with gradients where they are on."""
 
-    def __init__(self, model: Any, cfg: Any) -> None:
+    def __init__(self, model: Any, cfg: SampledConfig) -> None:
         """Takes what `cfg`, of a recipe that has `generation`, says of sampling, memory and arithmetic for `model`, a `Decoder`."""
         self._output_layer = OutputLayer(model, cfg)
         self._temperature = cfg.generation.temperature

@@ -138,8 +138,6 @@ class UnpairedLossConfig(Settings):
     undesirable_weight: NonNegativeFloat = Field(1.0, description="Weight of undesirable completions.")
 
     needs_reference: ClassVar[bool] = True
-    ld_alpha: ClassVar[float] = 1.0  # all tokens of an answer count alike
-    wpo: ClassVar[bool] = False
 
     @property
     def needs_mismatched(self) -> bool:

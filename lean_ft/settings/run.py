@@ -20,7 +20,14 @@ from lean_ft.settings.base import Device, Every, GroupT, RegularExpression, Sett
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
-from lean_ft.settings.losses import DistillConfig, LossConfig, ReferenceConfig, ValueConfig
+from lean_ft.settings.losses import (
+    DistillConfig,
+    LossConfig,
+    PreferenceLossConfig,
+    ReferenceConfig,
+    UnpairedLossConfig,
+    ValueConfig,
+)
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -271,3 +278,35 @@ class TrainingConfig(Protocol):
     memory: MemoryConfig
     clip_grad_norm: float | None
     compile: bool
+
+
+class LogitsConfig(Protocol):
+    """Settings that the pass from a model to its loss reads."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def memory(self) -> MemoryConfig: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+class ComparisonConfig(LogitsConfig, Protocol):
+    """Those of a loss that compares whole completions."""
+
+    @property
+    def loss(self) -> PreferenceLossConfig | UnpairedLossConfig: ...
+
+
+class SampledConfig(LogitsConfig, Protocol):
+    """Those of a loss on sampled completions."""
+
+    @property
+    def generation(self) -> GenerationConfig: ...
+
+
+class TaughtConfig(LogitsConfig, Protocol):
+    """Those of a distillation."""
+
+    @property
+    def distill(self) -> DistillConfig: ...

@@ -241,10 +241,9 @@ OF_RECIPE: dict[str, Case | None] = {
     "evaluate seed": None,  # for tasks that sample
     "evaluate data.shuffle": None,  # all rows are asked, in any order and batch
     "evaluate data.batch_tokens": None,
-    **{
-        f"{recipe} model.dtype": Case("bfloat16", "max_new_tokens=60 temperature=3 seed=5")
-        for recipe in ("generate", "chat")
-    },
+    # Rounding to bfloat16 rarely changes a sampled token.
+    **{f"{recipe} model.dtype": Case("bfloat16", counts=("load",)) for recipe in ("generate", "chat")},
+    **{f"{recipe} data.chat": Case("true") for recipe in ("grpo", "online_dpo", "ppo")},
     **{f"{recipe} seed": Case("1", "temperature=2") for recipe in ("generate", "chat")},
     "evaluate model.dtype": Case("bfloat16", "tasks=[IN/task.yaml]"),
     "evaluate model.random_init": Case("true", "tasks=[IN/task.yaml]"),
@@ -389,6 +388,7 @@ def spies() -> dict[str, Any]:
         "cache": mock.patch("lean_ft.data.prepare.limit_size"),
         "compiler": mock.patch("lean_ft.generation.decoding.CompiledLayers", return_value=contextlib.nullcontext()),
         "asked": mock.patch("lean_ft.training.answers.sample", wraps=answers.sample),
+        "load": mock.patch("lean_ft.generation.texts.load_model", wraps=texts.load_model),
         "batches": mock.patch("lean_ft.generation.texts.sample", wraps=texts.sample),
         "process group": mock.patch("torch.distributed.new_group", wraps=torch.distributed.new_group),
         "rows": mock.patch("lean_ft.data.documents.FEW_ROWS", 2),
