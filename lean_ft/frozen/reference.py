@@ -168,7 +168,7 @@ def _filled(
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     sides = batches.layout.sides
     num_pairs = sum(len(layout.starts) // sides for layout in layouts)
-    settings = [cfg.model.dtype, str(cfg.loss.ld_alpha), model.device.type]
+    settings = [cfg.model.dtype, str(getattr(cfg.loss, "ld_alpha", 1.0)), model.device.type]
     num_epochs, needs_mismatched = 1, getattr(cfg.loss, "needs_mismatched", False)
     if needs_mismatched:
         num_epochs, objective = math.ceil(cfg.epochs), batches.layout.objective
