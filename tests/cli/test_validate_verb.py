@@ -111,7 +111,7 @@ def arguments(tmp_path):
         ("output_dir=DIR", "holds files that are no run's"),
         ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
         ("freeze=[model.layrs.*]", "model.layrs.*"),
-        ("model.path=DIR/adapter", "has no config.json: it is an adapter's. .*adapter="),
+        ("model.path=DIR/adapter", "has no config.json: it is an adapter. .*adapter="),
     ],
 )  # fmt: skip
 def test_what_would_stop_a_run_at_once_is_told(leanft, arguments, tmp_path, override, message):
@@ -137,9 +137,9 @@ def test_a_reference_is_told_or_refused(leanft, tmp_path):
             "data.shared_prompt=true",
             "data.shared_prompt=true, but the model's rotary frequencies (dynamic) change",
         ),
-        ("reward", "eval_answers=3", "eval_answers=3 asks the model for answers, and a reward model gives none"),
+        ("reward", "eval_answers=3", "eval_answers=3 asks the model for answers, but a reward model gives none"),
         ("dpo", "memory.tied_gradient=host", "memory.tied_gradient=host"),
-        ("dpo", "parallel.tensor=3 data.max_length=96 data.packing=bfd", "cuts the 4 query heads of this model"),
+        ("dpo", "parallel.tensor=3 data.max_length=96 data.packing=bfd", "does not divide this model's 4 query heads"),
     ],
 )
 def test_what_the_run_would_find_of_the_model_is_refused(leanft, tmp_path, recipe, override, message):

@@ -236,7 +236,7 @@ def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
     ("settings", "message"),
     [
         (("pad_token=<|end|>",), "pads with '<|end|>', which also ends a sequence.*Set pad_token"),
-        (("pad_token=<|edn|>",), "no control token of this tokenizer. Did you mean"),
+        (("pad_token=<|edn|>",), "not a control token of this tokenizer. Did you mean"),
         (("data.source=tiny/validation.jsonl",), "this recipe learns from pairs"),
         (("lora.targets=[score]",), "which is trained whole"),
         (("loss.per_token=true", "data.shared_prompt=true"), "data.shared_prompt=true"),
