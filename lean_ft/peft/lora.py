@@ -157,6 +157,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
+    """The model's layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
 
 

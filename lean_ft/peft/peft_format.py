@@ -168,6 +168,7 @@ def ids_of_rows(*paths: str | Path) -> list[int]:
 
 
 def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in PEFT's format."""
     return (folder / CONFIG_FILE).is_file()
 
 
