@@ -58,15 +58,16 @@ from lean_ft.training.checkpoint import (
     RANDOM_STATE_FILE,
     TRAINING_STATE_FILE,
     _manifest,
+    capture_random_state,
     check_whole,
     from_checkpoint,
     read_random_state,
     read_training_state,
+    restore_random_state,
 )
 from lean_ft.training.continuation import compare_base, compare_data, compare_identity, compare_settings
 from lean_ft.training.curves import read_curves
 from lean_ft.training.metrics import trim_metrics
-from lean_ft.training.random_state import capture_random_state, restore_random_state
 from lean_ft.training.run_directory import read_starts, recipe_name, settings_of
 
 CASE_CPU_SECONDS = 10.0

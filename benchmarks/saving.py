@@ -44,8 +44,8 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     from lean_ft.optim import build_optimizer
     from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig
     from lean_ft.tokenizers import load_tokenizer
-    from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
     from lean_ft.training.checkpoint import write_checkpoint
+    from lean_ft.training.saving import BackgroundWriter, host_copies, host_copy
 
     return_freed_memory()
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ def main(cfg: Config) -> None:
         held_out=held_out,
         tokenizer=tokenizer,
         ranks=ranks,
-        beside=value,
+        carried=value,
     )
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # samples with the current weights

@@ -124,7 +124,7 @@ def _quiet_libraries() -> None:
 def run_recipe(recipe: ModuleType, cfg: Any) -> None:
     """Runs a recipe with its settings, models of the hub held to a commit, and tells beforehand what it takes."""
     if any(repository_name(path) for path in models_of(cfg).values()):
-        from lean_ft.training.model_commits import hold_models_to_commits  # here, as it brings torch
+        from lean_ft.training.continuation import hold_models_to_commits  # here, as it brings torch
 
         cfg = hold_models_to_commits(cfg)
     if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():

@@ -47,7 +47,7 @@ from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.progress import shown
-from lean_ft.training.run_directory import told_of_run
+from lean_ft.training.run_directory import facts_that_ranks_share
 
 Reference = Callable[[PairBatch], Tensor]
 """Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
@@ -164,7 +164,7 @@ def _filled(
 ) -> Tensor:
     """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them; of
     single answers (answers, 1), with those of mismatched ones behind them where the loss needs such."""
-    ranks.check_same(told_of_run(cfg, batches))  # before they compute together
+    ranks.check_same(facts_that_ranks_share(cfg, batches))  # before they compute together
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     sides = batches.layout.sides
     num_pairs = sum(len(layout.starts) // sides for layout in layouts)

@@ -1,9 +1,9 @@
-"""The planner: what a recipe takes, known before it runs, and which settings fit.
+"""The planner: a recipe's memory and time before it runs, and the settings that fit.
 
-    rehearsal    one real step of a real recipe, on shapes alone
-    search       the fastest settings that fit a budget, and what each technique would save
-    beforehand   what a run says of itself before it loads weights, and after it ran out of memory
-    devices      what is known of cards and CPUs
+    rehearsal    one real step of a real recipe on shapes
+    search       the fastest settings that fit a budget, and the savings of each technique
+    beforehand   the estimate before a run loads weights, and advice after it ran out of memory
+    devices      facts about cards and CPUs
 
-Nothing is imported here: a run that asks `beforehand` must not carry the tracer in its own memory.
+Nothing is imported here, so that a run that imports `beforehand` does not hold the tracer in memory.
 """

@@ -1,13 +1,12 @@
-"""PyTorch's CUDA caching allocator, as far as it decides how much memory it takes from the driver.
+"""A model of PyTorch's CUDA caching allocator that computes how much memory it reserves from the driver.
 
-What is allocated is not all that a run takes: sizes are rounded, and what lies free between blocks that are in use may fit
-nothing that is asked for next. With expandable segments, which lean_ft turns on, there is one range of addresses for small
-tensors and one for large; a request takes the smallest free block that it fits into, a block is split and merges with its
-neighbours when it is free again, and where nothing fits the range grows at its end by whole pages. None of it is given
-back. So the order of a step's allocations says what is reserved, and a plan knows that order.
+A run reserves more than it allocates: sizes are rounded, and free gaps between used blocks may be too small for the next
+request. With expandable segments, which lean_ft turns on, there is one address range for small tensors and one for large. A
+request takes the smallest free block that fits. Blocks are split, and merge with free neighbors when they are freed. If no
+block fits, the range grows at its end by whole pages. Nothing is returned to the driver. So reserved memory follows from the
+order of a step's allocations, which a plan knows.
 
-Left out: several streams, each of which has ranges of its own (copies to and from the host allocate on the computing one),
-and giving memory back where the card is full.
+Left out: several streams in one allocator (`Trace` has one allocator per stream), and returning memory when the card is full.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13.
 """
@@ -22,7 +21,7 @@ _SMALL_PAGE_BYTES, _LARGE_PAGE_BYTES = 2 * 2**20, 20 * 2**20
 
 @dataclass(eq=False)
 class Block:
-    """Neighbouring bytes of one range, in use or free."""
+    """Contiguous bytes of one range, used or free."""
 
     address: int
     num_bytes: int
@@ -33,7 +32,7 @@ class Block:
 
 
 class CachingAllocator:
-    """Blocks of an unlimited device; `reserved_bytes` is what they were taken from the driver in."""
+    """The allocator of a device with unlimited memory."""
 
     def __init__(self) -> None:
         self._small, self._large = _Range(_SMALL_PAGE_BYTES), _Range(_LARGE_PAGE_BYTES)
@@ -43,7 +42,7 @@ class CachingAllocator:
         return self._small.num_bytes + self._large.num_bytes
 
     def allocate(self, num_bytes: int) -> Block | None:
-        """A block of at least so many bytes; none for nothing."""
+        """A block of at least `num_bytes`; None for 0 bytes."""
         if num_bytes == 0:
             return None
         rounded = -(-num_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
@@ -62,7 +61,7 @@ class _Range:
         self.num_bytes = 0
         self._last: Block | None = None
         self._free: list[tuple[int, int]] = []  # (size, address), sorted
-        self._at: dict[int, Block] = {}  # the free ones by address
+        self._at: dict[int, Block] = {}  # free blocks by address
 
     def take(self, num_bytes: int) -> Block:
         block = self._smallest_that_fits(num_bytes) or self._grow(num_bytes)
@@ -86,13 +85,13 @@ class _Range:
     def _smallest_that_fits(self, num_bytes: int) -> Block | None:
         place = bisect_left(self._free, (num_bytes, 0))
         found = [self._at[address] for _, address in self._free[place : place + 2]]
-        # The block at the end counts as large as it can grow: any other one is taken first.
+        # The last block can grow, so any other block is taken first.
         if len(found) == 2 and found[0] is self._last:
             return found[1]
         return found[0] if found else None
 
     def _grow(self, num_bytes: int) -> Block:
-        """Takes as many pages as are lacking, which join the block at the end where that is free."""
+        """Add the missing pages at the end, merged with the last block if it is free."""
         last = self._last
         lacking = num_bytes - (last.num_bytes if last is not None and last.is_free else 0)
         grown = Block(self.num_bytes, -(-lacking // self._page_bytes) * self._page_bytes, self, True, last)
@@ -105,7 +104,7 @@ class _Range:
         return grown
 
     def _link(self, block: Block) -> None:
-        """Tells the block's neighbours of it."""
+        """Link the block's neighbors to it."""
         if block.before is not None:
             block.before.after = block
         if block.after is not None:

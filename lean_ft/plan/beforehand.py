@@ -1,13 +1,12 @@
-"""A run plans itself before it loads weights, and says what would help after it ran out of memory.
+"""The memory estimate before a run loads weights, and advice after a run ran out of memory.
 
-The rehearsal runs in a process of its own: the tracer and the compiler that it brings stay out of the run's own
-memory, and a recipe that does more than the library calls cannot spoil the run that follows. It is forked, which costs
-nothing, unless CUDA has begun to work here: no fork may use it then, and none may go backward after this process did. A
-fresh process, which sees no GPU, is then told the recipe's path, the settings and what the device is. Where a bound from
-the shapes alone shows that the run takes less than half of what is there, nothing is rehearsed.
+If an upper bound from the shapes is less than half of the free memory, nothing is rehearsed. Otherwise, if rows are not packed
+to one length, the data are prepared first, because the longest row may be far below `data.max_length`. The run then takes the
+prepared data from the cache.
 
-Where that bound does not say enough, and rows are not packed to one length, the data are prepared first, as the run would
-do next: `data.max_length` may be far from the longest row. They are kept in the cache, from which the run maps them.
+The rehearsal runs in another process, so that the tracer and the compiler take no memory of the run, and side effects of a
+recipe do not reach it. The process is forked, unless CUDA is initialized here, which no fork may use. Then a fresh process
+without a GPU gets the recipe's path, the settings and the device.
 """
 
 import json
@@ -42,43 +41,43 @@ from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.process_memory import rss_bytes
 
-_PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8 B model takes under 10
-_PATIENCE_AFTER_SECONDS = 120.0  # for several, once a run has ended
-_START_SECONDS = 15.0  # on top, for a fresh process, which imports torch
+_PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8B model takes less than 10 s
+_PATIENCE_AFTER_SECONDS = 120.0  # for several rehearsals after a run
+_START_SECONDS = 15.0  # added for a fresh process, which imports torch
 
-_Work = Callable[[ModuleType, RecipeConfig, Device], Any]  # what is done in another process; JSON comes back
+_Work = Callable[[ModuleType, RecipeConfig, Device], Any]  # runs in another process and returns JSON
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a run is going to take, and what there is."""
+    """The expected memory of a run, and the free memory."""
 
     peak_bytes: int
-    where: str  # empty where `peak_bytes` is a bound and not a rehearsal's
-    room_bytes: int | None  # what the device has left for this process; None where it does not tell
+    where: str  # empty if `peak_bytes` is an upper bound
+    room_bytes: int | None  # free for this process; None if unknown
     device: str
-    pinned_bytes: int = 0  # of the host's memory, for what does not stay on the device
-    reserved_bytes: int = 0  # what the allocator takes from the device for the peak, where that is more
-    process_bytes: int = 0  # on a CPU, what this process and its libraries hold already; the metrics count both
+    pinned_bytes: int = 0  # of host memory
+    reserved_bytes: int = 0  # taken by the allocator for the peak, if more
+    process_bytes: int = 0  # CPU: of this process and its libraries; metrics count both
 
     @property
     def fits(self) -> bool:
         return self.room_bytes is None or max(self.peak_bytes, self.reserved_bytes) <= self.room_bytes
 
     def __str__(self) -> str:
-        room = "" if self.room_bytes is None else f" of the {gibibytes(self.room_bytes)} that {self.device} has free"
-        own = f", and the process itself {gibibytes(self.process_bytes)}" if self.process_bytes else ""
+        own = f" plus {gibibytes(self.process_bytes)} of the process itself" if self.process_bytes else ""
+        room = "" if self.room_bytes is None else f"; {gibibytes(self.room_bytes)} free on {self.device}"
         if not self.where:
-            return f"takes less than {gibibytes(self.peak_bytes)}{room}{own}"
-        pinned = f"; pins {gibibytes(self.pinned_bytes)} of the host's memory" if self.pinned_bytes else ""
-        more = f" ({gibibytes(self.reserved_bytes)} reserved)" if self.reserved_bytes > self.peak_bytes else ""
-        return f"will take {gibibytes(self.peak_bytes)}{more}{room}, at its highest in: {self.where}{pinned}{own}"
+            return f"peak memory below {gibibytes(self.peak_bytes)}{own}{room}"
+        reserved = f" ({gibibytes(self.reserved_bytes)} reserved)" if self.reserved_bytes > self.peak_bytes else ""
+        pinned = f"; {gibibytes(self.pinned_bytes)} of pinned host memory" if self.pinned_bytes else ""
+        return f"peak memory {gibibytes(self.peak_bytes)}{reserved}{own}, reached in: {self.where}{pinned}{room}"
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
-    """Returns what a run of the recipe will take; None where its settings are refused, as the run is going to say.
+    """Return the expected memory of a run; None if its settings are refused, which the run itself will report.
 
-    Raises ValueError for data that cannot be read, and RuntimeError where the rehearsal fails for another reason.
+    Raises ValueError for unreadable data, and RuntimeError if the rehearsal fails for another reason.
     """
     device, room_bytes = choose_device(None, cfg.device), _room_bytes(cfg.device)
     process_bytes = (rss_bytes() or 0) if device.is_cpu else 0
@@ -132,7 +131,7 @@ def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
 
 
 def what_takes_less(recipe: ModuleType, cfg: RecipeConfig) -> str:
-    """Returns lines that name settings which take less memory, with the peak of each, the leanest first."""
+    """Return lines with settings that take less memory and the peak of each, the smallest first."""
     device, cfg = choose_device(None, cfg.device), as_long_as_its_data(cfg)
     return _in_child(_lines_of_remedies, recipe, cfg, device, _PATIENCE_AFTER_SECONDS) or ""
 
@@ -142,10 +141,10 @@ def _lines_of_remedies(recipe: ModuleType, cfg: RecipeConfig, device: Device) ->
 
     own, found = remedies(recipe, cfg, device)
     if not found:
-        return "Every setting that saves memory is in use; a shorter data.max_length or a smaller model takes less."
+        return "Every setting that saves memory is in use. Set a shorter data.max_length or use a smaller model."
     width = max(len(candidate.command_line) for candidate in found)
     return "\n".join(
-        [f"Predicted peak {gibibytes(own.peak_bytes)}. What takes less, one at a time and the last together:"]
+        [f"Planned peak: {gibibytes(own.peak_bytes)}. Settings that take less, each alone and the last line together:"]
         + [
             f"  {c.command_line:<{width}}  {gibibytes(c.peak_bytes)} ({gibibytes(own.peak_bytes - c.peak_bytes)} less)"
             for c in found
@@ -154,9 +153,9 @@ def _lines_of_remedies(recipe: ModuleType, cfg: RecipeConfig, device: Device) ->
 
 
 def planned_step(recipe: ModuleType, cfg: RecipeConfig) -> list[tuple[float, int]] | None:
-    """Returns the memory of one planned step: (estimated seconds, bytes) at each change; None for settings that are refused.
+    """Return the memory of one planned step, (estimated seconds, bytes) at each change; None for refused settings.
 
-    Raises RuntimeError where the rehearsal fails for another reason.
+    Raises RuntimeError if the rehearsal fails for another reason.
     """
     device, cfg = choose_device(None, cfg.device), as_long_as_its_data(cfg)
     return _in_child(_timeline, recipe, cfg, device, _PATIENCE_AFTER_SECONDS)
@@ -172,18 +171,18 @@ _WORKS: dict[str, _Work] = {work.__name__: work for work in (_peak, _lines_of_re
 
 
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
-    """Memory that no setting exceeds: everything in float32, nothing recomputed. None for a mixture of experts, whose
-    activations are more than its shapes tell, and for a recipe without a model or data. Raises as `load_model` does."""
+    """An upper bound of memory for any settings: everything in float32, nothing recomputed. None for a mixture of experts,
+    whose activations do not follow from its shapes, and for a recipe without a model or data. Raises as `load_model`."""
     model_settings = getattr(cfg, "model", None)
     if model_settings is None or cfg.row_tokens is None:
         return None
     model = empty_model(model_settings.path, torch.float32)
     if model.mixture is not None:
         return None
-    # Weights, gradients, both moments, and half of them again for what a step takes on the side.
+    # Weights, gradients and both moments, and half as much again for workspace.
     bound = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
     for place, path in models_of(cfg).items():
-        if place != ("model", "path"):  # a teacher: of one layer's activations, and of its logits beside the student's
+        if place != ("model", "path"):  # a teacher: one layer's activations, and its logits
             other = empty_model(path, torch.float32)
             if other.mixture is not None:
                 return None
@@ -205,21 +204,21 @@ def _activation_bytes(model: Decoder, cfg: Any) -> int:
 
 
 def _room_bytes(setting: str) -> int | None:
-    """What is free on the device of `device=setting`, less what the driver takes."""
+    """Free memory of the device of `device=setting`, without the driver's context."""
     if setting != "cpu" and torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0] - CUDA_CONTEXT_BYTES
     return available_bytes()
 
 
 def _in_child(work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float) -> Any:
-    """What `work` returns in another process, as JSON has it; None where it raises ValueError.
+    """Run `work` in another process and return its JSON result; None if it raises ValueError.
 
-    Raises RuntimeError where it raises anything else, dies, or takes too long.
+    Raises RuntimeError if it raises another error, dies, or takes too long.
     """
     can_fork = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
     ask = _forked if can_fork else _fresh
     answer = ask(work, recipe, cfg, device, patience_seconds)
-    # Said by torch 2.11 for CUDA, of a process that went backward without any.
+    # torch 2.11 with CUDA refuses a fork after any backward pass.
     if "Autograd-and-Fork" in answer.get("failure", ""):
         answer = _fresh(work, recipe, cfg, device, patience_seconds)
     if "failure" in answer:
@@ -241,7 +240,7 @@ def _forked(
             raise RuntimeError(f"it took longer than {patience_seconds:.0f} s")
         return json.loads(receiver.recv_bytes())
     except EOFError:
-        raise RuntimeError("the rehearsal's process died") from None
+        raise RuntimeError("the rehearsal process died") from None
     finally:
         process.kill()
         process.join()
@@ -262,7 +261,7 @@ def _fresh(
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path),
     }
-    # Not by multiprocessing, which would run the main module again; and not a terminal's Ctrl-C, which is the run's.
+    # Not multiprocessing, which would run the main module again. A new session keeps a terminal's Ctrl-C for the run.
     command = [sys.executable, "-P", "-c", f"from {__name__} import answer_a_question; answer_a_question()"]
     try:
         process = subprocess.run(
@@ -276,22 +275,22 @@ def _fresh(
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"it took longer than {patience_seconds:.0f} s") from None
     if not process.stdout:
-        raise RuntimeError("the rehearsal's process died")
+        raise RuntimeError("the rehearsal process died")
     return json.loads(process.stdout)
 
 
 def answer_a_question() -> None:
-    """The other end of a fresh process: a question on standard input, the answer as JSON on standard output."""
+    """The main function of a fresh process: read a question as JSON from standard input, write the answer to standard output."""
     out = os.dup(1)
-    os.dup2(2, 1)  # what a recipe prints is no answer
+    os.dup2(2, 1)  # output of the recipe goes to standard error
     question = json.load(sys.stdin)
 
     def ask() -> Any:
         recipe = load_recipe(Path(question["recipe"]))
-        try:  # through JSON's text, of which strict settings take text for a path and a list for a tuple
+        try:  # validated from JSON text, where strict settings accept text for a path and a list for a tuple
             cfg = recipe.Config.model_validate_json(json.dumps(question["settings"]), strict=True)
         except ValueError as error:
-            raise RuntimeError(f"the settings did not arrive as they were: {error}") from None
+            raise RuntimeError(f"the settings changed on the way to the other process: {error}") from None
         device: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in question["device"].items()
         }

@@ -1,7 +1,7 @@
-"""What the planner knows of devices: memory, and rates for comparing settings.
+"""Devices to plan for: their memory, and rates for comparing settings.
 
-Rates are the makers' published ones for dense 16-bit (float32 accumulate) and float32 products and for memory, times
-what training reaches of them in practice: 60 % of the arithmetic, 80 % of the bandwidth.
+Rates are the makers' published figures for dense 16-bit (float32 accumulation) and float32 products and for memory, times what
+training reaches in practice: 60% of the arithmetic, 80% of the bandwidth.
 """
 
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB
 
 _ARITHMETIC, _BANDWIDTH = 0.6, 0.8
-# The driver's context and the code of kernels, beside what PyTorch's allocator reserves.
+# The driver's context and kernel code, in addition to what PyTorch's allocator reserves.
 CUDA_CONTEXT_BYTES = GIB // 2
-# PyTorch's getChosenWorkspaceSize, where it is not the 8.125 MiB of most cards.
+# From PyTorch's getChosenWorkspaceSize; most cards have 8.125 MiB.
 _WORKSPACES: dict[str, int] = dict.fromkeys(("H100", "H200", "B200"), 32 * 2**20)
-# MiB of the cards' second-level cache.
+# L2 cache in MiB.
 _CACHES = {
     "T4": 4, "V100": 6, "RTX 3060": 3, "RTX 3090": 6, "RTX 4060 Ti": 32, "RTX 4090": 72, "RTX 5090": 96, "RTX A6000": 6,
     "A10G": 6, "L4": 48, "L40S": 96, "A100 40GB": 40, "A100 80GB": 40, "H100": 50, "H200": 50, "B200": 126, "MI300X": 4,
@@ -23,7 +23,7 @@ _CACHES = {
 
 @dataclass(frozen=True)
 class Device:
-    """A device to plan for; rates are those reached, and `memory_bytes` None where it is not known."""
+    """A device to plan for, with the rates that training reaches. `memory_bytes` is None if unknown."""
 
     name: str
     memory_bytes: int | None
@@ -31,11 +31,11 @@ class Device:
     flops_32bit: float
     bytes_per_second: float
     launch_seconds: float
-    host_bytes_per_second: float  # to and from the host's memory
-    peer_bytes_per_second: float = 10e9  # that it sends to others of its machine
-    network_bytes_per_second: float = 1e9  # and to other machines
+    host_bytes_per_second: float  # to and from host memory
+    peer_bytes_per_second: float = 10e9  # to devices of the same machine
+    network_bytes_per_second: float = 1e9  # to other machines
     l2_cache_bytes: int = 0
-    cublas_workspace_bytes: int = 0  # that PyTorch gives each thread which multiplies matrices, and keeps
+    cublas_workspace_bytes: int = 0  # that PyTorch keeps for each thread that multiplies matrices
 
     @property
     def is_cpu(self) -> bool:
@@ -44,7 +44,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machines:
-    """So many devices in each of so many machines, which train one model."""
+    """Machines and devices that train one model."""
 
     devices_each: int = 1
     count: int = 1
@@ -56,8 +56,8 @@ class Machines:
 
 ONE_DEVICE = Machines()
 
-# GB/s that a card sends to others of its machine by NVLink or the like, and its part of the network where it stands in the
-# makers' own machines (DGX); others send over PCIe, and have a network of 100 Gbit/s to themselves.
+# GB/s of a card to others of its machine (NVLink or similar), and its share of the network in the makers' own machines (DGX).
+# Other cards send over PCIe, and have a network of 100 Gbit/s each.
 _PEERS = {
     "V100": (150, 12.5),
     "A100 40GB": (300, 25),
@@ -87,7 +87,7 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
     )
 
 
-# GiB as the driver tells them, TFLOP/s, GB/s, and GB/s of the link to the host. Source: the makers' data sheets.
+# GiB as the driver reports them, TFLOP/s of 16-bit and 32-bit products, GB/s of memory and of the link to the host. Source: data sheets.
 DEVICES = {
     card.name: card
     for card in (
@@ -108,28 +108,28 @@ DEVICES = {
         _card("H200", 139.8, 989, 66.9, 4800, 64),
         _card("B200", 178.3, 2250, 80, 8000, 64),
         _card("MI300X", 191.7, 1307, 163.4, 5300, 64),
-        # Apple tells no TFLOP/s: cores times clock. Of the memory, what Metal lets one process have: three quarters.
+        # TFLOP/s from cores times clock, which Apple does not publish. Memory: the 3/4 that Metal allows one process.
         _card("Apple M2 Ultra", 144.0, 27.2, 27.2, 800, 800),
         _card("Apple M3 Max", 96.0, 16.3, 16.3, 400, 400),
         _card("Apple M4 Max", 96.0, 18.4, 18.4, 546, 546),
     )
 }
 
-# Two cores with AVX512-BF16, as measured: 600 and 170 GFLOP/s, about 10 GB/s of traffic through large tensors.
+# Measured on two cores with AVX512-BF16: 600 and 170 GFLOP/s, about 10 GB/s through large tensors.
 CPU = Device("cpu", None, 600e9, 170e9, 10e9, launch_seconds=5e-6, host_bytes_per_second=10e9)
 
 
 def find_device(name: str) -> Device:
-    """The card of that name, in any spelling of case and spaces, or the only one that ends in it (`4090`). Raises
-    ValueError with the nearest name."""
+    """The card of that name, ignoring case and spaces, or the only card whose name ends in it (`4090`). Raises ValueError with
+    the nearest name."""
     wanted = _plain(name)
     found = [card for card in DEVICES.values() if wanted and _plain(card.name).endswith(wanted)]
     found = [card for card in found if _plain(card.name) == wanted] or found
     if len(found) == 1:
         return found[0]
     raise ValueError(
-        f"no device is called {name!r}.{did_you_mean(name, DEVICES)} Known are {', '.join(DEVICES)}; for another one "
-        "give its memory with --budget."
+        f"unknown device {name!r}.{did_you_mean(name, DEVICES)} Expected one of {', '.join(DEVICES)}; for another card, set "
+        "its memory by --budget."
     )
 
 
@@ -138,9 +138,9 @@ def _plain(name: str) -> str:
 
 
 def choose_device(name: str | None, setting: str) -> Device:
-    """The device to plan for: the named card, else the one that `device=setting` would run on.
+    """The device to plan for: the named card, else the device that `device=setting` runs on.
 
-    A GPU that is here and not in the list keeps its own memory and takes an A100's rates.
+    An installed GPU that is not in the list has its own memory and an A100's rates.
     """
     if name is not None:
         return find_device(name)

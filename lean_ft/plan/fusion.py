@@ -1,12 +1,13 @@
-"""Stands in for torch.compile while planning: partitions as the compiler does, and counts as its fused kernels take.
+"""The planner's backend for torch.compile: it partitions graphs as the compiler does, and counts the memory of fused kernels.
 
-AOTAutograd's own min-cut partitioner decides what forward keeps for backward, so that decision is the real one (and so
-is `activation_memory_budget`). Of each graph, chains of elementwise operations and reductions become kernels that keep
-their intermediates in registers; a value takes memory only where a matrix product or another opaque operation reads it,
-or where it leaves the graph. That is how the Inductor backend fuses, but for its finer choices. On a GPU it also makes one
-kernel of values of one size that read the same memory, wherever they stand: what that kernel reads and writes is there at
-once, such as the six tensors of a gated layer's backward. But a result whose elements are made of those that lie in the same
-places of something as large, which nothing else reads any more, is written over that.
+AOTAutograd's min-cut partitioner decides what forward keeps for backward, as in a real run (also with
+`activation_memory_budget`). In each graph, chains of elementwise operations and reductions become kernels with intermediates in
+registers. A value takes memory only if a matrix product or another opaque operation reads it, or if it leaves the graph.
+
+On a GPU, Inductor also makes one kernel of values with the same size that read the same memory, anywhere in the graph. All
+tensors of that kernel are alive at once, such as the six tensors of a gated layer's backward. And it writes a result over an
+input of the same size if each element depends on the same position of that input and nothing reads the input later. Without
+these two rules, the planned peaks of some presets are off by 0.1 to 0.8 GiB.
 """
 
 from collections import Counter
@@ -27,7 +28,7 @@ from lean_ft.torch_private import (
     tree_iter,
 )
 
-# What an operation is called whose elements are not made of those that lie in their places.
+# Names of operations whose elements come from other positions of the input.
 _MOVING_NAMES = (
     *("permute", "transpose", "t", "expand", "slice", "select"),
     *("cat", "flip", "roll", "gather", "index", "repeat"),
@@ -39,10 +40,10 @@ _OPAQUE_NAMES = (
 
 
 def fusing_backend(trace: Trace) -> Callable:
-    """A backend for torch.compile whose compiled graphs report their memory and time to `trace`."""
+    """A torch.compile backend whose compiled graphs report memory and time to `trace`."""
 
     def compiler(graph: fx.GraphModule, inputs: Any, is_backward: bool) -> Callable:
-        # What an operation writes to is a copy to AOTAutograd, and none to Inductor where nothing reads it later.
+        # AOTAutograd copies a tensor before an operation writes to it; Inductor does not if nothing reads it later.
         reinplace_operations(graph.graph)
         decompose_auto_functionalized(graph.graph)
         kernels = _Kernels(graph, trace, set(donated_inputs() or ()) if is_backward else set())
@@ -50,21 +51,19 @@ def fusing_backend(trace: Trace) -> Callable:
         def call(arguments: list[Any]) -> Any:
             return kernels(arguments)
 
-        vars(call)["_boxed_call"] = (
-            True  # its arguments come in a list, which it empties, so that they are freed on the way
-        )
+        vars(call)["_boxed_call"] = True  # arguments come in a list that is emptied, so that they are freed early
         return call
 
     return aot_autograd(
         fw_compiler=partial(compiler, is_backward=False),
         bw_compiler=partial(compiler, is_backward=True),
         partition_fn=min_cut_partition,
-        keep_inference_input_mutations=True,  # as Inductor does, or what is written in place would be written twice
+        keep_inference_input_mutations=True,  # as Inductor does; otherwise in-place writes would count twice
     )
 
 
 class _Kernels:
-    """One compiled graph. donated: which of its inputs nothing else reads."""
+    """A compiled graph. donated: indices of inputs that nothing else reads."""
 
     def __init__(self, graph: fx.GraphModule, trace: Trace, donated: set[int]) -> None:
         self._module, self._trace = graph, trace
@@ -86,7 +85,7 @@ class _Kernels:
 
     def __call__(self, arguments: list[Any]) -> Any:
         trace, values = self._trace, {}
-        trace.write(arguments)  # what the graph writes to, it is given
+        trace.write(arguments)  # a graph writes only to its arguments
         placeholders = (node for node in self._nodes if node.op == "placeholder")
         for node, value in zip(placeholders, arguments, strict=True):
             values[node] = value
@@ -144,7 +143,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """Who reads the node's value, through views."""
+    """Nodes that read the node's value, also through views."""
     readers = set()
     for user in node.users:
         readers |= _readers(user) if _is_view(user) else {user}
@@ -152,7 +151,7 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 
 def _sources(node: fx.Node, stored: set[fx.Node]) -> dict[fx.Node, None]:
-    """The stored values and inputs that a kernel for `node` reads, in the order of its arguments."""
+    """Stored values and graph inputs that a kernel for `node` reads, in argument order."""
     sources: dict[fx.Node, None] = {}
     for source in node.all_input_nodes:
         if source in stored or source.op != "call_function":
@@ -163,12 +162,12 @@ def _sources(node: fx.Node, stored: set[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each stored value that one kernel makes with others, the last of these: until then it counts, and what it reads.
+    """For each stored value of a kernel with several outputs, the last output. Until then all outputs and inputs are alive.
 
-    A value joins the kernel of one of its size that reads what it reads, unless it needs what comes after that kernel.
+    A value joins the kernel of a value with the same size and a common input, unless it needs a value computed after that kernel.
     """
     kernels: list[list[fx.Node]] = []
-    needs: dict[fx.Node, set[fx.Node]] = {}  # the stored values that come before each stored one
+    needs: dict[fx.Node, set[fx.Node]] = {}  # the stored values that each stored value depends on
     for node in nodes:
         if node not in stored:
             continue
@@ -190,8 +189,8 @@ def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.No
 def _dead_after(
     nodes: list[fx.Node], stored: set[fx.Node], together: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nothing after it reads; one that is fused reads its inputs when it is read, one that a
-    kernel makes with others when the last of them is made."""
+    """For each node, the values that nothing after it reads. A fused value reads its inputs when it is read; an output of a kernel
+    with several outputs, when the last of them is computed."""
     last: dict[fx.Node, int] = {}
     index = {node: i for i, node in enumerate(nodes)}
     for node in reversed(nodes):
@@ -214,8 +213,8 @@ def _written_over(
     own: set[fx.Node],
     together: dict[fx.Node, fx.Node],
 ) -> dict[fx.Node, fx.Node]:
-    """For each value that its kernel writes over another, that one: the first that it reads of the graph's `own` that no other
-    kernel reads beside products, and nothing later, through views neither."""
+    """For each value that its kernel writes in place, the overwritten value: the first input that is the graph's `own`, is read by
+    this kernel and products only, and is not read later, also through views."""
     over: dict[fx.Node, fx.Node] = {}
     num_readers = Counter(source for node in together for source in reads[node])
     for node, last in together.items():
@@ -234,8 +233,8 @@ def _views(node: fx.Node) -> set[fx.Node]:
 
 
 def _is_made_in_place(node: fx.Node, source: fx.Node, stored: Collection[fx.Node]) -> bool:
-    """Whether each element of `node` is made of that of `source` in its place, and of others in sums alone, by what is fused
-    between the two."""
+    """Whether each element of `node` depends on the same position of `source`, and on other positions only through reductions, in
+    the operations fused between them."""
     value, given = node.meta.get("val"), source.meta.get("val")
     if not isinstance(value, Tensor) or not isinstance(given, Tensor):
         return False
@@ -250,7 +249,7 @@ def _is_made_in_place(node: fx.Node, source: fx.Node, stored: Collection[fx.Node
 def _within(
     frontier: list[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], stored: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """What is reached by steps through nodes that are not stored."""
+    """Nodes reachable by `step` through nodes that are not stored."""
     reached = set[fx.Node]()
     while frontier:
         new = {node for node in step(frontier.pop()) if node not in stored} - reached

@@ -1,4 +1,4 @@
-"""The step's memory over time, as planned and as measured, as a picture (matplotlib, the `plots` extra)."""
+"""Pictures of a step's memory over time, planned and measured (matplotlib, the `plots` extra)."""
 
 import csv
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from lean_ft.plan.labels import LABELS
 from lean_ft.plan.rehearsal import Rehearsal
 from lean_ft.system.units import GIB, gibibytes
 
-_SMALLEST_SHOWN = 0.002  # of the peak: what is less would be an entry of the legend and no area
+_SMALLEST_SHOWN = 0.002  # of the peak; a smaller label would have a legend entry and no visible area
 
 
 def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: int | None) -> None:
-    """Draws into `path` what is alive over the step's estimated time, by what it is of, with the peak and the budget.
+    """Draw the memory over the step's estimated time by label, with the peak and the budget, into `path`.
 
-    `planned` says of which model on which device. Raises ValueError where matplotlib is not installed.
+    `planned` names the model and device for the title. Raises ValueError if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -22,7 +22,7 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
         raise ValueError("--png needs matplotlib; install it with: pip install 'lean-ft[plots]'") from None
     seconds, alive = zip(*rehearsal.timeline, strict=True)
     most = {label: max(moment.get(label, 0) for moment in alive) for label in {*LABELS, *alive[-1]}}
-    # What lives longest lies lowest: on weights and states, which are flat, one sees what comes and goes.
+    # The longest-lived memory (weights, states) is lowest, so changes are visible above flat areas.
     shown = [
         label
         for label in [*LABELS, *(most.keys() - set(LABELS))]
@@ -52,17 +52,17 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
 
 
 def draw_measured(memory_file: Path, planned: Sequence[tuple[float, int]], path: Path) -> None:
-    """Draws into `path` the memory that a profiled run measured (`profile/memory.csv`), and beside it a planned step: (seconds,
-    bytes) at each change, or nothing. Each has its own time: a plan's seconds are for comparing settings.
+    """Draw the memory measured by a profiled run (`profile/memory.csv`), and next to it a planned step, (seconds, bytes) at each
+    change, if there is one. The time axes differ, because planned seconds are only good for comparing settings.
 
-    Raises ImportError where matplotlib is not installed.
+    Raises ImportError if matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
     with memory_file.open(encoding="utf-8", newline="") as file:
         measured = [(float(row["seconds"]), int(row["bytes"])) for row in csv.DictReader(file)]
     figure = Figure(figsize=(11, 4), layout="constrained")
-    curves = [("measured while it was profiled", measured)] + [("planned for one step", list(planned))] * bool(planned)
+    curves = [("measured while profiling", measured)] + [("planned for one step", list(planned))] * bool(planned)
     first = None
     for place, (title, points) in enumerate(curves, start=1):
         axes = figure.add_subplot(1, len(curves), place, sharey=first)

@@ -1,9 +1,9 @@
-"""Many ranks on one CPU: a process group of any size that sends nothing, in which this process is the first rank.
+"""Plan for many ranks in one process: a process group of any size that sends nothing, in which this process is rank 0.
 
-The recipe joins it as it would a real one, and FSDP2 gathers and cuts as it does; so what each of N devices takes is
-counted, and not estimated. Ranks are cut alike but for the last rows: the first rank's parts are the largest.
+The recipe joins the group as usual, and FSDP2 gathers and shards as usual, so the memory of a device is counted rather than
+estimated. Rank 0 has the largest shards.
 
-Source: PyTorch's fake process group, which its own tests of parallelism run on.
+Source: PyTorch's fake process group, which its own parallelism tests use.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ GATHERED = "gathered weights"
 
 
 class PlannedRanks(ManyRanks):
-    """The first rank of a run whose other ranks do not exist: it agrees with itself, and its batches are its own already."""
+    """Rank 0 of a run without other ranks: it agrees with itself, and all batches are its own."""
 
     hosts_backend = "fake"
 
@@ -52,13 +52,13 @@ class PlannedRanks(ManyRanks):
 
 @contextlib.contextmanager
 def pretended_ranks(trace: Trace) -> Iterator[None]:
-    """Inside, this process is rank 0 of as many as the trace's machines have devices; of one nothing is done."""
+    """Context manager in which this process is rank 0 of the trace's devices. Does nothing for one device."""
     if trace.machines.num_devices == 1:
         yield
         return
     from lean_ft.torch_private import FakeStore
 
-    assert not dist.is_initialized(), "a process of a run on many does not plan"
+    assert not dist.is_initialized(), "a process of a distributed run does not plan"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trace.machines.num_devices)
     try:
         with watched_sharding(trace):

@@ -1,9 +1,9 @@
-"""Runs one step of a real recipe on shapes alone, and says what it took.
+"""Rehearse one step of a real recipe on shapes, and count its memory and time.
 
-The recipe's own `main` runs, line by line, in the library's shapes-only mode: on tensors without contents, with a stage
-that counts. The batch is the longest there can be: every row `data.max_length` tokens, and every token a target.
+The recipe's `main` runs in the library's shapes-only mode, on tensors without contents. The batch is the largest possible: every
+row has `data.max_length` tokens, and every token is a target.
 
-Of many devices the step is the first's: its process group (`lean_ft.plan.ranks`) has the others' size and sends nothing.
+With several devices, rank 0's step is simulated (`lean_ft.plan.ranks`).
 """
 
 import contextlib
@@ -39,20 +39,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one optimizer step takes, on each of the devices."""
+    """Memory and time of one optimizer step, on each device."""
 
     peak: Moment
-    step_seconds: float  # estimated; good for comparing settings
-    tokens: int  # of all micro-batches and devices, every position counted
+    step_seconds: float  # estimated, for comparing settings
+    tokens: int  # over all micro-batches and devices, including padding
     num_parameters: int
     timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
     planning_seconds: float = 0.0
-    pinned_bytes: int = 0  # of the host, for what is kept there
-    reserved_bytes: int = 0  # what the allocator takes from the driver for the peak; on a CPU the peak
+    pinned_bytes: int = 0  # of host memory
+    reserved_bytes: int = 0  # taken from the driver for the peak; on a CPU the peak
     machines: Machines = ONE_DEVICE
-    sent_bytes: int = 0  # by each device, to others of its machine
-    sent_away_bytes: int = 0  # by each, to other machines
-    exchange_seconds: float = 0.0  # of all that is sent beside the computation
+    sent_bytes: int = 0  # by each device, to devices of its machine
+    sent_away_bytes: int = 0  # by each device, to other machines
+    exchange_seconds: float = 0.0  # of communication that overlaps with computation
 
     @property
     def peak_bytes(self) -> int:
@@ -62,11 +62,11 @@ class Rehearsal:
 def rehearse(
     recipe: ModuleType, cfg: Any, device: Device, machines: Machines = ONE_DEVICE, *, takes_step: bool = True
 ) -> Rehearsal:
-    """Runs one step of `recipe.main(cfg)` for `device` without weights, data or that device; of many of them, the first's.
-    Without `takes_step` it ends where that step begins: then nothing is told but what would be refused before.
+    """Run one step of `recipe.main(cfg)` for `device` without weights, data or the device; with several devices, rank 0's step.
+    With `takes_step=False`, stop before the step: this only raises the errors that a run would raise before it.
 
-    Raises ValueError as the recipe would for settings that contradict each other, for a model folder without a
-    config.json, and for a recipe that takes no step; NotSimulatedError for a line of the user's that needs values.
+    Raises ValueError as the recipe for contradictory settings, for a model folder without a config.json, and for a recipe that
+    takes no step; NotSimulatedError for a line of user code that needs values.
     """
     started = time.perf_counter()
     memory = getattr(cfg, "memory", None)
@@ -87,8 +87,7 @@ def rehearse(
         ):
             recipe.main(cfg)
         raise ValueError(
-            "the recipe ended without a step: what is planned is one step, from lean_ft.training.Run's steps() to its "
-            "log(). A recipe that trains otherwise cannot be planned."
+            "the recipe ended without a step. A plan needs one step between steps() and log() of lean_ft.training.Run."
         )
     except StepTaken:
         pass
@@ -99,7 +98,7 @@ def rehearse(
         if not isinstance(error, RuntimeError) or "overflow" not in str(error):
             raise
         raise ValueError(
-            "a tensor of this step would have more elements than 64 bits can count. Lower data.max_length or batch_size."
+            "a tensor of this step has more elements than 64 bits can count. Lower data.max_length or batch_size."
         ) from None
     finally:
         torch.compiler.reset()
@@ -133,7 +132,7 @@ def _quiet() -> Iterator[None]:
 
 
 class NotSimulatedError(RuntimeError):
-    """A line of the user's code that needs values of tensors, where there are shapes alone."""
+    """A line of user code needs the values of tensors, which a plan does not have."""
 
 
 def _raise_with_line(recipe: ModuleType, error: Exception) -> None:
@@ -156,31 +155,30 @@ def _raise_with_line(recipe: ModuleType, error: Exception) -> None:
 
 
 class WatchedStage:
-    """The stage of `lean_ft.system.shapes_only`: what the library has to work with where shapes alone are computed. It notes in a
-    `Trace` what is made and when."""
+    """The planner's side of `lean_ft.system.shapes_only`: stand-ins for what a run has and a plan lacks, counted in a `Trace`."""
 
     def __init__(self, trace: Trace, num_sharing: int = 1, takes_step: bool = True) -> None:
-        """`num_sharing` of the trace's devices share each micro-batch."""
+        """`num_sharing`: devices that share each micro-batch."""
         self.trace, self.num_sharing, self._takes_step = trace, num_sharing, takes_step
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
         self.num_ranks = trace.machines.num_devices
         self.ranks_type = PlannedRanks
-        self.device_type = "cpu" if trace.device.is_cpu else "cuda"  # planned for; tensors are on the CPU all the same
+        self.device_type = "cpu" if trace.device.is_cpu else "cuda"  # the planned device; tensors are on the CPU
         cpu = torch.device("cpu")
         self.memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
         self._in_flight: Tensor | None = None
         self._cublas_workspaces: list[Tensor] = []
-        self._updated: set[tuple] = set()  # shapes and types of parameters
+        self._updated: set[tuple] = set()  # shapes and dtypes of parameters
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Inside, tensors are real and nobody watches."""
+        """Context manager in which tensors are real and uncounted."""
         with unset_fake_temporarily(), self.trace.uncounted():
             yield
 
     def repeated(self, parts: Sequence[T], shown: int) -> Iterator[T]:
-        """The first `shown` parts; the last of them takes the time of all that follow."""
+        """The first `shown` parts. The last of them is charged the time of all that follow."""
         for i, part in enumerate(parts[:shown], start=1):
             before = replace(self.trace.spent)
             yield part
@@ -188,11 +186,11 @@ class WatchedStage:
                 self.trace.spent.again(before, len(parts) - shown)
 
     def batches(self, longest: Callable[[], Any]) -> "LongestBatches":
-        """Training batches in the place of `lean_ft.data.Batches`, each what `longest` makes."""
+        """Training batches in place of `lean_ft.data.Batches`, each made by `longest`."""
         return LongestBatches(self, longest)
 
     def watch(self, model: nn.Module) -> None:
-        """Tells what follows its forward pass apart."""
+        """Count what the model's forward pass allocates as activations."""
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
@@ -203,7 +201,7 @@ class WatchedStage:
         """
         for state in states:
             state.whole.register_post_accumulate_grad_hook(self._note_gradient(state.name))
-        if optimizer.streamed is not None:  # one step alone fetches nothing ahead
+        if optimizer.streamed is not None:  # a single step fetches nothing ahead
             with self.trace.on_stream("copying"):
                 self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, optimizer.state_bytes), dtype=torch.uint8)
         scale, apply_rules = optimizer.scale, optimizer.apply_rules
@@ -233,7 +231,7 @@ class WatchedStage:
             raise StepTaken
         self.trace.begin_step()
         if num_bytes := self.trace.device.cublas_workspace_bytes:
-            with self.trace.labelled(WORKSPACE):  # one for forward's thread, one for backward's
+            with self.trace.labelled(WORKSPACE):  # for the threads of forward and backward
                 self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def _enter(self, label: str, where: str) -> None:
@@ -248,13 +246,13 @@ class WatchedStage:
         return note
 
     def open_link(self) -> HostLink:
-        """A link to the host's memory that copies nothing."""
+        """A link to host memory that copies nothing."""
         return _PlannedLink(self.trace)
 
     def _update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:
-        """Rehearses an update for the first parameter of each shape, and takes the time of all.
+        """Rehearse the update of the first parameter of each shape and dtype, and charge the time of all.
 
-        Its time is that of its traffic: gradients and states are read, states and weights are read and written.
+        The time is that of memory traffic: gradients are read, states and weights are read and written.
         """
         new = {(state.param.shape, state.param.dtype): state for state in states}
         new = {kind: state for kind, state in new.items() if kind not in self._updated}
@@ -273,7 +271,7 @@ class WatchedStage:
 
 
 class LongestBatches:
-    """Training batches that are all as long as they can be."""
+    """Training batches of the largest possible size."""
 
     batches_per_epoch = 1
     fingerprint = ""
@@ -282,8 +280,7 @@ class LongestBatches:
         self._stage, self._longest = stage, longest
 
     def take(self, n: int) -> list[Any]:
-        """The step's micro-batches, of many ranks the first one's: two stand for more, for the second finds the gradients
-        of the first."""
+        """Rank 0's micro-batches of the step. Two stand for more, because the second finds the gradients of the first."""
         trace = self._stage.trace
         own = -(-n * self._stage.num_sharing // self._stage.num_ranks)
         with trace.labelled(BATCH):
@@ -294,7 +291,7 @@ class LongestBatches:
 
 
 class _Standing(list[T]):
-    """A list whose first item, gone through, takes the time of all of `count` but the last."""
+    """A list of one or two items that is charged the time of `count` items."""
 
     def __init__(self, items: list[T], count: int, trace: Trace) -> None:
         super().__init__(items)
@@ -309,7 +306,7 @@ class _Standing(list[T]):
 
 
 class _PlannedLink(HostLink):
-    """Counts what stays on the device and how long the copies take; what is on the host costs nothing."""
+    """Counts device memory and the time of copies. Host memory is counted as pinned."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

@@ -1,14 +1,14 @@
-"""Looks for the fastest settings that fit a budget of memory, and for what each technique would save.
+"""Search for the fastest settings that fit a memory budget, and for the savings of each technique.
 
-Only what leaves the training the same is varied: how activations, gradients and the loss are kept, and the split of a
-step's rows into micro-batches. The exceptions change rounding: 8-bit moments for AdamW, and the output weight's gradient
-summed in the weight's own type; both are named in the overrides like everything else.
+Only settings that leave the training the same are varied: how activations, gradients and the loss are kept, and the split of a
+step's rows into micro-batches. Two settings change rounding: 8-bit moments for AdamW, and the output weight's gradient summed
+in the weight's dtype. Both are listed in the overrides.
 
-Techniques form a ladder from the fastest to the leanest. For each way to keep the optimizer's state the first rung that
-fits is found by bisection, since every rung takes less memory than the one before: three or four rehearsals, not nine.
+Techniques form a ladder from the fastest to the smallest. Each rung takes less memory than the one before, so for each kind of
+optimizer state bisection finds the first rung that fits with three or four rehearsals.
 
-Many devices have layouts beside: copies of the model, or cuts, a vocabulary that is gathered or stays cut. They come in the
-order of what they send, and one whose leanest settings do not fit is left out by that one rehearsal.
+Many devices also have layouts: copies or shards of the model, a gathered or sharded vocabulary. They are ordered by what they
+send. A layout is skipped after one rehearsal if its smallest settings do not fit.
 """
 
 import math
@@ -33,7 +33,7 @@ _CHECKPOINTING = "memory.activation_checkpointing"
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that differ from the user's by `overrides`, and what a step with them takes."""
+    """Overrides of the user's settings, and the rehearsal with them."""
 
     overrides: Overrides
     rehearsal: Rehearsal
@@ -44,32 +44,31 @@ class Candidate:
 
     @property
     def reserved_bytes(self) -> int:
-        """What must be there for it: on a GPU more than the peak."""
+        """Memory that the device needs: on a GPU more than the peak."""
         return self.rehearsal.reserved_bytes
 
     @property
     def tokens_per_second(self) -> float:
-        """Estimated; good for comparing candidates."""
+        """Estimated, for comparing candidates."""
         return self.rehearsal.tokens / self.rehearsal.step_seconds
 
     @property
     def command_line(self) -> str:
-        """The overrides as `leanft run` takes them."""
+        """The overrides as arguments of `leanft run`."""
         return _command_line(self.overrides)
 
 
 @dataclass(frozen=True)
 class Search:
-    """What was tried: those that fit, the settings as they are and then from the fastest on; and the others from the
-    smallest on."""
+    """The candidates that were rehearsed."""
 
-    fitting: list[Candidate]
-    too_large: list[Candidate]
-    refused: dict[str, str]  # overrides -> why the recipe refuses them
+    fitting: list[Candidate]  # the unchanged settings first, then the fastest first
+    too_large: list[Candidate]  # the smallest first
+    refused: dict[str, str]  # overrides -> the recipe's error
 
 
 class _Rehearsals:
-    """One rehearsal of each settings that are asked for."""
+    """Rehearses each setting once."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class _Rehearsals:
         self.refused: dict[str, str] = {}
 
     def of(self, wanted: Overrides) -> Candidate | None:
-        """What a step takes with `wanted` in place; None where the recipe refuses them."""
+        """The candidate with the settings `wanted`; None if the recipe refuses them."""
         overrides = {key: value for key, value in wanted.items() if attrgetter(key)(self.cfg) != value}
         name = str(overrides)
         if name not in self.found and name not in self.refused:
@@ -106,9 +105,9 @@ def search(
     own: Rehearsal | None = None,
     machines: Machines = ONE_DEVICE,
 ) -> Search:
-    """Rehearses the settings that `cfg` can be varied to and ranks what they reserve against `budget_bytes`, of each device.
+    """Rehearse variations of `cfg`, and compare their reserved memory with `budget_bytes` of each device.
 
-    `own` is what a step takes as `cfg` is, where that is known; if it fits it comes first.
+    `own` is the rehearsal of `cfg` itself, if there is one. It comes first if it fits.
     """
     rehearsals = _Rehearsals(recipe, cfg, device, progress, machines)
     if own is not None:
@@ -148,9 +147,9 @@ def search(
 
 
 def remedies(recipe: ModuleType, cfg: Any, device: Device) -> tuple[Rehearsal, list[Candidate]]:
-    """Returns what a step takes as `cfg` is, and what it would take with one more technique each, the leanest first.
+    """Return the rehearsal of `cfg`, and candidates with one more technique each, the smallest first.
 
-    The last candidate is all of them together. Those that save less than 1 % are left out.
+    Candidates that save less than 1% are left out. All techniques together come last.
     """
     rehearsals = _Rehearsals(recipe, cfg, device, lambda settings: None)
     own = rehearse(recipe, cfg, device)
@@ -184,8 +183,8 @@ def with_overrides(cfg: Any, overrides: Overrides) -> Any:
 
 
 def _layouts(machines: Machines) -> list[Overrides]:
-    """How a model lies on the devices, from what sends least to what takes least: copies on all, one on each machine, or
-    one over all; of each that is cut, with the vocabulary gathered and cut."""
+    """Layouts of the model, from the least communication to the least memory: a copy per device, a sharded copy per machine, one
+    sharded copy; sharded copies with the vocabulary gathered and sharded."""
     if machines.num_devices == 1:
         return [{}]
     copies = dict.fromkeys((machines.num_devices, machines.count, 1))
@@ -202,7 +201,7 @@ def _has_no_logits(cfg: Any) -> bool:
 
 
 def _ladder(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
-    """How activations, gradients and the loss are kept, from the fastest to the leanest; each rung is whole."""
+    """Complete settings for activations, gradients and the loss, from the fastest to the smallest."""
     always: Overrides = {} if cfg.clip_grad_norm is not None else {"optimizer.in_backward": True}
     rungs: list[Overrides] = [
         {_CHECKPOINTING: "none"},
@@ -218,14 +217,14 @@ def _ladder(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
             ),
         },
     ]
-    if is_alone and not device.is_cpu:  # many have neither, so far
+    if is_alone and not device.is_cpu:  # not supported on several devices
         rungs += [{**lean, "memory.activation_offload": True}]
         rungs += [{**lean, "memory.activation_offload": True, "memory.tied_gradient": "host"}]
     return [{**always, **rung} for rung in rungs]
 
 
 def _states(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
-    """How the optimizer's state is kept: as it is, then leaner."""
+    """Settings for the optimizer's state: unchanged, then smaller."""
     streams = is_alone and not device.is_cpu
     if cfg.optimizer.name != "adamw":
         return [{}] if not streams or cfg.optimizer.name == "sgd" else [{}, {"optimizer.state": "streamed"}]
@@ -234,14 +233,14 @@ def _states(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
 
 
 def _larger_chunks(cfg: Any) -> Iterator[Overrides]:
-    """More of the loss at a time, which adds the output weight's gradient up less often: as long as there are tokens."""
+    """Larger chunks of the loss, which sum the output weight's gradient less often, up to the number of tokens."""
     for tokens in () if _has_no_logits(cfg) else (8192, 32768):
         if tokens < cfg.batch_size * cfg.row_tokens * 2:
             yield {"memory.loss_chunk_tokens": tokens}
 
 
 def _smaller_batches(cfg: Any) -> Iterator[Overrides]:
-    """The same rows a step in more micro-batches."""
+    """The same rows per step in more micro-batches."""
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     for batch_size in range(cfg.batch_size // 2, 0, -1):
         if rows % batch_size == 0 and math.log2(batch_size).is_integer():

@@ -1,27 +1,24 @@
-"""Counts the memory and estimates the time of PyTorch code that runs on shapes alone.
+"""Count the memory and estimate the time of PyTorch code that runs on shapes.
 
-Under `FakeTensorMode` tensors have shapes, types and lifetimes but no contents, so a whole training step of any model
-runs in seconds on any machine. `Trace` watches every operation: it counts the bytes of each storage from the operation
-that makes it to the moment Python's and autograd's last reference is gone, which is when an allocator gets it back. Each
-storage carries the label of what was going on when it was made; the sums by label at the peak say what the peak is of.
-What the host reads of it is 1 or True.
+Under `FakeTensorMode` tensors have shapes, dtypes and lifetimes but no contents, so a training step of any model runs in
+seconds on any machine. `Trace` sees every operation. It counts a storage from the operation that allocates it until the last
+reference of Python and autograd is gone, when an allocator would free it. Each storage has a label for its purpose; the sums
+by label explain the peak. A value that the host reads is 1 or True.
 
-An operation's time is the longer of its arithmetic at the device's rate and its memory traffic at the device's bandwidth
-(the roofline of Williams et al. 2009), plus a launch. It is good for comparing settings, not for promises.
+The time of an operation is the longer of its arithmetic at the device's rate and its memory traffic at the device's bandwidth
+(the roofline model of Williams et al. 2009), plus a launch. It is good for comparing settings only.
 
-What the tracer cannot see is what a kernel takes and gives back inside itself. Of the kernels here that is little, but for
-flash attention's backward pass on a GPU, which is counted by its shapes.
+The tracer cannot see memory that a kernel allocates and frees inside itself. That is small for the kernels here, except for
+flash attention's backward pass on a GPU, which is computed from its shapes.
 
-A CPU's memory is counted as the operating system does, by what is resident. A page is that from the first write to it,
-so a tensor that is made empty counts as it is filled; and what was freed on the heap, where small tensors live, stays
-until enough of it lies free at the top (see `lean_ft.memory.host_memory`). With a host pool large tensors count as on a
-GPU: their pages are another's, filled before.
+On a CPU, resident memory is counted. A page becomes resident at the first write to it, so an empty tensor counts as it is
+filled. Freed heap memory of small tensors stays resident until enough of it is free at the top of the heap (see
+`lean_ft.memory.host_memory`). With a host pool, large tensors count as on a GPU, because they reuse resident pages.
 
-On a GPU every storage is a block of a simulated caching allocator, whose `reserved_bytes` are what the driver gives; as the
-real one, it keeps the blocks of each stream apart.
+On a GPU, every storage is a block of a simulated caching allocator per stream, which computes the reserved memory.
 
-Of many ranks this is the first, whose parts are the largest. What it sends to the others in a collective is counted, and
-takes the time of that at the rate of the link within a machine, or of the network where the group is on several.
+With several ranks, rank 0 is traced. The data that it sends in collectives is counted, and takes time at the rate of the link
+within a machine, or of the network if the group spans machines.
 """
 
 import contextlib
@@ -46,18 +43,18 @@ from lean_ft.system.shards import local
 from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar, storage_key, tree_iter
 
 _READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
-# Matrix products -> which argument is their first factor; the second follows.
+# Matrix products -> index of their first factor; the second factor follows.
 _FIRST_FACTOR = {
     **dict.fromkeys(("aten.mm", "aten.bmm", "lean_ft.sum_of_products", "lean_ft.grouped_matmul"), 0),
     **dict.fromkeys(("aten.addmm", "aten.baddbmm"), 1),
 }
-WAITS_FOR_OTHERS = LOSS  # the label under which nothing goes on until a collective is over
-FREED = "freed, not given back"  # the label of a CPU's heap beyond what lives on it
+WAITS_FOR_OTHERS = LOSS  # collectives under this label do not overlap with computation
+FREED = "freed, not given back"  # the label of free memory on a CPU's heap
 
 
 @dataclass
 class Moment:
-    """What was alive at one time: bytes by label, and where the step was."""
+    """Memory at one time: bytes by label, and the place in the step."""
 
     where: str = ""
     bytes_by_label: dict[str, int] = field(default_factory=dict)
@@ -69,16 +66,16 @@ class Moment:
 
 @dataclass
 class Spent:
-    """Time, and what was sent to other ranks, in a step so far."""
+    """Time and communication of a step so far."""
 
-    seconds: float = 0.0  # of the device's work, and of what that waits for
-    link_seconds: float = 0.0  # of copies to and from the host, which run beside it
-    exchange_seconds: float = 0.0  # of collectives, which run beside it too
+    seconds: float = 0.0  # of the device, including what it waits for
+    link_seconds: float = 0.0  # of copies to and from the host, which overlap
+    exchange_seconds: float = 0.0  # of collectives, which overlap
     sent_bytes: float = 0.0  # to other devices of the machine
     sent_away_bytes: float = 0.0  # to other machines
 
     def again(self, before: "Spent", times: int) -> None:
-        """Adds what was spent since `before` once more, `times` times."""
+        """Add `times` times what was spent since `before`."""
         for name, value in vars(before).items():
             now = getattr(self, name)
             setattr(self, name, now + (now - value) * times)
@@ -93,7 +90,7 @@ class _Storage:
 
 
 class Trace(TorchDispatchMode):
-    """A dispatch mode that fills `peak`, `timeline` and `spent`, on a CPU with or without `memory.host_pool`.
+    """A dispatch mode that computes `peak`, `timeline` and `spent`. `host_pool`: a CPU with `memory.host_pool`.
 
     A storage's label is the one set by `labelled`, else that of the function which allocates it (`lean_ft.plan.labels`),
     else `label`. `where` says how far the step is.
@@ -113,13 +110,13 @@ class Trace(TorchDispatchMode):
         self.peak = Moment()
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
         self.spent = Spent()
-        self.pinned_bytes = 0  # the most of the host's memory that a link held at once
-        self._pinned: dict[int, int] = {}  # its bytes by address, which are not the device's
+        self.pinned_bytes = 0  # the most pinned host memory at one time
+        self._pinned: dict[int, int] = {}  # pinned bytes by address, which are not device memory
         self.longest_document = 1
         self._peak_bytes = 0
-        self._heap_bytes = self._heap_top = 0  # of a CPU: alive on it, and the most that was
+        self._heap_bytes = self._heap_top = 0  # CPU: used heap memory, and the top of the heap
         self.stream = "computing"
-        self._allocators: defaultdict[str, CachingAllocator] = defaultdict(CachingAllocator)  # of a GPU, by stream
+        self._allocators: defaultdict[str, CachingAllocator] = defaultdict(CachingAllocator)  # GPU: by stream
         self._storages: dict[int, _Storage] = {}  # by address
         self._counting = True
 
@@ -132,7 +129,7 @@ class Trace(TorchDispatchMode):
         if func is read_scalar and self._counting and isinstance(args[0], FakeTensor):
             return _READ_VALUES.get(args[0].dtype, 1)
         result = func(*args, **(kwargs or {}))
-        if self._counting and func.namespace != "prim":  # what asks for a device or a layout moves nothing
+        if self._counting and func.namespace != "prim":  # queries of a device or layout move no data
             is_empty = func.__name__.startswith(("empty", "new_empty"))
             self.note(result, written=not (is_empty and self._fills_pages))
             if func.namespace in ("c10d", "_c10d_functional"):
@@ -151,9 +148,9 @@ class Trace(TorchDispatchMode):
     # Memory ---------------------------------------------------------------------------------------------------------
 
     def note(self, tensors: Any, written: bool = True) -> None:
-        """Counts the storages of `tensors` (any nesting) that are not counted yet, until each is freed.
+        """Count the new storages of `tensors` (any nesting), until each is freed.
 
-        Those that are not `written` yet count with what `write` is told.
+        Storages that are not `written` yet count as `write` fills them.
         """
         for tensor in tree_iter(tensors):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
@@ -180,14 +177,14 @@ class Trace(TorchDispatchMode):
         self._count(known, resident_bytes)
 
     def write(self, tensors: Any) -> None:
-        """Counts what was written of storages that were noted before it; a part twice is two parts of them."""
+        """Count data written to known storages. A part written twice counts as two parts."""
         for tensor in tree_iter(tensors):
             known = self._known(tensor) if isinstance(tensor, Tensor) else None
             if known is not None and known.resident_bytes < known.num_bytes:
                 self._count(known, min(known.resident_bytes + _num_bytes(tensor), known.num_bytes))
 
     def overwrite(self, tensor: Tensor, result: Tensor) -> None:
-        """Counts `result` where `tensor` lay, which nobody reads any more, if it is as large and not counted yet."""
+        """Count `result` in the memory of `tensor`, which nothing reads any more, if it is new and has the same size."""
         before, after = (local(t).untyped_storage() for t in (tensor, result))
         if self._known(tensor) and not self._known(result) and before.nbytes() == after.nbytes():
             self.relabel(tensor, self.current[0])
@@ -195,7 +192,7 @@ class Trace(TorchDispatchMode):
             weakref.finalize(after, self._free, storage_key(after))
 
     def relabel(self, tensor: Tensor, label: str) -> None:
-        """Counts the tensor's storage under another label from now on."""
+        """Change the label of the tensor's storage."""
         known = self._known(tensor)
         if known is not None:
             resident_bytes = known.resident_bytes
@@ -231,7 +228,7 @@ class Trace(TorchDispatchMode):
                 self._allocators[self.stream].free(storage.block)
 
     def _occupy(self, sizes: list[int]) -> None:
-        """Counts so much memory for a moment."""
+        """Count memory that is allocated and freed at once."""
         allocator = self._allocators[self.stream]
         label = self.current[0]
         taken = [_Storage(num_bytes, 0, label, allocator.allocate(num_bytes)) for num_bytes in sizes]
@@ -242,11 +239,11 @@ class Trace(TorchDispatchMode):
             allocator.free(storage.block)
 
     def _inside(self, func: Any, args: Any) -> list[int]:
-        """The tensors that an operation makes for itself, in bytes.
+        """Sizes of the temporary tensors inside an operation, in bytes.
 
-        PyTorch's flash attention adds the queries' gradient up in float32, each document filled up to 128 tokens and each
-        head to 32 or 64 features; and makes one of the keys and of the values for each query head. A CPU that computes 16-bit
-        products in float32 converts its operands block by block.
+        PyTorch's flash attention sums the queries' gradient in float32, with each document padded to 128 tokens and each head to
+        32 or 64 features, and expands the gradients of keys and values to the query heads. A CPU that computes 16-bit products in
+        float32 converts the operands in blocks.
         """
         if self.device.is_cpu:
             first = _FIRST_FACTOR.get(str(func.overloadpacket))
@@ -267,22 +264,22 @@ class Trace(TorchDispatchMode):
         return [*expanded, 4 * filled_tokens * num_heads * -(-head_dim // multiple) * multiple]
 
     def tune(self) -> None:
-        """On a GPU the compiler tries its kernels when they are first called, and empties the cache between with as much
-        memory: reserved is what that takes, and `peak`, of a step like all later ones, does not have it."""
+        """Reserve the memory that the compiler uses on a GPU to clear the L2 cache while it tunes kernels at their first call. It is
+        not part of `peak`, which is that of a later step."""
         if not self.device.is_cpu:
             allocator = self._allocators[self.stream]
             allocator.free(allocator.allocate(self.device.l2_cache_bytes))
 
     @property
     def reserved_bytes(self) -> int:
-        """What was taken from the driver so far; on a CPU, where nothing is held back, the peak."""
+        """Memory taken from the driver so far; on a CPU the peak."""
         if self.device.is_cpu:
             return self.peak.total_bytes
         return sum(allocator.reserved_bytes for allocator in self._allocators.values())
 
     @contextlib.contextmanager
     def on_stream(self, name: str) -> Iterator[None]:
-        """What is made inside is in memory that the allocator keeps for the stream of that name."""
+        """Context manager in which memory is allocated for the named stream."""
         before, self.stream = self.stream, name
         try:
             yield
@@ -292,41 +289,41 @@ class Trace(TorchDispatchMode):
     # Time -----------------------------------------------------------------------------------------------------------
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Adds the time of one operation, and what it takes and gives back inside itself."""
+        """Add the time and the temporary memory of one operation."""
         self._occupy(self._inside(func, args))
         moved = sum(_num_bytes(tensor) for tensor in tree_iter((args, result)) if isinstance(tensor, Tensor))
         self.spend(self._flops(func, args, kwargs, result), moved, self._product_itemsize(result))
 
     def spend(self, flops: float, moved_bytes: float, itemsize: int = 2) -> None:
-        """Adds the time of so much arithmetic and traffic in one kernel."""
+        """Add the time of one kernel's arithmetic and memory traffic."""
         rate = self.device.flops_16bit if itemsize <= 2 else self.device.flops_32bit
         seconds = max(flops / rate, moved_bytes / self.device.bytes_per_second) + self.device.launch_seconds
         self.spent.seconds += seconds
         self.timeline.append((self.spent.seconds, dict(self.live)))
 
     def pin(self, tensor: Tensor) -> None:
-        """Counts memory of the host that a link holds, until it is freed."""
+        """Count pinned host memory until it is freed."""
         storage = tensor.untyped_storage()
         weakref.finalize(storage, self._pinned.pop, storage_key(storage))
         self._pinned[storage_key(storage)] = storage.nbytes()
         self.pinned_bytes = max(self.pinned_bytes, sum(self._pinned.values()))
 
     def travel(self, num_bytes: int) -> None:
-        """Adds the time of a copy between the device and the host."""
+        """Add the time of a copy between device and host."""
         self.spent.link_seconds += num_bytes / self.device.host_bytes_per_second
 
     @property
     def step_seconds(self) -> float:
-        """What the step took so far."""
+        """Time of the step so far."""
         return max(self.spent.seconds, self.spent.link_seconds, self.spent.exchange_seconds)
 
     def begin_step(self) -> None:
-        """What came before took no time."""
+        """Reset time and timeline."""
         self.spent = Spent()
         self.timeline.clear()
 
     def exchange(self, func: Any, args: Any) -> None:
-        """Counts what this rank sends in a collective, by a ring, and its time."""
+        """Count the data that this rank sends in a ring collective, and its time."""
         name = func.overloadpacket.__name__
         if name not in _SENT:
             return
@@ -349,7 +346,7 @@ class Trace(TorchDispatchMode):
             self.spent.exchange_seconds += seconds
 
     def _product_itemsize(self, result: Any) -> int:
-        """Bytes of a number in the products that gave `result`."""
+        """Bytes per element in the products that gave `result`."""
         first = next((tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)), None)
         if first is None:
             return 2
@@ -361,14 +358,14 @@ class Trace(TorchDispatchMode):
         if name.startswith("lean_ft.document_attention"):
             backward = name.endswith("backward")
             query = args[2] if backward else args[0]  # (N, H, D)
-            # Two products of N x L x D a head forward, five backward, half of each behind the causal diagonal.
+            # Per head, two products of N x L x D forward and five backward; the causal mask halves each.
             return (5 if backward else 2) * query.numel() * self.longest_document
         count = flop_registry.get(packet)
         return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Operations inside neither take memory nor time; `note` and `spend` still count what they are told."""
+        """Context manager in which operations are not counted; explicit `note` and `spend` still are."""
         counting, self._counting = self._counting, False
         try:
             yield
@@ -377,7 +374,7 @@ class Trace(TorchDispatchMode):
 
     @contextlib.contextmanager
     def labelled(self, label: str, where: str = "") -> Iterator[None]:
-        """What is made inside carries `label`."""
+        """Context manager that sets the label of new storages, and `where` (the label by default)."""
         before = self.label, self.where, self._label_is_set
         self.label, self.where, self._label_is_set = label, where or label, True
         try:
@@ -386,7 +383,7 @@ class Trace(TorchDispatchMode):
             self.label, self.where, self._label_is_set = before
 
 
-# Bytes that each of n ranks sends, by those of an operation's first and second argument. What is not here sends a few.
+# Bytes that each of n ranks sends, by the sizes of an operation's first and second argument. Others send a few bytes.
 _SENT: dict[str, Callable[[int, int, int], float]] = {
     "_allgather_base_": lambda output, own, n: own * (n - 1),
     "_reduce_scatter_base_": lambda own, whole, n: own * (n - 1),
@@ -402,7 +399,7 @@ _SENT: dict[str, Callable[[int, int, int], float]] = {
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Arguments that an operation writes to."""
     written = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,9 +1,9 @@
-"""Answers held-out questions with the model as it stands, and counts the answers that are right to the letter.
+"""Answer held-out questions with the model, and count the answers that match exactly.
 
-The loss says how likely the right answer was; this says whether it was given. A question is all that precedes the last
-trained stretch of a held-out sequence (for a chat: everything up to the last assistant turn, its header included), and
-the right answer is that stretch, or what a pattern finds in it: the last line of a worked solution, say. Decoding is
-greedy, so asking draws no random number and a run stays the same bits.
+The loss measures how likely the right answer was; this measures whether the model gives it. The right answer is the last
+trained stretch of a held-out sequence, or the part of it that a pattern finds, such as the last line of a worked solution.
+The question is everything before it (in a chat, up to the header of the last assistant turn). Decoding is greedy, so it draws
+no random number and does not change the run.
 """
 
 import re
@@ -22,20 +22,20 @@ from lean_ft.tokenizers import Tokenizer
 
 T = TypeVar("T")
 
-_PROGRESS_SECONDS = 10.0  # between two lines that tell how far it is
-_SHOWN = 40  # characters of a question or an answer that a sample shows
+_PROGRESS_SECONDS = 10.0  # between two progress lines
+_SHOWN = 40  # characters of a question or an answer in a sample line
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question, the answer that the data gives, and the model's; with a pattern, what it finds in either."""
+    """A question, the expected answer and the model's answer; with a pattern, the parts of the answers that it finds."""
 
     question: str
     expected: str
     given: str | None
-    """None where the pattern finds nothing."""
+    """None if the pattern finds nothing."""
     ended: bool
-    """Whether the model ended its answer; one that would have gone on is not right."""
+    """Whether the model ended its answer. An answer without an end is wrong."""
 
     @property
     def right(self) -> bool:
@@ -44,9 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerReport:
-    """Answers in the order of the questions."""
-
-    answers: list[Answer]
+    answers: list[Answer]  # in the order of the questions
 
     @property
     def num_right(self) -> int:
@@ -54,7 +52,6 @@ class AnswerReport:
 
     @property
     def exact_match(self) -> float:
-        """Share of right answers, from 0 to 1."""
         return self.num_right / len(self.answers)
 
 
@@ -67,10 +64,10 @@ def say_answers(
     num_samples: int = 3,
     pattern: str | None = None,
 ) -> AnswerReport | None:
-    """Answers held-out questions and prints the share of right answers, with the same few as samples each time.
+    """Answer held-out questions, and print the share of right answers and a few samples, the same ones each time.
 
-    `when` is a word or two for the line printed (`before training`). Does nothing where `max_questions` is 0. Raises
-    ValueError as `answer_held_out` does, and where nothing is held out.
+    `when` starts the printed line (`before training`). Does nothing if `max_questions` is 0. Raises ValueError as
+    `answer_held_out`, and if nothing is held out.
     """
     if max_questions == 0:
         return None
@@ -88,12 +85,12 @@ def say_answers(
             said = now
 
     report = answer_held_out(model, tokenizer, held_out, max_questions, pattern, progress)
-    total, what = len(report.answers), "the whole answer" if pattern is None else f"what {pattern} finds last"
+    total, what = len(report.answers), "the whole answer" if pattern is None else f"the last match of {pattern}"
     share = f"{report.num_right} of {total} held-out questions right ({report.exact_match:.1%})"
-    say("answers", f"{when}: {share}; right is {what}, to the letter, and an end")
+    say("answers", f"{when}: {share}; {what} has to match exactly, and the answer has to end")
     for answer in _spread(report.answers, num_samples):
         given = "(no match)" if answer.given is None else one_line(answer.given)
-        wrong = "it went on" if answer.given == answer.expected else f"expected: {one_line(answer.expected)}"
+        wrong = "did not end" if answer.given == answer.expected else f"expected: {one_line(answer.expected)}"
         say("", f"{one_line(answer.question)}  ->  {given}  ({'right' if answer.right else wrong})")
     return report
 
@@ -106,20 +103,19 @@ def answer_held_out(
     pattern: str | None = None,
     progress: Callable[[int, int], None] = lambda num_answered, total: None,
 ) -> AnswerReport:
-    """Returns the model's greedy answers to at most `max_questions` of the held-out sequences, spread evenly over them.
+    """Return the model's greedy answers to at most `max_questions` held-out sequences, evenly spaced.
 
-    An answer may take as many tokens as the longest right one asked with it. With a `pattern`, a regular expression, the
-    first group of its last match in both texts is compared (all of the match where it has no group), and since another
-    way there may be longer, an answer may take twice the tokens of the longest right one. At most as many positions are
-    computed at a time as the largest of the batches has. Raises ValueError where a sequence has no question, as plain
-    text has not, and where the pattern finds nothing in a right answer.
+    An answer may have as many tokens as the longest expected answer in its batch. With a regular expression `pattern`, the
+    first group of its last match is compared (or the whole match), and an answer may have twice the tokens of the longest
+    expected answer. No batch has more positions than the largest held-out batch. Raises ValueError if a sequence has no
+    question (plain text), or the pattern finds nothing in an expected answer.
     """
     batches = list(held_out)
     questions = _spread([question for batch in batches for question in questions_of(batch)], max_questions)
     if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
         raise ValueError(
-            "a held-out sequence is trained from its start, so it has no question to answer. Set eval_answers=0 for "
-            "plain text and for data.train_on=all."
+            "a held-out sequence is trained from its first token, so it has no question. Set eval_answers=0 for plain text "
+            "and for data.train_on=all."
         )
 
     def text(ids: list[int]) -> str:
@@ -132,8 +128,8 @@ def answer_held_out(
     for i, (_, answer) in enumerate(questions):
         if (found := compared(answer)) is None:
             raise ValueError(
-                f"eval_pattern={pattern!r} finds nothing in a right answer, which ends in "
-                f"{text(answer)[-_SHOWN:]!r}. Give a pattern that every held-out answer has, or leave it out."
+                f"eval_pattern={pattern!r} finds nothing in the expected answer that ends in "
+                f"{text(answer)[-_SHOWN:]!r}. Set a pattern that every held-out answer matches, or leave it out."
             )
         expected[i] = found
     stop_ids = {ids[-1] for _, ids in questions if tokenizer.decode([ids[-1]], skip_special_tokens=True) == ""}
@@ -158,7 +154,7 @@ def answer_held_out(
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """The first group of the pattern's last match in `text`, or the match where it has no group."""
+    """The first group of the pattern's last match in `text`; the whole match if there is no group."""
     matches = list(re.finditer(pattern, text))
     return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
 
@@ -170,7 +166,7 @@ def questions_of(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
     rows = range(0, batch.num_tokens + 1, num_columns)
     boundaries = list(rows) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
-    right: set[int] | None = None  # positions in sequences that have a right answer, where some have another
+    right: set[int] | None = None  # positions in chosen or desirable sequences; None: all are
     if isinstance(batch, PairBatch):
         lengths = batch.answer_tokens.flatten()
         firsts = batch.index[(lengths.cumsum(0) - lengths)[:: batch.answer_tokens.shape[1]]]
@@ -193,6 +189,6 @@ def _spread(items: list[T], most: int) -> list[T]:
 
 
 def one_line(text: str, most: int = _SHOWN) -> str:
-    """The text without line breaks, cut to so many characters."""
+    """The text on one line, cut to `most` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 4]} ..."

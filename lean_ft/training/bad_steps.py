@@ -1,14 +1,14 @@
-"""Steps whose numbers went bad: kept for inspection, counted, told of, and an end to the run after too many.
+"""Bad steps: steps whose loss or gradients are not finite. They are counted and logged, and end the run after too many.
 
-A step is bad whose loss or gradients are not finite. `lean_ft.optim.Optimizer` skips it, so the weights are as good
-after it as before; the loss stays in metrics.jsonl as it was (null, with `non_finite` naming it). Its batches go to
+`lean_ft.optim.Optimizer` skips a bad step, so the weights stay good. Its loss is null in metrics.jsonl, and `non_finite` has
+the value. Its batches are kept in
 
     bad_batches/step_00000012.safetensors    0.input_ids, 0.labels, 0.positions ... of each micro-batch
     bad_batches/step_00000012.json           the step's line of metrics, and the text of its rows
 
-A loss that stays at the logarithm of the vocabulary's size is that of a model which predicts nothing, and is told of.
-
-float16 gradients that overflow under a loss scale above 1 are no bad step: that is how the scale finds its place.
+float16 gradients that overflow at a loss scale above 1 are not a bad step: the scale is adjusted that way. Two other problems
+are logged: a loss far above the ones before (a spike), and a loss that stays at the logarithm of the vocabulary size, as for
+a model that predicts nothing.
 """
 
 import json
@@ -31,20 +31,20 @@ from lean_ft.training.metrics import Row
 
 FOLDER = "bad_batches"
 TEXT_CHARACTERS = 2000  # of each row's text
-SPIKE_WINDOW = 50  # losses that a new one is compared with
+SPIKE_WINDOW = 50  # earlier losses that a new one is compared with
 SPIKE_MIN_LOSSES = 10
-SPIKE_DEVIATIONS = 8  # median absolute deviations above the median; those of a normal distribution are 0.67 sigma
+SPIKE_DEVIATIONS = 8  # median absolute deviations above the median (0.67 sigma for a normal distribution)
 SPIKE_RATIO = 1.5
-UNIFORM_STEPS = 10  # in a row with a loss that near to that of a model to which all tokens are alike
+UNIFORM_STEPS = 10  # steps in a row with the loss of a uniform prediction, within the tolerance
 UNIFORM_TOLERANCE = 1e-3
 
 
 class TrainingFailed(RuntimeError):
-    """The run ended itself, for a reason that its message tells in full."""
+    """The run ended itself. The message says why."""
 
 
 class BadSteps:
-    """Counts a run's bad steps; after more than `max_bad_steps` there are too many."""
+    """Counts a run's bad steps. More than `max_bad_steps` are too many."""
 
     def __init__(
         self,
@@ -58,22 +58,22 @@ class BadSteps:
         self.steps: list[int] = []  # since this start
         self.spikes = 0
         self.batches_without_targets = 0
-        self.doubtful = False  # whether one came since the weights were last known to be finite
+        self.doubtful = False  # whether a bad step came since the weights were last known to be finite
         self._directory, self._tokenizer, self._limit, self._writes = directory, tokenizer, max_bad_steps, writes
         self._kept: dict[int, list[Batch]] = {}
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
-        self._uniform_loss = None if vocab_size is None else math.log(vocab_size)  # None: unknown, or told of
+        self._uniform_loss = None if vocab_size is None else math.log(vocab_size)  # None: unknown, or already logged
         self._uniform_steps = 0
 
     def keep(self, step: int, micro_batches: list[Batch]) -> None:
-        """Hold a step's batches until its line is written and looked at."""
+        """Keep a step's batches until `look_at` gets its line."""
         self._kept[step] = micro_batches
         self.batches_without_targets += sum(batch.num_targets == 0 for batch in micro_batches)
 
     def look_at(self, row: Row, *, loss_scale: float = 1.0) -> None:
-        """Judge a step by its line."""
+        """Check a step's line of metrics."""
         micro_batches = self._kept.pop(row["step"], [])
-        if row["loss"] is not None and "reward" not in row:  # a policy's loss is about 0, whatever it learns
+        if row["loss"] is not None and "reward" not in row:  # a policy's loss is always about 0
             self._look_for_spike(row)
             self._look_for_uniform_loss(row)
         overflowed = row["loss"] is not None and loss_scale > 1
@@ -82,39 +82,38 @@ class BadSteps:
         self.count += 1
         self.doubtful = True
         self.steps.append(row["step"])
-        if not self._writes:  # another rank does
+        if not self._writes:  # rank 0 writes
             return
         try:
-            kept = f"Its batch is in {write_bad_batch(self._directory, row, micro_batches, self._tokenizer)}."
+            kept = f"Its batch is saved in {write_bad_batch(self._directory, row, micro_batches, self._tokenizer)}."
         except OSError as error:
-            kept = f"Its batch could not be kept: {error}."
-        what = " and the ".join(f"{name.replace('_', ' ')} is {value}" for name, value in bad.items())
-        effect = "skipped" if row.get("skipped") else "its gradients that are not finite count as zero"
-        say("bad step", f"{row['step']}: the {what}; {effect}. {kept}")
+            kept = f"Its batch could not be saved: {error}."
+        what = ", ".join(f"{name.replace('_', ' ')} is {value}" for name, value in bad.items())
+        effect = "the step is skipped" if row.get("skipped") else "gradients that are not finite count as zero"
+        say("bad step", f"step {row['step']}: {what}; {effect}. {kept}")
 
     @property
     def too_many(self) -> bool:
         return bool(self.steps) and self.count > self._limit
 
     def report(self, newest: Path | None) -> str:
-        """Why the run ends, and what may help."""
-        saved = f"The newest checkpoint is {newest}." if newest else "Nothing was saved."
+        """The error message: why the run ends, and what may help."""
+        saved = f"The newest checkpoint is {newest}." if newest else "There is no checkpoint."
         shown = ", ".join(map(str, self.steps[:10])) + (" ..." if len(self.steps) > 10 else "")
         plural = "" if self.count == 1 else "s"
         return (
-            f"{self.count} step{plural} of this run had a loss or gradients that were not finite (of this start: "
-            f"{shown}), more than max_bad_steps={self._limit}. The weights are without them. {saved}\n"
-            f"The batches are in {self._directory / FOLDER}: look whether they hold what you meant to train on. A lower "
-            f"optimizer.lr, a warm-up (schedule.warmup_steps) or clip_grad_norm=1.0 may help, and a larger max_bad_steps "
-            f"goes on all the same."
+            f"{self.count} step{plural} of this run had a loss or gradients that were not finite (since this start: {shown}), "
+            f"more than max_bad_steps={self._limit}. They did not change the weights. {saved}\n"
+            f"Check the batches in {self._directory / FOLDER}. Try a lower optimizer.lr, a warm-up (schedule.warmup_steps) or "
+            f"clip_grad_norm=1.0. Set a larger max_bad_steps to continue anyway."
         )
 
     def say_totals(self) -> None:
-        """What of this start is worth a line at its end."""
+        """Log the counts at the end of a run."""
         if self.steps:
-            say("bad steps", f"{len(self.steps)}, of a loss or gradients that were not finite: {self.steps[:10]}")
+            say("bad steps", f"{len(self.steps)} with a loss or gradients that were not finite: {self.steps[:10]}")
         if self.spikes:
-            say("spikes", f"{self.spikes} steps with a loss far above those before")
+            say("spikes", f"{self.spikes} steps with a loss far above the ones before")
         if self.batches_without_targets:
             say("no targets", f"{self.batches_without_targets} batches had no token to train on")
 
@@ -125,7 +124,7 @@ class BadSteps:
             deviation = statistics.median(abs(value - median) for value in self._losses)
             if loss > max(median + SPIKE_DEVIATIONS * deviation, SPIKE_RATIO * median):
                 self.spikes += 1
-                say("spike", f"loss {number(loss)} at step {row['step']}; the median of those before is {median:.4g}")
+                say("spike", f"loss {number(loss)} at step {row['step']}; the median before it is {median:.4g}")
         self._losses.append(loss)
 
     def _look_for_uniform_loss(self, row: Row) -> None:
@@ -136,10 +135,9 @@ class BadSteps:
         if self._uniform_steps == UNIFORM_STEPS:
             say(
                 "WARNING",
-                f"the model predicts nothing: for {UNIFORM_STEPS} steps the loss has been {self._uniform_loss:.4g}, the "
-                f"logarithm of the number of tokens, so all of them are alike to it (step {row['step']}). Weights that "
-                "are random or have collapsed do this: look at model.path and model.random_init, and try a lower "
-                "optimizer.lr with a warm-up.",
+                f"the model predicts nothing: for {UNIFORM_STEPS} steps, up to step {row['step']}, the loss has been "
+                f"{self._uniform_loss:.4g}, as if all tokens of the vocabulary were equally likely. The weights may be random or "
+                "have collapsed. Check model.path and model.random_init, and try a lower optimizer.lr with a warm-up.",
             )
             self._uniform_loss = None
 
@@ -162,5 +160,5 @@ def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], t
 
 
 def all_weights_finite(model: torch.nn.Module) -> bool:
-    """Whether every parameter is, in one pass over what is here of them."""
+    """Whether this rank's part of every parameter is finite."""
     return all(bool(local(parameter).detach().isfinite().all()) for parameter in model.parameters())

@@ -1,19 +1,19 @@
-"""A checkpoint: a complete Hugging Face folder, plus what it takes to go on exactly where it was written.
+"""A checkpoint: a complete Hugging Face folder, plus the state that resumes the run exactly.
 
     step_00000100/
-      config.json, *.safetensors, tokenizer files     anything that reads Hugging Face folders reads this; of a model
-                                                      with an adapter the adapter alone, which PEFT reads
+      config.json, *.safetensors, tokenizer files     a Hugging Face folder; with an adapter, a PEFT adapter folder
       training_state/optimizer.safetensors            the optimizer's tensors
-      training_state/beside.safetensors               weights that train beside the model, where there are such
+      training_state/beside.safetensors               weights of a module that trains besides the model, if any
       training_state/training_state.json              step, settings, data position, loss scale
-      training_state/random_state.json                every random number generator
+      training_state/random_state.json                state of every random number generator
       manifest.json                                   size and sha256 of every file above, and its own
 
-A name `step_*` never stands for half of one (see `lean_ft.system.whole_files`). Nothing in it is pickled.
+A folder `step_*` is always whole (see `lean_ft.system.whole_files`). Nothing in it is pickled.
 """
 
 import hashlib
 import json
+import random
 import re
 import shutil
 from collections import UserDict
@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,6 @@ from lean_ft.system.shards import ALONE, Part, Ranks, part_of, whole_numel
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json, sync, write_whole
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.random_state import RandomState
 
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
@@ -49,6 +49,7 @@ NAME = re.compile(r"step_(\d{8,})")
 SMALL_FILES_BYTES = 2 * 2**20  # allowance for JSON, headers and the records of the file system
 
 State = dict[str, Any]
+RandomState = dict[str, Any]
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -59,14 +60,14 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The folders in `directory` that are named as checkpoints, by step."""
+    """The folders in `directory` with a checkpoint's name, by step."""
     if not directory.is_dir():
         return []
     return sorted((p for p in directory.iterdir() if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step)
 
 
 def small_files_bytes(tokenizer: Tokenizer | None) -> int:
-    """Size of a tokenizer's files, with an allowance for the other small files of a checkpoint."""
+    """Size of a tokenizer's files, plus an allowance for the other small files of a checkpoint."""
     return SMALL_FILES_BYTES + sum(file.stat().st_size for file in (tokenizer.files if tokenizer is not None else ()))
 
 
@@ -96,11 +97,11 @@ def write_checkpoint(
     beside: Mapping[str, Part] | None = None,
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Write `directory/step_...` whole or not at all, and return it. One of the same step is replaced.
+    """Write `directory/step_...` whole or not at all, replacing one of the same step, and return it.
 
-    All `ranks` call it, and each writes what it has of the tensors; the rest is rank 0's to write. `weights` may be copies
-    of what `weight_parts` gives; `beside` are weights that train and are none of the model's. Raises OSError, on every rank, where the disk has too little room, before anything is
-    written, and where something cannot be written.
+    All `ranks` call it. Each writes its part of the tensors, and rank 0 writes the other files. `weights` may be copies of the
+    parts from `weight_parts`; `beside` are the weights of a module that trains besides the model. Raises OSError on every rank
+    if the disk has too little room (nothing is written then) or a file cannot be written.
     """
     final = directory / f"step_{step:08d}"
     with ExitStack() as whole_or_not:
@@ -110,8 +111,7 @@ def write_checkpoint(
             free = free_bytes(directory)
             if free < needed:
                 raise OSError(
-                    f"the checkpoint of step {step} needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} "
-                    f"free. Nothing was written."
+                    f"it needs {gibibytes(needed)}, and {directory} has {gibibytes(free)} free. Nothing was written."
                 )
             folder = whole_or_not.enter_context(write_whole(final, on_disk=True))
             (folder / STATE_FOLDER).mkdir(parents=True)
@@ -135,24 +135,24 @@ def write_checkpoint(
 
 
 def weight_parts(model: nn.Module) -> dict[str, Part]:
-    """What a checkpoint of the model holds of weights, by name, and what of that is here."""
+    """This rank's part of each weight that a checkpoint holds, by name."""
     return adapter_parts(model) if has_adapter(model) else parts_on_disk(model)
 
 
 def whole_bytes(parts: Mapping[str, Part]) -> int:
-    """What all ranks together have of these tensors, each once."""
+    """The size of these tensors over all ranks, each counted once."""
     return sum(part.whole_bytes for part in parts.values())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` whole or not at all, and see it onto the disk."""
+    """Write `value` whole or not at all, and sync it to the disk."""
     with write_whole(path, on_disk=True) as temporary:
         text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def _manifest(folder: Path, step: int) -> State:
-    """Sizes and checksums of all files, each seen onto the disk; two at a time, as both wait outside Python."""
+    """Sync all files to the disk, and return their sizes and checksums. Two threads, because both wait outside Python."""
 
     def sync_and_sum(path: Path) -> State:
         sync(path)
@@ -167,7 +167,7 @@ def _manifest(folder: Path, step: int) -> State:
 
 
 def _manifest_digest(step: Any, files: Any) -> str:
-    """A checksum of the manifest's own content, so that damage to it is told from damage to a file."""
+    """A checksum of the manifest's own content, to distinguish a damaged manifest from a damaged file."""
     return hashlib.sha256(json.dumps([step, files], sort_keys=True).encode()).hexdigest()
 
 
@@ -177,10 +177,9 @@ def _sha256(path: Path) -> str:
 
 
 def newest_whole(directory: Path, remark: str, checksum_up_to_bytes: int | None = None) -> Path | None:
-    """The newest checkpoint in `directory` that is whole, as `check_whole` says; None where there are none.
+    """The newest checkpoint in `directory` that passes `check_whole`; None if there are no checkpoints.
 
-    Damaged ones are passed over, each with a line on what is wrong with it and the `remark`, if there is one. Raises
-    ValueError if that leaves none.
+    Damaged checkpoints are skipped. With a `remark`, a log line names the damage. Raises ValueError if all are damaged.
     """
     problem = ""
     for folder in reversed(list_checkpoints(directory)):
@@ -200,7 +199,7 @@ def newest_whole(directory: Path, remark: str, checksum_up_to_bytes: int | None 
 def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
     """Raise ValueError, naming the file, unless every file in the folder's manifest is there and unchanged.
 
-    Of files larger than `checksum_up_to_bytes`, if given, only the size is checked.
+    Of files larger than `checksum_up_to_bytes` only the size is checked (None: all checksums).
     """
     for name, expected in _read_manifest(folder).items():
         path = folder / name
@@ -208,7 +207,7 @@ def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
             raise ValueError(f"{path} is missing: the checkpoint is damaged.")
         if path.stat().st_size != expected["bytes"]:
             raise ValueError(
-                f"{path} has {path.stat().st_size} bytes where {MANIFEST} tells of {expected['bytes']}: "
+                f"{path} has {path.stat().st_size} bytes where {MANIFEST} has {expected['bytes']}: "
                 f"the checkpoint is damaged."
             )
         summed = checksum_up_to_bytes is None or expected["bytes"] <= checksum_up_to_bytes
@@ -217,10 +216,10 @@ def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
 
 
 def _read_manifest(folder: Path) -> dict[str, State]:
-    """The manifest's entries by file name; ValueError unless it is one, of this folder, with names inside of it."""
+    """The manifest's entries by file name. Raises ValueError unless it is this folder's, with file names inside the folder."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{path} is missing: {folder} is not a checkpoint, or not a whole one.")
+        raise ValueError(f"{path} is missing: {folder} is not a whole checkpoint.")
     try:
         manifest = read_json(path)
         files = manifest["files"]
@@ -239,13 +238,13 @@ def _read_manifest(folder: Path) -> dict[str, State]:
 
 
 def read_training_state(folder: Path) -> State:
-    """Step, settings and position of a checkpoint. Raises ValueError where the file is not what is written there."""
+    """Step, settings and data position of a checkpoint. Raises ValueError if a field is missing or has another type."""
     path = folder / TRAINING_STATE_FILE
     state = _read_state(path)
     expected = {"step": int, "total_steps": int, "recipe": str, "settings": dict, "data_fingerprint": str}
     for name, kind in expected.items():
         if type(state.get(name)) is not kind:
-            raise ValueError(f"{path} cannot be used: expected {name}, of type {kind.__name__}, in it.")
+            raise ValueError(f"{path} cannot be used: expected the field {name}, of type {kind.__name__}.")
     if not {"batches", "scaler"} <= state.keys() or type(state.get("bad_steps", 0)) is not int:
         raise ValueError(
             f"{path} cannot be used: it lacks the position in the data, the loss scale or the number of bad steps."
@@ -255,8 +254,8 @@ def read_training_state(folder: Path) -> State:
 
 @contextmanager
 def from_checkpoint(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Inside, what fails because a value of the checkpoint's state has the wrong type or size is a ValueError that says so;
-    so are errors of these further kinds."""
+    """Context manager that turns an error from a value of the wrong type or size, or of the further `kinds`, into a ValueError
+    that calls the checkpoint damaged."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError, *kinds) as error:
@@ -264,7 +263,7 @@ def from_checkpoint(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def read_random_state(folder: Path) -> RandomState:
-    """The random number generators of a checkpoint. Raises ValueError where the file cannot be read."""
+    """The random state of a checkpoint. Raises ValueError if the file cannot be read."""
     return _read_state(folder / RANDOM_STATE_FILE)
 
 
@@ -275,8 +274,8 @@ def _read_state(path: Path) -> State:
 def restore_weights(folder: Path, model: nn.Module) -> None:
     """Read the checkpoint's weights into the live parameters of `model`, bit for bit and without a second copy.
 
-    Of a model with an adapter that is the adapter: the weights beside it never changed. Raises ValueError where the
-    checkpoint's tensors are not the model's, by name, shape or type.
+    With an adapter, read the adapter alone: the base weights never change. Raises ValueError if the tensors differ from the
+    model's in name, shape or dtype.
     """
     if has_adapter(model):
         restore_adapter(folder, model)  # pyright: ignore[reportArgumentType]
@@ -288,38 +287,37 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
 
 
 def trained_parts(module: nn.Module | None) -> dict[str, Part]:
-    """The parameters of a module that train, by name; none where there is no module."""
+    """This rank's part of a module's trained parameters, by name; empty for None."""
     named = [] if module is None else module.named_parameters()
     return {name: part_of(parameter) for name, parameter in named if parameter.requires_grad}
 
 
 def restore_beside(folder: Path, module: nn.Module) -> None:
-    """Read what trained beside the model into the live parameters of `module`. Raises ValueError as `restore_weights` does."""
+    """Read the weights of a module that trains besides the model. Raises ValueError as `restore_weights`."""
     stored = read_header(folder / BESIDE_FILE) if (folder / BESIDE_FILE).is_file() else {}
     own, begun_with = trained_parts(module), "the models and the model.dtype"
     read_same(stored, own, folder, what="model beside it", begun_with=begun_with)
 
 
 def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    """Hand the optimizer its saved tensors, as a mapping that reads each from the disk when it is asked for.
+    """Load the optimizer's saved tensors, each read from the disk when the optimizer asks for it.
 
-    Raises ValueError where a tensor's shape or type is not that of the optimizer's own, before it takes memory.
+    Raises ValueError, before memory is taken, if a tensor's shape or dtype differs from the optimizer's.
     """
     stored, parts = read_header(folder / OPTIMIZER_FILE), optimizer.state_parts()
     for name, own in parts.items():
         entry = stored.get(name)
         if entry is not None and (entry.shape, entry.dtype) != (tuple(own.shape), own.dtype):
             raise ValueError(
-                f"{folder / OPTIMIZER_FILE}: {name} is {entry.dtype_name} of shape {list(entry.shape)}, and the "
-                f"optimizer keeps {own.dtype} of shape {list(own.shape)}. Resume with the model, dtype and optimizer "
-                f"settings of the run that saved it."
+                f"{folder / OPTIMIZER_FILE}: {name} is {entry.dtype_name} of shape {list(entry.shape)}, but the "
+                f"optimizer has {own.dtype} of shape {list(own.shape)}. Resume with the model, dtype and optimizer settings "
+                f"of the run that saved it."
             )
     optimizer.load_state_dict(_TensorsOnDisk(stored, parts))
 
 
 class _TensorsOnDisk(UserDict[str, Any]):
-    """Tensors of a safetensors file by name, each read into memory of its own whenever it is asked for: all of it, or the
-    part that the optimizer has here."""
+    """Tensors of a safetensors file by name. Each access reads the tensor, or this rank's part of it, into new memory."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
         super().__init__(stored)
@@ -332,3 +330,40 @@ class _TensorsOnDisk(UserDict[str, Any]):
         part = replace(own, values=torch.empty(own.values.shape, dtype=own.dtype))
         self.data[name].read_part(part)
         return part.values
+
+
+def capture_random_state(device: torch.device) -> RandomState:
+    """The states of Python's, numpy's (global), torch's and the device's random number generators, as JSON values."""
+    version, words, gauss = random.getstate()
+    name, key, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    state: RandomState = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(key).tolist(), int(position), int(has_gauss), float(cached_gaussian)],
+        "torch": _to_hex(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _to_hex(torch.cuda.get_rng_state(device))
+    elif device.type == "mps":
+        state["mps"] = _to_hex(torch.mps.get_rng_state())
+    return state
+
+
+def restore_random_state(state: RandomState, device: torch.device) -> None:
+    """Restore the generators that are in `state`."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, key, *rest = state["numpy"]
+    np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
+    torch.set_rng_state(_from_hex(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(_from_hex(state["mps"]))
+
+
+def _to_hex(state: Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,8 +1,7 @@
-"""The curves of runs side by side: a PNG to look at or to pass on, and one HTML page that holds all it shows.
+"""Curves of runs: a PNG, and a self-contained HTML page. Drawn by matplotlib, the `plots` extra.
 
-A panel for each thing that metrics.jsonl tells, in the order in which one asks: the loss, the held-out loss, whatever the
-objective adds (`rewards/margins`), the learning rate, memory, speed. The page has a table of how the runs ended above the
-pictures, and below them one of the settings in which they differ. Drawn by matplotlib, the `plots` extra.
+There is a panel for each metric in metrics.jsonl: loss, held-out loss, the objective's own metrics (`rewards/margins`), learning
+rate, memory, speed. The page also has a table of the runs' results and a table of the settings that differ.
 """
 
 import io
@@ -21,7 +20,7 @@ from lean_ft.training.loggers import as_text, is_number
 from lean_ft.training.metrics import Row, has_diverged, parse_line
 from lean_ft.training.run_directory import METRICS_FILE, RUN_FILE, read_starts
 
-# Name in metrics.jsonl -> title of its panel; what is not here and is a number comes between these and the last four.
+# Name in metrics.jsonl -> title of its panel. Other numbers come between these two groups.
 _FIRST = {"loss": "loss", "eval_loss": "held-out loss"}
 _LAST = {
     "lr": "learning rate",
@@ -31,10 +30,10 @@ _LAST = {
 }
 _COUNTS = {"step", "epoch", "tokens", "target_tokens", "target_tokens_per_second", "step_seconds", "skipped"}
 _COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes"}
-_SMOOTHED_POINTS = 40  # a panel with a longer curve shows all its curves pale, and running means on top
-_WINDOWS = 20  # in the longest run: the same number of steps is the window of all runs
-_EXACT = ("lr", "memory")  # but for these
-_COLUMNS = 2  # panels beside each other
+_SMOOTHED_POINTS = 40  # a panel with a longer curve shows pale curves with running means on top
+_WINDOWS = 20  # the longest run has so many windows of the running mean; all runs have the same window
+_EXACT = ("lr", "memory")  # not smoothed
+_COLUMNS = 2  # of panels
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -56,14 +55,14 @@ th:first-child, td:first-child {{ text-align: left; }}
 
 @dataclass(frozen=True)
 class Curves:
-    """What one run has told: its name, its lines of metrics.jsonl, and the settings of its last start."""
+    """A run's name, its lines of metrics.jsonl, and the settings of its last start."""
 
     name: str
     rows: list[Row]
     settings: dict[str, Any]
 
     def points(self, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it was told and finite; `memory` in GiB."""
+        """Steps and finite values of a metric; `memory` in GiB."""
         if metric == "memory":
             told = [(row["step"], row["peak_memory_bytes"] / GIB) for row in self.rows if row.get("peak_memory_bytes")]
         else:
@@ -71,7 +70,7 @@ class Curves:
         return [step for step, _ in told], [value for _, value in told]
 
     def results(self) -> dict[str, Any]:
-        """Steps made, losses, tokens, mean speed and peak memory; None for a value that was not measured."""
+        """Steps, losses, tokens, mean speed and peak memory; None if not measured."""
         steps = [row for row in self.rows if is_number(row.get("tokens"))]
         seconds = sum(row.get("step_seconds") or 0.0 for row in steps)
         tokens = sum(row["tokens"] for row in steps)
@@ -88,7 +87,7 @@ class Curves:
         }
 
     def results_as_text(self) -> dict[str, str]:
-        """`results` as a table shows them."""
+        """`results` as text for a table."""
         written = {"steps": "{:,}", "tokens": "{:,}", "tokens_per_second": "{:,.0f}"}
 
         def text(name: str, value: Any) -> str:
@@ -103,9 +102,9 @@ class Curves:
 
 
 def read_curves(runs: Sequence[Path]) -> list[Curves]:
-    """Reads run directories, with the shortest names that tell them apart.
+    """Read run directories, and name them by the shortest paths that distinguish them.
 
-    Raises ValueError where one holds no metrics.jsonl, or not yet a line.
+    Raises ValueError if a directory has no metrics.jsonl, or the file has no line yet.
     """
     paths = [path.resolve() for path in runs]
     depth = 1
@@ -116,20 +115,18 @@ def read_curves(runs: Sequence[Path]) -> list[Curves]:
         if not (path / METRICS_FILE).is_file():
             beside = path.parent.glob(f"*/{METRICS_FILE}") if path.parent.is_dir() else []
             near = did_you_mean(path.name, [other.parent.name for other in beside])
-            raise ValueError(
-                f"{given} has no {METRICS_FILE}: expected the output_dir of a run that has made a step.{near}"
-            )
+            raise ValueError(f"{given} has no {METRICS_FILE}. Expected the output_dir of a run.{near}")
         run = _read_run(path, "/".join(path.parts[-depth:]))
         if not run.rows:
             raise ValueError(
-                f"{path / METRICS_FILE} has no line yet: wait for the first step (log_every says how often it is written)."
+                f"{path / METRICS_FILE} has no line yet. Wait until the run has written its first steps (log_every)."
             )
         read.append(run)
     return read
 
 
 def _read_run(folder: Path, name: str) -> Curves:
-    """A run that may have no line yet. Lines that are damaged, or being written, are skipped."""
+    """Read a run, which may have no line yet. Damaged or incomplete lines are skipped."""
     file = folder / METRICS_FILE
     lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     rows = [row for row in map(parse_line, lines) if row is not None]
@@ -138,25 +135,25 @@ def _read_run(folder: Path, name: str) -> Curves:
 
 
 def find_runs(folder: Path) -> list[Curves]:
-    """The runs in `folder` and its subfolders, named by their path below it. Raises ValueError for a damaged run.json."""
+    """The runs in `folder` and its subfolders, named by relative path. Raises ValueError for a damaged run.json."""
     found = []
     for place, folders, files in os.walk(folder):
         if RUN_FILE in files or METRICS_FILE in files:
             path = Path(place)
             found.append(_read_run(path, path.name if path == folder else path.relative_to(folder).as_posix()))
-            folders.clear()  # a run holds no other runs
+            folders.clear()  # a run has no runs inside
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     return found
 
 
 def differing_settings(runs: Sequence[Curves]) -> list[str]:
-    """Names of the settings whose values are not the same in all runs, without `output_dir`."""
+    """Names of the settings that differ between runs, without `output_dir`."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key != "output_dir")
     return [key for key in keys if len({as_text(run.settings.get(key, "-")) for run in runs}) > 1]
 
 
 def figure_of(runs: Sequence[Path]) -> Any:
-    """The curves of runs as a matplotlib figure, which a notebook shows. Raises ValueError as `draw_curves` does."""
+    """The curves as a matplotlib figure, which a notebook shows. Raises ValueError as `draw_curves`."""
     curves = read_curves(runs)
     figure = _figure(curves)
 
@@ -169,9 +166,9 @@ def figure_of(runs: Sequence[Path]) -> Any:
 
 
 def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
-    """Draws the runs into `picture`, a PNG, and `page`, HTML without anything from elsewhere.
+    """Draw the runs into `picture`, a PNG, and `page`, self-contained HTML.
 
-    Raises ValueError where matplotlib is not installed, or a directory is no run's.
+    Raises ValueError if matplotlib is not installed, or a directory is not a run's.
     """
     curves = read_curves(runs)
     figure = _figure(curves)
@@ -179,7 +176,7 @@ def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
 
     title = ", ".join(run.name for run in curves)
     drawn = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # words stay words
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # text stays text
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     svg = drawn.getvalue()
     told = {"title": escape(title), "ends": _ends(curves), "differences": _differences(curves)}
@@ -221,7 +218,6 @@ def _figure(curves: list[Curves]) -> Any:
             axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
         if place > len(metrics) - _COLUMNS:
             axes.set_xlabel("optimizer step")
-    # Of steps there are no halves.
     figure.axes[0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     handles, labels = figure.axes[0].get_legend_handles_labels()
     title = (
@@ -234,10 +230,10 @@ def _figure(curves: list[Curves]) -> Any:
 
 
 def _metrics(curves: list[Curves]) -> dict[str, str]:
-    """What any of the runs has told, in the order of the panels -> their titles."""
+    """Metric of any run -> title of its panel, in the order of the panels."""
     told = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
     own = [name for name in told if name not in _COUNTS and name not in _FIRST and name not in _LAST]
-    # A held-out value beside its own: rewards/margins, eval_rewards/margins.
+    # A held-out metric follows its training metric: rewards/margins, eval_rewards/margins.
     own.sort(key=lambda name: (name.removeprefix("eval_"), name.startswith("eval_")))
     titles = {name: f"held-out {name[5:]}" if name.startswith("eval_") else name for name in own}
     titles = {name: title.replace("_", " ") for name, title in titles.items()}
@@ -249,7 +245,7 @@ def _metrics(curves: list[Curves]) -> dict[str, str]:
 
 
 def _smoothed(steps: list[int], values: list[float], window: float) -> list[float]:
-    """The exponential mean over `window` steps, corrected for its start."""
+    """The exponential mean over `window` steps, corrected for the start."""
     mean, weight, before, smooth = 0.0, 0.0, steps[0] - 1 if steps else 0, []
     for step, value in zip(steps, values, strict=True):
         keep, before = math.exp(-(step - before) / window), step
@@ -259,13 +255,13 @@ def _smoothed(steps: list[int], values: list[float], window: float) -> list[floa
 
 
 def _ends(curves: list[Curves]) -> str:
-    """How each run ended, as a table."""
+    """A table of the runs' results."""
     head = ["run", "steps", "loss, last", "held-out, last", "held-out, lowest", "tokens", "tokens/s", "peak memory"]
     return _table(head, [[run.name, *run.results_as_text().values()] for run in curves])
 
 
 def _differences(curves: list[Curves]) -> str:
-    """The settings in which the runs differ, as a table; nothing for one run."""
+    """A table of the settings that differ; empty for one run."""
     rows = [[key, *(as_text(run.settings.get(key, "-")) for run in curves)] for key in differing_settings(curves)]
     return _table(["setting", *(run.name for run in curves)], rows) if rows else ""
 

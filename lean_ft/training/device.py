@@ -1,4 +1,4 @@
-"""The first line of a recipe: choose the device, seed everything, and refuse what the device cannot do."""
+"""`start`, the first line of a recipe: choose the device, seed the generators, and refuse what the device cannot do."""
 
 import os
 import random
@@ -18,19 +18,19 @@ from lean_ft.system.shapes_only import stage
 from lean_ft.system.units import gibibytes
 from lean_ft.training.continuation import check_output_dir
 
-MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards that compute in bfloat16 themselves
-OTHER_SHAPES = 32  # of products beside attention's in a step: a layer's projections, an adapter's, the loss's chunks
+MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards with bfloat16 instructions
+OTHER_SHAPES = 32  # product shapes in a step besides attention: projections, adapters, chunks of the loss
 
 
 def start(cfg: RecipeConfig) -> torch.device:
-    """Make this process ready to train as `cfg` says, tell once what was adjusted, and return the device.
+    """Prepare this process for training with `cfg`, log the device and adjustments for it, and return the device.
 
-    Seeds python's, numpy's and torch's generators. float32 products keep IEEE precision: who asks for float32 asks
-    for its digits, and TF32 keeps 10 bits of them; speed is what `model.dtype=bfloat16` is for.
+    Seeds Python's, numpy's and torch's generators. float32 products keep IEEE precision, not TF32's 10 bits; use
+    `model.dtype=bfloat16` for speed.
 
     Raises:
-        ValueError: the device is not there or cannot compute in `model.dtype`, or `output_dir` cannot take this run
-            (said here already, before a model is loaded for nothing).
+        ValueError: the device is missing or cannot compute in `model.dtype`, or `output_dir` cannot hold this run (checked
+            here, before a model is loaded).
     """
     if (watcher := stage()) is not None:
         if watcher.num_ranks > 1:
@@ -44,13 +44,13 @@ def start(cfg: RecipeConfig) -> torch.device:
         if cfg.gradient_accumulation_steps % number:
             say(
                 "WARNING",
-                f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} does not go round over {size} processes, so "
-                "some of them wait for others in each step.",
+                f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is not a multiple of {number}, so some of the {size} "
+                "processes wait for others in each step.",
             )
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
     check_output_dir(cfg)
-    if (rank := int(os.environ.get("RANK", "0"))) > 0 and size > 1:  # rank 0 speaks
+    if (rank := int(os.environ.get("RANK", "0"))) > 0 and size > 1:  # rank 0 logs to the terminal
         cfg.output_dir.mkdir(parents=True, exist_ok=True)
         log_to(cfg.output_dir / f"rank_{rank:05d}.log")
 
@@ -69,47 +69,45 @@ def start(cfg: RecipeConfig) -> torch.device:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         notes.append(_settle_host_memory(cfg))
     elif (memory := cfg.group(MemoryConfig)) is not None and memory.host_pool:
-        raise ValueError(
-            f"memory.host_pool=true is for the tensors of a CPU, and device={device.type}, whose allocator keeps what is "
-            "freed as it is. Leave it out."
-        )
-    say("device", "; ".join([f"{describe(device)}, seed {cfg.seed}", *filter(None, notes)]))
+        raise ValueError(f"memory.host_pool=true is for device=cpu, and device={device.type}. Leave it out.")
+    say("device", "; ".join([describe(device), f"seed {cfg.seed}", *filter(None, notes)]))
     return device
 
 
 def _device_of_rank(device: torch.device) -> torch.device:
-    """The GPU that is this process's alone, where there are GPUs."""
+    """This process's own GPU; a CPU as it is."""
     if device.type == "mps":
-        raise ValueError("several processes share no mps device: there is one. Set device=cpu, or start one process.")
+        raise ValueError("an mps device is for one process. Set device=cpu, or start one process.")
     if device.type != "cuda":
         return device
     place, number = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if place >= number:
         raise ValueError(
-            f"process {place} of this machine, counted from 0, has no GPU to itself: there are {number}. Start as many "
-            f"processes (--nproc-per-node {number}), or set device=cpu."
+            f"process {place} of this machine (from 0) has no GPU: there are {number}. Start {number} processes "
+            f"(--nproc-per-node {number}), or set device=cpu."
         )
     torch.cuda.set_device(place)
     return torch.device("cuda", place)
 
 
 def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
-    """Into how many of `size` processes' shares the batches of a step go. Raises ValueError where settings are not for so many."""
+    """Return the number of groups that `size` processes divide a step's batches over. Raises ValueError for settings that do not
+    support so many processes."""
     parallel = cfg.group(ParallelConfig)
     if parallel is None:
         raise ValueError(
-            f"this recipe is for one process, and {size} were started: it has no settings `parallel`. Run one that has "
-            "(finetune, dpo), or start one process."
+            f"this recipe has no `parallel` settings, so it is for one process, and {size} were started. Start one process, or "
+            "run a recipe with `parallel` settings (finetune, dpo)."
         )
     check_number(parallel, size)
     refuse_cuts(cfg)
     sharing = parallel.context * parallel.tensor  # a micro-batch
     number = max(1, size // sharing)
     if cfg.gradient_accumulation_steps < number:
-        there_are = f"there are {size}" if sharing == 1 else f"{size} are {number} times {sharing} that share one"
+        there_are = f"there are {size}" if sharing == 1 else f"{size} processes are {number} groups that share a batch"
         raise ValueError(
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the batches of a step over all "
-            f"processes, and {there_are}: some would have none. Set gradient_accumulation_steps={number}, or a multiple."
+            f"processes, and {there_are}, so some would have none. Set gradient_accumulation_steps={number}, or a multiple."
         )
     memory, lora = cfg.group(MemoryConfig), cfg.group(LoRAConfig)
     alone = {
@@ -119,12 +117,12 @@ def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
         "lora.init=pissa": lora is not None and lora.init == "pissa",
     }
     if found := [setting for setting, is_set in alone.items() if is_set]:
-        raise ValueError(f"{found[0]} is for one process so far, and there are {size}. Leave it out.")
+        raise ValueError(f"{found[0]} supports one process only, and there are {size}. Leave it out.")
     return number
 
 
 def _settle_host_memory(cfg: RecipeConfig) -> str:
-    """Choose the allocator of CPU tensors; returns a note for the log."""
+    """Choose the allocator of CPU tensors, and return a note for the log."""
     returned, memory = host_memory.return_freed_memory(), cfg.group(MemoryConfig)
     keep_compiled_products(num_product_shapes(cfg.row_tokens or 2048) + OTHER_SHAPES)
     if memory is None or not wants_host_pool(memory):
@@ -133,13 +131,13 @@ def _settle_host_memory(cfg: RecipeConfig) -> str:
         pool_host_memory()
     except RuntimeError as error:
         if memory.host_pool:
-            raise ValueError(f"memory.host_pool=true cannot be had: {error}. Set memory.host_pool=false.") from None
-        return f"no memory.host_pool: {error}"
+            raise ValueError(f"memory.host_pool=true is not possible: {error}. Set memory.host_pool=false.") from None
+        return f"memory.host_pool=false: {error}"
     return "memory.host_pool=true"
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto|cuda|cpu|mps` as a device that is there; ValueError telling what is, where it is not."""
+    """The torch device for `auto|cuda|cpu|mps`. Raises ValueError with the available devices if it is missing."""
     name, there = spelled_out(name), ["cpu"]
     if torch.backends.mps.is_available():
         there.insert(0, "mps")
@@ -159,7 +157,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_dtype(dtype: str, device: torch.device) -> list[str]:
-    """Refuse a `model.dtype` the device has no arithmetic for; otherwise return what is worth saying about it."""
+    """Raise ValueError if the device cannot compute in `model.dtype`; otherwise return notes for the log."""
     if device.type == "cuda" and dtype == "bfloat16":
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_BF16_CAPABILITY:
@@ -176,9 +174,10 @@ def check_dtype(dtype: str, device: torch.device) -> list[str]:
 
 
 def describe(device: torch.device) -> str:
-    """A device in a few words, for logs: its name, and the number of threads on a CPU."""
+    """A device for logs: its name, or a CPU's number of threads."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":
-        return f"cpu ({torch.get_num_threads()} threads)"
+        threads = torch.get_num_threads()
+        return f"cpu, {threads} thread{'s' * (threads > 1)}"
     return str(device)

@@ -1,4 +1,4 @@
-"""What training left, wherever it is named: a model's folder, a checkpoint, a run, or an adapter that knows its model."""
+"""Find a trained model by a folder, a checkpoint, a run directory, a hub id, or an adapter that names its base model."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from lean_ft.training.checkpoint import MANIFEST, TRAINING_STATE_FILE, check_who
 
 
 def find_finished(source: str | Path, checksum_up_to_bytes: int | None = None, weights: bool = True) -> Path:
-    """The folder of a model or an adapter that `source` names: a checkpoint, any folder of Hugging Face's or PEFT's, a
-    run's newest whole checkpoint, or what else `resolve_model_path` knows.
+    """The model or adapter folder for `source`: a checkpoint, a Hugging Face or PEFT folder, the newest whole checkpoint of a
+    run directory, or a name that `resolve_model_path` knows.
 
-    A checkpoint's files are compared with its manifest: sizes, and checksums of files up to `checksum_up_to_bytes`
-    (None: all). Raises ValueError where there is none, or none that is whole.
+    A checkpoint's files are verified by its manifest: sizes, and checksums of files up to `checksum_up_to_bytes` (None: all).
+    Raises ValueError if there is no folder, or no whole checkpoint.
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else resolve_model_path(source, weights)
@@ -22,18 +22,18 @@ def find_finished(source: str | Path, checksum_up_to_bytes: int | None = None, w
         if (folder / MANIFEST).is_file():
             check_whole(folder, checksum_up_to_bytes)
         return folder
-    checkpoint = newest_whole(folder, "Passed over for an earlier one.", checksum_up_to_bytes)
+    checkpoint = newest_whole(folder, "An earlier checkpoint is used.", checksum_up_to_bytes)
     if checkpoint is None:
         raise ValueError(
-            f"{folder} has neither a config.json, as a checkpoint has, nor checkpoints step_*, as a run directory has."
+            f"{folder} has neither a config.json (a model or checkpoint) nor step_* folders (a run directory)."
         )
     return checkpoint
 
 
 def find_base(adapter: Path) -> str:
-    """The model that an adapter is of, as its own config names it, or the run that wrote it where that is gone.
+    """The base model of an adapter, from its own config, else from the settings of the run that wrote it.
 
-    Raises ValueError where neither names one that is here or on the hub.
+    Raises ValueError if neither names a model that is here or on the hub.
     """
     names = [read_adapter(adapter).base_model]
     if (adapter / TRAINING_STATE_FILE).is_file():
@@ -41,10 +41,12 @@ def find_base(adapter: Path) -> str:
     for name in filter(None, names):
         if name == "tiny" or repository_name(name) is not None or Path(name).expanduser().is_dir():
             return name
-    said = f"says that it is of {names[0]}, which is not here" if names[0] else "does not say which model it is of"
-    raise ValueError(f"{adapter} {said}; give the model's folder (model.path=..., or --base of `leanft export`).")
+    problem = f"its base model {names[0]} is not here" if names[0] else "it does not name its base model"
+    raise ValueError(
+        f"{adapter}: {problem}. Set the base model's folder (model.path=..., or --base of `leanft export`)."
+    )
 
 
 def tokenizer_folder(*folders: Path) -> Path | None:
-    """The first of the folders that holds a tokenizer."""
+    """The first folder that holds a tokenizer."""
     return next((f for f in folders if any((f / name).is_file() for name in TOKENIZER_FILES)), None)

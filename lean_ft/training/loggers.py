@@ -1,10 +1,9 @@
-"""Where else a run's lines go, beside metrics.jsonl: a CSV file, TensorBoard, Weights & Biases, MLflow.
+"""Metrics loggers besides metrics.jsonl: a CSV file, TensorBoard, Weights & Biases, MLflow.
 
-Each gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the settings of the run;
-all but CSV also the samples that online runs write. A run
-that is gone on with goes on in the same record: the services' own name for it is kept in `loggers.json` of the run directory.
-A logger that fails while the run goes on (a network that is gone) is left out from then on, which is said once: what it
-missed is in metrics.jsonl. Packages come with the extras `tensorboard`, `wandb` and `mlflow`.
+Each logger gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the run's settings. All
+but CSV also get the samples of online runs. A resumed run continues the same record: the service's id of the run is kept in
+`loggers.json` of the run directory. A logger that fails during the run (a lost network) is disabled with one log line; the
+metrics that it misses are in metrics.jsonl. The packages come with the extras `tensorboard`, `wandb` and `mlflow`.
 """
 
 import csv
@@ -26,14 +25,14 @@ from lean_ft.training.checkpoint import write_json
 
 T = TypeVar("T")
 Row = dict[str, Any]
-CONNECT_SECONDS, CLOSE_SECONDS = 10, 60  # that a service gets to answer, and to take what is still to be sent
-_SERVICES = {"wandb": "wandb", "mlflow": "mlflow.tracking"}  # and what they are imported as
-RECORDS_FILE = "loggers.json"  # service -> what it calls this run
+CONNECT_SECONDS, CLOSE_SECONDS = 10, 60  # time limits for a service to answer, and to take the last data
+_SERVICES = {"wandb": "wandb", "mlflow": "mlflow.tracking"}  # service -> module
+RECORDS_FILE = "loggers.json"  # service -> its id of this run
 MLFLOW_FILE = "mlflow.db"
 
 
 class _Logger:
-    """One place that lines go to; what it raises ends it, and not the run."""
+    """A metrics logger. If it raises, the logger is disabled and training continues."""
 
     def write(self, rows: Sequence[Row]) -> None: ...
 
@@ -43,12 +42,12 @@ class _Logger:
 
 
 class Loggers:
-    """Those that `log.to` names, as one: `write` lines as they come, `close` at the end of this start."""
+    """The loggers in `log.to`, as one."""
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, Any], start_step: int):
-        """Opens them for the run in `directory`, whose lines up to `start_step` are known.
+        """Open the loggers for the run in `directory`, which resumes after `start_step`.
 
-        Raises ValueError where one cannot be opened, with its own reason: better now than after an hour.
+        Raises ValueError if a logger cannot be opened, because that is better now than after an hour.
         """
         self._open: dict[str, _Logger] = {}
         self._offline = cfg.offline
@@ -58,7 +57,7 @@ class Loggers:
                 continue
             try:
                 if not self._is_local(name):
-                    importlib.import_module(_SERVICES[name])  # which takes seconds and needs no network
+                    importlib.import_module(_SERVICES[name])  # takes seconds and needs no network
                 open_it = partial(_OPENED[name], cfg, directory, settings, start_step)
                 self._open[name] = self._in_time(name, open_it, CONNECT_SECONDS)
             except TimeoutError as error:
@@ -70,11 +69,11 @@ class Loggers:
         self._each(lambda logger: logger.write(rows))
 
     def write_samples(self, step: int, rows: Sequence[Row]) -> None:
-        """A few answers of the model after `step` steps, as tables of the same columns where there are such."""
+        """Log a few completions after `step` steps, as a table. All rows have the same columns."""
         self._each(lambda logger: logger.write_samples(step, rows))
 
     def close(self, *, done: bool) -> None:
-        """`done`: all steps were made, or early stopping ended them."""
+        """`done`: all steps were made, or early stopping ended the run."""
         self._each(lambda logger: logger.close(done), CLOSE_SECONDS)
 
     def _each(self, call: Callable[[_Logger], None], seconds: int = CONNECT_SECONDS) -> None:
@@ -86,17 +85,16 @@ class Loggers:
                 self._leave_out(name, error)
 
     def _leave_out(self, name: str, error: Exception) -> None:
-        say("WARNING", f"log.to={name} failed and is left out from here on ({error}); metrics.jsonl has every line")
+        say("WARNING", f"log.to={name} failed and is disabled from now on ({error}). metrics.jsonl has every line")
 
     def _is_local(self, name: str) -> bool:
-        """Whether a logger writes to the disk alone."""
+        """Whether a logger only writes to the disk."""
         return (
             self._offline or name not in _SERVICES or (name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"))
         )
 
     def _in_time(self, name: str, call: Callable[[], T], seconds: int) -> T:
-        """What `call` returns or raises. A service that has not answered after so many seconds is left to itself, and
-        TimeoutError raised."""
+        """Run `call`. Raises TimeoutError if a service has not answered after `seconds`; its thread is abandoned."""
         if self._is_local(name):
             return call()
         result: Future[T] = Future()
@@ -115,8 +113,7 @@ class Loggers:
 
 
 class _Csv(_Logger):
-    """metrics.csv: a line each of metrics.jsonl's, with a column for every name that any of them has. Samples are in
-    samples.jsonl."""
+    """metrics.csv: the lines of metrics.jsonl, with a column for every name in any line."""
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         self._file, self._lines = directory / "metrics.csv", directory / "metrics.jsonl"
@@ -126,7 +123,7 @@ class _Csv(_Logger):
 
     def write(self, rows: Sequence[Row]) -> None:
         if any(name not in self._columns for row in rows for name in _flat(row)):
-            self._write_whole()  # from metrics.jsonl, where these rows stand by now
+            self._write_whole()  # from metrics.jsonl, which has these rows already
             return
         with open_in_place(self._file, "a") as file:
             csv.DictWriter(file, self._columns).writerows(_flat(row) for row in rows)
@@ -146,7 +143,7 @@ class _TensorBoard(_Logger):
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier start told of later steps, which this one makes again, is not shown.
+        # Hides the steps of an earlier start that this one repeats.
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start_step + 1 if start_step else None)
         if not start_step:
             self._writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
@@ -167,9 +164,9 @@ class _TensorBoard(_Logger):
 
 
 class _WeightsAndBiases(_Logger):
-    """A run of wandb, gone on with under the same id. It never sees the environment or the command.
+    """A wandb run, resumed under the same id. It never gets the environment or the command.
 
-    Its own process writes the record and ends with this one: killed together they lose what it held, which metrics.jsonl has.
+    wandb writes in a process of its own. If both are killed, wandb loses its last lines, which metrics.jsonl has.
     """
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
@@ -186,7 +183,7 @@ class _WeightsAndBiases(_Logger):
             mode="offline" if cfg.offline else None,
             save_code=False,
         )
-        self._run.define_metric("*", step_metric="step")  # steps made again after a resume count again
+        self._run.define_metric("*", step_metric="step")  # steps repeated after a resume count again
         _keep_record(directory, "wandb", self._run.id)
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -204,7 +201,7 @@ class _WeightsAndBiases(_Logger):
 
 
 class _MLflow(_Logger):
-    """A run of MLflow, at MLFLOW_TRACKING_URI, or in `mlflow.db` of the run directory."""
+    """An MLflow run, at MLFLOW_TRACKING_URI or in `mlflow.db` of the run directory."""
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         from mlflow.entities import Param
@@ -218,11 +215,11 @@ class _MLflow(_Logger):
             self._id = known
             return
         experiment = self._client.get_experiment_by_name(cfg.project)
-        # Else it would be below the working folder.
+        # The default place is below the working folder.
         place = (directory / "mlflow").absolute().as_uri() if local else None
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(cfg.project, place)
         self._id = self._client.create_run(experiment_id, run_name=cfg.name or directory.name).info.run_id
-        # Its longest value, and most in one call.
+        # MLflow's limits: 500 characters per value, 100 parameters per call.
         params = [Param(name, value[:500]) for name, value in settings.items()]
         for start in range(0, len(params), 100):
             self._client.log_batch(self._id, params=params[start : start + 100])
@@ -253,7 +250,7 @@ _OPENED: dict[str, Callable[[LogConfig, Path, dict[str, str], int], _Logger]] = 
 
 
 def _numbers(row: Row) -> dict[str, float]:
-    """What of a line is a number and no count of steps."""
+    """The numbers in a line, except `step`."""
     return {name: float(value) for name, value in row.items() if is_number(value) and name != "step"}
 
 
@@ -262,7 +259,7 @@ def is_number(value: Any) -> bool:
 
 
 def _flat(row: Row) -> Row:
-    """A line for a table: what is no number or text (`non_finite`) as JSON."""
+    """A line for a table, with nested values (`non_finite`) as JSON."""
     return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in row.items()}
 
 

@@ -1,8 +1,8 @@
-"""metrics.jsonl: one JSON line for each optimizer step, one for each evaluation.
+"""metrics.jsonl: one JSON line per optimizer step and per evaluation.
 
-Losses and norms stay on the device until the lines are written (every `log_every` steps), so that logging makes the
-host wait for the device only then. A line's time runs from the step's start to `record`: loading the batch, forward,
-backward and update, but not evaluations or checkpoints.
+Losses and norms stay on the device until the lines are written (every `log_every` steps), so the host waits for the device
+only then. A step's time runs from its start to `record`: batch, forward, backward and update, without evaluations and
+checkpoints.
 """
 
 import json
@@ -26,13 +26,13 @@ from lean_ft.training.loggers import Loggers
 from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes, peak_memory_bytes, rss_bytes
 
 Row = dict[str, Any]
-DIVERGED_STEPS = 10  # whose median loss is compared with the first loss
+DIVERGED_STEPS = 10  # last steps, whose median loss is compared with the first loss
 DIVERGED_RATIO = 1.5
 
 
 @dataclass
 class _Pending:
-    """A step whose loss, norm and further values may still be on their way."""
+    """A step whose values may still be on the device."""
 
     row: Row
     scalars: dict[str, Tensor]
@@ -41,7 +41,7 @@ class _Pending:
 
 
 class _Clock:
-    """Marks moments in the device's own time line: CUDA events on a GPU, the host's clock elsewhere."""
+    """Takes times: CUDA events on a GPU, the host's clock elsewhere."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -54,7 +54,7 @@ class _Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks; waits for the device to reach the second."""
+        """Seconds between two marks. Waits for the device to reach the second mark."""
         if not self._cuda:
             return end - start
         end.synchronize()
@@ -62,8 +62,7 @@ class _Clock:
 
 
 class Metrics:
-    """The writer of one run's metrics.jsonl; `steps_per_epoch` turns steps into epochs. One that does not write (`writes`)
-    tells the same lines."""
+    """Writes a run's metrics.jsonl. With `writes=False`, lines are computed but not written."""
 
     def __init__(self, path: Path, device: torch.device, steps_per_epoch: int, *, writes: bool = True):
         self.path, self._writes = path, writes
@@ -73,7 +72,7 @@ class Metrics:
         self._pending: list[_Pending] = []
         self._started: Any = None
         self.growth = ResidentGrowth()
-        self.loggers: Loggers | None = None  # where lines go as well
+        self.loggers: Loggers | None = None  # which get the same lines
 
     def begin_step(self) -> None:
         self._started = self._clock.mark()
@@ -87,10 +86,10 @@ class Metrics:
         micro_batches: Sequence[Batch],
         skipped: bool = False,
     ) -> None:
-        """Note optimizer step number `step` (from 1), which ends now. Copies the tensors and waits for nothing.
+        """Record optimizer step number `step` (from 1), which ends now. Copies the tensors without waiting.
 
-        `values` are the step's `loss` and `grad_norm`, which the line has in any case, and further ones, which end it
-        unless they are None. Of a step without a target only the norm was measured. A step whose update was not made says so: `skipped`.
+        `values` are `loss` and `grad_norm`, which every line has, and further values, left out if None. A step without a target
+        has a gradient norm only. `skipped`: the update was not made.
         """
         assert self._started is not None
         ended = self._clock.mark()
@@ -107,7 +106,7 @@ class Metrics:
             "step_seconds": None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "rss_bytes": rss_bytes(),
-            # Since step 10 of this start, without pages of files.
+            # Since step 10 of this start, without file pages.
             "rss_growth_bytes": self.growth.note(own_rss_bytes()),
         }
         if skipped:
@@ -118,18 +117,18 @@ class Metrics:
         self._started = None
 
     def take_highest_peaks(self, highest: Callable[..., list[int]]) -> None:
-        """Puts the most that any rank took in the lines of the steps noted since the last flush, which all ranks have."""
+        """Set the peaks in the lines since the last flush to the highest of all ranks."""
         if self._pending:
             peaks = highest(*(pending.row["peak_memory_bytes"] for pending in self._pending))
             for pending, peak in zip(self._pending, peaks, strict=True):
                 pending.row["peak_memory_bytes"] = peak
 
     def flush(self) -> list[Row]:
-        """Write the steps noted since the last flush and return their lines."""
+        """Write the steps recorded since the last flush, and return their lines."""
         pending, self._pending = self._pending, []
         if not pending:
             return []
-        # One transfer for all: each .item() would be a wait of its own.
+        # One transfer: each .item() would wait for the device.
         scalars = [scalar for p in pending for scalar in p.scalars.values()]
         values = iter(torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist())
         for p in pending:
@@ -144,7 +143,7 @@ class Metrics:
         return rows
 
     def write_line(self, step: int, fields: dict[str, Any]) -> Row:
-        """Write a line of what was found after `step` steps."""
+        """Write a line of evaluation results after `step` steps."""
         row: Row = {"step": step, "epoch": step / self._steps_per_epoch}
         for name, value in fields.items():
             _put(row, name, value.item() if isinstance(value, Tensor) else value)
@@ -160,20 +159,20 @@ class Metrics:
             self.loggers.write(rows)
 
     def sync_to_disk(self) -> None:
-        """Make the lines written so far survive a power cut; a checkpoint must not outlive its metrics."""
+        """Make the lines written so far survive a power cut, because a checkpoint must not outlive its metrics."""
         if self._writes and self.path.exists():
             sync(self.path)
 
 
 def _copy(value: Tensor | float) -> Tensor:
-    """A float32 scalar of its own: the caller may go on to reuse the tensor it gave."""
+    """A float32 copy: the caller may reuse the tensor."""
     if isinstance(value, Tensor):
         return value.detach().to(torch.float32, copy=True).reshape(())
     return torch.tensor(value, dtype=torch.float32)
 
 
 def _put(row: Row, name: str, value: Any) -> None:
-    """Set a field. JSON has no NaN: a value that is not finite becomes null, and `non_finite` names it."""
+    """Set a field. JSON has no NaN, so a value that is not finite becomes null and is listed in `non_finite`."""
     if isinstance(value, float) and not math.isfinite(value):
         row.setdefault("non_finite", {})[name] = str(value)
         value = None
@@ -181,13 +180,13 @@ def _put(row: Row, name: str, value: Any) -> None:
 
 
 def has_diverged(first_loss: float | None, losses: Sequence[float]) -> bool:
-    """Whether the median of the last steps' losses is far above the loss of the first step."""
+    """Whether the median loss of the last steps is far above the first loss."""
     last = list(losses)[-DIVERGED_STEPS:]
     return bool(last) and first_loss is not None and statistics.median(last) > DIVERGED_RATIO * first_loss > 0
 
 
 def parse_line(line: bytes) -> Row | None:
-    """One line of metrics.jsonl; None if it is not a whole line with a step."""
+    """Parse a line of metrics.jsonl; None if it is not a whole line with a step."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -196,10 +195,10 @@ def parse_line(line: bytes) -> Row | None:
 
 
 def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> list[Row]:
-    """Cut metrics.jsonl back to the lines of the first `step` steps and return them.
+    """Cut metrics.jsonl back to the lines of the first `step` steps, and return them.
 
-    The first unreadable line is removed with all lines after it. If the file should have every step and that loses one (a
-    power cut can leave zeros), the damaged file is kept under another name and a warning printed.
+    The first unreadable line and all lines after it are removed. If the file should have every step and steps are lost (a
+    power cut can leave zeros), the damaged file is kept under another name and a warning is logged.
     """
     if not path.exists():
         return []

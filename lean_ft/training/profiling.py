@@ -1,12 +1,11 @@
-"""`profile=true`: where the time and the memory of a few steps go, in output_dir/profile.
+"""`profile=true`: the time and memory of a few steps, in output_dir/profile.
 
 trace.json.gz    every operation, for https://ui.perfetto.dev or chrome://tracing
-operations.txt   the largest operations, by the module that called them; backward counts for the module of its forward pass
-memory.csv       seconds and bytes: on a GPU what is allocated, on a CPU what is resident, every few milliseconds
+operations.txt   the largest operations by module; backward counts for the module of its forward pass
+memory.csv       seconds and bytes every few milliseconds: allocated on a GPU, resident on a CPU
 
-The profiler is PyTorch's, with its waiting and warm-up steps. Module names come from hooks, which a compiled layer would be
-compiled anew for: with compile=true operations have no module, and kernels the compiler's names. A run without it makes none
-of this.
+The profiler is PyTorch's, with its waiting and warm-up steps. Module names come from hooks, which would recompile compiled
+layers. So with compile=true operations have no module, and kernels have the compiler's names.
 """
 
 import re
@@ -37,7 +36,7 @@ _ROWS = 40
 def profiled(
     cfg: RecipeConfig, model: nn.Module, device: torch.device, writes: bool
 ) -> Iterator["StepProfiler | None"]:
-    """Yields what is to be told of each step that is done, or None where nothing is profiled."""
+    """Context manager with the profiler, whose `step()` is called after each step; None if nothing is profiled."""
     if not cfg.profile or not writes:
         yield None
         return
@@ -49,7 +48,7 @@ def profiled(
 
 
 class StepProfiler:
-    """Waits, warms up, and profiles steps, as many as `steps` says of each."""
+    """Profiles training steps. `steps`: how many steps to wait, to warm up and to profile."""
 
     def __init__(
         self, folder: Path, model: nn.Module, device: torch.device, steps: tuple[int, int, int], names_modules: bool
@@ -72,25 +71,28 @@ class StepProfiler:
         self._watch()
 
     def step(self) -> None:
-        """A step is done."""
+        """Call this after each step."""
         self._done += 1
         if self._done <= sum(self._steps):
-            if self._done == sum(self._steps):  # the profiler now gathers what it saw, which takes memory itself
+            if self._done == sum(self._steps):  # the profiler now takes memory itself
                 self._samples_memory = False
             self._profile.step()
             self._watch()
 
     def stop(self) -> None:
         if self._done < sum(self._steps):
-            say("profile", f"nothing: it takes {sum(self._steps)} steps (profile_steps), and {self._done} were made")
-            self._folder = None  # what was seen of the others is not written
+            say(
+                "profile",
+                f"not written: it needs {sum(self._steps)} steps (profile_steps), and the run made {self._done}",
+            )
+            self._folder = None  # an incomplete profile is not written
             self._profile.stop()
         self._samples_memory = False
         for hook in self._hooks:
             hook.remove()
 
     def _watch(self) -> None:
-        """Begins to sample the memory with the first of the active steps."""
+        """Start to sample the memory at the first profiled step."""
         if self._done == self._steps[0] + self._steps[1]:
             self._samples_memory = True
             threading.Thread(target=self._sample, daemon=True).start()
@@ -115,7 +117,7 @@ class StepProfiler:
 
 
 def _name_modules(model: nn.Module) -> list[Any]:
-    """Hooks that name each module in the profile while it computes."""
+    """Register hooks that name each module in the profile."""
     hooks, open_names = [], list[Any]()
 
     def opens(name: str) -> Any:
@@ -131,13 +133,13 @@ def _name_modules(model: nn.Module) -> list[Any]:
     for name, module in model.named_modules():
         if name:
             hooks.append(module.register_forward_pre_hook(opens(name)))
-            # Also where checkpointing leaves a layer early, by an exception, as all that backward wants is there.
+            # Also if checkpointing leaves a layer early by an exception, once backward has all it needs.
             hooks.append(module.register_forward_hook(close_name, always_call=True))
     return hooks
 
 
 def _table(events: list[Any], steps: int, on_gpu: bool) -> str:
-    """The operations that took longest by themselves, summed over layers, a step's share each."""
+    """A table of the operations with the most self time, summed over layers, per step."""
     of_sequence = {e.sequence_nr: module for e in events if e.sequence_nr >= 0 and (module := _within(e, _MODULE))}
     seconds, calls = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], int](int)
     for event in events:
@@ -152,7 +154,7 @@ def _table(events: list[Any], steps: int, on_gpu: bool) -> str:
         seconds[key] += own / 1e6 / steps
         calls[key] += 1
     total = sum(seconds.values()) or 1.0
-    lines = [f"{'module':<44}  {'operation':<44}  {'calls':>7}  {'ms':>9}  {'share':>6}     a step, of {steps}"]
+    lines = [f"{'module':<44}  {'operation':<44}  {'calls':>7}  {'ms':>9}  {'share':>6}     per step, of {steps}"]
     for key in sorted(seconds, key=lambda key: -seconds[key])[:_ROWS]:
         module, operation = (text if len(text) <= 44 else text[:41] + "..." for text in key)
         share = seconds[key] / total
@@ -164,7 +166,7 @@ def _table(events: list[Any], steps: int, on_gpu: bool) -> str:
 
 
 def _within(event: Any, prefix: str) -> Any:
-    """The innermost event around this one, or itself, whose name begins so."""
+    """The innermost event, from this one outwards, whose name begins with `prefix`."""
     while event is not None and not event.name.startswith(prefix):
         event = event.cpu_parent
     return event

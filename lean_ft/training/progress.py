@@ -1,4 +1,4 @@
-"""How far a run is: a bar that lives in the terminal, or a plain line now and then where there is none."""
+"""Progress: a bar in a terminal, a plain line every few seconds elsewhere."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -12,12 +12,11 @@ from lean_ft.training.metrics import Row
 
 T = TypeVar("T")
 
-PLAIN_LINE_SECONDS = 10.0  # least time between two lines where no terminal shows a bar
+PLAIN_LINE_SECONDS = 10.0  # least time between two plain lines
 
 
 def shown(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """The items, with how many of `total` were gone through: in a bar where there is a terminal, in a line now and then
-    elsewhere."""
+    """Yield the items, and show how many of `total` are done."""
     last_line = time.perf_counter()
     columns = (TextColumn(f"{what:<12}"), BarColumn(bar_width=12), MofNCompleteColumn())
     with Progress(
@@ -33,12 +32,12 @@ def shown(items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
 
 class ProgressBar:
-    """Shows steps as their metrics lines are written. Redrawn then only, with no thread that draws in between."""
+    """Shows training steps. Redrawn when metrics lines are written, without a thread."""
 
     def __init__(self, start_step: int, total_steps: int):
         self._start_step = start_step
         self._total_steps = total_steps
-        # The time left is told from here: the start, then the first step that was seen, which compiles and warms up.
+        # The time left is computed from here: the start, then the first step shown, which compiles and warms up.
         self._since = (start_step, time.perf_counter())
         self._last_line = float("-inf")
         self._bar: Progress | None = None
@@ -57,7 +56,7 @@ class ProgressBar:
             self._bar = None
 
     def update(self, row: Row) -> None:
-        """Show the state that the newest metrics line tells."""
+        """Show the newest metrics line."""
         step, state = row["step"], self._state(row)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, state=state, refresh=True)
@@ -74,7 +73,7 @@ class ProgressBar:
         left = (now - then) / max(1, step - first_step) * (self._total_steps - step)
         if first_step == self._start_step:
             self._since = (step, now)
-        loss = "of no target" if row.get("target_tokens") == 0 else number(row["loss"])
+        loss = "- (no targets)" if row.get("target_tokens") == 0 else number(row["loss"])
         if (margin := row.get("rewards/margins")) is not None:
             loss += f"  margin {number(margin)}"
         if (right := row.get("rewards/accuracies")) is not None:

@@ -1,7 +1,7 @@
-"""What holds a finetune back from fitting its few rows alone: parameters that keep their values, and noise on embeddings.
+"""Regularization against overfitting few rows: frozen parameters, and noise on embeddings.
 
-`freeze` and `train` only ever take parameters away from those that would train. NEFTune adds noise to each token's
-embedding in training, and never in an evaluation: Jain et al. 2023, https://arxiv.org/abs/2310.05914.
+`freeze` and `train` can only reduce the set of trained parameters. NEFTune adds noise to token embeddings in training, never
+in an evaluation: Jain et al. 2023, https://arxiv.org/abs/2310.05914.
 
 Shapes: B batch, T tokens of a row, D hidden size.
 """
@@ -24,9 +24,9 @@ _applied: WeakSet[nn.Module] = WeakSet()
 
 
 def apply_regularization(model: Decoder, cfg: RecipeConfig) -> None:
-    """Applies `freeze`, `train` and `neftune_alpha`, after an adapter and before whatever depends on what trains.
+    """Apply `freeze`, `train` and `neftune_alpha`. Call it after an adapter is added and before the optimizer is built.
 
-    Raises ValueError as `freeze_parameters` does.
+    Raises ValueError as `freeze_parameters`.
     """
     _applied.add(model)
     freeze_parameters(model, cfg.freeze, cfg.train)
@@ -35,20 +35,20 @@ def apply_regularization(model: Decoder, cfg: RecipeConfig) -> None:
 
 
 def check_applied(model: nn.Module, cfg: RecipeConfig) -> None:
-    """Raises ValueError where a recipe was told to freeze or to add noise and does not."""
+    """Raise ValueError if a regularization setting is set and the recipe does not call `apply_regularization`."""
     asked = [name for name in ("freeze", "train", "neftune_alpha") if getattr(cfg, name)]
     if asked and model not in _applied:
         raise ValueError(
-            f"{asked[0]} is set, and this recipe would ignore it. Let it call "
-            "lean_ft.training.apply_regularization(model, cfg) before apply_memory, or leave the setting out."
+            f"{asked[0]} is set, and this recipe ignores it. In the recipe, call "
+            "lean_ft.training.apply_regularization(model, cfg) before apply_memory; or leave the setting out."
         )
 
 
 def freeze_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[str] = ()) -> None:
-    """Of the parameters that train, lets only those go on that `train` matches, if anything, and `freeze` does not.
+    """Freeze the trained parameters that `train` does not match (if it is given) or `freeze` matches.
 
-    A pattern is the end of a parameter's name, or of the name of what holds it (`embed_tokens`, `layers.0.mlp`), or such
-    a name with wildcards. Raises ValueError where one matches nothing that trains, and where nothing is left.
+    A pattern is the end of the name of a parameter or of a module that holds it (`embed_tokens`, `layers.0.mlp`), also with
+    wildcards. Raises ValueError if a pattern matches no trained parameter, or no trained parameter is left.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for setting, patterns in {"freeze": freeze, "train": train}.items():
@@ -56,12 +56,12 @@ def freeze_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[s
             if not _matched(trained, [pattern]):
                 parts = {part for name in trained for part in name.split(".") if not part.isdigit()}
                 raise ValueError(
-                    f"{setting}: {pattern!r} matches no parameter that would train.{did_you_mean(pattern, parts)} Expected "
+                    f"{setting}: {pattern!r} matches no trained parameter.{did_you_mean(pattern, parts)} Expected "
                     f"the end of a name, or one with wildcards such as model.layers.0.*, among {', '.join(sorted(parts))}."
                 )
     kept = _matched(trained, train or ["*"]) - _matched(trained, freeze)
     if not kept and (freeze or train):
-        raise ValueError("freeze and train leave no parameter to train. Take a pattern out of freeze.")
+        raise ValueError("freeze and train leave no parameter to train. Remove a pattern from freeze.")
     for name in trained.keys() - kept:
         trained[name].requires_grad_(False)
 
@@ -75,12 +75,12 @@ def _matched(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 def add_embedding_noise(model: Decoder, alpha: float) -> None:
-    """Adds to each embedding in a training forward pass noise from -s to s, s = alpha / sqrt(L * D).
+    """Add uniform noise from -s to s to each embedding in a training forward pass, s = alpha / sqrt(L * D).
 
-    L is the number of tokens of the sequence: of the document in a packed row, without the padding in others.
+    L is the number of tokens of the sequence: of the document in a packed row, without padding in other rows.
     """
     signature = inspect.signature(model.forward)
-    lengths = torch.empty(0)  # (B, T or 1), of the forward pass under way
+    lengths = torch.empty(0)  # (B, T or 1), of the current forward pass
 
     def note_lengths(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal lengths

@@ -1,16 +1,16 @@
-"""`Run`: what surrounds a training loop, so that the loop itself can be plain PyTorch.
+"""`Run` surrounds a training loop, so that the loop itself is plain PyTorch.
 
-It owns the run directory, finds where to go on, counts steps, writes metrics and checkpoints, shows progress, and ends
-the loop cleanly when asked to stop. It never calls the loop's parts: `steps()` yields and the recipe does the rest.
+`Run` owns the run directory, resumes, counts steps, writes metrics and checkpoints, shows progress, and ends the loop cleanly
+on a signal. It never calls the loop's parts: `steps()` yields, and the recipe does the rest.
 
-A run is the same bits whether or not it was interrupted, on the same machine with the same settings: a checkpoint holds
-weights, optimizer state, loss scale, position in the data and every random number generator. A loop that is left by an
-exception or a `break` saves the steps that are whole; in the middle of an update there are none to save. A run extended by a larger
-`max_steps` or `epochs` equals one that had it all along where the schedule does not look at the total (`constant`);
-`linear` and `cosine` end at the total, so an extended one rises again first, which is said.
+A run has the same bits whether or not it was interrupted, on the same machine with the same settings. A checkpoint holds
+weights, optimizer state, loss scale, position in the data and every random number generator. If an exception or a `break`
+leaves the loop, the complete steps are saved; in the middle of an update there is nothing to save. A run extended by a larger
+`max_steps` or `epochs` equals one that had the larger value from the start if its schedule ignores the total (`constant`).
+`linear` and `cosine` end at the total, so the learning rate of an extended run rises again, which is logged.
 
-On many ranks each has its `Run`. Rank 0's alone writes metrics and locks the directory, and all of them save; what decides
-the run's course (where to go on from, a signal to any of them, the time to save) they agree upon, once a step.
+With several ranks each has its own `Run`. Rank 0 alone writes metrics and locks the directory; all ranks write checkpoints.
+They agree once per step on what to do next: where to resume, a signal to any of them, when to save.
 """
 
 import contextlib
@@ -41,57 +41,59 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
 from lean_ft.training.checkpoint import (
+    RandomState,
+    capture_random_state,
     from_checkpoint,
     read_random_state,
     read_training_state,
     restore_beside,
     restore_optimizer,
+    restore_random_state,
     restore_weights,
 )
 from lean_ft.training.continuation import (
     check_complete,
     check_output_dir,
+    command_to_continue,
     compare_base,
     compare_data,
     compare_settings,
     find_checkpoint,
     is_own,
 )
-from lean_ft.training.intervals import is_due
 from lean_ft.training.loggers import Loggers, is_number
 from lean_ft.training.metrics import Metrics, trim_metrics
 from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
-from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
 from lean_ft.training.regularization import check_applied
 from lean_ft.training.run_directory import (
     LOCK_FILE,
     METRICS_FILE,
     DirectoryLock,
+    facts_that_ranks_share,
     gather_facts,
     record_start,
     remove_half_written,
     settings_of,
-    told_of_run,
 )
-from lean_ft.training.saving import Place, Saving
-from lean_ft.training.summary import Totals, command_to_continue, say_end, say_start
+from lean_ft.training.saving import Place, Saving, is_due
+from lean_ft.training.summary import Summary
 
 
 class Run:
-    """One run of a recipe, new or gone on with; the module says what it promises.
+    """A training run, new or resumed.
 
-    `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches,
-    the last of an epoch what is left.
+    `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches; the last step
+    of an epoch takes the remaining ones.
 
-    `ranks` are all that train the model, each of which makes its Run and calls it as often. `carried` is what the loop carries
-    from step to step beside the rest: its `state_dict`, of plain numbers, text and scalar tensors, goes into checkpoints and
-    comes back by `load_state_dict`, as do the parameters of `beside`, a module that trains with the model and is no part of it.
+    All `ranks` that train the model make a Run and call it equally often. `carried` is further state of the loop that
+    checkpoints hold: a module that trains besides the model, or an object with `state_dict` (plain numbers, text and scalar
+    tensors) and `load_state_dict`.
 
     Raises:
-        ValueError: `output_dir` is in use, holds something else, or its run does not fit these settings or this data;
-            or its disk has no room for a checkpoint; or `stop_after_evals` finds nothing held out; or ranks differ in
-            their settings or data.
+        ValueError: `output_dir` is in use, holds something else, or holds a run that does not fit these settings or data;
+            the disk has no room for a checkpoint; `stop_after_evals` is set and nothing is held out; or the ranks differ in
+            settings or data.
     """
 
     def __init__(
@@ -105,18 +107,16 @@ class Run:
         held_out: Iterable[Batch] | None = None,
         ranks: Ranks = ALONE,
         carried: Any = None,
-        beside: nn.Module | None = None,
     ):
-        self.ranks, self._carried, self._beside = ranks, carried, beside
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
-        self._held_out = held_out
+        self.ranks, self._held_out = ranks, held_out
         self.start_step, self.total_steps = 0, 1
         self.writes = False  # whether this process writes metrics and samples
         check_applied(model, cfg)
         settings = cfg.group(ModelConfig)
         if settings is not None and any(tokenizer.token_id(token) is None for token in settings.new_tokens):
             raise ValueError(
-                "the tokenizer lacks model.new_tokens: in the recipe it is load_tokenizer(cfg.model, ...)."
+                "the tokenizer lacks model.new_tokens. In the recipe, load it by load_tokenizer(cfg.model, ...)."
             )
         if (watcher := stage()) is not None:
             watcher.watch_run(self)
@@ -129,25 +129,20 @@ class Run:
         self.total_steps = max(1, math.ceil(cfg.epochs * self.steps_per_epoch - 1e-9))
         if cfg.max_steps is not None:
             self.total_steps = min(self.total_steps, cfg.max_steps)
-        self._saving = Saving(cfg, model, optimizer, batches, tokenizer, ranks, carried=carried, beside=beside)
 
-        self._step = 1  # the step under way, from 1
+        self._step = 1  # the current step, from 1
         self._done_steps = 0
-        self._begun: Place | None = None  # where the step under way began
-        self._logged = False  # whether the step under way has called log()
+        self._begun: Place | None = None  # the place at which the current step began
+        self._logged = False  # whether the current step has called log()
         self._random_state: RandomState | None = None
+        self._saving = Saving(cfg, model, optimizer, batches, tokenizer, ranks, carried)
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch, writes=self.writes)
-        self._totals = Totals()
-        self._bad_steps = BadSteps(
-            self.directory,
-            tokenizer,
-            cfg.max_bad_steps,
-            model.config.vocab_size if isinstance(model, Decoder) else None,
-            writes=self.writes,
-        )
-        self._skipped_before = 0  # what the optimizer counted when the step under way began
+        self._summary = Summary(cfg, model, optimizer, batches, tokenizer, ranks)
+        vocab_size = model.config.vocab_size if isinstance(model, Decoder) else None
+        self._bad_steps = BadSteps(self.directory, tokenizer, cfg.max_bad_steps, vocab_size, writes=self.writes)
+        self._skipped_before = 0  # the optimizer's count of skipped steps when the current step began
         self._growth_said = False
-        self._eval_losses: dict[int, float | None] = {}  # held-out losses, by the steps done
+        self._eval_losses: dict[int, float | None] = {}  # held-out losses by step
         self._lacks_evaluation = self._lacks_tasks = False  # a finished run whose last evaluation was interrupted
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
@@ -159,8 +154,8 @@ class Run:
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
                 "data.validation_source or data.validation_fraction, or leave it out."
             )
-        ranks.check_same(told_of_run(cfg, batches))
-        self._lock: DirectoryLock | None = None  # rank 0's
+        ranks.check_same(facts_that_ranks_share(cfg, batches))
+        self._lock: DirectoryLock | None = None  # held by rank 0
         try:
             self._take_directory()
             self._open()
@@ -170,13 +165,13 @@ class Run:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest one, written or gone on from."""
+        """The newest checkpoint that was written, or the one that the run resumed from."""
         return self._saving.newest
 
     # Starting -----------------------------------------------------------------------------------------------------
 
     def _take_directory(self) -> None:
-        """Locks the run directory, and sees that all ranks have the same."""
+        """Lock the run directory, and check that all ranks see the same one."""
 
         def lock() -> str:
             check_output_dir(self.cfg)
@@ -189,8 +184,8 @@ class Run:
         def look() -> None:
             if not file.is_file() or file.read_text(encoding="utf-8") != holder:
                 raise ValueError(
-                    f"output_dir={self.directory} is not the folder of rank 0 for rank {self.ranks.rank}, on "
-                    f"{platform.node()}: all ranks write the checkpoints together. Set one on a disk that all of them see."
+                    f"output_dir={self.directory}: rank {self.ranks.rank}, on {platform.node()}, sees another folder than "
+                    "rank 0. All ranks write checkpoints together, so set a folder on a disk that all of them share."
                 )
 
         if self.ranks.size > 1:
@@ -201,12 +196,12 @@ class Run:
             self._lock.release()
 
     def _open(self) -> None:
-        """Go on from a checkpoint or begin, and record the start."""
+        """Resume from a checkpoint or begin anew, and record the start."""
         folder, self._base_fingerprint = self.ranks.on_rank_zero(
             lambda: (find_checkpoint(self.cfg), base_fingerprint(self.model))
         )
         if folder is not None:
-            self._go_on_from(folder)
+            self._resume(folder)
         if self.start_step >= self.total_steps:
             if self._lacks_evaluation or self._lacks_tasks:
                 self.ranks.on_rank_zero(self._open_loggers)
@@ -226,20 +221,20 @@ class Run:
             self._open_loggers()
 
         self.ranks.on_rank_zero(record)
-        say_start(self)
+        self._summary.say_start(self.start_step, self.total_steps, self.steps_per_epoch)
 
     def _open_loggers(self) -> None:
         self._metrics.loggers = Loggers(self.cfg.log, self.directory, settings_of(self.cfg), self.start_step)
 
     def _set_earlier_attempt_aside(self) -> None:
-        """Keep, under another name, the metrics of a start in this directory that ended before its first checkpoint."""
+        """Rename the metrics file of an earlier start in this directory that never reached a checkpoint."""
         metrics = self._metrics.path
         if metrics.exists() and metrics.stat().st_size:
             aside = metrics.with_stem("metrics.previous")
             metrics.replace(aside)
-            say("starting", f"anew: an earlier attempt left no checkpoint. Its metrics are in {aside}")
+            say("starting", f"from step 0: an earlier attempt saved no checkpoint. Its metrics are now in {aside}")
 
-    def _go_on_from(self, folder: Path) -> None:
+    def _resume(self, folder: Path) -> None:
         state = read_training_state(folder)
         with from_checkpoint(folder):
             changes = compare_settings(self.cfg, state, folder)
@@ -250,13 +245,13 @@ class Run:
         self._saving.newest = folder
         is_own_run, rows = is_own(self.cfg, folder), []
         if is_own_run and (rows := self.ranks.on_rank_zero(lambda: trim_metrics(self._metrics.path, self.start_step))):
-            self._totals.first_loss = rows[0].get("loss")
+            self._summary.first_loss = rows[0].get("loss")
             losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
             self._eval_losses = {step: loss for step, loss in losses.items() if loss is None or is_number(loss)}
-        restore_weights(folder, self.model)  # of a complete run, too: it can still be asked for answers
+        restore_weights(folder, self.model)  # also for a finished run, which can still answer questions
         if self.start_step >= self.total_steps or self._evals_say_stop:
             check_complete(self.cfg, state)
-            self.total_steps = self.start_step  # `max_steps` may ask for fewer than there are: none is undone
+            self.total_steps = self.start_step  # a smaller `max_steps` undoes no steps
             last = [row for row in rows if row["step"] == self.total_steps and "tokens" not in row]
             self._lacks_evaluation = (
                 is_own_run and self._held_out is not None and self.total_steps not in self._eval_losses
@@ -265,37 +260,37 @@ class Run:
             return
 
         restore_optimizer(folder, self.optimizer)
-        if self._beside is not None:
-            restore_beside(folder, self._beside)
+        if self._saving.beside is not None:
+            restore_beside(folder, self._saving.beside)
         with from_checkpoint(folder):
             self.batches.load_state_dict(state["batches"])
             if state["scaler"] is not None:
                 self.optimizer.scaler.load_state_dict(state["scaler"])
-            if self._carried is not None and state.get("carried") is not None:
-                self._carried.load_state_dict(state["carried"])
+            if self._saving.carried is not None and state.get("carried") is not None:
+                self._saving.carried.load_state_dict(state["carried"])
         self._random_state = read_random_state(folder)
-        say("resuming", f"{folder}, after {self.start_step} of {self.total_steps} steps")
+        say("resuming", f"from {folder}, after step {self.start_step} of {self.total_steps}")
         for change in changes:
-            say("changed", f"{change}: from here on the numbers are not those of a run that had it all along")
+            say("changed", f"{change}. The results will differ from a run that had this value from the start")
         schedule, planned = self.cfg.group(ScheduleConfig), state["total_steps"]
-        ends = schedule is not None and (schedule.name != "constant" or schedule.warmup_ratio > 0)
-        if schedule is not None and ends and planned != self.total_steps:
-            ends = f"schedule.name={schedule.name} goes by the new total from here on"
-            say("changed", f"steps in total: {planned} then, {self.total_steps} now: {ends}")
+        uses_total = schedule is not None and (schedule.name != "constant" or schedule.warmup_ratio > 0)
+        if schedule is not None and uses_total and planned != self.total_steps:
+            effect = f"schedule.name={schedule.name} uses the new total from now on"
+            say("changed", f"total steps: {planned} then, {self.total_steps} now. {effect}")
 
     # The loop -----------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """Yield the 0-based index of each optimizer step to take; in between, write, save, and stop if asked to.
+        """Yield the 0-based index of each optimizer step; between steps, write metrics, save, and stop if asked to.
 
-        The body calls `log` once. After the last step, or an early one where `stop_after_evals` says so, a checkpoint is
-        saved and a summary printed. On SIGINT or SIGTERM the step is finished and saved, and SystemExit(130 or 143)
-        raised; on SIGUSR1 it is saved and the run goes on. Where the body raises, the steps before are saved.
+        The body calls `log` once. After the last step, or an early one with `stop_after_evals`, a checkpoint is saved and a
+        summary printed. On SIGINT or SIGTERM the current step is finished and saved, and SystemExit(130 or 143) raised. On
+        SIGUSR1 the step is saved and the run continues. If the body raises, the steps before are saved.
 
         Raises:
-            TrainingFailed: more than `max_bad_steps` steps were not finite, found when their lines are written, so up to
-                `log_every` steps late. Or the weights are not finite, and so are not saved. Or a checkpoint could not be
-                written; with `save_async` raised after a later step.
+            TrainingFailed: more than `max_bad_steps` steps were not finite (raised when their lines are written, up to
+                `log_every` steps late); the weights are not finite, and so are not saved; or a checkpoint could not be
+                written (with `save_async`, raised after a later step).
         """
         if self.start_step >= self.total_steps:
             try:
@@ -315,30 +310,30 @@ class Run:
             with (
                 self._signals as signals,
                 ProgressBar(self.start_step, self.total_steps) as self._progress,
-                profiled(self.cfg, self.model, self.device, writes=self.ranks.rank == 0) as profiler,
+                profiled(self.cfg, self.model, self.device, writes=self.writes) as profiler,
             ):
                 if self._random_state is not None:
                     with from_checkpoint(self.checkpoint or self.directory, ValueError):
                         restore_random_state(self._random_state, self.device)
                 for step in range(self.start_step, self.total_steps):
-                    if step <= self.start_step + 1:
-                        # Before the first step and after it: preparing data and compiling leave much freed memory.
+                    if step <= self.start_step + 1:  # preparing data and compiling leave much freed memory
                         trim_heap()
                     self._step, self._logged = step + 1, False
-                    if self.ranks.rank > 0:
-                        # What a rank draws by itself (dropout) is its own, and the same after a resume.
+                    if (
+                        self.ranks.rank > 0
+                    ):  # draws of one rank (dropout) differ between ranks and repeat after a resume
                         torch.manual_seed(zlib.crc32(f"{self.cfg.seed} {step} {self.ranks.rank}".encode()))
                     self._begun = self._saving.place()
                     self._skipped_before = self.optimizer.skipped_steps
                     self._metrics.begin_step()
                     try:
                         yield step
-                    except GeneratorExit:  # the loop was left, by an exception or a break: it does not tell which
-                        self._save_what_is_whole()
+                    except GeneratorExit:  # an exception or a break left the loop; which one is unknown here
+                        self._save_complete_steps()
                         raise
                     if profiler is not None:
                         profiler.step()
-                    # Read once: what comes while this step is saved is for the next.
+                    # Read once: a signal that arrives while this step is saved counts for the next step.
                     received = self._signal_to_stop(signals)
                     self._finish_step(stopping=received is not None)
                     if received is not None and step + 1 < self.total_steps:
@@ -350,29 +345,29 @@ class Run:
                 self._do_tasks()
         finally:
             self._progress = None
-            with contextlib.suppress(Exception):  # an error of the loop's own matters more; else it was raised before
+            with contextlib.suppress(Exception):  # the loop's own error matters more; without one it was raised before
                 self._saving.writer.wait()
-            with contextlib.suppress(Exception):  # the loop ended by an error: write what it can still tell
+            with contextlib.suppress(Exception):  # after an error, write the metrics that are left
                 self._metrics.flush()
             if self._metrics.loggers is not None:
                 self._metrics.loggers.close(done=self._done_steps >= self.total_steps or self._evals_say_stop)
             self._release()
-        self._saving.remove_superseded(self._done_steps, self._eval_losses)  # by the loss of the last evaluation too
+        self._saving.remove_superseded(self._done_steps, self._eval_losses)  # the last evaluation may change the best
         if self._done_steps < self.total_steps:
             say("stopped", self._why_early())
         self._bad_steps.say_totals()
         seconds = time.perf_counter() - started
-        say_end(self, self._totals, seconds=seconds, steps=self._done_steps - self.start_step)
+        self._summary.say_end(self.checkpoint, seconds=seconds, steps=self._done_steps - self.start_step)
         self._say_answers(f"at step {self._done_steps}")
 
     def _evaluate_again(self) -> Iterator[int]:
-        """Do the last evaluation of a finished run if it was interrupted.
+        """Repeat the last evaluation of a finished run if it was interrupted.
 
-        Only the body of the loop can evaluate, so it takes its last step once more. Nothing of that step is kept:
-        `evaluation_due` reads the weights of the checkpoint again.
+        Only the loop's body can evaluate, so it takes its last step again. The result of that step is discarded:
+        `evaluation_due` reads the checkpoint's weights again.
         """
         if self._lacks_evaluation:
-            say("evaluation", f"the last one, after step {self.total_steps}, was interrupted; it is done now")
+            say("evaluation", f"repeating the interrupted evaluation after step {self.total_steps}")
             self._step, self._logged = self.total_steps, False
             with self._signals:
                 yield self.total_steps - 1
@@ -382,7 +377,7 @@ class Run:
 
     @property
     def is_training(self) -> bool:
-        """Whether the step under way counts: False while a finished run does its last evaluation again."""
+        """Whether the current step counts. False while a finished run repeats its last evaluation."""
         return not self._lacks_evaluation
 
     def log(
@@ -394,13 +389,13 @@ class Run:
         micro_batches: Iterable[Batch],
         **more: Tensor | float | None,
     ) -> None:
-        """Note the step just taken, once, after the update. Tensors stay on the device until their line is written.
+        """Record the current step, once, after the update. Tensors stay on the device until their line is written.
 
-        loss: mean over the step's targets. grad_norm: before clipping; None where none was computed. more: further
-        values for the step's line, None left out.
+        loss: mean over the step's targets. grad_norm: before clipping; None if it was not computed. more: further values for
+        the step's line; None values are left out.
         """
         if self._logged:
-            raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line a step.")
+            raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line per step.")
         self._logged = True
         if not self.is_training:
             return
@@ -415,14 +410,14 @@ class Run:
         )
 
     def evaluation_due(self) -> bool:
-        """Whether to evaluate now, inside the loop's body: as often as `eval_every` says, and after the last step, which
-        is saved first; never where nothing is held out."""
+        """Whether the loop's body evaluates now: as often as `eval_every` says, and after the last step, which is saved first.
+        False if nothing is held out."""
         if self._held_out is None:
             return False
         if not self.is_training and self.checkpoint is not None:
             restore_weights(self.checkpoint, self.model)
-            if self._beside is not None:
-                restore_beside(self.checkpoint, self._beside)
+            if self._saving.beside is not None:
+                restore_beside(self.checkpoint, self._saving.beside)
             restore_random_state(read_random_state(self.checkpoint), self.device)
             return True
         if self._step < self.total_steps:
@@ -432,34 +427,33 @@ class Run:
         return True
 
     def log_evaluation(self, eval_loss: Tensor | float | None, **more: Any) -> None:
-        """Write an evaluation's line: `eval_loss`, None where nothing held out has a label, and whatever else is given, as
-        plain numbers or text."""
+        """Write an evaluation's line: `eval_loss` (None if no held-out token has a label), and further numbers or text."""
         self._flush()
         row = self._metrics.write_line(self._step, {"eval_loss": eval_loss, **more})
-        self._totals.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
-        loss = "no token held out has a label" if eval_loss is None else f"held-out loss {number(row['eval_loss'])}"
+        self._summary.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
+        text = "no held-out token has a label" if eval_loss is None else f"held-out loss {number(row['eval_loss'])}"
         if (reward := row.get("eval_reward")) is not None:
-            loss = f"held-out reward {number(reward)}"
+            text = f"held-out reward {number(reward)}"
         if (right := row.get("eval_rewards/accuracies")) is not None:
-            loss += f", {right:.1%} of pairs right"
-        say("evaluation", f"after step {row['step']}: {loss}")
+            text += f", {right:.1%} of pairs right"
+        say("evaluation", f"after step {row['step']}: {text}")
 
     def log_samples(self, rows: list[dict[str, Any]]) -> None:
-        """Shows a few answers of the model to the loggers; rows: with the same fields each."""
+        """Show a few of the model's completions to the loggers. All rows have the same fields."""
         if self._metrics.loggers is not None:
             self._metrics.loggers.write_samples(self._step, rows)
 
     def held_out(self) -> Iterator[Batch]:
-        """This rank's of the held-out batches, for an evaluation; on SIGINT or SIGTERM the step before it is saved and SystemExit raised instead.
+        """This rank's held-out batches, for an evaluation. On SIGINT or SIGTERM, save the current step and raise SystemExit.
 
-        The step has to be logged by then, so that nothing of it is missing.
+        Log the step before the evaluation, so that all of it is saved.
         """
         held_out: Any = () if self._held_out is None else self._held_out
         if not hasattr(held_out, "__getitem__"):
             held_out = list(held_out)
         for batch, _ in self.ranks.share(held_out):
             if self._logged and (received := self._signal_to_stop(self._signals)) is not None:
-                again = "the next start does it again" if self._step == self.total_steps else "it is not done again"
+                again = "the next start repeats it" if self._step == self.total_steps else "it is not repeated"
                 say("evaluation", f"after step {self._step}: interrupted; {again}")
                 self._finish_step(stopping=True)
                 self._stop(128 + received)
@@ -468,24 +462,22 @@ class Run:
     # Between steps ------------------------------------------------------------------------------------------------
 
     def _finish_step(self, *, stopping: bool) -> None:
-        """Write and save what is due after the step under way, once."""
+        """Write and save what is due after the current step, once."""
         done = self._step
         if not self._logged:
-            raise RuntimeError(
-                f"Step {done} ended without run.log(...), so metrics.jsonl would lack it. Call it once a step."
-            )
+            raise RuntimeError(f"Step {done} ended without run.log(...). Call it once per step.")
         if self._done_steps == done:
             return
         self._done_steps = done
         ending = stopping or done == self.total_steps or self._evals_say_stop
-        # Rank 0's clock tells whether a save is due; a request may come to any.
+        # Rank 0's clock decides whether a save is due; a signal may come to any rank.
         due = self.ranks.rank == 0 and self._saving.is_due(done, self.steps_per_epoch)
         saving = ending or any(self.ranks.highest(self._signals.take_save_request(), due))
         if saving or done % self.cfg.log_every == 0:
             self._flush()
         self._saving.writer.check()
         if self._bad_steps.too_many:
-            self._save(wait=True)  # raises where the weights are no longer good
+            self._save(wait=True)  # raises if the weights are not finite
             raise TrainingFailed(self._bad_steps.report(self.checkpoint))
         if saving:
             self._save(wait=ending)
@@ -494,19 +486,19 @@ class Run:
         self._metrics.take_highest_peaks(self.ranks.highest)
         rows = self._metrics.flush()
         for row in rows:
-            self._totals.add(row)
+            self._summary.add(row)
         if rows and self._progress is not None:
             self._progress.update(rows[-1])
         if self._metrics.growth.goes_on and not self._growth_said:
             self._growth_said = True
             grown = gibibytes(rows[-1]["rss_growth_bytes"])
-            say("memory", f"still grows after step {rows[-1]['step']}: {grown} more are resident than after ten steps")
+            say("memory", f"still grows after step {rows[-1]['step']}: resident memory is {grown} above step 10")
         for row in rows:
             self._bad_steps.look_at(row, loss_scale=self.optimizer.scaler.value)
 
     @property
     def _evals_say_stop(self) -> bool:
-        """Whether the held-out loss has not gone below its lowest for `stop_after_evals` evaluations."""
+        """Whether the last `stop_after_evals` evaluations all missed the lowest held-out loss."""
         patience, losses = self.cfg.stop_after_evals, list(self._eval_losses.values())
         return bool(losses) and 0 < patience < len(losses) - losses.index(self._lowest_eval_loss)
 
@@ -515,35 +507,33 @@ class Run:
         return min((loss for loss in self._eval_losses.values() if loss is not None), default=None)
 
     def _signal_to_stop(self, signals: StopSignals) -> int | None:
-        """The signal that came to this rank or any other."""
+        """The signal that reached any rank."""
         return self.ranks.highest(signals.received or 0)[0] or None
 
-    def _save_what_is_whole(self) -> None:
-        """Save the steps before the one that was broken off, or that one too where it was logged.
+    def _save_complete_steps(self) -> None:
+        """Save the steps before the interrupted one, or that one too if it was logged.
 
-        Weights are those of a step until its first update, and again once it is logged; in between nothing can be saved
-        that would go on as if nothing had happened. What fails here is told, as the loop's own error is on its way.
+        Between a step's first update and its log the weights belong to no step, so nothing is saved. An error here is only
+        logged, because the loop's own error is on its way.
         """
-        optimizer, begun = self.optimizer, self._begun
-        if self.ranks.size > 1:  # the others are in the middle of something, and a save takes all
-            newest = self._saving.newest_or_none
-            say("not saved", f"step {self._step} was broken off on rank {self.ranks.rank}; {newest}")
+        optimizer, begun, newest = self.optimizer, self._begun, self._saving.newest_or_none
+        if self.ranks.size > 1:  # the other ranks are busy, and a save takes all of them
+            say("not saved", f"step {self._step} failed on rank {self.ranks.rank}; {newest}")
             return
         try:
             if self._logged:
                 self._finish_step(stopping=True)
             elif begun is None or not optimizer.is_whole or begun.num_updates != self._saving.num_updates:
-                broken_off = f"step {self._step} was broken off in its update, so the weights are of no step"
-                say("not saved", f"{broken_off}; {self._saving.newest_or_none}")
+                say("not saved", f"step {self._step} was interrupted during its update; {newest}")
             elif self._done_steps > self._saving.saved_steps:
-                optimizer.zero_grad()  # room to save, where memory was short
+                optimizer.zero_grad()  # frees memory for the save
                 self._flush()
                 self._save(wait=True, place=begun)
         except Exception as error:
             say("not saved", f"{type(error).__name__}: {error}")
 
     def _save(self, *, wait: bool, place: Place | None = None) -> None:
-        """Save the steps done, where the run is or was at `place`; in the background, where it may be and need not `wait`."""
+        """Save the finished steps, at the run's place now or an earlier `place`; in the background if allowed, unless `wait`."""
         self._metrics.sync_to_disk()
         facts = {
             "total_steps": self.total_steps,
@@ -553,52 +543,56 @@ class Run:
         self._saving.save(self._done_steps, facts, self._bad_steps, self._eval_losses, wait=wait, place=place)
 
     def _say_answers(self, when: str) -> None:
-        """Has the model answer held-out questions, where `eval_answers` asks for them."""
+        """Have the model answer held-out questions, if `eval_answers` asks for it."""
         if self.cfg.eval_answers:
             model, cfg = cast(Decoder, self.model), self.cfg
             say_answers(when, model, self.tokenizer, self._held_out, cfg.eval_answers, pattern=cfg.eval_pattern)
 
     def _check_tasks(self) -> None:
-        """Whether `eval_tasks` can be done: better now than after an hour."""
-        if self.ranks.size > 1 or not isinstance(self.model, Decoder) or self.model.config.scores:
-            what = f"and there are {self.ranks.size}" if self.ranks.size > 1 else "of a model that gives answers"
-            raise ValueError(f"eval_tasks is for one process, {what}: leanft run evaluate does them afterwards.")
+        """Raise ValueError now, rather than after an hour, if `eval_tasks` cannot run."""
+        if self.ranks.size > 1:
+            raise ValueError(
+                f"eval_tasks needs one process, and there are {self.ranks.size}. Leave it out, and use leanft run evaluate "
+                "after training."
+            )
+        if not isinstance(self.model, Decoder) or self.model.config.scores:
+            raise ValueError("eval_tasks needs a language model. Leave it out.")
         find_tasks(self.cfg.eval_tasks)
 
     def _do_tasks(self) -> None:
-        """Does the tasks of `eval_tasks`; the run goes on as if it had not."""
+        """Run `eval_tasks`, without an effect on the rest of the run."""
         cfg = self.cfg
         if not cfg.eval_tasks:
             return
         model, random_state = cast(Decoder, self.model), capture_random_state(self.device)
-        asked = {"limit": cfg.eval_tasks_limit, "seed": cfg.seed, "tokens_at_a_time": cfg.pass_tokens}
-        found = run_tasks(model, self.tokenizer, cfg.eval_tasks, **asked)
+        options = {"limit": cfg.eval_tasks_limit, "seed": cfg.seed, "tokens_at_a_time": cfg.pass_tokens}
+        found = run_tasks(model, self.tokenizer, cfg.eval_tasks, **options)
         restore_random_state(random_state, self.device)
         self._flush()
-        told = {f"eval_{task}/{name}": value for task, values in found.items() for name, value in values.items()}
-        self._metrics.write_line(self._done_steps, told)
-        say("tasks", f"after step {self._done_steps}: {', '.join(f'{k[5:]} {number(v)}' for k, v in told.items())}")
+        row = {f"eval_{task}/{name}": value for task, values in found.items() for name, value in values.items()}
+        self._metrics.write_line(self._done_steps, row)
+        say("tasks", f"after step {self._done_steps}: {', '.join(f'{k[5:]} {number(v)}' for k, v in row.items())}")
 
     # Ending -------------------------------------------------------------------------------------------------------
 
     def _stop(self, exit_code: int) -> None:
-        say("stopped", f"after step {self._done_steps} of {self.total_steps}, all of it saved. To go on:")
+        say("stopped", f"after step {self._done_steps} of {self.total_steps}; all steps are saved. To resume, run:")
         say("", command_to_continue(self.cfg.resume))
         raise SystemExit(exit_code)
 
     def _why_early(self) -> str:
         step = next(step for step, loss in self._eval_losses.items() if loss == self._lowest_eval_loss)
         return (
-            f"early, after step {self._done_steps}: no held-out loss since step {step} was below its "
-            f"{number(self._lowest_eval_loss)} (stop_after_evals={self.cfg.stop_after_evals})"
+            f"early, after step {self._done_steps}: the held-out loss has not been below {number(self._lowest_eval_loss)} "
+            f"since step {step} (stop_after_evals={self.cfg.stop_after_evals})"
         )
 
     def _say_complete(self) -> None:
         if self._evals_say_stop:
-            say("complete", f"stopped {self._why_early()}: {self.checkpoint}")
-            say("", "To train on, give the same command a larger stop_after_evals; to start another, a new output_dir.")
+            say("complete", f"stopped {self._why_early()}. Checkpoint: {self.checkpoint}")
+            say("", "To train on, set a larger stop_after_evals. To start another run, set a new output_dir.")
             return
-        say("complete", f"all {self.total_steps} steps are done, nothing is left to do: {self.checkpoint}")
+        say("complete", f"all {self.total_steps} steps are done. Checkpoint: {self.checkpoint}")
         bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
         limits = " and ".join(name for name, bound in bounds.items() if bound is not None and bound <= self.total_steps)
-        say("", f"To train on, give the same command a larger {limits}; to start another run, a new output_dir.")
+        say("", f"To train on, set a larger {limits}. To start another run, set a new output_dir.")

@@ -1,7 +1,7 @@
-"""The run directory: who may write in it, what it records about the run, and what must not be there.
+"""The run directory: its lock, its records about the run, and checks of its content.
 
-config.yaml      the resolved settings, which `leanft run RECIPE --config` reads again; facts as comments
-run.json         the same facts for programs, one entry a start of the run
+config.yaml      the resolved settings, which `leanft run RECIPE --config` reads; facts about the run as comments
+run.json         the same facts for programs, with one entry per start of the run
 metrics.jsonl    see lean_ft.training.metrics
 step_00000100/   see lean_ft.training.checkpoint
 """
@@ -45,9 +45,9 @@ def settings_of(cfg: RecipeConfig) -> Settings:
     return {key: redact_values(value) for key, value in dotted(json.loads(cfg.model_dump_json())) if value != {}}
 
 
-def told_of_run(cfg: RecipeConfig, batches: Any) -> Settings:
-    """What all processes of a run have to have alike, by name."""
-    data = {"data fingerprint": batches.fingerprint, "batches an epoch": batches.batches_per_epoch}
+def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:
+    """The settings and data facts that must be equal on all ranks, by name."""
+    data = {"data fingerprint": batches.fingerprint, "batches per epoch": batches.batches_per_epoch}
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
 
 
@@ -59,7 +59,7 @@ def recipe_name(cfg: RecipeConfig) -> str:
 
 
 def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int) -> dict[str, Any]:
-    """What one would want to know of this start of the run in a year."""
+    """Versions, hardware, commit and data of this start of the run."""
     facts: dict[str, Any] = {
         "recipe": recipe_name(cfg),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -85,7 +85,7 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit checked out around `folder`, with `+changes` where tracked files differ from it; None without one."""
+    """The git commit of `folder`, with `+changes` if tracked files differ from it; None outside a repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -103,18 +103,18 @@ def holds_run(directory: Path) -> bool:
 
 
 def check_usable(directory: Path) -> None:
-    """Raise ValueError where `directory` is no place for a run: a file, read-only, or full of other things."""
+    """Raise ValueError if `directory` is a file, is read-only, or holds files that do not belong to a run."""
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"output_dir={directory} is a file; it has to be a directory, which need not exist yet.")
+        raise ValueError(f"output_dir={directory} is a file. Set a directory; it need not exist.")
     nearest = directory
     while not nearest.exists():
         nearest = nearest.parent
     try:
-        # To be asked is not enough: root may all.
+        # Permission bits are not enough: they allow root everything, also on a read-only disk.
         tempfile.TemporaryDirectory(prefix=".lean_ft-", dir=nearest).cleanup()
     except OSError as error:
         raise ValueError(
-            f"output_dir={directory} cannot be written: {nearest} refuses it ({error.strerror}). Set another output_dir."
+            f"output_dir={directory} cannot be written: {nearest}: {error.strerror}. Set another output_dir."
         ) from None
     if directory.exists() and not holds_run(directory):
         names = sorted(p.name for p in directory.iterdir())
@@ -122,25 +122,25 @@ def check_usable(directory: Path) -> None:
         if foreign:
             shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
             raise ValueError(
-                f"output_dir={directory} holds files that are no run's ({shown}), and a run does not mix with them. "
-                f"Set output_dir to a new or empty directory, or to one of a run to go on with."
+                f"output_dir={directory} holds files that do not belong to a run ({shown}). Set a new or empty "
+                f"directory, or the directory of a run to resume."
             )
 
 
 def remove_half_written(directory: Path) -> None:
-    """Delete what a process left behind that was killed as it wrote, and say so. Call it with the directory locked."""
+    """Delete files that a killed process left incomplete, with a log line each. Call it with the directory locked."""
     for leftover in sorted(directory.iterdir()):
         if LEFTOVER.fullmatch(leftover.name):
             remove(leftover)
             what = "checkpoint" if "step_" in leftover.name else "file"
-            say("removed", f"{leftover}, a {what} whose writing was cut short")
+            say("removed", f"{leftover}, an incomplete {what}")
 
 
 class DirectoryLock:
-    """Keeps a second process out of a run directory for as long as this one lives; a killed process frees it."""
+    """Keeps other processes out of a run directory while this process lives."""
 
     def __init__(self, directory: Path):
-        """Make the directory where it is missing and lock it; ValueError where another process holds the lock."""
+        """Create the directory if needed and lock it. Raises ValueError if another process holds the lock."""
         directory.mkdir(parents=True, exist_ok=True)
         self._file = open_in_place(directory / LOCK_FILE, "a+")
         try:
@@ -150,17 +150,16 @@ class DirectoryLock:
             holder = self._file.read().strip() or "another process"
             self.release()
             raise ValueError(
-                f"output_dir={directory} is in use by {holder}: two runs cannot write to one directory. "
-                f"Wait for it, stop it, or set another output_dir."
+                f"output_dir={directory} is in use by {holder}. Wait for it, stop it, or set another output_dir."
             ) from None
         except OSError as error:  # some network file systems have no locks
-            say("unlocked", f"{directory} cannot be locked ({error.strerror}): keep other runs out of it yourself")
+            say("unlocked", f"{directory} cannot be locked ({error.strerror}). Do not start another run in it")
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {platform.node()}\n")
         self._file.flush()
 
     def release(self) -> None:
-        """Let others in. The file stays: deleting it would let two waiting processes lock two different files."""
+        """Release the lock. The file stays: if it were deleted, two waiting processes could lock two different files."""
         self._file.close()
 
 
@@ -169,7 +168,7 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
     facts = redact_values(facts)
     comments = "".join(f"#   {name}: {value}\n" for name, value in facts.items())
     settings = to_yaml(redact_values(cfg.model_dump(mode="json")))
-    text = f"# The settings of this run, resolved; `leanft run RECIPE --config` takes this file.\n{comments}{settings}"
+    text = f"# The resolved settings of this run; `leanft run RECIPE --config` reads this file.\n{comments}{settings}"
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
@@ -177,9 +176,9 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """The entries of run.json, oldest first; none where it is missing."""
+    """The entries of run.json, oldest first; empty if the file is missing."""
     path = directory / RUN_FILE
-    delete = "Delete it to go on without the record of earlier starts."
+    delete = "Delete it to continue without the record of earlier starts."
     try:
         starts = read_json(path).get("starts", [])
     except ValueError as error:
@@ -188,5 +187,5 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
         isinstance(start, dict) and isinstance(start.get("settings"), dict) and isinstance(start.get("recipe", ""), str)
         for start in starts
     ):
-        raise ValueError(f"{path} is not the record of a run's starts. {delete}")
+        raise ValueError(f"{path} is not a list of a run's starts. {delete}")
     return starts

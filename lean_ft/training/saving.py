@@ -1,8 +1,19 @@
-"""What a run saves: where it is between two steps, when it is worth writing, and which earlier ones make room for it."""
+"""When a run saves a checkpoint, what goes into it, and which earlier checkpoints it deletes.
 
+An earlier checkpoint is deleted only after the one that replaces it is whole and on the disk, so a run with `keep_last=1`
+needs room for two.
+
+With `save_async` a thread writes from a copy in host memory while training continues, and the run raises the thread's error.
+The copy holds the trained weights and the optimizer state; frozen weights are shared. On a CPU it doubles the memory of
+weights and state until it is written.
+"""
+
+import copy
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +22,61 @@ from torch import Tensor, nn
 import lean_ft
 from lean_ft.data import Batches
 from lean_ft.optim import Optimizer
-from lean_ft.settings import RecipeConfig
+from lean_ft.settings import Every, RecipeConfig
 from lean_ft.system.log import say
-from lean_ft.system.shards import Ranks
+from lean_ft.system.shards import Part, Ranks
 from lean_ft.system.units import duration, gibibytes
+from lean_ft.system.whole_files import delete_whole
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.background import BackgroundWriter, host_copies, host_copy
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
+    RandomState,
+    capture_random_state,
     checkpoint_bytes,
+    checkpoint_step,
     free_bytes,
+    list_checkpoints,
     trained_parts,
     weight_parts,
     whole_bytes,
     write_checkpoint,
 )
-from lean_ft.training.intervals import is_due
-from lean_ft.training.random_state import RandomState, capture_random_state
-from lean_ft.training.retention import most_checkpoints, remove_superseded
+from lean_ft.training.continuation import command_to_continue
 from lean_ft.training.run_directory import recipe_name, settings_of
-from lean_ft.training.summary import command_to_continue
 
-AUTO_SAVE_SECONDS = 30 * 60  # at most, between two saves of save_every=auto
-AUTO_SAVE_SHARE = 0.1  # of the time that saving after each epoch may take
+AUTO_SAVE_SECONDS = 30 * 60  # save_every=auto: the longest time between two saves
+AUTO_SAVE_SHARE = 0.1  # save_every=auto: the largest share of the run's time for saving after each epoch
+
+
+def num_due(every: Every, done_steps: int, steps_per_epoch: int) -> int:
+    """How many times an event has been due after `done_steps`: `every` so many steps, each epoch, or each share of an epoch.
+    An event with `every=0` is never due."""
+    if not every:
+        return 0
+    if isinstance(every, int):
+        return done_steps // every
+    share = 1.0 if every == "epoch" else every
+    return int(done_steps / (share * steps_per_epoch) + 1e-9)  # 1e-9: a share may end at a step but for rounding
+
+
+def is_due(every: Every, done_steps: int, steps_per_epoch: int) -> bool:
+    """Whether the event is due right after step `done_steps`."""
+    return num_due(every, done_steps, steps_per_epoch) > num_due(every, done_steps - 1, steps_per_epoch)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a checkpoint holds beside weights and optimizer state, as it was between two steps."""
+    """The state between two steps that a checkpoint holds besides weights and optimizer state."""
 
     batches: dict[str, Any]
     scaler: dict[str, Any] | None
     random_state: RandomState
-    num_updates: tuple[int, int]  # made and skipped: by these a step that has begun to update is known
+    num_updates: tuple[int, int]  # made and skipped: they show whether a step has begun to update
     carried: dict[str, Any] | None
 
 
 class Saving:
-    """Writes a run's checkpoints, all `ranks` together; `newest` is the last one, `saved_steps` the steps in it."""
+    """Writes a run's checkpoints, on all ranks together. `newest` is the last checkpoint, `saved_steps` its number of steps."""
 
     def __init__(
         self,
@@ -58,51 +86,49 @@ class Saving:
         batches: Batches,
         tokenizer: Tokenizer,
         ranks: Ranks,
-        *,
-        carried: Any,
-        beside: nn.Module | None,
+        carried: Any = None,
     ) -> None:
         self.newest: Path | None = None
         self.saved_steps = 0
         self.writer = BackgroundWriter()
-        self._ended_at = time.perf_counter()  # when the newest save ended, and how long it held the loop
-        self._seconds = 0.0
+        self._ended_at = time.perf_counter()  # when the newest save ended
+        self._seconds = 0.0  # how long it held the loop
         self._cfg, self._model, self._optimizer = cfg, model, optimizer
-        self._batches, self._tokenizer = batches, tokenizer
-        self._ranks, self._carried, self._beside = ranks, carried, beside
+        self._batches, self._tokenizer, self._ranks = batches, tokenizer, ranks
+        self.beside = carried if isinstance(carried, nn.Module) else None
+        self.carried = None if isinstance(carried, nn.Module) else carried
 
     def needed_bytes(self) -> int:
-        """Of a checkpoint, on the disk."""
-        others = self._optimizer.state_parts() | trained_parts(self._beside)
+        """Upper bound of a checkpoint's size on the disk."""
+        others = self._optimizer.state_parts() | trained_parts(self.beside)
         return checkpoint_bytes(self._model, whole_bytes(others), self._tokenizer)
 
     def check_free_space(self, needed: int, start_step: int, total_steps: int, steps_per_epoch: int) -> None:
-        """Raises ValueError where not one checkpoint would fit; says where those that the run keeps would not."""
+        """Raise ValueError if the disk has no room for one checkpoint; log a line if it has no room for all of them."""
         directory = self._cfg.output_dir
         free = free_bytes(directory)
         if free < needed:
             raise ValueError(
-                f"A checkpoint of this run takes up to {gibibytes(needed)}, and the disk of "
-                f"output_dir={directory} has {gibibytes(free)} free: not even one could be saved. Free some space "
-                f"or set another output_dir."
+                f"A checkpoint of this run takes up to {gibibytes(needed)}, and the disk of output_dir={directory} has "
+                f"{gibibytes(free)} free. Free some space or set another output_dir."
             )
         saves = most_checkpoints(self._cfg, start_step, total_steps, steps_per_epoch)
         if free < saves * needed:
             say(
                 "disk",
                 f"{gibibytes(free)} free, and the {saves} checkpoints that this run keeps take up to "
-                f"{gibibytes(saves * needed)}: the run stops where one does not fit",
+                f"{gibibytes(saves * needed)}: the run stops when a checkpoint does not fit",
             )
 
     def place(self) -> Place:
-        """Where the run is now."""
+        """The run's place now."""
         device = next(self._model.parameters()).device
         return Place(
             self._batches.state_dict(),
             self._optimizer.scaler.state_dict(),
             capture_random_state(device),
             self.num_updates,
-            None if self._carried is None else self._carried.state_dict(),
+            None if self.carried is None else self.carried.state_dict(),
         )
 
     def begin_steps(self) -> None:
@@ -115,10 +141,10 @@ class Saving:
 
     @property
     def newest_or_none(self) -> str:
-        return f"the newest checkpoint is {self.newest}" if self.newest else "nothing was saved before"
+        return f"the newest checkpoint is {self.newest}" if self.newest else "there is no checkpoint"
 
     def is_due(self, done: int, steps_per_epoch: int) -> bool:
-        """Whether `save_every` asks for a checkpoint of `done` steps."""
+        """Whether `save_every` asks for a checkpoint after `done` steps."""
         every = self._cfg.save_every
         if every != "auto":
             return is_due(every, done, steps_per_epoch)
@@ -136,14 +162,16 @@ class Saving:
         wait: bool,
         place: Place | None = None,
     ) -> None:
-        """Write the checkpoint of `done` steps, or with `save_async` start to, unless `wait`; of where the run is, or was at
-        `place`. `facts` go into its training state."""
+        """Write the checkpoint of `done` steps, in the background with `save_async` unless `wait`.
+
+        The checkpoint holds the run's place now, or an earlier `place`. `facts` go into its training state.
+        """
         place = place or self.place()
         started = time.perf_counter()
         self.writer.wait()
         self._ranks.gather_no_more(self._model)
-        if self._beside is not None:
-            self._ranks.gather_no_more(self._beside)
+        if self.beside is not None:
+            self._ranks.gather_no_more(self.beside)
         if bad_steps.doubtful and self._ranks.highest(not all_weights_finite(self._model))[0]:
             raise TrainingFailed(
                 f"The weights are not finite after step {done}, so they are not saved. " + bad_steps.report(self.newest)
@@ -163,15 +191,15 @@ class Saving:
             **facts,
         }
         model, weights, optimizer_state = self._model, weight_parts(self._model), self._optimizer.state_parts()
-        in_background, beside = self._cfg.save_async and not wait, trained_parts(self._beside)
+        in_background, beside = self._cfg.save_async and not wait, trained_parts(self.beside)
         if in_background:
             optimizer_state, beside = host_copies(optimizer_state), host_copies(beside)
-            if self._ranks.size > 1:  # the parts that are here
+            if self._ranks.size > 1:
                 weights = host_copies(weights)
             else:
                 model = host_copy(model)
                 weights = weight_parts(model)
-        copied = f", copied in {duration(time.perf_counter() - started)}" if in_background else ""
+        copied = f" (copied in {duration(time.perf_counter() - started)})" if in_background else ""
 
         def write() -> None:
             try:
@@ -188,10 +216,10 @@ class Saving:
                     ranks=self._ranks.for_thread if in_background else self._ranks,
                 )
             except OSError as error:
-                newest = f"The newest whole one is {self.newest}" if self.newest else "There is no earlier one"
+                newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no earlier checkpoint"
                 raise TrainingFailed(
-                    f"The checkpoint of step {done} was not written: {error}\n{newest}. Mend the disk, then start the "
-                    f"same command again:\n{command_to_continue(self._cfg.resume)}"
+                    f"The checkpoint of step {done} was not written: {error}\n{newest}. Fix the disk, then run the same "
+                    f"command again:\n{command_to_continue(self._cfg.resume)}"
                 ) from error
             say("saved", f"{self.newest} in {duration(time.perf_counter() - started)}{copied}")
             self.remove_superseded(done, eval_losses)
@@ -204,12 +232,93 @@ class Saving:
         self._seconds = self._ended_at - started
 
     def remove_superseded(self, newest_step: int, eval_losses: Mapping[int, float | None]) -> None:
-        """Delete the checkpoints that the settings do not keep."""
-        if self._ranks.rank > 0:
+        """Delete the checkpoints up to `newest_step` that the settings do not keep.
+
+        Later ones are damaged checkpoints that the run skipped. They stay until the run replaces them.
+        """
+        if self._ranks.rank > 0 or self._cfg.most_kept is None:
             return
-        if removed := remove_superseded(self._cfg.output_dir, self._cfg, newest_step, eval_losses):
-            keeps = "save_every=auto" if self._cfg.keep_last is None else f"keep_last={self._cfg.keep_last}"
-            say("removed", f"{', '.join(removed)}, as {keeps} asks")
+        checkpoints = list_checkpoints(self._cfg.output_dir)
+        folders = {step: p for p in checkpoints if (step := checkpoint_step(p)) <= newest_step}
+        removed = sorted(folders.keys() - kept_steps({step: eval_losses.get(step) for step in folders}, self._cfg))
+        for step in removed:
+            delete_whole(folders[step])
+        if removed:
+            setting = "save_every=auto" if self._cfg.keep_last is None else f"keep_last={self._cfg.keep_last}"
+            say("removed", f"{', '.join(folders[step].name for step in removed)} ({setting})")
+
+
+def kept_steps(eval_losses: Mapping[int, float | None], cfg: RecipeConfig) -> set[int]:
+    """The steps in `eval_losses` whose checkpoints stay; all of them if no setting limits them.
+
+    A held-out loss that is None or not finite is never among the best. Of equal losses the earlier step is better.
+    """
+    if cfg.most_kept is None:
+        return set(eval_losses)
+    kept = set(sorted(eval_losses)[-cfg.most_kept :])
+    kept.update(step for step in eval_losses if cfg.keep_every and step % cfg.keep_every == 0)
+    losses = {step: loss for step, loss in eval_losses.items() if loss is not None and math.isfinite(loss)}
+    kept.update(sorted(losses, key=lambda step: (losses[step], step))[: cfg.keep_best])
+    return kept
+
+
+def most_checkpoints(cfg: RecipeConfig, start_step: int, total_steps: int, steps_per_epoch: int) -> int:
+    """The largest number of checkpoints after `start_step` that are on the disk at one time."""
+    saves = total_steps - start_step
+    if (every := cfg.save_every) != "auto":
+        saves = num_due(every, total_steps, steps_per_epoch) - num_due(every, start_step, steps_per_epoch)
+        saves += not is_due(every, total_steps, steps_per_epoch)  # the last step is always saved
+    if cfg.most_kept is None:
+        return saves
+    multiples = total_steps // cfg.keep_every - start_step // cfg.keep_every if cfg.keep_every else 0
+    return min(saves, cfg.most_kept + cfg.keep_best + multiples + 1)
+
+
+def host_copy(model: nn.Module) -> nn.Module:
+    """A model with copies of the trained weights on the CPU, for saving. Frozen parameters and buffers are shared.
+
+    Parameter hooks and compiled code are not copied.
+    """
+    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        kept = parameter
+        if parameter.requires_grad:
+            kept = nn.Parameter(parameter.detach().to("cpu", copy=True))
+        memo[id(parameter)] = kept
+    return copy.deepcopy(model, memo)
+
+
+def host_copies(parts: Mapping[str, Part]) -> dict[str, Part]:
+    return {name: replace(part, values=part.values.to("cpu", copy=True)) for name, part in parts.items()}
+
+
+class BackgroundWriter:
+    """Runs one write at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._written: Future[object] | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        return self._written is not None and not self._written.done()
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Wait for the write under way, then start this one. Raises the error of the former."""
+        self.wait()
+        thread = ThreadPoolExecutor(1, "checkpoint writer")
+        self._written = thread.submit(write)
+        thread.shutdown(wait=False)  # the thread ends after this write
+
+    def check(self) -> None:
+        """Raise the error of a failed write, without waiting for one under way."""
+        if not self.is_writing:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the write under way, and raise its error."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
 
 def _plain(state: dict[str, Any] | None) -> dict[str, Any] | None:

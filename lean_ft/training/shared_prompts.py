@@ -38,9 +38,9 @@ def shares_prompts(cfg: Any) -> bool:
 def _why_not(model: Decoder, longest: int) -> str:
     """Why a prompt cannot be computed once for all its completions; empty if it can."""
     if model.config.has_states:
-        return "layers of the model keep a state over each document, which does not branch"
+        return "the model has recurrent layers, whose state cannot branch"
     if model.config.has_chunks:
-        return "layers of the model attend within chunks of positions"
+        return "the model has layers that attend within chunks of positions"
     for rope in model.rotary:
         if not rope.same_frequencies(1, longest):
             return (

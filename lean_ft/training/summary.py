@@ -1,20 +1,18 @@
-"""What a run tells about itself when it starts and when it ends."""
+"""The log lines at a run's start and end."""
 
 import os
 import shlex
-import sys
 from collections import deque
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lean_ft.data import Batches
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import dropouts
-from lean_ft.optim import num_warmup_steps
+from lean_ft.optim import Optimizer, num_warmup_steps
 from lean_ft.peft import NF4Linear
 from lean_ft.settings import (
     DataConfig,
@@ -27,108 +25,170 @@ from lean_ft.settings import (
 )
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
-from lean_ft.system.launch import COMMAND_VARIABLE
 from lean_ft.system.log import say
-from lean_ft.system.shards import whole_numel
+from lean_ft.system.shards import Ranks, whole_numel
 from lean_ft.system.units import duration, gibibytes, number
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.metrics import DIVERGED_STEPS, Row, has_diverged
 
-if TYPE_CHECKING:
-    from lean_ft.training.run import Run
 
+class Summary:
+    """Describes a run at its start, and its results at the end. Sums are over the steps of this start."""
 
-@dataclass
-class Totals:
-    """Sums over the steps of this start, kept for the summary."""
-
-    tokens: int = 0
-    target_tokens: int = 0
-    step_seconds: float = 0.0
-    peak_memory_bytes: int = 0
-    rss_growth_bytes: int | None = None
-    first_loss: float | None = None  # of the whole run, if metrics.jsonl still has its first line
-    first_step: int = 1  # that `first_loss` belongs to
-    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=DIVERGED_STEPS))  # that are finite
-    last_loss: float | None = None
-    eval_loss: float | None = None
+    def __init__(
+        self,
+        cfg: RecipeConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batches: Batches,
+        tokenizer: Tokenizer,
+        ranks: Ranks,
+    ) -> None:
+        self._cfg, self._model, self._optimizer = cfg, model, optimizer
+        self._batches, self._tokenizer, self._ranks = batches, tokenizer, ranks
+        self._tokens = self._target_tokens = self._peak_memory_bytes = 0
+        self._step_seconds = 0.0
+        self._rss_growth_bytes: int | None = None
+        self.first_loss: float | None = None  # of the whole run, if metrics.jsonl still has its first line
+        self._first_step = 1  # the step of `first_loss`
+        self._last_step: int | None = None
+        self._last_loss: float | None = None
+        self._last_losses: deque[float] = deque(maxlen=DIVERGED_STEPS)  # finite ones
+        self.eval_loss: float | None = None
 
     def add(self, row: Row) -> None:
-        self.tokens += row["tokens"]
-        self.target_tokens += row["target_tokens"]
-        self.step_seconds += row["step_seconds"]
-        self.peak_memory_bytes = max(self.peak_memory_bytes, row["peak_memory_bytes"])
-        self.rss_growth_bytes = row["rss_growth_bytes"]
+        """Count a step by its line of metrics."""
+        self._tokens += row["tokens"]
+        self._target_tokens += row["target_tokens"]
+        self._step_seconds += row["step_seconds"]
+        self._peak_memory_bytes = max(self._peak_memory_bytes, row["peak_memory_bytes"])
+        self._rss_growth_bytes = row["rss_growth_bytes"]
         if row["target_tokens"]:
-            self.last_loss = row["loss"]
+            self._last_loss, self._last_step = row["loss"], row["step"]
             if self.first_loss is None:
-                self.first_loss, self.first_step = row["loss"], row["step"]
-            if row["loss"] is not None and "reward" not in row:  # the loss of a policy is about 0
-                self.last_losses.append(row["loss"])
+                self.first_loss, self._first_step = row["loss"], row["step"]
+            if row["loss"] is not None and "reward" not in row:  # a policy's loss is about 0
+                self._last_losses.append(row["loss"])
 
+    def say_start(self, start_step: int, total_steps: int, steps_per_epoch: int) -> None:
+        """Print a line each about ranks, model, data, optimizer, memory settings, steps and output."""
+        cfg = self._cfg
+        if self._ranks.size > 1:
+            say("ranks", self._describe_ranks())
+        say("model", describe_model(self._model))
+        say("data", str(self._batches.report))
+        if (optimizer := cfg.group(OptimizerConfig)) is not None:
+            self._say_optimizer(optimizer, total_steps)
+        if (memory := cfg.group(MemoryConfig)) is not None:
+            tokens = loss_chunk_tokens(self._model, memory.loss_chunk_tokens)
+            chunk = f"computed on {tokens:,} tokens at a time" if tokens else "computed on all tokens at once"
+            compiled = "; compiled" if cfg.compile else ""
+            say("memory", f"activation checkpointing: {memory.activation_checkpointing}; loss {chunk}{compiled}")
+        batch = f"{cfg.batch_size} sequences"
+        if cfg.gradient_accumulation_steps > 1:
+            batch = f"{cfg.gradient_accumulation_steps} x {batch}"
+        done = f", {start_step:,} done" if start_step else ""
+        say("steps", f"{total_steps:,}{done}; {steps_per_epoch:,} per epoch; {batch} per step")
+        say("output", f"{cfg.output_dir}; {describe_saving(cfg)}")
+        for note in self._optimizer.notes:
+            say("adjusted", note)
 
-def say_start(run: "Run") -> None:
-    """A line each for the ranks, the model, the data, the optimizer, the memory settings and the length of the run."""
-    cfg, ranks = run.cfg, run.ranks
-    if ranks.size > 1:
+    def _describe_ranks(self) -> str:
+        """`4 processes; model sharded over 2, 2 copies; the others log to rank_*.log in output_dir`."""
+        ranks = self._ranks
         copies = ranks.size // ranks.num_shards
-        cut = f"the model cut over {ranks.num_shards}" if ranks.num_shards > 1 else "a copy of the model on each"
-        cut += f", {copies} copies" if 1 < copies < ranks.size else ""
-        if (parallel := cfg.group(ParallelConfig)) is not None:
+        how = f"model sharded over {ranks.num_shards}" if ranks.num_shards > 1 else "a copy of the model on each"
+        how += f", {copies} copies" if 1 < copies < ranks.size else ""
+        if (parallel := self._cfg.group(ParallelConfig)) is not None:
             shared = {"context": "tokens", "tensor": "heads and features", "experts": "experts"}
-            cut += "".join(f", {what} over {n}" for name, what in shared.items() if (n := getattr(parallel, name)) > 1)
+            how += "".join(f", {what} over {n}" for name, what in shared.items() if (n := getattr(parallel, name)) > 1)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        again = f"; started again, for the {restarts}. time" if restarts else ""
-        say("ranks", f"{ranks.size} processes, {cut}; the others write to rank_*.log in output_dir{again}")
-    say("model", describe_model(run.model))
-    say("data", str(run.batches.report))
-    if (optimizer := cfg.group(OptimizerConfig)) is not None:
-        in_backward = ", stepping in backward" if optimizer.in_backward else ""
-        place = {"device": "", "paged": " of managed memory", "streamed": " in pinned host memory"}[optimizer.state]
-        state = f"{gibibytes(run.optimizer.state_bytes)}{place}"
-        schedule = cfg.group(ScheduleConfig)
-        warmup_steps = 0 if schedule is None else num_warmup_steps(schedule, run.total_steps)
-        warmup = f" after {warmup_steps} steps of warm-up from 0" if warmup_steps else ""
-        say("optimizer", f"{optimizer.name}, lr {optimizer.lr:g}{warmup}, state {state}{in_backward}")
-        if warmup_steps >= run.total_steps:
-            highest = optimizer.lr * (run.total_steps - 1) / warmup_steps
+        again = f"; restart {restarts}" if restarts else ""
+        return f"{ranks.size} processes; {how}; the others log to rank_*.log in output_dir{again}"
+
+    def _say_optimizer(self, optimizer: OptimizerConfig, total_steps: int) -> None:
+        place = {"device": "", "paged": " in managed memory", "streamed": " in pinned host memory"}[optimizer.state]
+        schedule = self._cfg.group(ScheduleConfig)
+        warmup_steps = 0 if schedule is None else num_warmup_steps(schedule, total_steps)
+        warmup = f" after {warmup_steps} warm-up steps" if warmup_steps else ""
+        in_backward = "; updates during backward" if optimizer.in_backward else ""
+        state = f"{gibibytes(self._optimizer.state_bytes)} of state{place}"
+        say("optimizer", f"{optimizer.name}; lr {optimizer.lr:g}{warmup}; {state}{in_backward}")
+        if warmup_steps >= total_steps:
+            highest = optimizer.lr * (total_steps - 1) / warmup_steps
             say(
                 "WARNING",
-                f"the whole run is warm-up: of {warmup_steps} steps it makes {run.total_steps}, so the learning rate never "
-                f"exceeds {highest:g}. Shorten it (schedule.warmup_ratio=0.1), or train longer.",
+                f"the whole run is warm-up: it has {total_steps} steps and {warmup_steps} warm-up steps, so the learning rate "
+                f"stays at or below {highest:g}. Set a shorter warm-up (schedule.warmup_ratio=0.1), or train longer.",
             )
-    if (memory := cfg.group(MemoryConfig)) is not None:
-        tokens = loss_chunk_tokens(run.model, memory.loss_chunk_tokens)
-        chunk = f"{tokens} tokens at a time" if tokens else "all tokens at once"
-        compiled = "; compiled" if cfg.compile else ""
-        say("memory", f"activation checkpointing {memory.activation_checkpointing}; loss on {chunk}{compiled}")
-    batch = f"{cfg.batch_size} sequences"
-    if cfg.gradient_accumulation_steps > 1:
-        batch = f"{cfg.gradient_accumulation_steps} x {batch}"
-    begun = f", {run.start_step} of them done" if run.start_step else ""
-    say("steps", f"{run.total_steps}{begun}; {run.steps_per_epoch} an epoch, {batch} a step")
-    say("output", f"{run.directory}; saved {describe_saving(cfg)}")
-    for note in run.optimizer.notes:
-        say("adjusted", note)
+
+    def say_end(self, checkpoint: Path | None, *, seconds: float, steps: int) -> None:
+        """Print a line each about skipped rows, speed, memory, time and the next commands, and the loss last."""
+        if (left_out := self._batches.report.left_out) is not None:
+            say("data", left_out)
+        if self._step_seconds > 0:
+            speed, targets = (n / self._step_seconds for n in (self._tokens, self._target_tokens))
+            say("speed", f"{speed:,.0f} tokens/s, {targets:,.0f} target tokens/s")
+        kind = "allocated" if next(self._model.parameters()).device.type != "cpu" else "resident"
+        growth = ""
+        if (grown := self._rss_growth_bytes) is not None:
+            growth = f"; resident {'+-'[grown < 0]}{gibibytes(abs(grown))} since step 10"
+        say("memory", f"peak {gibibytes(self._peak_memory_bytes)} {kind}{growth}")
+        say("time", f"{duration(seconds)} for {steps:,} steps, with evaluations and checkpoints")
+        if checkpoint is not None:
+            say("checkpoint", str(checkpoint))
+            say("next", shlex.join(["leanft", *self._command_that_tries(checkpoint)]))
+            needs = "" if find_spec("matplotlib") else ": pip install 'lean-ft[plots]'"
+            say("", shlex.join(["leanft", "plot", str(self._cfg.output_dir)]) + f"   # draws the curves{needs}")
+        evaluation = "" if self.eval_loss is None else f"; held-out {number(self.eval_loss)}"
+        last = f", {number(self._last_loss)} at step {self._last_step}" if self._last_step else ""
+        say("loss", f"{number(self.first_loss)} at step {self._first_step}{last}{evaluation}")
+        if has_diverged(self.first_loss, self._last_losses):
+            say(
+                "WARNING",
+                f"the run diverged: the loss ended far above its first value, {number(self.first_loss)}. Do not use this "
+                "model. Try a lower optimizer.lr, a warm-up (schedule.warmup_ratio=0.1) or clip_grad_norm=1.0.",
+            )
+
+    def _command_that_tries(self, checkpoint: Path) -> list[str]:
+        """The arguments of a command that tries the trained model: chat, generate, or score on the run's rows."""
+        if not (isinstance(self._model, Decoder) and self._model.config.scores):
+            chats = self._tokenizer.chat_template is not None
+            return ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
+        data = self._cfg.group(DataConfig)
+        assert data is not None
+        fields = set(RowsConfig.model_fields) - {"validation_fraction"}
+        rows = data.model_dump(mode="json", include=fields, exclude_defaults=True)
+        source, held_out = rows.pop("source"), rows.pop("validation_source", None)
+        settings = [f"data.{key}={to_yaml(value, flow=True)}" for key, value in dotted(rows)]
+        return ["score", str(checkpoint), to_yaml(held_out or source, flow=True), *settings]
 
 
 def describe_saving(cfg: RecipeConfig) -> str:
-    """`after each epoch and at least every 30 minutes, the last 2 kept`."""
+    """`saved after each epoch and at least every 30 minutes; the last 2 checkpoints are kept`."""
     match cfg.save_every:
         case "auto":
             often = "after each epoch and at least every 30 minutes"
         case "epoch":
             often = "after each epoch"
         case 0:
-            return "at the end"
+            return "saved at the end"
         case int(steps):
             often = f"every {steps} steps" if steps > 1 else "after every step"
         case share:
-            often = f"every {share:g} of an epoch"
-    return often if cfg.most_kept is None else f"{often}, the last {cfg.most_kept} kept"
+            often = f"every {share:g} epochs"
+    match cfg.most_kept:
+        case None:
+            kept = ""
+        case 1:
+            kept = "; the last checkpoint is kept"
+        case most:
+            kept = f"; the last {most} checkpoints are kept"
+    return f"saved {often}{kept}"
 
 
 def describe_model(model: nn.Module) -> str:
-    """`1,234 parameters, all trained, 4.8 KiB in bfloat16, on cpu`."""
+    """`1,234 parameters, all trained; 4.8 KiB in bfloat16 on cpu`."""
     parameters = list(model.parameters())
     quantized = [module for module in model.modules() if isinstance(module, NF4Linear)]
     count = sum(whole_numel(p) for p in parameters) + sum(q.in_features * q.out_features for q in quantized)
@@ -136,71 +196,14 @@ def describe_model(model: nn.Module) -> str:
     share = "all trained" if trained == count else f"{trained:,} ({trained / count:.2%}) trained"
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + ["nf4"] * bool(quantized)
     weights = sum(whole_numel(p) * p.element_size() for p in parameters) + sum(q.num_bytes for q in quantized)
-    text = f"{count:,} parameters, {share}, {gibibytes(weights)} in {', '.join(dtypes)}, on {parameters[0].device}"
-    if isinstance(model, Decoder) and model.source.part_of:
-        text += f"; the language model of a {model.source.part_of}, without what reads images"
-    if isinstance(model, Decoder) and model.source.quantization:
-        text += f"; its folder has them in {model.source.quantization['quant_method']}, what is saved is in {dtypes[0]}"
-    if isinstance(model, Decoder) and (ignored := dropouts(model.source.config)):
-        text += f"; without dropout ({', '.join(ignored)} of config.json)"
+    text = f"{count:,} parameters, {share}; {gibibytes(weights)} in {', '.join(dtypes)} on {parameters[0].device}"
+    if not isinstance(model, Decoder):
+        return text
+    source = model.source
+    if source.part_of:
+        text += f"; the language model of {source.part_of}, without its image encoder"
+    if source.quantization:
+        text += f"; loaded from {source.quantization['quant_method']} weights and saved in {dtypes[0]}"
+    if ignored := dropouts(source.config):
+        text += f"; dropout is ignored ({', '.join(ignored)} in config.json)"
     return text
-
-
-def say_end(run: "Run", totals: Totals, *, seconds: float, steps: int) -> None:
-    """A line each for rows left out, speed, memory, time and the next commands, and the loss last."""
-    if (left_out := run.batches.report.left_out) is not None:
-        say("data", left_out)
-    if totals.step_seconds > 0:
-        speed = totals.tokens / totals.step_seconds
-        target_speed = totals.target_tokens / totals.step_seconds
-        say("speed", f"{speed:,.0f} tokens a second, {target_speed:,.0f} of them targets")
-    kind = "resident" if run.device.type == "cpu" else "allocated"
-    growth = ""
-    if (grown := totals.rss_growth_bytes) is not None:
-        growth = f"; resident {'+-'[grown < 0]}{gibibytes(abs(grown))} since step 10"
-    say("memory", f"{gibibytes(totals.peak_memory_bytes)} {kind} at the peak{growth}")
-    say("time", f"{duration(seconds)} for {steps} steps, with evaluations and checkpoints")
-    if run.checkpoint is not None:
-        say("checkpoint", str(run.checkpoint))
-        say("next", shlex.join(["leanft", *_command_that_tries(run)]))
-        needs = "" if find_spec("matplotlib") else ": pip install 'lean-ft[plots]'"
-        say("", shlex.join(["leanft", "plot", str(run.directory)]) + f"   # its curves{needs}")
-    evaluation = "" if totals.eval_loss is None else f"; held-out {number(totals.eval_loss)}"
-    first = "the first step" if totals.first_step == 1 else f"step {totals.first_step}"
-    say("loss", f"{number(totals.first_loss)} at {first}, {number(totals.last_loss)} at the last{evaluation}")
-    if has_diverged(totals.first_loss, totals.last_losses):
-        say(
-            "WARNING",
-            f"the run diverged: its loss ended far above {number(totals.first_loss)}, where it began. Do not use this model. "
-            "Try a lower optimizer.lr, a warm-up (schedule.warmup_ratio=0.1) or clip_grad_norm=1.0.",
-        )
-
-
-def _command_that_tries(run: "Run") -> list[str]:
-    """The arguments of the command that tries the trained model: a chat, a text, or the scores of the run's own rows."""
-    if not (isinstance(run.model, Decoder) and run.model.config.scores):
-        chats = run.tokenizer.chat_template is not None
-        return ["chat", str(run.checkpoint)] if chats else ["generate", str(run.checkpoint), "prompt=Hello"]
-    data = run.cfg.group(DataConfig)
-    assert data is not None
-    fields = set(RowsConfig.model_fields) - {"validation_fraction"}
-    rows = data.model_dump(mode="json", include=fields, exclude_defaults=True)
-    source, held_out = rows.pop("source"), rows.pop("validation_source", None)
-    settings = [f"data.{key}={to_yaml(value, flow=True)}" for key, value in dotted(rows)]
-    return ["score", str(run.checkpoint), to_yaml(held_out or source, flow=True), *settings]
-
-
-def command_to_continue(resume: str) -> str:
-    """The command that goes on with this run: the one that started it, which resumes by itself unless told not to.
-    In a notebook or at Python's prompt that is no command."""
-    if COMMAND_VARIABLE in os.environ:  # of all processes, of which this is one
-        program, *arguments = shlex.split(os.environ[COMMAND_VARIABLE])
-    else:
-        program, *arguments = sys.argv
-    if Path(program).name in ("", "-", "-c", "ipykernel_launcher.py"):
-        return "the same call again" if resume == "auto" else "the same call again, with resume='auto'"
-    if resume != "auto":
-        arguments = [a for a in arguments if not a.startswith("resume=")] + ["resume=auto"]
-    # `python -m lean_ft` too; a script of the user's may well lie in a checkout that is called lean_ft.
-    is_leanft = Path(program).name == "leanft" or Path(program).parts[-2:] == ("lean_ft", "__main__.py")
-    return shlex.join((["leanft"] if is_leanft else ["python", program]) + arguments)

@@ -110,10 +110,10 @@ def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, t
     arguments += ["plan=true"]
     fitting = leanft(*arguments)
     assert (fitting.code, fitting.out.splitlines()[-1]) == (0, "ran")
-    assert fitting.out.startswith("plan        takes less than ")
+    assert fitting.out.startswith("plan        peak memory below ")
     monkeypatch.setattr(beforehand, "foresee", lambda recipe, cfg: Outlook(2**40, "loss", 2**30, "cpu"))
     answer = leanft(*arguments)
-    assert "will take 1024.00 GiB of the 1.00 GiB that cpu has free, at its highest in: loss" in answer.out
+    assert "peak memory 1024.00 GiB, reached in: loss; 1.00 GiB free on cpu" in answer.out
     assert "WARNING: that does not fit." in answer.out
     assert answer.out.endswith("ran\n")
 

@@ -72,7 +72,7 @@ def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block, "activation_scheme": "dynamic"}
     expected = edit(folder, in_8_bits(block), quantization)
     model = load_model(folder, dtype=torch.bfloat16)
-    assert "its folder has them in fp8, what is saved is in bfloat16" in describe_model(model)
+    assert "loaded from fp8 weights and saved in bfloat16" in describe_model(model)
     save_model(model, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert len(expected) == 2 * (4 + 3 * 4)

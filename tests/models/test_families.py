@@ -218,7 +218,7 @@ def test_dropout_of_the_file_changes_nothing_and_is_reported(make_checkpoint):
     # Its default is attention_dropout=0.1, as published.
     folder, _ = make_checkpoint("seed_oss", residual_dropout=0.05)
     described = describe_model(load_model(folder).train())
-    assert described.endswith("; without dropout (attention_dropout=0.1, residual_dropout=0.05 of config.json)")
+    assert described.endswith("; dropout is ignored (attention_dropout=0.1, residual_dropout=0.05 in config.json)")
     folder, _ = make_checkpoint("llama")
     assert "dropout" not in describe_model(load_model(folder))
 

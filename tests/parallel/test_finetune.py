@@ -195,7 +195,7 @@ def test_a_signal_to_one_rank_saves_once_and_stops_all(on_two):
     assert [result["exit"] for result in results] == [128 + signal.SIGTERM] * 2
     assert [path.name for path in (folder / "stopped").glob("step_*")] == ["step_00000002"]
     assert len(metrics(folder / "stopped")) == 2
-    assert "after step 2 of 9, all of it saved" in (folder / "stopped" / "rank_00001.log").read_text()
+    assert "after step 2 of 9; all steps are saved" in (folder / "stopped" / "rank_00001.log").read_text()
 
 
 def test_all_ranks_refuse_with_the_reason(on_two):

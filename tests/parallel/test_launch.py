@@ -69,10 +69,7 @@ def test_a_killed_rank_is_restarted_and_changes_no_bit(tmp_path):
     assert code == 0, (out, err)
     assert "exitcode: -9" in err  # the agent prints the reason
     assert "resuming " in out
-    assert (
-        "2 processes, the model cut over 2; the others write to rank_*.log in output_dir; started again, for the 1. time"
-        in out
-    )
+    assert "2 processes; model sharded over 2; the others log to rank_*.log in output_dir; restart 1" in out
     recipe = load_recipe(find_recipe("finetune"))
     recipe.main(load_config(recipe.Config, None, [*SETTINGS, *LONG, "max_steps=14", f"output_dir={tmp_path / 'one'}"]))
     assert digests(tmp_path / "two" / "step_00000014") == digests(tmp_path / "one" / "step_00000014")

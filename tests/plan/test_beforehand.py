@@ -50,13 +50,15 @@ def test_a_run_that_surely_fits_is_not_rehearsed(recipe, configure, monkeypatch)
     monkeypatch.setattr(beforehand, "_in_child", None)
     outlook = foresee(recipe, configure())
     assert outlook is not None and outlook.fits and not outlook.where
-    assert "takes less than" in str(outlook)
+    assert "peak memory below" in str(outlook)
 
 
 def test_on_a_gpu_what_the_allocator_reserves_must_fit():
     outlook = beforehand.Outlook(10 * GIB, "loss", 11 * GIB, "A100", reserved_bytes=12 * GIB)
     assert not outlook.fits
-    assert str(outlook).startswith("will take 10.00 GiB (12.00 GiB reserved) of the 11.00 GiB that A100 has free")
+    assert str(outlook).startswith(
+        "peak memory 10.00 GiB (12.00 GiB reserved), reached in: loss; 11.00 GiB free on A100"
+    )
 
 
 def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeypatch):
@@ -64,7 +66,7 @@ def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeyp
     outlook = foresee(recipe, cfg := configure())
     assert outlook is not None and not outlook.fits
     assert outlook.peak_bytes == rehearse(recipe, cfg, CPU).peak_bytes
-    assert f"at its highest in: {outlook.where}, and the process itself " in str(outlook) and outlook.where
+    assert f"of the process itself, reached in: {outlook.where}" in str(outlook) and outlook.where
     assert outlook.process_bytes > 2**27  # torch alone
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: None)
     monkeypatch.setattr(beforehand, "upper_bound_bytes", lambda cfg: None)
@@ -179,6 +181,6 @@ def test_what_takes_less_names_settings_and_sizes(recipe, configure, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     cfg = configure("resume=never", "batch_size=4", "data.max_length=512", "optimizer.name=adamw")
     lines = what_takes_less(recipe, cfg).splitlines()
-    assert lines[0].startswith("Predicted peak ")
+    assert lines[0].startswith("Planned peak: ")
     assert any("memory.activation_checkpointing=full" in line and "less)" in line for line in lines)
     assert lines[-1].count("=") > 1, "the last is several together"

@@ -161,7 +161,7 @@ def test_a_pattern_compares_what_it_finds_last(
 
 
 def test_a_pattern_that_the_data_lacks_is_refused(tmp_path: Path, tokenizer: Tokenizer, model: Decoder) -> None:
-    with pytest.raises(ValueError, match=r"finds nothing in a right answer, which ends in 'Twelve\.'"):
+    with pytest.raises(ValueError, match=r"finds nothing in the expected answer that ends in 'Twelve\.'"):
         answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, [chat("7 + 5?", "Twelve.")]), 10, "#### (.*)")
     with pytest.raises(ValueError, match=r"'#### \(' is no regular expression: missing \)"):
         RecipeConfig(output_dir=tmp_path, eval_pattern="#### (")
@@ -175,7 +175,7 @@ def test_says_the_share_and_what_is_right_with_short_samples(
     parrot = Parrot(tokenizer.encode("Yes.<|end|>"), tokenizer.vocab_size)
     say_answers("before training", parrot, tokenizer, batches, 4)
     said, *samples = capsys.readouterr().out.splitlines()
-    assert "before training: 3 of 4 held-out questions right (75.0%); right is the whole answer, to the letter" in said
+    assert "before training: 3 of 4 held-out questions right (75.0%); the whole answer has to match exactly" in said
     assert len(samples) == 3 and all(len(sample) < 120 for sample in samples)
     assert "->  Yes.  (expected: No.)" in samples[0] and "->  Yes.  (right)" in samples[1]
 
@@ -183,7 +183,7 @@ def test_says_the_share_and_what_is_right_with_short_samples(
     say_answers("before training", parrot, tokenizer, batches, 4, pattern="(.)")
     told, *_, said = capsys.readouterr().out.splitlines()[:-3]
     assert "of 4 held-out questions answered in" in told
-    assert "right is what (.) finds last, to the letter" in said
+    assert "the last match of (.) has to match exactly" in said
 
 
 def test_does_nothing_when_not_asked(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def test_a_step_whose_loss_is_not_finite_leaves_weights_and_state_as_they_were(
     assert rows[1]["skipped"] is True
     assert rows[1]["non_finite"]["loss"] == "nan"
     assert "skipped" not in rows[0] | rows[2]
-    assert "bad step    2: the loss is nan" in capsys.readouterr().out
+    assert "bad step    step 2: loss is nan" in capsys.readouterr().out
 
     kept = load_file(run / "bad_batches/step_00000002.safetensors")
     assert kept["1.input_ids"].shape == kept["1.labels"].shape
@@ -98,7 +98,7 @@ def test_too_many_bad_steps_end_the_run_with_its_weights_saved(poison, train_rea
         TrainingFailed, match=r"2 steps .* 2, 3\), more than max_bad_steps=1.*newest .*step_00000003"
     ) as e:
         train_real(tmp_path / "run", "max_bad_steps=1", "max_steps=6")
-    assert "max_bad_steps goes on all the same" in str(e.value)
+    assert "Set a larger max_bad_steps to continue anyway" in str(e.value)
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "run", 3).values())
     # The count is the run's, not the start's, and the limit may be raised.
     with pytest.raises(TrainingFailed, match=r"^3 steps of this run"):
@@ -156,9 +156,7 @@ def test_a_model_that_predicts_nothing_is_told_of_once(losses, times_said, tmp_p
     steps = BadSteps(tmp_path, None, max_bad_steps=0, vocab_size=64)
     for step, loss in enumerate(losses, 1):
         steps.look_at({"step": step, "loss": loss, "grad_norm": 1.0})
-    assert (
-        capsys.readouterr().out.count("the model predicts nothing: for 10 steps the loss has been 4.159") == times_said
-    )
+    assert capsys.readouterr().out.count("the model predicts nothing: for 10 steps") == times_said
 
 
 def test_batches_without_a_target_are_counted(tmp_path, capsys):

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import random
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,9 +14,11 @@ from lean_ft.system.shards import part_of
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoint import (
     _manifest_digest,
+    capture_random_state,
     check_whole,
     list_checkpoints,
     restore_optimizer,
+    restore_random_state,
     restore_weights,
 )
 from tests.training.toy_runs import digests
@@ -71,7 +75,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(name, run, train, tmp_pat
     said = capsys.readouterr().out
     what = "does not describe this checkpoint" if name == "manifest.json" else "does not match its checksum"
     assert said.count(f"step_00000004/{name} {what}") == 1
-    assert "step_00000002, after 2 of 6 steps" in said
+    assert "step_00000002, after step 2 of 6" in said
     assert digests(run / "step_00000006") == digests(train(tmp_path / "whole", max_steps=6) / "step_00000006")
 
 
@@ -88,7 +92,7 @@ def test_missing_and_shortened_files_are_named(run):
     folder = run / "step_00000004"
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[:-1])
-    with pytest.raises(ValueError, match=r"model.safetensors has \d+ bytes where manifest.json tells of"):
+    with pytest.raises(ValueError, match=r"model.safetensors has \d+ bytes where manifest.json has"):
         check_whole(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model.safetensors is missing"):
@@ -119,8 +123,8 @@ def test_half_written_checkpoints_are_never_picked_and_removed_with_a_word(run, 
     capsys.readouterr()
     train(run, max_steps=6)
     said = capsys.readouterr().out
-    assert ".step_00000005.tmp-12345, a checkpoint whose writing was cut short" in said
-    assert "step_00000004, after 4 of 6" in said
+    assert ".step_00000005.tmp-12345, an incomplete checkpoint" in said
+    assert "step_00000004, after step 4 of 6" in said
     assert not half.exists()
 
 
@@ -172,5 +176,43 @@ def test_optimizer_state_of_another_shape_is_refused_before_it_takes_memory(run)
         def load_state_dict(self, tensors):
             pytest.fail("nothing is read")
 
-    with pytest.raises(ValueError, match=r"model.norm.weight.exp_avg is F32 of shape \[16\], and the optimizer keeps"):
+    with pytest.raises(ValueError, match=r"model.norm.weight.exp_avg is F32 of shape \[16\], but the optimizer has"):
         restore_optimizer(run / "step_00000004", Stored())
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def draws(device):
+    # gauss and randn of one number leave half a pair behind in the generator, which is state too.
+    return (
+        [random.random(), random.gauss(0, 1)],
+        [np.random.rand(), np.random.randn()],
+        torch.randn(5).tolist(),
+        torch.randn(5, device=device).tolist(),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_repeat_after_a_trip_through_json(device):
+    device = torch.device(device)
+    draws(device)
+    state = json.loads(json.dumps(capture_random_state(device)))
+    first = draws(device)
+    assert draws(device) != first
+    restore_random_state(state, device)
+    assert draws(device) == first
+
+
+def seed():
+    torch.manual_seed(0)
+    random.seed(1)
+    np.random.seed(2)
+
+
+def test_capturing_draws_nothing():
+    seed()
+    expected = draws("cpu")
+    seed()
+    capture_random_state(torch.device("cpu"))
+    assert draws("cpu") == expected

@@ -1,10 +1,13 @@
-"""Going on only where it is the same run."""
+"""A run resumes only if it is the same run, and says how to resume it."""
 
 import json
+import shlex
 import shutil
+import sys
 
 import pytest
 
+from lean_ft.training.continuation import command_to_continue
 from tests.training.toy_runs import digests, metrics
 
 
@@ -79,7 +82,7 @@ def test_what_moves_the_numbers_is_allowed_and_said(setting, value, run, train, 
 )
 def test_a_complete_run_is_not_taken_for_one_with_other_settings(settings, named, run, train, capsys):
     before = digests(run)
-    with pytest.raises(ValueError, match=r"holds a run with 4 steps done, .* Its settings differ:\n") as refusal:
+    with pytest.raises(ValueError, match=r"holds a complete run of 4 steps with other settings:\n") as refusal:
         train(run, **{"save_every": 2, **settings})
     for change in named:
         assert f"\n  {change}" in str(refusal.value)
@@ -116,7 +119,7 @@ def test_another_model_is_refused_even_before_the_first_checkpoint(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 2)
-        patch.setattr(recipe.Run, "_save_what_is_whole", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run"))
     shutil.copytree(model_folder, tmp_path / "other")
@@ -144,7 +147,7 @@ def test_a_path_continues_in_a_new_directory(run, train, tmp_path):
 def test_a_branch_that_saved_nothing_begins_again(run, train, recipe, config, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 3)
-        patch.setattr(recipe.Run, "_save_what_is_whole", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "branch", resume=run / "step_00000002"))
     branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
@@ -170,8 +173,8 @@ def test_a_path_does_not_bury_later_checkpoints(run, train, tmp_path):
 
 def test_a_path_that_is_no_checkpoint(run, train, tmp_path, model_folder):
     cases = {
-        tmp_path / "absent": "is not a folder. Expected auto, never, or a checkpoint",
-        run: r"It is a run directory; its newest checkpoint is .*step_00000004",
+        tmp_path / "absent": "no such folder. Expected auto, never, or a checkpoint",
+        run: r"It is a run directory. Its newest checkpoint is .*step_00000004",
         model_folder: "set model.path to its folder",
     }
     for path, message in cases.items():
@@ -182,7 +185,7 @@ def test_a_path_that_is_no_checkpoint(run, train, tmp_path, model_folder):
 def test_output_dir_with_unrelated_files_is_refused(train, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.tex").write_text("...")
-    with pytest.raises(ValueError, match=r"files that are no run's \(chapter.tex\)"):
+    with pytest.raises(ValueError, match=r"files that do not belong to a run \(chapter.tex\)"):
         train(tmp_path / "thesis")
     assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
     with pytest.raises(ValueError, match="is a file"):
@@ -201,3 +204,31 @@ def test_refused_before_the_model_is_loaded(run, train, recipe, monkeypatch):
         restart(train, run, batch_size=3)
     with pytest.raises(ValueError, match="never"):
         restart(train, run, resume="never")
+
+
+@pytest.mark.parametrize(
+    ("program", "started"),
+    [
+        ("/usr/local/bin/leanft", ["leanft"]),
+        ("/checkout/lean_ft/__main__.py", ["leanft"]),
+        ("my_recipe.py", ["python", "my_recipe.py"]),
+        ("/home/me/lean_ft/my_recipe.py", ["python", "/home/me/lean_ft/my_recipe.py"]),
+        ("/home/me/my recipes/lean_ft.py", ["python", "/home/me/my recipes/lean_ft.py"]),
+    ],
+)
+def test_a_run_goes_on_with_the_program_that_started_it(program, started, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program, "run", "full_finetune_single_device", "output_dir=/tmp/a b"])
+    command = command_to_continue("auto")
+    assert shlex.split(command) == [*started, "run", "full_finetune_single_device", "output_dir=/tmp/a b"]
+
+
+def test_a_run_that_was_not_to_resume_resumes(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["leanft", "run", "lora_single_device", "resume=never"])
+    assert command_to_continue("never") == "leanft run lora_single_device resume=auto"
+
+
+@pytest.mark.parametrize("program", ["", "-c", "/venv/lib/python3/site-packages/ipykernel_launcher.py"])
+def test_where_there_is_no_command_the_call_is_meant(program, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program, "-f", "kernel.json"])
+    assert command_to_continue("auto") == "the same call again"
+    assert command_to_continue("never") == "the same call again, with resume='auto'"

@@ -104,5 +104,5 @@ def test_the_device_line_says_where_a_cpus_memory_comes_from(settings, said, con
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr("lean_ft.memory.host_memory.return_freed_memory", lambda: True)
     start(config(tmp_path / "run", **settings))
-    assert re.search(f"^device      cpu .*{said}", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(f"^device      cpu, .*{said}", capsys.readouterr().out, re.MULTILINE)
     assert bool(pooled) == ("host_pool" in said)

@@ -59,7 +59,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train
     out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
     assert process.exitcode == code
     assert f"{number.name}: will save and stop" in err
-    assert "stopped     after step 3 of 12, all of it saved. To go on:" in out
+    assert "stopped     after step 3 of 12; all steps are saved. To resume, run:" in out
     command = next(line.strip() for line in out.splitlines() if "toy_recipe.py" in line)
     assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000003"]
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
@@ -85,7 +85,7 @@ def test_killed_while_training_the_run_goes_on_from_its_checkpoint(save_every, l
     process.kill()
     process.join()
     train(tmp_path / "run", save_every=save_every, max_steps=4)
-    assert "after 2 of 4 steps" in capsys.readouterr().out
+    assert "after step 2 of 4" in capsys.readouterr().out
     whole = train(tmp_path / "whole", max_steps=4)
     assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
     assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
@@ -126,7 +126,7 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
     assert stopped.value.code == 128 + number
     assert next(count) == 4  # no batch was computed after it
     out = capsys.readouterr().out
-    assert "stopped     after step 2 of 12, all of it saved. To go on:" in out
+    assert "stopped     after step 2 of 12; all steps are saved. To resume, run:" in out
     assert "interrupted; " in out
     train_real(tmp_path / "run", *settings)
     whole = train_real(tmp_path / "whole", *settings)

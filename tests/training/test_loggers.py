@@ -91,7 +91,7 @@ def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, tmp_path, m
     settings = {"log__to": f"[{name},jsonl]", "log__offline": "true", "save_every": 2, "eval_every": 5, "epochs": 3}
     whole = train(tmp_path / "whole", epochs=3, save_every=2)
     # The first part makes steps that are made again: a crash after step 5, saved at 4.
-    monkeypatch.setattr("lean_ft.training.run.Run._save_what_is_whole", lambda self: None)
+    monkeypatch.setattr("lean_ft.training.run.Run._save_complete_steps", lambda self: None)
     monkeypatch.setattr("tests.training.toy_recipe.FAILING_STEP", 5)
     with pytest.raises(KeyError):
         train(tmp_path / "run", **settings)
@@ -111,7 +111,7 @@ def test_one_that_fails_is_left_out_and_the_run_goes_on(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").unlink()
     loggers.write([{"step": 2, "loss": 1.0, "new": 1}])
     loggers.write([{"step": 3, "loss": 1.0, "new": 1}])
-    assert capsys.readouterr().out.count("log.to=csv failed and is left out from here on") == 1
+    assert capsys.readouterr().out.count("log.to=csv failed and is disabled from now on") == 1
 
 
 def test_a_package_that_is_missing_is_said_before_anything_starts(config, tmp_path, monkeypatch):
@@ -170,4 +170,4 @@ def test_a_service_that_does_not_answer_is_left_out(tmp_path, monkeypatch, capsy
         opened.write([{"step": 1}])
     opened.close(done=True)
     said = capsys.readouterr().out
-    assert said.count("log.to=wandb failed and is left out from here on (no answer within 0.2 s)") == 1
+    assert said.count("log.to=wandb failed and is disabled from now on (no answer within 0.2 s)") == 1

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lean_ft.settings import ModelConfig, Settings
-from lean_ft.training.model_commits import hold_models_to_commits
+from lean_ft.training.continuation import hold_models_to_commits
 from tests.hub.hub_server import Repository
 from tests.training.toy_runs import QWEN, digests
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_stays_where_it_began(repository, train, tmp_path, capsys,
     repository.revisions["main"] = NEW
     capsys.readouterr()
     train(part, max_steps=4)
-    assert f"model org/toy@{OLD}, as when this run began" in capsys.readouterr().out
+    assert f"model org/toy@{OLD}, the commit that this run began with" in capsys.readouterr().out
     assert f"path: org/toy@{OLD}" in (part / "config.yaml").read_text()
     assert digests(part / "step_00000004") == digests(whole / "step_00000004")
 

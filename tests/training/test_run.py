@@ -48,7 +48,7 @@ def test_resumed_at_any_step_equals_uninterrupted(step, whole, train, tmp_path, 
     # max_steps ends the first part as a scheduler's time limit would: state saved, process gone.
     train(tmp_path / "run", max_steps=step)
     train(tmp_path / "run")
-    assert f"after {step} of 12 steps" in capsys.readouterr().out
+    assert f"after step {step} of 12" in capsys.readouterr().out
     assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
     trained = [row for row in metrics(tmp_path / "run", timed=False) if "loss" in row]
     assert trained == [row for row in metrics(whole, timed=False) if "loss" in row]
@@ -90,7 +90,11 @@ def test_memory_that_goes_on_growing_is_said_once(bytes_a_step, times_said, trai
     rows = [row for row in metrics(train(tmp_path / "run")) if "loss" in row]
     assert [row["rss_growth_bytes"] for row in rows] == [None, None, *(n * bytes_a_step for n in range(10))]
     said = capsys.readouterr().out
-    assert said.count("still grows after step 8: 5.0 MiB more") == said.count("still grows") == times_said
+    assert (
+        said.count("still grows after step 8: resident memory is 5.0 MiB above step 10")
+        == said.count("still grows")
+        == times_said
+    )
     assert f"resident +{'9.0 MiB' if bytes_a_step else '0 B'} since step 10" in said
 
 
@@ -147,8 +151,8 @@ def test_left_to_itself_a_run_saves_often_enough_and_keeps_the_last_two(
     out = capsys.readouterr().out
     assert [int(line.split("step_")[1].split()[0]) for line in out.splitlines() if line.startswith("saved ")] == saved
     assert sorted(p.name for p in run.glob("step_*")) == [f"step_{step:08d}" for step in saved[-2:]]
-    assert "saved after each epoch and at least every 30 minutes, the last 2 kept" in out
-    assert len(saved) < 3 or "as save_every=auto asks" in out
+    assert "saved after each epoch and at least every 30 minutes; the last 2 checkpoints are kept" in out
+    assert len(saved) < 3 or "(save_every=auto)" in out
 
 
 def raise_at(call, where, function):
@@ -204,7 +208,7 @@ def test_a_loop_that_fails_has_saved_what_is_whole(
     names = [p.name for p in (tmp_path / "run").glob("step_*")]
     assert names == ([f"step_{saved:08d}"] if saved else [])
     out = capsys.readouterr().out
-    assert ("not saved   step 6 was broken off in its update" in out) == (saved is None)
+    assert ("not saved   step 6 was interrupted during its update" in out) == (saved is None)
     train(tmp_path / "run", optimizer__in_backward=in_backward)
     assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
 
@@ -212,7 +216,7 @@ def test_a_loop_that_fails_has_saved_what_is_whole(
 def test_the_last_evaluation_finds_everything_saved(train, recipe, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(recipe.Run, "log_evaluation", raise_at(0, "before", recipe.Run.log_evaluation))
-        patch.setattr(recipe.Run, "_save_what_is_whole", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
         with pytest.raises(KeyError):
             train(tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000012"]
@@ -233,7 +237,9 @@ def test_the_run_ends_where_evaluations_stop_getting_better(train, recipe, monke
         capsys.readouterr()
         run = train(tmp_path / output, **settings)
         assert max(row["step"] for row in metrics(run)) == 5
-        said = "stopped     early, after step 5: no held-out loss since step 2 was below its 2 (stop_after_evals=3)"
+        said = (
+            "stopped     early, after step 5: the held-out loss has not been below 2 since step 2 (stop_after_evals=3)"
+        )
         assert said in capsys.readouterr().out
     assert digests(tmp_path / "whole/step_00000005") == digests(tmp_path / "parts/step_00000005")
     train(run, **settings)
@@ -246,12 +252,12 @@ def test_the_run_ends_where_evaluations_stop_getting_better(train, recipe, monke
 def test_a_run_that_is_all_warm_up_is_warned_of(train, tmp_path, capsys):
     train(tmp_path / "a", max_steps=4, schedule__warmup_steps=20)
     assert (
-        "WARNING     the whole run is warm-up: of 20 steps it makes 4, so the learning rate never exceeds 0.0015"
+        "the whole run is warm-up: it has 4 steps and 20 warm-up steps, so the learning rate stays at or below 0.0015"
         in (capsys.readouterr().out)
     )
     run = train(tmp_path / "b", max_steps=4, schedule__warmup_ratio=0.5)
-    assert "warm-up: of" not in (out := capsys.readouterr().out)
-    assert "lr 0.01 after 2 steps of warm-up from 0" in out
+    assert "is warm-up" not in (out := capsys.readouterr().out)
+    assert "lr 0.01 after 2 warm-up steps" in out
     assert [row["lr"] for row in metrics(run) if "loss" in row] == [0.0, 0.005, 0.01, 0.01]
 
 
@@ -285,7 +291,7 @@ def test_a_finished_run_started_again_trains_nothing(train, tmp_path, capsys):
     capsys.readouterr()
     train(run)
     said = capsys.readouterr().out
-    assert "nothing is left to do" in said
+    assert "complete    all 12 steps are done" in said
     assert "larger epochs" in said
     assert "began step" not in said
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"} == {
@@ -296,7 +302,7 @@ def test_a_finished_run_started_again_trains_nothing(train, tmp_path, capsys):
 def test_a_finished_run_names_every_bound_that_ended_it(train, tmp_path, capsys):
     run = train(tmp_path / "run", max_steps=4, epochs=2)
     train(run, max_steps=4, epochs=2)
-    assert "a larger max_steps and epochs;" in capsys.readouterr().out
+    assert "a larger max_steps and epochs." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("setting", ["max_steps", "epochs"])
@@ -310,14 +316,14 @@ def test_extended_equals_trained_at_once(setting, whole, train, tmp_path):
 def test_extending_a_schedule_that_ends_is_said(train, tmp_path, capsys):
     train(tmp_path / "run", epochs=3, schedule__name="cosine")
     train(tmp_path / "run", epochs=4, schedule__name="cosine")
-    assert "6 then, 8 now: schedule.name=cosine" in capsys.readouterr().out
+    assert "6 then, 8 now. schedule.name=cosine" in capsys.readouterr().out
 
 
 def test_metrics_are_trimmed_to_the_checkpoint(whole, train, config, recipe, tmp_path, monkeypatch):
     """A run that died after its last checkpoint wrote lines that resuming must take back."""
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 8)
-        patch.setattr(recipe.Run, "_save_what_is_whole", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run", save_every=3))
     run = tmp_path / "run"
@@ -341,13 +347,13 @@ def test_a_failed_start_without_checkpoint_keeps_its_metrics_aside(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 2)
-        patch.setattr(recipe.Run, "_save_what_is_whole", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run"))
     first = (tmp_path / "run/metrics.jsonl").read_bytes()
     train(tmp_path / "run", batch_size=4)  # as after running out of memory: other settings, same directory
     assert (tmp_path / "run/metrics.previous.jsonl").read_bytes() == first
-    assert "left no checkpoint" in capsys.readouterr().out
+    assert "saved no checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
@@ -390,7 +396,7 @@ def test_a_disk_too_small_is_refused_before_training(config, recipe, tmp_path, m
 def test_a_disk_that_fills_up_keeps_the_last_checkpoint(config, recipe, train, tmp_path, monkeypatch):
     free = iter([2**30, 2**30, 1000])
     monkeypatch.setattr("lean_ft.training.checkpoint.free_bytes", lambda _: next(free))
-    with pytest.raises(TrainingFailed, match=r"checkpoint of step 9 needs .*Nothing was written"):
+    with pytest.raises(TrainingFailed, match=r"checkpoint of step 9 was not written: it needs .*Nothing was written"):
         recipe.main(config(tmp_path / "run", save_every=3))
     names = sorted(p.name for p in (tmp_path / "run").iterdir() if "step" in p.name)
     assert names == ["step_00000003", "step_00000006"]

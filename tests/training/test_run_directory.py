@@ -31,8 +31,8 @@ def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, capsys
     remove_half_written(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", ".mine", "mine.tmp-7", "run.json"]
     said = capsys.readouterr().out
-    assert ".run.json.tmp-77, a file whose writing was cut short" in said
-    assert ".step_00000002.old-77, a checkpoint whose writing was cut short" in said
+    assert ".run.json.tmp-77, an incomplete file" in said
+    assert ".step_00000002.old-77, an incomplete checkpoint" in said
 
 
 def test_settings_are_flat_json_values(config, tmp_path):

@@ -1,0 +1,188 @@
+"""When a run saves, which checkpoints stay, and saving in the background."""
+
+import threading
+
+import pytest
+import torch
+
+from lean_ft.memory import apply_memory
+from lean_ft.models import load_model
+from lean_ft.settings import MemoryConfig
+from lean_ft.training.bad_steps import TrainingFailed
+from lean_ft.training.checkpoint import list_checkpoints
+from lean_ft.training.saving import BackgroundWriter, host_copy, is_due, kept_steps, most_checkpoints, num_due
+from tests.training.test_checkpoint import flip_a_byte
+from tests.training.toy_runs import digests, metrics
+
+
+@pytest.mark.parametrize(
+    ("every", "steps_per_epoch", "due"),
+    [
+        (0, 5, []),
+        (1, 5, list(range(1, 13))),
+        (5, 7, [5, 10]),
+        ("epoch", 5, [5, 10]),
+        (0.5, 5, [3, 5, 8, 10]),  # never before half of the epoch is done, and at its end
+        (0.1, 10, list(range(1, 13))),
+        (0.3, 10, [3, 6, 9, 12]),
+        (0.1, 3, list(range(1, 13))),  # more often than there are steps
+    ],
+)
+def test_what_is_due(every, steps_per_epoch, due):
+    assert [step for step in range(1, 13) if is_due(every, step, steps_per_epoch)] == due
+    if steps_per_epoch > 3:
+        assert num_due(every, 12, steps_per_epoch) == len(due)
+
+
+def test_the_newest_the_multiples_and_the_best_stay(config, tmp_path):
+    losses = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: float("nan"), 60: 2.0}
+
+    def kept(**settings):
+        return kept_steps(losses, config(tmp_path, **settings))
+
+    assert kept() == set(losses)
+    assert kept(keep_last=2) == {50, 60}
+    assert kept(keep_last=1, keep_every=30) == {30, 60}
+    assert kept(keep_last=1, keep_best=2) == {20, 40, 60}
+    assert kept(keep_last=1, keep_best=9) == {10, 20, 40, 60}
+    assert kept(save_every="auto") == {50, 60}
+    assert kept(save_every="auto", keep_last=1, keep_every=30) == {30, 60}
+
+
+@pytest.mark.parametrize("save_async", ["false", "true"])
+def test_a_run_keeps_what_it_was_told_to(save_async, train, recipe, monkeypatch, tmp_path, capsys):
+    log_evaluation = recipe.Run.log_evaluation
+    monkeypatch.setattr(  # lowest after step 6
+        recipe.Run, "log_evaluation", lambda self, **_: log_evaluation(self, abs(self._done_steps + 1 - 6.1))
+    )
+    settings = {"save_every": 2, "eval_every": 2, "keep_last": 1, "keep_every": 8, "keep_best": 1}
+    run = train(tmp_path / "run", save_async=save_async, **settings)
+    names = [p.name for p in list_checkpoints(run)]
+    assert names == ["step_00000006", "step_00000008", "step_00000012"]
+    assert not list(run.glob(".step_*"))
+    assert "removed     step_00000010 (keep_last=1)" in capsys.readouterr().out
+    assert digests(run / names[-1]) == digests(train(tmp_path / "all", eval_every=2) / names[-1])
+
+
+def test_a_damaged_later_checkpoint_counts_for_nothing(train, tmp_path):
+    """Else the newest whole one would make room for it."""
+    run = train(tmp_path / "run", max_steps=8, save_every=2)
+    for step in (6, 8):
+        flip_a_byte(run / f"step_0000000{step}/model.safetensors")
+    train(run, max_steps=5, keep_last=1)
+    assert [p.name for p in list_checkpoints(run)] == ["step_00000005", "step_00000006", "step_00000008"]
+    train(run, max_steps=8, save_every=2, keep_last=1)
+    assert [p.name for p in list_checkpoints(run)] == ["step_00000008"]
+
+
+def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
+    def most(**settings):
+        return most_checkpoints(config(tmp_path, **settings), 0, 100, 30)
+
+    assert most() == 1
+    assert most(save_every=10) == 10
+    assert most(save_every=10, keep_last=2) == 3
+    assert most(save_every=10, keep_last=1, keep_every=50) == 4
+    assert most(save_every=60, keep_last=5) == 2
+    assert most(save_every="epoch") == 4  # 30, 60, 90 and the last
+    assert most(save_every=0.5) == 7
+    assert most(save_every="auto") == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_best": 1}, "keep_best keeps more than the newest checkpoints, and keep_last=null keeps all"),
+        ({"keep_every": 5}, "keep_every keeps more"),
+        ({"keep_last": 1, "keep_best": 1, "save_every": 4, "eval_every": 3}, "Set save_every to a multiple of eval"),
+        ({"keep_last": 1, "keep_best": 1, "save_every": "auto", "eval_every": "epoch"}, "Set save_every to a multiple"),
+        ({"keep_last": 1, "keep_best": 1, "save_every": "epoch", "eval_every": 2}, "Set save_every to a multiple"),
+        ({"stop_after_evals": 2}, "with eval_every=0 there is only the last"),
+        ({"schedule__warmup_steps": 2, "schedule__warmup_ratio": 0.1}, "both say how long the warm-up is"),
+    ],
+)
+def test_settings_that_could_not_be_honoured_are_refused(settings, message, config, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true", "optimizer.name=adamw_8bit"]], ids=str)
+def test_checkpoints_are_those_of_a_run_that_waits(settings, train_real, tmp_path):
+    waited = train_real(tmp_path / "waited", *settings, "save_every=1")
+    run = train_real(tmp_path / "run", *settings, "save_every=1", "save_async=true")
+    assert [p.name for p in list_checkpoints(run)] == [p.name for p in list_checkpoints(waited)]
+    for folder in list_checkpoints(waited):
+        assert digests(run / folder.name) == digests(folder)
+    assert metrics(run, timed=False) == metrics(waited, timed=False)
+
+
+def test_training_goes_on_meanwhile_and_the_last_save_waits(config, recipe, monkeypatch, tmp_path):
+    """Step 2's checkpoint can only be finished once step 3 has begun."""
+    began, finished = threading.Event(), []
+    save, take = recipe.Tokenizer.save, recipe.Batches.take
+    calls = iter(range(100))
+
+    def slow(self, path):
+        if path.name.startswith(".step_00000002"):
+            assert began.wait(timeout=60)
+        save(self, path)
+        finished.append(path.name[:14])
+
+    def noted(self, count):
+        if next(calls) == 2:
+            began.set()
+        return take(self, count)
+
+    monkeypatch.setattr(recipe.Tokenizer, "save", slow)
+    monkeypatch.setattr(recipe.Batches, "take", noted)
+    recipe.main(config(tmp_path / "run", save_every=2, max_steps=5, save_async="true"))
+    assert finished == [".step_00000002", ".step_00000004", ".step_00000005"]
+    assert not [t for t in threading.enumerate() if t.name == "checkpoint writer"]
+
+
+def test_an_error_ends_the_run_after_a_later_step(config, recipe, train, monkeypatch, tmp_path):
+    def fail(self, path):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.Tokenizer, "save", fail)
+        with pytest.raises(TrainingFailed, match="checkpoint of step 2 was not written: No space left"):
+            recipe.main(config(tmp_path / "run", save_every=2, max_steps=9, save_async="true"))
+    assert not list((tmp_path / "run").glob("*step_*"))
+    assert 2 <= len(metrics(tmp_path / "run")) <= 4
+    train(tmp_path / "run", max_steps=3)  # the lock is free
+
+
+def test_a_host_copy_is_no_view_and_shares_what_is_frozen(model_folder):
+    model = load_model(model_folder, random_init=True)
+    frozen = next(model.parameters()).requires_grad_(False)
+    apply_memory(model, MemoryConfig(activation_checkpointing="full"), compile=True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _: pytest.fail("hooks stay with the model"))
+    copy = host_copy(model)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), copy.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.data_ptr() == theirs.data_ptr()) == (ours is frozen), name
+        assert not theirs._post_accumulate_grad_hooks
+    assert copy.source.config == model.source.config
+
+
+def test_the_next_write_waits_and_errors_come_out_once():
+    writer, order = BackgroundWriter(), []
+    gate = threading.Event()
+
+    def first():
+        gate.wait(timeout=60)
+        order.append(1)
+        raise OSError("first")
+
+    writer.start(first)
+    writer.check()  # still writing
+    gate.set()
+    with pytest.raises(OSError, match="first"):
+        writer.start(lambda: order.append(2))
+    writer.start(lambda: order.append(3))
+    writer.wait()
+    writer.wait()
+    assert order == [1, 3]
