@@ -108,7 +108,7 @@ def arguments(tmp_path):
         ("output_dir=DIR/good.jsonl", "output_dir=.*good.jsonl is a file"),
         ("output_dir=DIR/good.jsonl/run", "cannot be written"),
         ("output_dir=/proc/run", "cannot be written"),  # even by root
-        ("output_dir=DIR", "holds files that are no run's"),
+        ("output_dir=DIR", "holds files that do not belong to a run"),
         ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
         ("freeze=[model.layrs.*]", "model.layrs.*"),
         ("model.path=DIR/adapter", "has no config.json: it is an adapter. .*adapter="),

@@ -192,7 +192,7 @@ class TestWhatIsAsked:
         damaged = shutil.copytree(full, tmp_path / "damaged")
         (damaged / "step_00000002" / "config.json").write_text("{}")
         answer = ask(f"model.path={damaged}")
-        assert "step_00000002" in answer and "Passed over for an earlier one." in answer
+        assert "step_00000002" in answer and "An earlier checkpoint is used." in answer
         assert answer.endswith(earlier)
 
     def test_an_adapter_finds_its_base_model(self, runs: Path, ask, tmp_path: Path) -> None:
