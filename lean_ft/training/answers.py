@@ -85,9 +85,9 @@ def say_answers(
             said = now
 
     report = answer_held_out(model, tokenizer, held_out, max_questions, pattern, progress)
-    total, what = len(report.answers), "the whole answer" if pattern is None else f"the last match of {pattern}"
+    total, what = len(report.answers), "the whole answer" if pattern is None else f"the text that {pattern} finds last"
     share = f"{report.num_right} of {total} held-out questions right ({report.exact_match:.1%})"
-    say("answers", f"{when}: {share}; {what} has to match exactly, and the answer has to end")
+    say("answers", f"{when}: {share}; exact match of {what}")
     for answer in _spread(report.answers, num_samples):
         given = "(no match)" if answer.given is None else one_line(answer.given)
         wrong = "did not end" if answer.given == answer.expected else f"expected: {one_line(answer.expected)}"

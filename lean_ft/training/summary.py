@@ -134,7 +134,7 @@ class Summary:
         if (grown := self._rss_growth_bytes) is not None:
             growth = f"; resident {'+-'[grown < 0]}{gibibytes(abs(grown))} since step 10"
         say("memory", f"peak {gibibytes(self._peak_memory_bytes)} {kind}{growth}")
-        say("time", f"{duration(seconds)} for {steps:,} steps, with evaluations and checkpoints")
+        say("time", f"{duration(seconds)} for {steps:,} step{'s' * (steps != 1)}, with evaluations and checkpoints")
         if checkpoint is not None:
             say("checkpoint", str(checkpoint))
             say("next", shlex.join(["leanft", *self._command_that_tries(checkpoint)]))

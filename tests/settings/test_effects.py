@@ -431,7 +431,9 @@ def ran(module: Any, cfg: Any, counts_log: bool) -> dict[str, Any]:
                 seen[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     is_log = not hasattr(cfg, "max_new_tokens")
     if counts_log or not is_log:
-        seen["printed"] = re.sub(r"[\d.]+ (s|GiB|tok/s|tokens a second|(target )?tokens/s)|/tmp/\S+", "", printed.getvalue())
+        seen["printed"] = re.sub(
+            r"[\d.]+ (s|GiB|tok/s|tokens a second|(target )?tokens/s)|/tmp/\S+", "", printed.getvalue()
+        )
     return seen
 
 

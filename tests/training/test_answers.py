@@ -175,7 +175,7 @@ def test_says_the_share_and_what_is_right_with_short_samples(
     parrot = Parrot(tokenizer.encode("Yes.<|end|>"), tokenizer.vocab_size)
     say_answers("before training", parrot, tokenizer, batches, 4)
     said, *samples = capsys.readouterr().out.splitlines()
-    assert "before training: 3 of 4 held-out questions right (75.0%); the whole answer has to match exactly" in said
+    assert "before training: 3 of 4 held-out questions right (75.0%); exact match of the whole answer" in said
     assert len(samples) == 3 and all(len(sample) < 120 for sample in samples)
     assert "->  Yes.  (expected: No.)" in samples[0] and "->  Yes.  (right)" in samples[1]
 
@@ -183,7 +183,7 @@ def test_says_the_share_and_what_is_right_with_short_samples(
     say_answers("before training", parrot, tokenizer, batches, 4, pattern="(.)")
     told, *_, said = capsys.readouterr().out.splitlines()[:-3]
     assert "of 4 held-out questions answered in" in told
-    assert "the last match of (.) has to match exactly" in said
+    assert "exact match of the text that (.) finds last" in said
 
 
 def test_does_nothing_when_not_asked(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
