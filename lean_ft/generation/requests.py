@@ -112,7 +112,8 @@ class ChatRequest(_Fields):
     @property
     def num_characters(self) -> int:
         """Of all messages."""
-        return sum(len(part.text) for message in self.messages for part in message.content)
+        texts = [part.text for message in self.messages for part in message.content]
+        return sum(map(len, texts)) + sum(len(message.reasoning_content or "") for message in self.messages)
 
     @classmethod
     def read(cls, body: bytes) -> Self:

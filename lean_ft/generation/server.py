@@ -186,19 +186,19 @@ class ChatServer:
 
     async def _noted(self, request: Request, answer: "_Answer", watch: asyncio.Task[None]) -> AsyncIterator[str]:
         """The pieces of an answer; says afterwards how it went."""
-        begun, outcome = time.monotonic(), "the client left"
+        begun, outcome = time.monotonic(), "client disconnected"
         try:
             async for piece in answer.pieces():
                 yield piece
             if not answer.client_left:
-                outcome = {"stop": "complete", "length": "cut at its longest"}[answer.finish_reason]
+                outcome = f"finish_reason: {answer.finish_reason}"
         except Exception:
             outcome = "failed"
             raise
         finally:
             answer.is_over = True
             watch.cancel()
-            tokens = f"{len(answer.prompt)} tokens of messages, {len(answer.ids)} of answer"
+            tokens = f"{len(answer.ids)} completion tokens, {len(answer.prompt)} prompt tokens"
             say("answered", f"{_client(request)}: {tokens}, {time.monotonic() - begun:.1f} s, {outcome}")
 
     def _prompt_of(self, asked: ChatRequest) -> tuple[list[int], Sampling]:

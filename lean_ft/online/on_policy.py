@@ -1,11 +1,10 @@
-"""The student's own answers in place of the data's, for some steps of a distillation.
+"""On-policy distillation: in some steps the student trains on its own completions instead of the data's.
 
-Where the student samples and the teacher scores, it learns in the places that it comes to itself. Which steps these are, and
-every draw in them, depends on the seed and the step alone, so a resumed run samples what the uninterrupted one did. A prompt
-is all that precedes the last trained stretch of a document, as for questions that are held out (`answers`). On many ranks
-each samples the answers to all of a step's prompts: the same ones, of the same weights.
+The seed and the step alone determine which steps these are and what they sample, so a resumed run samples the same completions.
+A prompt is everything before the last trained span of a document, as in `answers`. Each rank samples the completions of all
+prompts of a step; they are the same on all ranks.
 
-Source: Agarwal et al. 2023, arXiv:2306.13649. Left out: gradients through the sampling, as there.
+Source: Agarwal et al. 2023, arXiv:2306.13649. As there, no gradient flows through the sampling.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,8 @@ from lean_ft.training.answers import questions_of
 
 
 class OnPolicy:
-    """`on_policy.samples(step)`: whether the student answers in this step; `on_policy.answered(step, micro_batches)`: the same
-    prompts with its answers."""
+    """`on_policy.samples(step)`: whether the student samples in this step; `on_policy.answered(step, micro_batches)`: the
+    prompts of the batches with its completions."""
 
     def __init__(self, cfg: Any, model: Decoder, tokenizer: Tokenizer) -> None:
         """cfg: of a recipe that has `distill`, `generation` and `data`."""
@@ -34,19 +33,19 @@ class OnPolicy:
         self._model, self._tokenizer = model, tokenizer
 
     def samples(self, step: int) -> bool:
-        """Of all steps the share that `distill.on_policy` asks for; which ones, the seed says."""
+        """True for the fraction `distill.on_policy` of all steps, drawn by the seed."""
         return stage() is None and np.random.default_rng([self._seed, step]).random() < self._share
 
     def answered(self, step: int, micro_batches: Sequence[Batch]) -> list[Batch]:
-        """The prompts of the batches, each followed by what the student answers it: the tokens that are trained.
+        """The prompts of the batches, each followed by the student's completion, whose tokens are trained.
 
-        A prompt and its answer have at most `data.max_length` tokens. Raises ValueError for a document without a prompt.
+        Prompt and completion have at most `data.max_length` tokens. Raises ValueError for a document without a prompt.
         """
         asked = [list(questions_of(batch)) for batch in micro_batches]
         prompts = [prompt for of_batch in asked for prompt, _ in of_batch]
         if not prompts:
             return list(micro_batches)
-        if min(map(len, prompts)) < 2:  # a bos token asks nothing
+        if min(map(len, prompts)) < 2:  # a bos token alone is no prompt
             raise ValueError(
                 "a document is trained from its start, so the student has no prompt to answer. Set distill.on_policy=0 for "
                 "plain text and for data.train_on=all."
@@ -61,7 +60,7 @@ class OnPolicy:
             seed=int(np.random.SeedSequence([self._seed, step]).generate_state(1, np.uint32)[0]),
             stop_ids=frozenset(ends),
         )
-        # All of the step at once: how its prompts are shared out to micro-batches changes no answer.
+        # All prompts of the step at once, so that micro-batches do not change the completions.
         answers = [self._known(answer.ids) for answer in sample(self._model, prompts, sampling)]
         texts = [(prompt, answer[:most]) for prompt, answer, most in zip(prompts, answers, room, strict=True)]
         ends_at = np.cumsum([len(of_batch) for of_batch in asked]).tolist()
@@ -69,7 +68,7 @@ class OnPolicy:
         return [self._batch(mine) if mine else batch for mine, batch in zip(own, micro_batches, strict=True)]
 
     def _known(self, answer: list[int]) -> list[int]:
-        """The answer up to the first id that is no token: rows by which a vocabulary is padded are the student's alone."""
+        """The completion up to the first id without a token: the student's vocabulary may be padded."""
         return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
 
     def _batch(self, texts: list[tuple[list[int], list[int]]]) -> Batch:

@@ -1,14 +1,14 @@
-"""What answers are worth: functions of the user's own, a few that are there, and reward models.
+"""Rewards of completions: the user's functions, built-in functions, and reward models.
 
-A function takes `prompts` and `completions`, lists of as many, and returns a number for each, or None for an answer that it
-cannot judge. Whatever else it names is given by name: further columns of the rows (`answer`), `prompt_ids`, `completion_ids`,
-`ended` (whether an answer ended by itself). It may be `async`; several of these run beside one another. A reward is the sum of all functions, each
-by its weight; an answer that none of them judges has none.
+A function takes the lists `prompts` and `completions` and returns a number for each completion, or None if it cannot judge one. It
+gets further arguments by name: columns of the rows (`answer`), `prompt_ids`, `completion_ids`, `ended` (whether the completion
+was not cut). It may be `async`; async functions run concurrently. A completion's reward is the weighted sum of all functions, or None
+if no function judges it.
 
     def right(prompts, completions, answer):
         return [float(said.strip() == expected) for said, expected in zip(completions, answer)]
 
-Source: the protocol is TRL's, so that functions written for it run here.
+Source: TRL's protocol, so that its reward functions run here.
 """
 
 import asyncio
@@ -48,16 +48,16 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Scores:
-    """Of N answers."""
+    """The rewards of N completions."""
 
     totals: list[float | None]  # (N,)
-    each: list[list[float | None]]  # (N, functions): not weighed
+    each: list[list[float | None]]  # (N, functions): without weights
     texts: list[str]  # (N,)
 
 
 def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where what `pattern` finds last in the completion is what it finds in the column `answer`, to the letter; without a
-    pattern, or where it finds nothing in the column, all of the text counts."""
+    """1 if the last match of `pattern` in the completion equals its match in the column `answer`. Without a pattern, or without a
+    match in the column, the whole text is compared."""
 
     def right(said: str, expected: str) -> bool:
         if pattern is None:
@@ -69,14 +69,14 @@ def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequen
 
 
 def format_found(pattern: str, completions: Sequence[str], **_: Any) -> list[float]:
-    """1 where the whole completion is as `pattern` says, a dot standing for any character."""
+    """1 if `pattern` matches the whole completion; a dot matches any character."""
     return [float(re.fullmatch(pattern, said.strip(), re.DOTALL) is not None) for said in completions]
 
 
 def length(
     pattern: str | None, completion_ids: Sequence[Sequence[int]], ended: Sequence[bool], **_: Any
 ) -> list[float]:
-    """Less for every token, from 0 down to -1 for the longest answer of the round, and -1 for one that was cut."""
+    """From 0 down to -1 for the longest completion of the round, in proportion to its tokens; -1 for a cut completion."""
     longest = max(len(ids) for ids in completion_ids)
     return [-len(ids) / longest if done else -1.0 for ids, done in zip(completion_ids, ended, strict=True)]
 
@@ -85,11 +85,11 @@ BUILT_IN: dict[str, Function] = {"exact_answer": exact_answer, "format": format_
 
 
 def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
-    """Each of the settings as a `Reward`. Raises ValueError where there is none."""
+    """Each of the settings as a `Reward`. Raises ValueError if there are none."""
     if not settings:
         raise ValueError(
-            "rewards is empty, and answers are learned from by their rewards. Name a function of your own "
-            "(rewards=[my_rewards.py:right]), one that is there (rewards=[exact_answer]) or the folder of a reward model."
+            "rewards is empty. Set your own function (rewards=[my_rewards.py:right]), a built-in one "
+            "(rewards=[exact_answer]) or the folder of a reward model."
         )
     found = []
     for one in settings:
@@ -108,13 +108,12 @@ def check_rewards(settings: Sequence[Reward | str]) -> None:
 
 
 class Rewards:
-    """`score(prompts, samples)`: what N answers are worth, as the settings say."""
+    """`score(prompts, samples)`: the rewards of N completions."""
 
     def __init__(
         self, settings: Sequence[Reward | str], tokenizer: Tokenizer, device: str = "auto", ranks: Ranks = ALONE
     ) -> None:
-        """Loads functions, and models onto `device`; of many `ranks` the first judges for all. Raises ValueError where there is
-        none, or one is not there or cannot be run."""
+        """Load functions, and models onto `device`. Rank 0 judges for all `ranks`. Raises ValueError for an invalid reward."""
         self._settings, self._tokenizer, self._ranks = rewards_of(settings), tokenizer, ranks
         self._functions: list[Function] = []
         if ranks.rank == 0:
@@ -123,8 +122,8 @@ class Rewards:
                 self._functions.append(JudgingModel(one.name, device, tokenizer) if own else _load(one))
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
-        """prompts, samples: N of each. Raises TrainingFailed where a function fails, with the row's place, or returns
-        something else than a finite number or None for each answer."""
+        """prompts, samples: N of each. Raises TrainingFailed, with the row's place, if a function raises, or returns anything
+        but a finite number or None for each completion."""
         if stage() is not None:
             return Scores([0.0] * len(samples), [[]] * len(samples), [""] * len(samples))
         return self._ranks.on_rank_zero(lambda: self._judged(prompts, samples))
@@ -140,7 +139,7 @@ class Rewards:
         }
         for name in {name for prompt in prompts for name in prompt.columns} - set(GIVEN):
             given[name] = [prompt.columns.get(name) for prompt in prompts]
-        with contextlib.chdir("."):  # back from wherever a function leads
+        with contextlib.chdir("."):  # a function may change the current directory
             columns = asyncio.run(self._all(prompts, given))
         each = [list(row) for row in zip(*columns, strict=True)]
         weights = [one.weight for one in self._settings]
@@ -166,18 +165,18 @@ class Rewards:
                 values = await _call(function, taken)
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # SystemExit too: the run would end as if it were complete
+        except BaseException as error:  # SystemExit too: it would end the run as if it were complete
             place = await _failing(function, prompts, taken)
             raise TrainingFailed(
-                f"the reward {name} failed at {place}: {type(error).__name__}: {error}\nThe run keeps what it has learned; "
-                "mend the function and start the same command again."
+                f"the reward {name} failed at {place}: {type(error).__name__}: {error}\nThe run keeps its last "
+                "completed step. Fix the function and repeat the command."
             ) from error
         return _checked(name, values, prompts)
 
 
 @contextlib.contextmanager
 def _reported(name: str) -> Iterator[None]:
-    """Report a function that takes long, after 10 s, 20 s, 40 s and so on."""
+    """Log that a function is still running, after 10 s, 20 s, 40 s and so on."""
 
     def report(seconds: float, began: float) -> None:
         while not done.wait(began + seconds - time.monotonic()):
@@ -193,12 +192,12 @@ def _reported(name: str) -> Iterator[None]:
 
 
 async def _call(function: Function, taken: dict[str, list[Any]]) -> Any:
-    values = function(**copy.deepcopy(taken))  # it may change what it is given
+    values = function(**copy.deepcopy(taken))  # it may change its arguments
     return await values if inspect.isawaitable(values) else values
 
 
 async def _failing(function: Function, prompts: Sequence[Prompt], taken: dict[str, list[Any]]) -> str:
-    """The place of the first row that fails by itself."""
+    """The place of the first row for which the function fails alone."""
     for i, prompt in enumerate(prompts):
         try:
             await _call(function, {name: values[i : i + 1] for name, values in taken.items()})
@@ -210,11 +209,11 @@ async def _failing(function: Function, prompts: Sequence[Prompt], taken: dict[st
 
 
 def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """What of the given a function takes: all, or what it names."""
+    """The arguments that a function names, or all of them if it takes any."""
     parameters = inspect.signature(function).parameters.values()
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        # Functions for TRL get no prompt_ids.
+        # TRL gives its functions no prompt_ids.
         taken = {name: values for name, values in given.items() if name != "prompt_ids"}
     else:
         taken = {one.name: given[one.name] for one in named if one.name in given}
@@ -222,8 +221,8 @@ def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[s
     if missing:
         columns = [column for column in given if column not in GIVEN]
         raise ValueError(
-            f"the reward {name} takes {', '.join(missing)}, and the rows have no such column; they have "
-            f"{', '.join(columns) or 'none'}, and there are {', '.join(GIVEN)}.{did_you_mean(missing[0], [*given])}"
+            f"the reward {name} takes {', '.join(missing)}, but the rows have no such column. Columns: "
+            f"{', '.join(columns) or 'none'}; other arguments: {', '.join(GIVEN)}.{did_you_mean(missing[0], [*given])}"
         )
     return taken
 

@@ -1,14 +1,14 @@
-"""Rounds of answers that a model samples and then learns from, in the place that other recipes have batches of data for.
+"""Rollouts: completions sampled from the policy, used as training batches.
 
-`Rounds` is what all have; `Rollouts` compares the answers to a prompt, `ValuedRollouts` each with what was expected of it, and
-`PairRollouts` makes pairs of them.
+`Rounds` is the base class. `Rollouts` compares the completions of a prompt with each other, `ValuedRollouts` each token with a value
+model's prediction, and `PairRollouts` makes preference pairs.
 
-A round is `sample`d, `begin`s, and is `take`n from, one step's micro-batches at a time. All that a
-round knows (which prompts, the tokens and log-probabilities that were sampled, rewards, advantages) is in `state_dict`, so a
-run that was killed at any moment goes on with the very same answers, and where it had none yet, samples them anew from the same
-weights and the same seed. Answers of a round stand in the order of their prompts, in the same micro-batches in every pass.
+A round is sampled (`sample`), prepared (`begin`), and read one step's micro-batches at a time (`take`). `state_dict` holds the
+whole round (prompts, tokens, log-probabilities, rewards, advantages), so a killed run resumes with the same completions; if it was
+killed before it had them, it samples the same ones again. Completions are in the order of their prompts, and each pass has the same
+micro-batches.
 
-Source: our own; what is sampled and when follows TRL's GRPOTrainer, dynamic sampling DAPO (Yu et al. 2025, arXiv:2503.14476).
+Source: our own; the order of sampling follows TRL's GRPOTrainer, dynamic sampling DAPO (Yu et al. 2025, arXiv:2503.14476).
 """
 
 import math
@@ -35,31 +35,31 @@ BatchT = TypeVar("BatchT", bound=Batch)
 
 @dataclass
 class Answer:
-    """One answer of a round."""
+    """One completion of a round."""
 
-    prompt: int  # which of the prompts
+    prompt: int  # its number
     ids: list[int]
-    log_probs: list[float]  # as they were drawn
+    log_probs: list[float]  # the sampler's
     ended: bool
     reward: float | None
     rewards: list[float | None]  # of each function
     text: str
-    # From the reference, of each token, where rewards count them.
+    # Per token: the divergence from the reference, if it is part of the reward.
     divergences: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # of each token, what was expected before it
-    returns: list[float] = field(default_factory=list)  # and what should have been
+    values: list[float] = field(default_factory=list)  # per token, the value model's prediction before it
+    returns: list[float] = field(default_factory=list)  # and the prediction's target
     old: list[float] = field(default_factory=list)  # the trainer's own log-probabilities, before the first update
     counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
     uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
-    advantages: list[float] = field(default_factory=list)  # of each token, or one of all
+    advantages: list[float] = field(default_factory=list)  # one per token, or one for all
 
     def of_tokens(self, values: list[float]) -> list[float]:
-        """A value of all tokens for each of them; those of each as they are, and zeros where there are none yet."""
+        """One value per token: a single value is repeated; zeros if there is none yet."""
         return values if len(values) == len(self.ids) else (values or [0.0]) * len(self.ids)
 
     @property
     def token_advantages(self) -> list[float]:
-        """The advantage of each token; 0 where `loss.entropy_share` leaves the policy loss out."""
+        """The advantage of each token; 0 where `loss.entropy_share` omits the policy loss."""
         advantages = self.of_tokens(self.advantages)
         return (
             [a if u else 0.0 for a, u in zip(advantages, self.uncertain, strict=True)] if self.uncertain else advantages
@@ -71,10 +71,10 @@ class Answer:
 
 
 class Rounds(Generic[BatchT]):
-    """The answers that a run learns from, round after round; `lean_ft.training.Run` keeps their state.
+    """The completions that a run trains on, round after round; `lean_ft.training.Run` saves their state.
 
-    cfg: of a recipe that samples its answers. All `ranks` have the same answers, whoever sampled them. `share_prompts`: compute
-    a prompt once for those of its completions that are in one micro-batch. Raises ValueError if a round does not consist of
+    cfg: of a recipe that samples completions. All `ranks` have the same completions. `share_prompts`: compute a prompt once for
+    those of its completions that are in one micro-batch. Raises ValueError if a round does not consist of
     whole groups, or if `data.shared_prompt=true` and not `share_prompts`.
     """
 
@@ -97,20 +97,20 @@ class Rounds(Generic[BatchT]):
             raise ValueError(
                 f"a round has batch_size={cfg.batch_size} x gradient_accumulation_steps={cfg.gradient_accumulation_steps} x "
                 f"generation.steps_per_round={generation.steps_per_round} = {self.num_answers} answers, which are no whole "
-                f"groups of generation.num_answers={generation.num_answers}. Set them so that it is a multiple."
+                f"groups of generation.num_answers={generation.num_answers}. Set them so that this is a multiple."
             )
         self.num_prompts = self.num_answers // generation.num_answers
         self._steps = generation.steps_per_round * generation.passes
         self._place = self._round = 0
-        self._step = self._steps  # of the round, done; no round has begun
+        self._step = self._steps  # steps done in the round; no round has begun
         self._answers: list[Answer] = []
-        self._sampling_seconds: float | None = None  # of the round, until it was told
+        self._sampling_seconds: float | None = None  # of the round, until it is logged
         watcher = stage()
         self._planned = None if watcher is None else watcher.batches(self._longest)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Micro-batches, passes over the same answers included."""
+        """Micro-batches, including further passes over the same completions."""
         generation = self._cfg.generation
         rows = len(self._prompts) * generation.num_answers * generation.passes / self.answers_in_a_row
         return math.ceil(rows / self._cfg.batch_size)
@@ -123,10 +123,10 @@ class Rounds(Generic[BatchT]):
         return self._step == self._steps
 
     def sample(self, answer: Callable[[list[Prompt], int], list[Sample]], score: Rewards) -> None:
-        """Fills the round that comes, by `Sampler` or what else answers prompts by a seed: at once, unless prompts that teach
-        nothing give way to others.
+        """Fill the next round. `answer`: a `Sampler`, or another function of prompts and a seed; with dynamic sampling it is called
+        several times.
 
-        Of an answer all tokens count, or none: of one without a reward, and with `loss.mask_truncated` of one that was cut.
+        All tokens of a completion are trained, or none: none without a reward, and with `loss.mask_truncated` none of a cut one.
         """
         started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
@@ -142,8 +142,8 @@ class Rounds(Generic[BatchT]):
         self._sampling_seconds = time.perf_counter() - started
 
     def _ask(self) -> list[Prompt]:
-        """The prompts to be answered next, each once for each of its answers."""
-        if self._planned is not None:  # as many different prompts as there are going to be
+        """The next prompts, each repeated for its completions."""
+        if self._planned is not None:  # as many different prompts as in a real round
             longest = self._prompts[0]
             prompts = [replace(longest, ids=[i] * len(longest.ids)) for i in range(self.num_prompts)]
             return [prompt for prompt in prompts for _ in range(self._cfg.generation.num_answers)]
@@ -154,7 +154,7 @@ class Rounds(Generic[BatchT]):
         return self._prompts.take(self._place, missing)
 
     def _add(self, samples: Sequence[Sample], scores: Scores) -> list[Answer]:
-        """Takes the answers to what `_ask` gave, and what they are worth; but returns those whose prompt gives way."""
+        """Add the completions of `_ask`'s prompts with their rewards. Return those of prompts that dynamic sampling replaces."""
         if self._planned is not None:
             self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
             return []
@@ -172,7 +172,7 @@ class Rounds(Generic[BatchT]):
         return even
 
     def begin(self) -> None:
-        """Works out what is learned from each answer; from here on there are steps to take."""
+        """Compute the advantages. Then `take` returns batches."""
         if self._planned is None:
             self._work_out()
         self._step = 0
@@ -187,27 +187,27 @@ class Rounds(Generic[BatchT]):
         self._step += 1
         return self._batches(first, first + number)
 
-    # What each kind of rounds does its own way --------------------------------------------------------------------
+    # Overridden by subclasses --------------------------------------------------------------------
 
     def _counts(self, answer: Answer) -> bool:
-        """Whether anything is learned from it."""
+        """Whether its tokens are trained."""
         return answer.reward is not None
 
     def _work_out(self) -> None:
-        """Before the first step of a round."""
+        """Compute advantages, before the first step of a round."""
 
     def _batches(self, first: int, end: int) -> list[BatchT]:
-        """The round's micro-batches from one number to another."""
+        """The round's micro-batches `first` to `end`."""
         raise NotImplementedError
 
     def _longest(self) -> BatchT:
-        """The micro-batch that takes most, without contents."""
+        """The largest micro-batch, without contents."""
         raise NotImplementedError
 
-    # What is told -------------------------------------------------------------------------------------------------
+    # Metrics -------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Of the round under way, by name."""
+        """Metrics of the current round."""
         answers, size = self._answers, self._cfg.generation.num_answers
         if not answers or self._planned is not None:
             return {}
@@ -230,7 +230,7 @@ class Rounds(Generic[BatchT]):
         return {name: value for name, value in told.items() if not math.isnan(value)}
 
     def shown(self, count: int) -> list[dict[str, Any]]:
-        """A few answers of the round, of as many prompts as may be, for people to read."""
+        """A few completions of the round, from as many prompts as possible, for samples.jsonl."""
         step = max(1, len(self._answers) // count)
         return [
             {
@@ -247,7 +247,7 @@ class Rounds(Generic[BatchT]):
     # State --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the prompts and what is left of a round, as plain JSON values."""
+        """The place in the prompts and the current round, as plain JSON values."""
         return {
             "place": self._place,
             "round": self._round,
@@ -257,7 +257,7 @@ class Rounds(Generic[BatchT]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the place `state`. Raises ValueError where rounds were of another size or of other prompts."""
+        """Resume at `state`. Raises ValueError if the size of rounds or the prompts changed."""
         for name, here in self._sizes().items():
             if state.get(name) != here:
                 raise ValueError(
@@ -282,10 +282,10 @@ class Rounds(Generic[BatchT]):
 
 
 class Rollouts(Rounds[PolicyBatch]):
-    """Answers that are compared with the others to the same prompt.
+    """Completions compared with the others of the same prompt.
 
-    Raises ValueError, beside what `Rounds` does, where there are no others, and where the sampler leaves tokens out that nothing
-    corrects for.
+    Raises ValueError as `Rounds` does, for a single completion per prompt, and if the sampler's probabilities differ from the
+    model's without `loss.correction`.
     """
 
     def __init__(
@@ -294,17 +294,17 @@ class Rollouts(Rounds[PolicyBatch]):
         super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
         self._known: dict[int, dict[str, list[float]]] = {}  # of each answer's tokens, before the first update
 
-    # What is known before the first update ------------------------------------------------------------------------
+    # Log-probabilities before the first update ------------------------------------------------------------------------
 
     @property
     def _looks_back(self) -> bool:
-        """Whether the trainer's own log-probabilities are needed before the first update: for more than one update, for the
-        entropies of all tokens, or for a divergence in the rewards."""
+        """Whether the trainer's log-probabilities are needed before the first update: for several updates, for the entropies of
+        all tokens, or for a divergence in the rewards."""
         loss = self._cfg.loss
         return self._steps > 1 or loss.entropy_share < 1 or loss.kl_in_reward
 
     def to_remember(self) -> list[PolicyBatch]:
-        """All micro-batches of a round that has not begun, as the first pass takes them; none where nothing has to be known."""
+        """All micro-batches of the sampled round, as in the first pass; none if no log-probabilities are needed beforehand."""
         if not self._looks_back:
             return []
         if self._planned is not None:
@@ -314,10 +314,10 @@ class Rollouts(Rounds[PolicyBatch]):
     def remember(
         self, batch: PolicyBatch, now: AnswerTokens, reference: Tensor | None, values: Tensor | None = None
     ) -> None:
-        """Notes what the trainer says of a batch of the round.
+        """Store the trainer's log-probabilities and entropies for a batch of the round.
 
-        reference (B, A): the log-probabilities under it, where the divergence is of the rewards; values (B, A): what is
-        expected of the answer before each token, where the loss is of that.
+        reference (G, A): the reference's log-probabilities, if the divergence is part of the reward; values (G, A): the value
+        model's predictions, with a value model.
         """
         if self._planned is not None:
             return
@@ -329,7 +329,7 @@ class Rollouts(Rounds[PolicyBatch]):
             self._known[i] = {name: rows[row][:length] for name, rows in told.items()}
 
     def _take_what_is_known(self) -> list[list[float]]:
-        """Gives each answer what any rank noted of it; returns the entropies of their tokens."""
+        """Give each completion what any rank stored for it; return the entropies of its tokens."""
         for known in self._ranks.on_every_rank(lambda: self._known):
             self._known = self._known | known
         entropies = []
@@ -352,7 +352,7 @@ class Rollouts(Rounds[PolicyBatch]):
             math.nan if answer.reward is None else answer.reward - loss.kl_weight * (answer.divergence or 0.0)
             for answer in self._answers
         ]
-        # In float64: where a divergence alone tells answers apart, float32 would round it to 1e-7 of the reward beside it.
+        # In float64: if only a divergence differs, float32 would round it to 1e-7 of the reward that it is added to.
         exact = torch.tensor(worth, dtype=torch.float64).view(-1, size)
         above = advantages(exact, loss.advantage_of_loss).flatten().tolist()
         for answer, value in zip(self._answers, above, strict=True):
@@ -433,8 +433,8 @@ class Rollouts(Rounds[PolicyBatch]):
 
 
 class ValuedRollouts(Rollouts):
-    """Answers of which each token is compared with what a value model expected before it: generalised advantages, over all of a
-    round with mean 0 and deviation 1. The reward stands at the last token, and at each what the divergence costs."""
+    """Completions with generalized advantages from a value model, normalized over a round to mean 0 and deviation 1. The reward is
+    at the last token, and the divergence's cost at each token."""
 
     _has_values = True
 
@@ -459,7 +459,7 @@ class ValuedRollouts(Rollouts):
 
 
 class PairRollouts(Rounds[PairBatch]):
-    """Pairs of the best and the worst of the answers to a prompt; where these are worth the same, there is none."""
+    """Pairs of the best and the worst completion of a prompt; none if their rewards are equal."""
 
     def __init__(
         self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
@@ -476,7 +476,7 @@ class PairRollouts(Rounds[PairBatch]):
             worst = min(judged, key=lambda one: one.reward or 0.0, default=None)
             if best is not None and worst is not None and best.reward != worst.reward:
                 pairs.append((best, worst))
-        if not pairs:  # a step has to be taken all the same, in which nothing is learned
+        if not pairs:  # the step is taken all the same, without targets
             one = self._answers[first * rows * size]
             return [self._batch([(one, one)]).without_targets()]
         return [self._batch(pairs[i : i + rows]) for i in range(0, len(pairs), rows)]
@@ -485,7 +485,7 @@ class PairRollouts(Rounds[PairBatch]):
         return self._pair_batch([(self._prompts[one.prompt].ids, one.ids) for pair in pairs for one in pair])
 
     def _pair_batch(self, texts: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
-        """texts: prompts and answers, the chosen one of each pair and then the rejected one."""
+        """texts: prompts and completions, the chosen one of each pair before the rejected one."""
         shared = [
             len(prompt) * (i % 2) for i, (prompt, _) in enumerate(texts)
         ]  # the chosen completion's document is whole

@@ -1,4 +1,4 @@
-"""samples.jsonl: what the model answered, as it learned; a few lines every so many steps, to the loggers too and some on the console."""
+"""samples.jsonl: a few sampled completions every `sample_every` steps, also sent to the loggers and printed."""
 
 import json
 from functools import partial
@@ -13,12 +13,12 @@ from lean_ft.training.metrics import trim_metrics
 from lean_ft.training.run import Run
 
 FILE = "samples.jsonl"
-WRITTEN, SHOWN = 8, 2  # answers of a round, into the file and onto the console
+WRITTEN, SHOWN = 8, 2  # completions per round, in the file and on the console
 _shown = partial(one_line, most=60)
 
 
 class SampleLog:
-    """The samples.jsonl of a run that was opened; what came behind the step that it goes on from is cut off."""
+    """The samples.jsonl of an opened run. Lines after the step that the run resumes from are removed."""
 
     def __init__(self, run: Run, every: int) -> None:
         self._run, self._every, self._writes = run, every, run.writes
@@ -27,11 +27,11 @@ class SampleLog:
             trim_metrics(self._path, run.start_step, has_every_step=False)
 
     def say_before(self, told: dict[str, Any]) -> None:
-        """Tells an evaluation that was made before the first step."""
+        """Log the evaluation before the first step."""
         say("evaluation", f"before training: held-out reward {number(told['eval_reward'])}")
 
     def write(self, step: int, rollouts: Rounds) -> None:
-        """Adds a few answers of the round, after step `step` (from 0), every so many steps; the first time at once."""
+        """Write a few completions of the round after step `step` (from 0), if they are due."""
         if not self._writes or not self._every or step % self._every or not self._run.is_training:
             return
         rows = rollouts.shown(WRITTEN)

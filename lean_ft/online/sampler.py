@@ -1,4 +1,4 @@
-"""The answers of the model in training to prompts, as `generation` in the settings says they are drawn."""
+"""Samples completions from the model in training, as the `generation` settings say."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +20,8 @@ from lean_ft.tokenizers import Tokenizer
 
 
 class Sampler:
-    """`sampler(prompts, seed)`: an answer to each, which depends on the weights, the prompt, the seed and on how often the same
-    prompt stands before it alone. Many ranks share the prompts out, and all get all answers."""
+    """`sampler(prompts, seed)`: a completion of each prompt. It depends only on the weights, the prompt, the seed and the number of
+    equal prompts before it. Ranks divide the prompts among them, and each rank gets all completions."""
 
     def __init__(
         self, cfg: OnlineConfig, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, ranks: Ranks = ALONE
@@ -36,16 +36,20 @@ class Sampler:
             link = open_link(model.device, f"{setting}=true", f"{setting}=false")
             self._makes_room = partial(optimizer.state_away, link)
         if cfg.generation.compile and ranks.size > 1:
-            raise ValueError("generation.compile=true is for one process, and here are several. Leave it out.")
+            raise ValueError(
+                "generation.compile=true needs a single process, but there are several. Remove the setting."
+            )
         self._server: VLLMServer | None = None
         if cfg.generation.engine == "vllm":
             if ranks.size > 1:
-                raise ValueError("generation.engine=vllm is asked by one process, and here are several. Leave it out.")
+                raise ValueError(
+                    "generation.engine=vllm needs a single process, but there are several. Remove the setting."
+                )
             if stage() is None:
                 self._server = VLLMServer(cfg.generation.engine_url, cfg.output_dir / "engine")
 
     def __call__(self, prompts: Sequence[Prompt], seed: int, temperature: float | None = None) -> list[Sample]:
-        """temperature: null is that of training. Raises as `lean_ft.generation.sample` does."""
+        """temperature: None is the training temperature. Raises as `lean_ft.generation.sample` does."""
         generation = self._generation
         how = Sampling(
             temperature=generation.temperature if temperature is None else temperature,
@@ -58,8 +62,8 @@ class Sampler:
         if self._generation.engine == "vllm":
             return self._server(self._model, asked, how) if self._server is not None else [Sample() for _ in asked]
         numbers = sample_numbers(asked)
-        # Neighbours, and the answers to one prompt on one rank, which reads it once. Ranks that have each other's heads answer
-        # the same prompts.
+        # Consecutive prompts, and all completions of a prompt on one rank, which reads it once. Ranks that share attention
+        # heads sample for the same prompts.
         groups, alike = -(-len(asked) // generation.num_answers), self._ranks.num_alike
         share = -(-groups * alike // self._ranks.size) * generation.num_answers
         place = self._ranks.rank // alike
@@ -80,8 +84,8 @@ class Sampler:
         return [one for answers in self._ranks.on_every_rank(answer)[::alike] for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
-        """The mean reward and length of answers to held-out prompts, at `generation.eval_temperature`; the same draws each
-        time."""
+        """The mean reward and length of completions of held-out prompts, at `generation.eval_temperature`, with the same seed
+        each time."""
         answers = self(held_out, self._seed, self._generation.eval_temperature)
         worth = [total for total in rewards(held_out, answers).totals if total is not None]
         num_tokens = sum(len(answer.ids) for answer in answers)

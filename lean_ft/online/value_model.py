@@ -1,10 +1,10 @@
-"""The value model of PPO: what is still to come of an answer's reward, foreseen before each of its tokens.
+"""PPO's value model: predicts, before each token of a completion, the reward still to come.
 
-Where all parameters train it is a model of its own, with an output layer of one number. Where an adapter trains it is such a
-layer on the policy's hidden states, so that policy, value model and reference are one base: it takes no further pass, and its
-loss trains the adapter, too. Either is cut over ranks as the policy is.
+In full training it is a separate model with an output layer of one number. With an adapter it is such a layer on the policy's
+hidden states: policy, value model and reference then share one base, it needs no forward pass of its own, and its loss also trains
+the adapter. It is sharded as the policy is.
 
-Shapes: B answers, A tokens of the longest, N tokens of all, D hidden size.
+Shapes: G completions, A tokens of the longest, N tokens of all, D hidden size.
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ from lean_ft.system.shards import ALONE, Ranks, local
 
 
 class ValueModel(nn.Module):
-    """`value(batch, now)`: (B, A) float32, 0 behind an answer; its parameters are float32 or those of a model."""
+    """`value(batch, now)`: (G, A) float32, 0 after a completion's end."""
 
     def __init__(self, cfg: Any, model: Decoder, ranks: Ranks = ALONE) -> None:
-        """cfg: of a recipe that has `model`, `value`, `lora`, `memory` and `parallel`; model: the policy, as it trains. Raises
-        ValueError for a model of its own beside an adapter, or as `load_with_adapter`, `cut` and `parallelize` do."""
+        """cfg: of a recipe with `model`, `value`, `lora`, `memory` and `parallel`; model: the policy. Raises ValueError for
+        `value.path` with an adapter, or as `load_with_adapter`, `cut` and `parallelize` do."""
         super().__init__()
         self._is_float16, device = cfg.model.dtype == "float16", model.device
         self.own: Decoder | None = None
@@ -38,14 +38,14 @@ class ValueModel(nn.Module):
             parallelize(self.own, cfg.parallel, ranks)
         elif cfg.value.path is not None:
             raise ValueError(
-                f"value.path={cfg.value.path} is a model of its own, and beside an adapter the value model is an output layer "
-                "on the policy. Leave value.path out, or set lora=null."
+                f"value.path={cfg.value.path} is a separate model, but with an adapter the value model is an output layer on the "
+                "policy. Remove value.path, or set lora=null."
             )
         else:
             if model.config.head_bias:
                 raise ValueError(
-                    "lora: the value model would be an output layer on the policy, which is not supported where that has an "
-                    "output layer with a bias. Set lora=null."
+                    "lora: the value model would be an output layer on the policy, which is not supported for models whose output "
+                    "layer has a bias. Set lora=null."
                 )
             self.score = sharded_linear(model.config.hidden_size, 1, ranks)
             self.score.to_empty(device=device)

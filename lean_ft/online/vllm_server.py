@@ -1,9 +1,9 @@
-"""An engine beside: a server of vLLM's samples, in processes and on devices of its own, with the weights that are trained here.
+"""Sampling by a vLLM server, in its own processes and on its own devices, with the weights that are trained here.
 
-Before it samples, the weights are written into a folder that both see, a layer at a time and an adapter merged on the way, and the
-server is told to read them: vLLM's weight transfer by its backend `disk`, which takes checkpoints and needs neither vLLM nor
-NCCL in this process. Answers are its completions, token ids with the log-probabilities that they were drawn with. Those are
-other numbers than the trainer's, by rounding at least, and `loss.correction` weighs by the ratio.
+Before each round, the weights are written to a folder that both processes see, one layer at a time with the adapter merged, and the
+server loads them: vLLM's weight transfer with the backend `disk`, which needs neither vLLM nor NCCL in this process. The server
+returns token ids with their log-probabilities. These differ from the trainer's at least by rounding; `loss.correction` weighs
+tokens by the ratio.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "disk"}' --logprobs-mode processed_logprobs
 
@@ -26,30 +26,30 @@ from lean_ft.models.safetensors_file import write_file
 from lean_ft.peft import plain_tensors
 from lean_ft.training.bad_steps import TrainingFailed
 
-LONGEST_SECONDS = 3600.0  # for one answer of the server: a round of samples
+LONGEST_SECONDS = 3600.0  # for one request: a round of completions
 _OPTIONS = '--weight-transfer-config \'{"backend": "disk"}\' --logprobs-mode processed_logprobs'
 
 
 class VLLMServer:
-    """`server(model, prompts, how)`: an answer to each prompt, of the model as it is now."""
+    """`server(model, prompts, how)`: a completion of each prompt by the current weights."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        """folder: where the weights go, of the size of the model; the server sees it by the same absolute name. Raises ValueError
-        where no server answers, or not by this protocol."""
+        """folder: for the weights; the server must see it under the same absolute path. Raises ValueError if no server answers,
+        or it does not follow this protocol."""
         self._url, self._folder = url.rstrip("/"), folder.absolute()
-        # One's own machine or network: what the environment names as a proxy is for others.
+        # The server is on this machine or network, so the environment's proxy does not apply.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             self._name = self._ask("v1/models")["data"][0]["id"]
             self._ask("init_weight_transfer_engine", {"init_info": {}})
         except TrainingFailed as error:
             raise ValueError(
-                f"generation.engine=vllm: {error} Start it as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL {_OPTIONS}`, and name it "
-                "by generation.engine_url."
+                f"generation.engine=vllm: {error} Start it with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL {_OPTIONS}`, and set "
+                "generation.engine_url."
             ) from None
 
     def __call__(self, model: Decoder, prompts: Sequence[Sequence[int]], how: Sampling) -> list[Sample]:
-        """prompts: one that is to have several answers stands here several times. Raises TrainingFailed where the server fails."""
+        """prompts: a prompt with several completions is repeated. Raises TrainingFailed if the server fails."""
         self._give_weights(model)
         asked = Counter(tuple(prompt) for prompt in prompts)
         given: dict[tuple[int, ...], list[Sample]] = defaultdict(list)
