@@ -1,4 +1,4 @@
-"""A second model beside the one that trains, which only computes: a reference or a teacher."""
+"""Frozen second models: references and teachers."""
 
 import torch
 
@@ -23,17 +23,17 @@ def load_frozen(
     parallel: ParallelConfig | None = None,
     ranks: Ranks = ALONE,
 ) -> Decoder:
-    """Returns a model without gradients, whose linear layers `nf4` keeps in 4 bits, or whose layers a `link` brings from
-    the host's memory as they compute.
+    """Return a model without gradients; `nf4` quantizes its linear layers to 4 bits, and a `link` streams its layers from host
+    memory.
 
-    Of the memory settings it takes what holds for forward passes. It is cut over the ranks like the one that trains; layers in 4
-    bits, or in the host's memory, each has whole. Raises as `load_model` and `quantize_as_loaded` do.
+    Memory settings apply as far as they concern forward passes. The model is sharded over the ranks like the one that trains, unless it
+    is quantized or streamed; then each rank has all of it. Raises as `load_model` and `quantize_as_loaded` do.
     """
     is_cut_first = ranks.size > 1 and not nf4 and link is None
     quantize = quantize_as_loaded(LoRAConfig.model_validate({"quantize": "nf4" if nf4 else "none"}))
     first = "cpu" if link is not None else "meta" if is_cut_first else device
     frozen = load_model(model, first, dtype, after_module=quantize).requires_grad_(False).eval()
-    # What is recomputed or moved away is for a backward pass, and here is none.
+    # Checkpointing and offload only serve a backward pass.
     for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
     if parallel is not None:
         cut(frozen, parallel, ranks)
@@ -41,6 +41,6 @@ def load_frozen(
     if link is not None:
         stream_weights(frozen, link)
     elif parallel is not None:
-        # A layer that stays whole is for a backward pass, too.
+        # Gathered weights are only kept for a backward pass.
         parallelize(frozen, parallel.model_copy(update={"reshard_after_forward": True}), ranks)
     return frozen

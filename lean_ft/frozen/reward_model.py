@@ -1,4 +1,4 @@
-"""Reward models as others use them: opened, asked for scores, and judging sampled answers as a reward function does."""
+"""Reward models: loading, scoring, and judging sampled completions as a reward function does."""
 
 from collections.abc import Sequence
 from pathlib import Path

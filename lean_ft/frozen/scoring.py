@@ -1,7 +1,7 @@
-"""Sequences in, scores out: what a reward model needs of a tokenizer, and scoring with one that `leanft run reward` left.
+"""Scoring files with a reward model, and the pad token that a reward model needs.
 
-transformers' models for sequence classification find the end of a padded row by the pad token's id: what they read is the
-rightmost token that is not it. So a reward model has a pad token of its own, which no sequence ends with.
+transformers' sequence classifiers read the rightmost token of a padded row that is not the pad token. So a reward model needs a
+pad token that no sequence ends with.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The teacher of a distillation: a frozen model beside the student, or what one said of the same rows before.
+"""The teacher of a distillation: a frozen model, or the cached outputs of one for the same rows.
 
-Both are asked in one way, `teacher(batch)`, and answer what `linear_distillation` compares the student with. A teacher of
-another tokenizer is refused: a token's id is to mean the same to both.
+`teacher(batch)` returns the input of `linear_distillation`. A teacher with another tokenizer is refused, since token ids must mean
+the same for both models.
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ def load_teacher(
     held_out: EvalBatches | None,
     ranks: Ranks = ALONE,
 ) -> Teacher:
-    """Returns the teacher that `cfg.distill` asks for, on the student's device; it is cut over the ranks as the student is.
+    """Return the teacher that `cfg.distill` sets, on the student's device and sharded as the student is.
 
-    Raises ValueError where its tokenizer is another, or what was kept of it is not of these rows.
+    Raises ValueError for another tokenizer, or a cache of other rows.
     """
     distill: DistillConfig = cfg.distill
     if distill.cached is not None:

@@ -1,19 +1,18 @@
-"""Generates tokens: one pass over the prompts fills the key-value cache, then one pass a token, of all rows that still run.
+"""Generates tokens: one pass over the prompts fills the KV cache, then each pass computes one token of every running row.
 
-Prompts of different lengths go through together. They are padded on the right, where causality hides the padding, and each
-row then goes on from its own end. Several answers to one prompt share its pass. A row that has ended leaves the batch, and
-its place in the cache goes to another. What does not fit into the cache's memory waits for the next wave.
+Prompts of different lengths are computed together, padded on the right, where the causal mask hides the padding. Completions of one
+prompt share its pass. A row that has ended leaves the batch, and another row takes its place in the cache. Rows that do not fit
+into the cache's memory wait for the next wave.
 
-Which tokens a row gets depends on its prompt, its sample's number and the seed (`choosing`), and not on its batch. A batch of
-another size may round logits otherwise, in the last bit, and a kernel of 16 bits more; that changes a token only where two
-were equally good to that bit.
+A row's tokens depend on its prompt, its sample number and the seed (`choosing`), not on its batch. Another batch size can
+round logits differently in the last bits, which changes a token only if two tokens are equal up to that rounding.
 
-Where rotary frequencies depend on the length of the text, all that came before is read again once they change: with
-`longrope` when a text outgrows the original context, with `dynamic` at every token from there on.
+If rotary frequencies depend on the length of the text, the text is read again when they change: with `longrope` once, when a text
+outgrows the original context; with `dynamic` at every token after that.
 
-Source: our own; a cache that is taken once and shared prompts as in vLLM (Kwon et al. 2023, arXiv:2309.06180), without pages.
+Source: our own; a preallocated cache and shared prompts as in vLLM (Kwon et al. 2023, arXiv:2309.06180), without pages.
 
-Shapes: B rows that run, T tokens of the longest prompt, V vocabulary.
+Shapes: B running rows, T tokens of the longest prompt, V vocabulary.
 """
 
 from collections import Counter
@@ -34,30 +33,30 @@ from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers.loading import context_length
 
-PROMPT_TOKENS = 8192  # positions of prompts that go through the model at a time
-CACHE_SHARE = 4  # the cache takes at most this part of the memory beside the weights
-UNKNOWN_MEMORY_ROWS = 64  # at a time, where the system does not tell its size
+PROMPT_TOKENS = 8192  # prompt positions per pass
+CACHE_SHARE = 4  # the cache takes at most 1 / CACHE_SHARE of the memory that the weights leave
+UNKNOWN_MEMORY_ROWS = 64  # per wave, if the memory size is unknown
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass
 class Sample:
-    """An answer as it was sampled."""
+    """A sampled completion."""
 
     ids: list[int] = field(default_factory=list)
-    """With the token that ended it."""
+    """Including the token that ended it."""
     log_probs: list[float] = field(default_factory=list)
-    """Of each token, as it was drawn."""
+    """Of each token, at sampling."""
     ended: bool = False
-    """By a stop id or a stop text, and not by its length."""
+    """True if a stop id or a stop text ended it, False if it was cut at its longest."""
 
 
 @dataclass
 class _Row:
-    """One answer under way."""
+    """A completion in progress."""
 
-    place: int  # in the order that was asked
+    place: int  # in the order of the prompts
     prompt: Sequence[int]
     key: RowKey
     sample: Sample

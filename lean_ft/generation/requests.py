@@ -1,4 +1,4 @@
-"""What a client may ask `leanft serve`: OpenAI's chat completions, every field of it with a type and a bound.
+"""Requests of `leanft serve`: OpenAI's chat completions, with a type and a bound for every field.
 
 Source: https://platform.openai.com/docs/api-reference/chat; `top_k` and `min_p` as in vLLM.
 """
@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from lean_ft.system.spelling import did_you_mean
 
-# Fields that this server does not support -> their values that ask for nothing.
+# Unsupported fields -> their values without effect, which are accepted.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -27,7 +27,7 @@ _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", 
 
 
 class Refused(ValueError):
-    """A request that cannot be answered: the HTTP status, and OpenAI's error body."""
+    """A refused request: the HTTP status, and OpenAI's error body."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ def _as_parts(content: Any) -> Any:
 
 
 class Message(_Fields):
-    """One message of a chat. Clients send an assistant's empty fields back; those may be there."""
+    """One message of a chat. Clients send an assistant's empty fields back, so these are accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[_TextPart], BeforeValidator(_as_parts), Field(max_length=1000)]
@@ -63,7 +63,7 @@ class Message(_Fields):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it, its content being one text."""
+        """The message for chat templates, with its content as one text."""
         told = {"name": self.name, "reasoning_content": self.reasoning_content}
         text = "".join(part.text for part in self.content)
         return {
@@ -117,7 +117,7 @@ class ChatRequest(_Fields):
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """Reads a request. Raises Refused with what is wrong, what was found and what is allowed."""
+        """Read a request. Raises Refused with the problem, the value found and what is allowed."""
         try:
             asked = from_json(body)
         except ValueError as error:
@@ -147,4 +147,6 @@ def _refusal(error: ValidationError) -> Refused:
     if first["type"] == "missing":
         return Refused(400, f"{name} is missing.", None, name)
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    if first["type"] == "model_type":
+        expected = "expected an object"
     return Refused(400, f"{name} is {first['input']!r:.60}: {expected}.", None, name)

@@ -1,13 +1,12 @@
-"""A model behind OpenAI's chat API, for trying a checkpoint with programs that speak it.
+"""Serves a model by OpenAI's chat API, to try a checkpoint with existing clients.
 
-POST /v1/chat/completions   an answer, whole or as it grows (server-sent events)
+POST /v1/chat/completions   a completion, whole or streamed (server-sent events)
 GET  /v1/models             the model
 
-One thread computes. It takes turns among up to `MOST_AT_ONCE` answers: each gets one token, or one part of its prompt, before
-the next one's turn. So a long prompt delays the others by one part, and an answer whose client has left ends at its next
-turn. Requests that this server does not support are refused with the name of the field (`lean_ft.generation.requests`).
-Without a token the server answers this machine alone, and no web page: a request must name a loopback address and say that
-it is JSON.
+One thread computes up to `MOST_AT_ONCE` completions in turns. A turn is one token or one part of a prompt. A long prompt
+therefore delays others by one part, and a completion ends at its next turn after its client disconnects. Unsupported requests
+get an error that names the field (`lean_ft.generation.requests`). Without a token, the server only accepts requests to a
+loopback address with a JSON content type, so that no web page can call it.
 """
 
 import asyncio
@@ -42,20 +41,19 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
 MOST_BODY_BYTES = 4 << 20
-MOST_AT_ONCE = 4  # answers that are computed in turns
-MOST_WAITING = 64  # answers, those included
-PROMPT_PART = 256  # tokens of a prompt that are read in one turn
-CHARACTERS_A_TOKEN = 32  # a text with more of them than this times the context is refused before it is tokenized
+MOST_AT_ONCE = 4  # completions that are computed in turns
+MOST_WAITING = 64  # requests, including those
+PROMPT_PART = 256  # prompt tokens per turn
+CHARACTERS_A_TOKEN = 32  # longer texts, in multiples of the context, are refused before they are tokenized
 
-_End = Exception | None  # why an answer ended: an error, or nothing
+_End = Exception | None  # the error that ended a completion, if any
 
 
 class ChatServer:
-    """Serves `model` under `name` at `host` and `port` (0: a free one); `serve_forever` answers until `shutdown` or Ctrl-C.
+    """Serves `model` as `name` at `host` and `port` (0: a free port); `serve_forever` runs until `shutdown` or Ctrl-C.
 
-    `max_new_tokens` is the longest answer where a request gives no length. With a `token`, requests must bring it. Raises
-    ValueError for a model without a chat template, for a host that is not loopback without a token, and for an address that
-    cannot be listened on.
+    `max_new_tokens` applies to requests without a length. With a `token`, requests must send it. Raises ValueError for a model
+    without a chat template, for a host other than loopback without a token, and for an address that cannot be used.
     """
 
     def __init__(
@@ -70,11 +68,11 @@ class ChatServer:
         token: str | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
-            raise ValueError(f"{name} has no chat template, so it cannot be asked by messages.")
+            raise ValueError(f"{name} has no chat template, which chat completions need.")
         if not token and not _is_loopback(host):
             raise ValueError(
-                f"host {host} lets others ask this model. Set the variable LEANFT_TOKEN to a token that they have to give "
-                "(as OpenAI's clients give their api_key), or leave the host out."
+                f"host {host} can be reached from other machines. Set the variable LEANFT_TOKEN to a token that clients send as "
+                "their api_key, or remove the host."
             )
         try:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -108,7 +106,7 @@ class ChatServer:
         self._uvicorn = uvicorn.Server(config)
 
     def serve_forever(self) -> None:
-        """Answers requests until `shutdown`, or raises KeyboardInterrupt at Ctrl-C."""
+        """Serve until `shutdown`. Raises KeyboardInterrupt on Ctrl-C."""
         self._turns.start()
         try:
             self._uvicorn.run(sockets=[self._socket])
@@ -116,7 +114,7 @@ class ChatServer:
             self._turns.stop()
 
     def shutdown(self) -> None:
-        """Ends `serve_forever`, which another thread runs."""
+        """End `serve_forever`, from another thread."""
         self._uvicorn.should_exit = True
 
     def __enter__(self) -> Self:
@@ -124,11 +122,11 @@ class ChatServer:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-        if not self._uvicorn.started:  # or it closes its socket itself
+        if not self._uvicorn.started:  # otherwise uvicorn closes it
             self._socket.close()
 
     def _guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """An endpoint whose callers are checked, and whose errors are OpenAI's."""
+        """An endpoint that checks its caller and returns errors in OpenAI's format."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -138,7 +136,7 @@ class ChatServer:
                 return _refusal(request, refused)
             except ClientDisconnect:
                 return Response(status_code=499)
-            except Exception as error:  # the next request may be better: out of memory, logits that are not finite
+            except Exception as error:  # such as out of memory: later requests can still work
                 return _refusal(request, _failure(error))
 
         return answer
@@ -146,9 +144,9 @@ class ChatServer:
     def _check_caller(self, request: Request) -> None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise Refused(401, "this server wants a token that the request does not bring.", "invalid_api_key")
+            raise Refused(401, "the request does not have this server's token.", "invalid_api_key")
         if self.token is None and not _is_loopback(_host_of(request)):
-            raise Refused(403, "without a token this server answers requests to a loopback address alone.")
+            raise Refused(403, "without a token this server only accepts requests to a loopback address.")
 
     async def _models(self, request: Request) -> Response:
         card = {"id": self.name, "object": "model", "created": self._started, "owned_by": "lean_ft"}
@@ -185,7 +183,7 @@ class ChatServer:
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def _noted(self, request: Request, answer: "_Answer", watch: asyncio.Task[None]) -> AsyncIterator[str]:
-        """The pieces of an answer; says afterwards how it went."""
+        """The pieces of a completion; logs its outcome."""
         begun, outcome = time.monotonic(), "client disconnected"
         try:
             async for piece in answer.pieces():
@@ -202,7 +200,7 @@ class ChatServer:
             say("answered", f"{_client(request)}: {tokens}, {time.monotonic() - begun:.1f} s, {outcome}")
 
     def _prompt_of(self, asked: ChatRequest) -> tuple[list[int], Sampling]:
-        """The ids of the messages, and how to sample. Runs beside the event loop: a long text takes a while."""
+        """The prompt's ids and the sampling settings. Runs in a thread, since a long text takes a while."""
         context = context_length(self.model.source.config)
         most = asked.max_completion_tokens or asked.max_tokens
         if context is not None and asked.num_characters > CHARACTERS_A_TOKEN * context:
@@ -222,7 +220,7 @@ class ChatServer:
         messages = [message.for_template() for message in asked.messages]
         try:
             how, (prompt,) = asked_of(self.model, self.tokenizer, [messages], True, settings)
-        except ValueError as error:  # messages that the template does not take
+        except ValueError as error:  # messages that the template refuses
             raise Refused(400, str(error), None, "messages") from None
         if context is None:
             return prompt, how
@@ -238,11 +236,11 @@ class ChatServer:
 
 
 class _Answer:
-    """One answer under way: the computing thread takes its steps, and the event loop reads its pieces."""
+    """A completion in progress: the computing thread takes its steps, and the event loop reads its pieces."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, prompt: list[int], how: Sampling) -> None:
         self.prompt, self.how, self.ids = prompt, how, list[int]()
-        self.is_over = False  # set by either side: computed, or no longer wanted
+        self.is_over = False  # set by either thread: complete, or no longer needed
         self.client_left = False
         self._tokenizer = tokenizer
         steps = sample_steps(model, [prompt], how, tokenizer.decode, prompt_part=PROMPT_PART)
@@ -255,7 +253,7 @@ class _Answer:
             yield token
 
     def take_turn(self) -> bool:
-        """One token, or one part of the prompt; returns whether there is more to compute."""
+        """Compute one token or one part of the prompt; return whether there is more to compute."""
         told: str | _End = None
         if not self.is_over:
             try:
@@ -275,14 +273,14 @@ class _Answer:
             self._loop.call_soon_threadsafe(self._told.put_nowait, told)
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Its text, piece by piece. Raises what went wrong."""
+        """Its text, piece by piece. Raises the error that ended it."""
         while (told := await self._told.get()) is not None:
             if isinstance(told, Exception):
                 raise told
             yield told
 
     async def end_without(self, request: Request) -> None:
-        """Ends the answer as soon as the client is gone."""
+        """End the completion when the client disconnects."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.client_left = self.is_over = True
@@ -301,7 +299,7 @@ class _Answer:
 
 
 class _Turns:
-    """The thread that computes, one turn of each answer after another."""
+    """The computing thread, which takes turns."""
 
     def __init__(self) -> None:
         self._new = queue.SimpleQueue[_Answer | None]()
@@ -340,7 +338,7 @@ class _Turns:
 async def _events(
     request: Request, answer: _Answer, pieces: AsyncIterator[str], head: dict[str, Any], tells_usage: bool
 ) -> AsyncIterator[str]:
-    """An answer as server-sent events. It has begun when it fails: then the error is the last event."""
+    """A completion as server-sent events. An error after the first event is the last event."""
 
     def event(body: dict[str, Any]) -> str:
         return f"data: {json.dumps(body)}\n\n"
@@ -364,8 +362,8 @@ async def _events(
 
 
 async def _body(request: Request) -> bytes:
-    """The body, unless it is too long: then its rest is read and dropped, since clients read the refusal only after they sent
-    all. Of a body that is much too long the rest is not awaited."""
+    """The request's body. The rest of a body that is too long is read and dropped, since clients read the response only after
+    they sent everything; a body that is much too long is not read to its end."""
     too_long = Refused(413, f"the body is longer than {MOST_BODY_BYTES} bytes.")
     if int(request.headers.get("Content-Length", 0)) > 16 * MOST_BODY_BYTES:
         raise too_long
@@ -387,7 +385,7 @@ def _failure(error: Exception) -> Refused:
 
 def _refusal(request: Request, refused: Refused) -> Response:
     say("refused" if refused.status < 500 else "failed", f"{_client(request)}: {refused.status}, {refused!s:.200}")
-    # The rest of a body that was not read would be taken for the next request.
+    # Otherwise the unread rest of the body would be parsed as the next request.
     return JSONResponse(
         refused.body, refused.status, headers={"Connection": "close"} if refused.status == 413 else None
     )

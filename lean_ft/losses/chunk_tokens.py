@@ -1,11 +1,11 @@
-"""How many target tokens have their logits at a time, where `memory.loss_chunk_tokens` is `auto`.
+"""The number of target tokens per chunk of logits with `memory.loss_chunk_tokens=auto`.
 
-A chunk of logits is C * V elements. Few tokens make narrow matrix products, and add the output weight's whole gradient
-up once a chunk; many take memory while everything that backward needs is alive. So a chunk gets a fixed share of the
-memory that the weights leave on the device, as a power of two between bounds beyond which either cost is nothing.
+A chunk has C * V logits. Small chunks make narrow matrix products and add the output weight's gradient often; large chunks take
+memory while everything that backward needs is alive. A chunk gets a fixed share of the memory that the weights leave on the
+device, rounded to a power of two within bounds.
 
-It is chosen from the device's size, and not from what is free at the moment: the chunk decides how sums are rounded,
-and a run that is resumed must choose as it did before.
+The share is of the device's total memory, not of its free memory: the chunk size decides how sums are rounded, and a resumed run
+must choose the same.
 """
 
 import math
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.shards import whole_numel
 
-SHARE = 64  # a chunk of logits takes at most this part of the memory beside the weights
+SHARE = 64  # a chunk takes at most 1 / SHARE of the memory that the weights leave
 FEWEST_TOKENS, MOST_TOKENS = 256, 4096
-UNKNOWN_MEMORY_TOKENS = 1024  # where the system does not tell its size
+UNKNOWN_MEMORY_TOKENS = 1024  # if the memory size is unknown
 
 
 def loss_chunk_tokens(model: nn.Module, chosen: int | Literal["auto"]) -> int:
-    """Returns `chosen`, or for `auto` the target tokens a chunk for this model, with an `output_weight` (V, D), and the
-    device that it is on. Waits for nothing, and is the same whenever it is asked."""
+    """Return `chosen`, or for `auto` the chunk size for this model, which has an `output_weight` (V, D), and its device."""
     if chosen != "auto":
         return chosen
     weight = model.output_weight

@@ -1,16 +1,16 @@
-"""The log-probabilities of tokens, for any loss, without logits.
+"""Log-probabilities of tokens, for any loss, without full logits.
 
-It takes pairs of a position and a token, and not a label a position: behind a prompt that several answers share, the
-prompt's last position predicts the first token of each. Logits exist a chunk of pairs at a time (`chunked_softmax`).
-What the loss is going to make of a log-probability is not known in the forward pass, so there are two schemes:
+Input is a pair of position and token per label, not one label per position: the last position of a shared prompt predicts
+the first token of several completions. Logits exist one chunk of pairs at a time (`chunked_softmax`). The forward pass does
+not know the loss's gradient, so there are two schemes:
 
-    the output layer trains     log Z of each pair is kept, backward makes each chunk of logits again: 4 products
-    it is frozen (an adapter)   the gradient of each log-probability over its hidden state, (N, D), is computed in
-                                the forward pass, and backward multiplies its rows: 2 products
+    trained output layer    log Z of each pair is kept, and backward computes each chunk of logits again: 4 products
+    frozen output layer     the gradient of each log-probability with respect to its hidden state, (N, D), is computed in the
+                            forward pass, and backward scales its rows: 2 products
 
-A loss that is a sum over tokens and known beforehand has `linear_cross_entropy`, with 3 products and 2.
+For a plain sum over tokens use `linear_cross_entropy`, with 3 and 2 products.
 
-Source: our own. Left out: keeping gradients of the weight, which a loss that weighs each pair does not allow.
+Source: our own. Not done: computing the weight's gradient in the forward pass, since the loss weighs each pair differently.
 
 Shapes: N pairs, C pairs a chunk, D hidden size, V vocabulary.
 """

@@ -1,16 +1,14 @@
-"""Losses of answers that the model sampled itself, each a function that a person reads, and copies to add the next.
+"""Policy losses of sampled completions. To add one, copy a function and add it to `LOSSES`.
 
-What a loss sees is `Answers`: log-probabilities now and when they were sampled, and how much better each answer was than was
-to be expected, its advantage. It returns a value for each token, (B, T), and `LOSSES` says with it what these are divided by.
-Denominators are the whole step's: they are counted over the answers that are given, or over all of the step where those are
-a part of it.
+A loss gets `Answers`: log-probabilities now and before the update, and advantages. It returns a value per token, (B, T); `LOSSES`
+states the denominator. Denominators are those of the whole step, also if a batch is a part of it.
 
 In the formulas: r = exp(now - old), A the advantage, s the log of the ratio to the reference.
 
-Sources are named at each. Where implementations differ: `grpo` and `gspo` divide by the answers with a token in their mask (TRL
-divides by all).
+Each function names its source. `grpo` and `gspo` divide by the number of completions with a token in their mask; TRL divides by
+all.
 
-Shapes: B answers, T tokens of the longest, P prompts, G answers to each.
+Shapes: B completions, T tokens of the longest, P prompts, G completions of each.
 """
 
 import inspect
@@ -24,18 +22,18 @@ from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import check_shape, is_function_path, load_function
 
-# Is added to a standard deviation, as TRL does. Where a divergence in the reward alone tells answers apart, what rounds it
-# (3e-6 over eight tokens) then teaches a hundredth of what a reward does; over verl's 1e-6 it would teach as much.
+# Added to a standard deviation, as TRL does. If only a divergence in the reward differs within a group, its rounding error (3e-6
+# over 8 tokens) then weighs 1% of a reward; with verl's 1e-6 it would weigh as much as a reward.
 STD_FLOOR = 1e-4
 
 
 class Answers(NamedTuple):
-    """B answers; what is outside the mask may be anything finite."""
+    """B completions; values outside the mask can be anything finite."""
 
     log_probs: Tensor  # (B, T), with gradients
-    old: Tensor  # (B, T): as they were when the answers were sampled
+    old: Tensor  # (B, T): before the first update
     advantages: Tensor  # (B, T) or (B, 1)
-    mask: Tensor  # (B, T) in the type of log_probs: 1 on the tokens that count
+    mask: Tensor  # (B, T) in the type of log_probs: 1 on trained tokens
 
     @property
     def log_ratio(self) -> Tensor:
@@ -115,27 +113,27 @@ def policy_loss(
     statistics: TokenStatistics | None = None,
     **settings: float,
 ) -> Tensor:
-    """The loss `name` of a whole step, a scalar; of a part of it its share, so that the parts' sum is the step's.
+    """The loss `name` of a step, a scalar. The losses of the parts of a step add up to the step's loss.
 
     Args:
-        name: one of `LOSSES`, or FILE.py:FUNCTION: a function of `Answers` to a value for each token, (B, T), of which the
-            loss is the mean over the step's tokens.
+        name: one of `LOSSES`, or FILE.py:FUNCTION: a function from `Answers` to a value per token, (B, T); the loss is
+            their mean over the step's tokens.
         logps: log-probabilities of the sampled tokens, (B, T), with the temperature that they were sampled at.
         old_logps: the same before the first update on these answers, (B, T).
         advantages: of each answer, (B,), or of each token, (B, T).
-        mask: (B, T), true on the tokens that count.
+        mask: (B, T), true on trained tokens.
         reference_logps: the same under the reference, (B, T), for `kl_weight` above 0.
-        kl_weight: what the divergence from the reference counts.
-        kl: how it is estimated of a token, by s = logps - reference_logps: `k1` s, `k2` s^2 / 2, `k3` exp(-s) - 1 + s, or
+        kl_weight: weight of the divergence from the reference.
+        kl: its estimate per token, with s = logps - reference_logps: `k1` s, `k2` s^2 / 2, `k3` exp(-s) - 1 + s, or
             `corrected`, the ratio times k3, whose gradient alone is that of the divergence.
         weights: factors on the losses of tokens, (B, T) or (B, 1), such as `correction` gives; not on the divergence.
-        max_length: the tokens that an answer may have, for dr_grpo.
-        num_answers, num_tokens: of the step, those with something in their mask; where left out, of what is given.
+        max_length: the most tokens of a completion, for dr_grpo.
+        num_answers, num_tokens: completions with a trained token and trained tokens of the step; None counts the given ones.
         statistics: where to add `kl` and `clip_share`, sums over tokens.
-        settings: what the loss reads beside it (`epsilon`, `epsilon_high`, `epsilon_max`); left out, the loss's own default.
+        settings: the loss's own (`epsilon`, `epsilon_high`, `epsilon_max`); the default is the loss's.
 
     Raises:
-        ValueError: for a loss that is not there, a setting that it does not read, or what it lacks.
+        ValueError: for an unknown loss, a setting that it does not read, or a missing argument.
     """
     if name not in LOSSES and not is_function_path(name):
         raise ValueError(

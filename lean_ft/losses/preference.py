@@ -1,13 +1,13 @@
-"""Losses of a chosen and a rejected answer to one prompt, each a function that a person reads, and copies to add the next.
+"""Preference losses of a chosen and a rejected completion. To add one, copy a function and add it to `LOSSES`.
 
-What they see of P pairs is `Pairs`: sums of log-probabilities under the model and under a frozen reference, and how many
-tokens were summed. Without a reference its sums are zeros. A loss is a function of that, of `beta`, and of settings of
-its own with their defaults; it returns (P,) and is in `LOSSES` under its name, which `loss.name` takes.
+A loss gets `Pairs`: sums of log-probabilities under the model and a frozen reference, and the number of summed tokens. Without
+a reference its sums are zeros. It also takes `beta` and its own settings with defaults, and returns (P,). `loss.name` is its name in
+`LOSSES`.
 
 In the formulas: s a sum of log-probabilities, n its tokens, d = s - the reference's, h = d_chosen - d_rejected.
 
-Sources are named at each. Where implementations differ: ipo and sigmoid_norm divide by an answer's tokens, and so do
-the terms of cpo and orpo that learn the chosen answer, which elsewhere average over a batch and its prompts.
+Each function names its source. ipo and sigmoid_norm divide by a completion's tokens. So do the terms of cpo and orpo for the
+chosen completion, which other implementations average over a batch including prompts.
 """
 
 import inspect
@@ -39,7 +39,7 @@ class Pairs(NamedTuple):
 
     @property
     def gained(self) -> tuple[Tensor, Tensor]:
-        """d of the chosen and of the rejected answers."""
+        """d of the chosen and of the rejected completions."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
@@ -50,7 +50,7 @@ class Pairs(NamedTuple):
 
     @property
     def mean_margin(self) -> Tensor:
-        """d a token of the chosen answers less that of the rejected."""
+        """d per token of the chosen completions minus that of the rejected ones."""
         chosen, rejected = self.gained
         return chosen / self.num_chosen - rejected / self.num_rejected
 

@@ -1,14 +1,13 @@
-"""Losses of single answers that are desirable or not, each a function that a person reads, and copies to add the next.
+"""Losses of single completions labeled desirable or not. To add one, copy a function.
 
-Of P answers they see d, what each gained on the frozen reference (a sum of log-probabilities less the reference's), and a
-baseline b that it is compared with; they return (P,). A desirable answer is to be above the baseline, another below it.
+A loss gets, for P completions, d (the sum of log-probabilities minus the reference's) and a baseline b, and returns (P,). It moves
+desirable completions above the baseline and others below it.
 
-    kto                b = max(0, the mean of d over the micro-batch's prompts, each with another prompt's answer)
-    apo_zero_unpaired  b = 0, which makes it kto without a baseline
-    bco                b = the mean of d over all answers of the steps before: `RunningMean`
+    kto                b = max(0, the mean of d over the micro-batch's prompts, each with another prompt's completion)
+    apo_zero_unpaired  b = 0: kto without a baseline
+    bco                b = the mean of d over all completions of earlier steps: `RunningMean`
 
-The mean of bco is that of its authors over what came before the step, and without the step's own answers, so that a step
-is the same however it is cut into micro-batches.
+bco's mean leaves out the current step's completions, so that a step does not depend on its micro-batches.
 """
 
 from collections.abc import Callable, Iterable

@@ -163,7 +163,7 @@ def ask(server: ChatServer, body: bytes) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ('"stream_options": 5', "stream_options is 5"),
+        ('"stream_options": 5', "stream_options is 5: expected an object"),
         ('"stop": [5]', "stop.0 is 5"),
         (f'"stop": "{"x" * 1_000_000}"', "at most 256 characters"),
         ('"stop": ["a", "b", "c", "d", "e"]', "at most 4 items"),
@@ -257,7 +257,8 @@ def test_mutated_requests_leave_a_steady_client_its_answers(
             beside.append(seconds_of(expected))
     statuses = {one.result()[0] for one in asked}
     assert {200, 400} <= statuses <= {200, 400, 404}
-    print(f"a steady client: {statistics.median(alone):.4f} s alone, {statistics.median(beside):.4f} s beside others")
+    if count > 1000:  # its turn comes after at most 3 others, so it takes about 4 times as long at most
+        assert statistics.median(beside) < 6 * statistics.median(alone)
 
 
 def test_a_client_that_disconnects_costs_one_more_token(

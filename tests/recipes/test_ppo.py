@@ -119,7 +119,7 @@ def test_it_learns(train: Train) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("lora.rank=4", "value.path=tiny"), "beside an adapter the value model is an output layer on the policy"),
+        (("lora.rank=4", "value.path=tiny"), "with an adapter the value model is an output layer on the policy"),
         (("generation.top_k=5",), "sample from other probabilities"),
         (("generation.most_attempts=2",), "compares each with its expected value"),
         (("reference.kind=cached",), "completions are sampled anew"),
