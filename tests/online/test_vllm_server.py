@@ -142,5 +142,5 @@ def test_an_adapter_is_merged_on_the_way(train: Callable[..., Path], server: Ser
 def test_what_cannot_be_is_refused(train: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="loss.correction=token_truncate"):
         train("generation.engine=vllm", "loss.correction=none")
-    with pytest.raises(ValueError, match="does not answer.*Start it as `VLLM_SERVER_DEV_MODE=1 vllm serve"):
+    with pytest.raises(ValueError, match="does not answer.*Start it with `VLLM_SERVER_DEV_MODE=1 vllm serve"):
         train("generation.engine=vllm", "generation.engine_url=http://127.0.0.1:9")
