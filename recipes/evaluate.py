@@ -18,6 +18,7 @@ from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
 from lean_ft.settings import AskedModelConfig, Device, Settings, SFTDataConfig
+from lean_ft.settings.base import RegularExpression
 from lean_ft.system.log import say
 from lean_ft.system.units import number
 from lean_ft.system.whole_files import read_json, write_whole
@@ -43,7 +44,7 @@ class Config(Settings):
     data: SFTDataConfig | None = Field(
         None, description="Rows whose questions are asked: the held-out rows if there are any, otherwise all."
     )
-    pattern: str | None = Field(
+    pattern: RegularExpression | None = Field(
         None,
         description="With data: compare only the first group of this regular expression's last match in each answer.",
     )

@@ -78,6 +78,27 @@ def _is_multiple(every: int | float | str, other: int | float | str) -> bool:
 
 
 CONFLICTS = [
+    # Settings that are read only with another
+    *(
+        Conflict(
+            lambda recipe, name=name, switch=switch: _differs(recipe, name) and not getattr(recipe, switch),
+            f"{name}={{recipe.{name}}} is used only with {switch}. Set {switch}, or remove {name}.",
+        )
+        for name, switch in (
+            ("profile_steps", "profile"),
+            ("eval_tasks_every", "eval_tasks"),
+            ("eval_tasks_limit", "eval_tasks"),
+        )
+    ),
+    Conflict(
+        lambda policy_loss: _differs(policy_loss, "kl") and not policy_loss.kl_weight,
+        "loss.kl={policy_loss.kl} is used only with loss.kl_weight above 0. Set loss.kl_weight, or remove loss.kl.",
+    ),
+    Conflict(
+        lambda generation: _differs(generation, "engine_url") and generation.engine == "own",
+        "generation.engine_url={generation.engine_url} is used only with generation.engine=vllm. Set generation.engine, or "
+        "remove generation.engine_url.",
+    ),
     # Checkpoints and evaluations
     *(
         Conflict(
