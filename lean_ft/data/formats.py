@@ -241,6 +241,16 @@ class RowReader:
         """
         return [0.0] * len(self.config.sides)
 
+    def cut(self, document: Document, place: str, report: DataReport) -> Document | None:
+        """A document cut to the length that `data.max_length` and `data.packing` allow; None if it is dropped."""
+        (ids, mask), limit = document, self.config.longest
+        if limit is None or len(ids) <= limit:
+            return document
+        if not report.takes_overlong(len(ids), self.config, place):
+            return None
+        kept = slice(0, limit) if self.config.truncation_side == "right" else slice(len(ids) - limit, None)
+        return ids[kept], mask[kept]
+
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """The sequences of a row within `data.max_length`, or none if the row is dropped; `report` counts the losses.
 

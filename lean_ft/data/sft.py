@@ -33,19 +33,14 @@ class SFTReader(RowReader):
         if not mask[1:].any():
             report.drop("nothing to train on")
             return []
-        limit, full_length = self.config.longest, len(ids)
-        if limit is None or full_length <= limit:
-            return documents
-        if not report.takes_overlong(full_length, self.config, place):
+        cut = self.cut((ids, mask), place, report)
+        if cut is None:
             return []
-        kept = slice(0, limit) if self.config.truncation_side == "right" else slice(full_length - limit, None)
-        ids, mask = ids[kept], mask[kept]
-        if not mask[1:].any():
+        if not cut[1][1:].any():
             report.drop("nothing to train on within max_length")
             return []
-        report.truncated += 1
-        report.lost_tokens += full_length - limit
-        return [(ids, mask)]
+        report.count_lost(len(ids) - len(cut[0]))
+        return [cut]
 
     def _read(self, format: str, fields: dict[str, Any]) -> Passage | Document:
         tools = read_tools(fields.get("tools"))

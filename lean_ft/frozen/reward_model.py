@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import stored_dtype
-from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
+from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
@@ -37,10 +38,11 @@ def open_reward_model(
     where = resolve_device(device)
     kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
     check_dtype(str(kept).removeprefix("torch."), where)
-    model = load_model(folder, where, kept, scores=True, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
+    scores = None if adapter == folder else labels_of(adapter) or True
+    model = load_model(folder, where, kept, scores=scores, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
     if adapter != folder and stage() is None:
         load_adapter(model, adapter)
-    if model.source.score_is_new:
+    if model.source.score_is_new or not model.config.scores:
         raise ValueError(
             f"{adapter} is no reward model: it has no output layer that gives a score. Train one: leanft run reward "
             f"model.path={path}."
@@ -48,7 +50,6 @@ def open_reward_model(
     return model, load_tokenizer(tokenizer_folder(adapter, folder) or folder, chat_template)
 
 
-@torch.no_grad()
 def score(
     model: Decoder, sequences: Sequence[Sequence[int]], tokens_at_a_time: int = TOKENS_AT_A_TIME
 ) -> list[list[float]]:
@@ -56,13 +57,21 @@ def score(
 
     At most `tokens_at_a_time` positions are computed together, or one sequence. Raises ValueError for an empty sequence.
     """
+    return [scores[:, 0].tolist() for scores in token_scores(model, sequences, tokens_at_a_time)]
+
+
+@torch.no_grad()
+def token_scores(
+    model: Decoder, sequences: Sequence[Sequence[int]], tokens_at_a_time: int = TOKENS_AT_A_TIME
+) -> list[Tensor]:
+    """The C scores at each token of each of the sequences, (T, C) on the CPU; see `score`."""
     if not all(len(ids) for ids in sequences):
         raise ValueError("a sequence without a token has no score.")
-    weight, found = model.output_weight.float(), dict[int, list[float]]()
+    weight, found = model.output_weight.float(), dict[int, Tensor]()
     for rows in longest_first([len(ids) for ids in sequences], tokens_at_a_time):
         input_ids = pad_sequence([torch.as_tensor(sequences[i], dtype=torch.int64) for i in rows], batch_first=True)
         hidden = model(input_ids.to(weight.device), return_hidden=True)
-        scores = (hidden.float() @ weight.T)[..., 0].tolist()
+        scores = (hidden.float() @ weight.T).cpu()
         found.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))
     return [found[i] for i in range(len(sequences))]
 
@@ -77,6 +86,8 @@ class JudgingModel:
     def __init__(self, path: str, device: str, asked_with: Tokenizer) -> None:
         """Raises ValueError as `open_reward_model` does."""
         self._model, self._tokenizer = open_reward_model(path, device)
+        if self._model.config.scores != 1:
+            raise ValueError(f"{path} is a classifier of {self._model.config.scores} labels; a reward is one score.")
         self._model.requires_grad_(False).eval()
         ids, own = range(asked_with.vocab_size), self._tokenizer
         self._reads_tokens = all(own.token_text(i) == asked_with.token_text(i) for i in ids)

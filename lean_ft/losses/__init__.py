@@ -10,7 +10,7 @@ from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.output_layer import hidden_states
 from lean_ft.losses.policy import advantages, batch_loss, correction, policy_loss
 from lean_ft.losses.preference import LOSSES, pair_losses, preference_loss
-from lean_ft.losses.reward import add_scores, reward_loss, scores_of
+from lean_ft.losses.reward import add_scores, output_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs, on_grid
 from lean_ft.losses.unpaired import (
@@ -52,6 +52,7 @@ __all__ = [
     "linear_log_probs",
     "loss_chunk_tokens",
     "on_grid",
+    "output_scores",
     "pair_losses",
     "policy_loss",
     "preference_loss",

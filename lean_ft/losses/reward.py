@@ -25,19 +25,26 @@ def scores_of(
     model: a `Decoder` that gives scores; batch: on its device, as `lean_ft.data.PairBatch` is; per_token: means over the
     answers' tokens, for prompts that are not shared; is_float16: arithmetic is in float16 whatever the weights are kept in.
     """
-    with torch.autocast(batch.last.device.type, torch.float16, enabled=is_float16):
-        hidden, router_loss = hidden_states(model, batch, of_rows=True)
-    weight = model.output_weight  # (1, D); whole from the forward pass on, where it is cut over ranks
-    # What predicts a token stands before it.
-    read = hidden.flatten(0, -2).index_select(0, batch.index + 1 if per_token else batch.last)
-    wide = torch.promote_types(read.dtype, torch.float32)
-    scores = (read.to(wide) @ weight.to(wide).T)[:, 0]
+    # The position that predicts a token is before it.
+    places = batch.index + 1 if per_token else batch.last
+    scores, router_loss = output_scores(model, batch, places, is_float16=is_float16)
+    scores = scores[:, 0]
     if per_token:
         lengths = batch.answer_tokens.flatten()  # (2 P,)
         sums = torch.nn.functional.pad(scores.cumsum(0), (1, 0))
         ends = lengths.cumsum(0)
         scores = (sums[ends] - sums[ends - lengths]) / lengths.clamp(min=1)
     return scores.view(-1, 2), router_loss
+
+
+def output_scores(model: Any, batch: Any, places: Tensor, *, is_float16: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The model's C scores at each of M flattened positions of a batch, (M, C), and its router loss, if any."""
+    with torch.autocast(places.device.type, torch.float16, enabled=is_float16):
+        hidden, router_loss = hidden_states(model, batch, of_rows=True)
+    weight = model.output_weight  # (C, D); gathered by the forward pass if it is sharded
+    read = hidden.flatten(0, -2).index_select(0, places)
+    wide = torch.promote_types(read.dtype, torch.float32)
+    return read.to(wide) @ weight.to(wide).T, router_loss
 
 
 def reward_loss(scores: Tensor, margins: Tensor, *, centering: float = 0.01) -> Tensor:

@@ -192,7 +192,7 @@ class DecoderConfig:
     layer_input_vocab_size: int = 0  # of this embedding
     layer_scalars: bool = False  # each layer's output is multiplied by a stored number that is not trained
     head_bias: bool = False  # the output layer has a bias
-    scores: bool = False  # a reward model: the output layer returns one score per position instead of logits
+    scores: int = 0  # a reward model or classifier: scores per position that the output layer returns instead of logits
 
     @property
     def num_layers(self) -> int:

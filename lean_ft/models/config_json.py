@@ -6,7 +6,7 @@ spellings of the rotary settings are read: `rope_theta` with `rope_scaling` (tra
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -160,10 +160,16 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     return {**shared, **text, "model_type": family, "architectures": [architectures[family]]}
 
 
-def score_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """The config.json of a reward model made from a language model; a reward model's own is returned unchanged.
+OF_REWARD: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
 
-    Raises ValueError if transformers has no sequence classification model of the family, or the model has several labels.
+
+def score_config(
+    config: dict[str, Any], where: str = "config.json", labels: dict[str, Any] = OF_REWARD
+) -> dict[str, Any]:
+    """Return the config.json of a sequence classification model on a language model; `labels` are its fields about labels.
+
+    That of a reward model or classifier must agree with `labels`. Raises ValueError if it does not, and for a family without
+    such a model in transformers.
     """
     family = config.get("model_type")
     if family not in SCORE_ARCHITECTURES:
@@ -171,16 +177,34 @@ def score_config(config: dict[str, Any], where: str = "config.json") -> dict[str
             f"{where}: model_type is {family!r}, and transformers has no sequence classification model of that family; "
             f"expected one of {listed(SCORE_ARCHITECTURES)}."
         )
-    if not _gives_scores(config):
-        labels = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    if not gives_scores(config):
         return {**config, "architectures": [SCORE_ARCHITECTURES[family]], **labels}
-    num_labels = len(config.get("id2label") or (0, 1))  # transformers' default is 2
-    if num_labels != 1:
-        raise ValueError(f"{where}: id2label has {num_labels} labels; expected 1, as a reward model returns one score.")
-    return config
+    names, expected = label_names(config), label_names(labels)
+    if len(expected) == 1 and len(names) != 1:
+        raise ValueError(f"{where}: id2label has {len(names)} labels; expected 1, as a reward model returns one score.")
+    if len(expected) > 1 and names != expected:
+        raise ValueError(
+            f"{where}: id2label has {', '.join(names)}; expected the labels of the data: {', '.join(expected)}."
+        )
+    return config if labels is OF_REWARD else {**config, **labels}
 
 
-def _gives_scores(config: Mapping[str, Any]) -> bool:
+def label_fields(names: Sequence[str], is_multi: bool) -> dict[str, Any]:
+    """The fields of a classifier's config.json about labels; is_multi: a text has any number of them."""
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+        "problem_type": f"{'multi' if is_multi else 'single'}_label_classification",
+    }
+
+
+def label_names(config: Mapping[str, Any]) -> list[str]:
+    """The names of a classifier's labels, in the order of its outputs."""
+    names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}  # without it, transformers takes 2
+    return [str(names[key]) for key in sorted(names, key=int)]
+
+
+def gives_scores(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
     return isinstance(architectures, list) and architectures == [SCORE_ARCHITECTURES.get(str(config.get("model_type")))]
 
@@ -224,9 +248,9 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
                 f"{where}: num_attention_heads is {num_heads}; expected a multiple of num_key_value_heads, {num_kv_heads}."
             )
     _check_neutral_fields(config, fields.read, where)
-    if _gives_scores(config):  # scores have no bias, soft cap or divisor
+    if gives_scores(config):  # scores have no bias, soft cap or divisor
         of_logits = {"head_bias": False, "logits_softcap": None, "logits_divisor": 1.0}
-        return replace(decoder, scores=True, tied_embeddings=False, **of_logits)
+        return replace(decoder, scores=len(label_names(config)), tied_embeddings=False, **of_logits)
     return decoder
 
 
@@ -324,7 +348,7 @@ def _activation(fields: Fields, family: Family) -> str:
 
 
 def _check_architecture(config: Mapping[str, Any], where: str) -> None:
-    architectures = [] if _gives_scores(config) else config.get("architectures") or []
+    architectures = [] if gives_scores(config) else config.get("architectures") or []
     if not isinstance(architectures, list) or not all(str(name).endswith("ForCausalLM") for name in architectures):
         raise ValueError(
             f"{where}: architectures is {architectures!r}; expected a language model, whose name ends in ForCausalLM. Bare, "

@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         self.lm_head: nn.Linear | None = None
         self.score: nn.Linear | None = None
         if config.scores:
-            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+            self.score = nn.Linear(config.hidden_size, config.scores, bias=False)
         elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from lean_ft.hub.download import home_of_links
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.config_json import MAX_LAYERS, as_its_family, decoder_config, language_model_config, score_config
+from lean_ft.models.config_json import (
+    MAX_LAYERS,
+    OF_REWARD,
+    as_its_family,
+    decoder_config,
+    gives_scores,
+    language_model_config,
+    score_config,
+)
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.float32_products import use_float32_products
@@ -68,7 +76,7 @@ def load_model(
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
-    scores: bool | None = False,
+    scores: bool | dict[str, Any] | None = False,
     new_ids: Sequence[int] = (),
 ) -> Decoder:
     """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model, with parameters in `dtype`.
@@ -83,7 +91,7 @@ def load_model(
         after_module: called with the model and each module's name once the module has its weights. It may replace the
             module by a smaller one before the next module takes memory.
         scores: True loads a reward model, or adds a zero-initialized score layer to a language model. False refuses reward
-            models. None accepts both kinds.
+            models. None accepts both kinds. A dict adds or expects a classifier with these label fields of config.json.
         new_ids: ids of added tokens. Their rows are the mean of the rows before the first new id.
 
     Raises:
@@ -186,7 +194,7 @@ def _meta_model(
     folder: Path,
     dtype: torch.dtype,
     router_aux_loss_coef: float | None,
-    scores: bool | None,
+    scores: bool | dict[str, Any] | None,
     new_ids: Sequence[int] = (),
 ) -> Decoder:
     """The model of a folder's config.json on the meta device; for a multimodal model, its language model."""
@@ -198,8 +206,8 @@ def _meta_model(
     whole_config = as_its_family(read_json(file, purpose))
     stored_config = hf_config = language_model_config(whole_config, where=str(file))
     if scores:
-        hf_config = score_config(stored_config, where=str(file))
-    score_is_new = hf_config is not stored_config
+        hf_config = score_config(stored_config, str(file), OF_REWARD if scores is True else scores)
+    score_is_new = bool(scores) and not gives_scores(stored_config)
     num_rows = max(new_ids, default=-1) + 1
     sizes = {size: hf_config[size] for size in set(_ROWS_PER_TOKEN.values()) if size in hf_config}
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}

@@ -6,6 +6,7 @@ the adapters' parameters are trained.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def load_with_adapter(
     lora: LoRAConfig | None,
     device: str | torch.device = "cpu",
     ranks: Ranks = ALONE,
-    scores: bool = False,
+    scores: bool | dict[str, Any] = False,
 ) -> Decoder:
     """Load the model of the settings and add an adapter to it; without `lora`, just load it.
 
@@ -88,7 +89,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
         if is_parameter_to_peft(model, name):
             _check_suits_parameter(name, shape, cfg.init, is_stack=is_projection_of_experts(model, name))
     if SCORE in names:
-        raise ValueError(f"lora.targets: {SCORE} is one row, which is trained whole. Remove it from lora.targets.")
+        raise ValueError(f"lora.targets: {SCORE} is trained whole. Remove it from lora.targets.")
     if model.source.new_ids and (taken := {EMBEDDING, _OUTPUT}.intersection(names)):
         raise ValueError(
             f"lora.targets has {min(taken)}, but model.new_tokens trains rows of it. Remove it from lora.targets."

@@ -42,6 +42,7 @@ from lean_ft.system.whole_files import read_json, write_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+LABELS_FILE = "labels.json"
 _PREFIX = "base_model.model."
 
 _NO_TARGETS = "dummy-target-modules"  # PEFT's value for an adapter without layers
@@ -90,6 +91,14 @@ def save_adapter(
     parts = adapter_parts(model) if weights is None else weights
     write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
+    if "problem_type" in (config := model.source.config):  # PEFT's format has no place for them
+        labels = {name: config[name] for name in ("id2label", "label2id", "problem_type")}
+        ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))
+
+
+def labels_of(folder: str | Path) -> dict[str, Any] | None:
+    """The fields of config.json about labels that go with a classifier's adapter; None for other adapters."""
+    return read_json(Path(folder) / LABELS_FILE) or None
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
