@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_world import documents, instruction_rows, preference_rows, problem_rows
+from tiny_world import documents, instruction_rows, preference_rows, problem_rows, topic_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from lean_ft.models import build_decoder, decoder_config, save_model
 SEED = 0
 NUM_PAIRS = 800  # for training; all held-out rows have pairs
 NUM_PROBLEMS = {"train": 800, "validation": 100}
+NUM_TOPICS = {"train": 320, "validation": 80}
 FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny"
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
@@ -82,6 +83,9 @@ def make_data(folder: Path) -> None:
         lines = [json.dumps(row) + "\n" for row in problem_rows(held_out, SEED, NUM_PROBLEMS[name])]
         (folder / f"problems_{name}.jsonl").write_text("".join(lines))
         print(f"problems_{name}.jsonl: {len(lines)} problems")
+        lines = [json.dumps(row) + "\n" for row in topic_rows(held_out, SEED, NUM_TOPICS[name])]
+        (folder / f"topics_{name}.jsonl").write_text("".join(lines))
+        print(f"topics_{name}.jsonl: {len(lines)} texts")
 
 
 def make_tokenizer(folder: Path) -> None:

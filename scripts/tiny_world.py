@@ -551,6 +551,24 @@ def problem_rows(held_out: bool, seed: int, count: int) -> list[dict]:
     return [{"prompt": prompt, "answer": answer} for prompt, answer in rows.items()]
 
 
+def topic_rows(held_out: bool, seed: int, count: int) -> list[dict]:
+    """Questions with their topic; no text twice."""
+    rng = random.Random(f"topics {held_out} {seed}")
+    topics = {
+        "arithmetic": (addition, subtraction, gaining, losing),
+        "comparison": (largest, smallest),
+        "geography": tuple(map(_of_some_country, FACTS)),
+        "words": (sorting, reversing, counting, classifying),
+    }
+    rows: dict[str, str] = {}
+    while len(rows) < count:
+        topic = rng.choice(sorted(topics))
+        item = rng.choice(topics[topic])(rng)
+        if item.held_out == held_out:
+            rows[rng.choice(item.questions)] = topic
+    return [{"text": text, "label": topic} for text, topic in rows.items()]
+
+
 def preference_rows(rows: list[dict], seed: int) -> list[dict]:
     """A pair per row: the right answer is chosen, a wrong answer in the same wording is rejected."""
     rng = random.Random(f"pairs {seed}")

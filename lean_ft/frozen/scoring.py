@@ -13,9 +13,10 @@ from lean_ft.data import Batches, EvalBatches
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of
 from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.frozen.reward_model import open_reward_model, score
+from lean_ft.frozen.reward_model import open_reward_model, score, token_scores
 from lean_ft.models import Decoder
-from lean_ft.settings import DataConfig, PreferenceDataConfig, SFTDataConfig
+from lean_ft.models.config_json import label_names
+from lean_ft.settings import ClassificationDataConfig, DataConfig, PreferenceDataConfig, SFTDataConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
@@ -58,6 +59,9 @@ def score_rows(
     Sequences are not cut. Raises ValueError for a row that cannot be read, with its place.
     """
     settings = {"source": data} if isinstance(data, str) else data.model_dump()
+    if "problem_type" in model.source.config:
+        yield from _classified(model, tokenizer, ClassificationDataConfig.model_validate(settings))
+        return
     config: DataConfig = SFTDataConfig.model_validate(settings)
     source = config.source
     formats = formats_of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), source).values()
@@ -76,6 +80,25 @@ def score_rows(
                 if per_token:
                     told[f"{side}token_scores"] = [value for value, inside in zip(values, mask, strict=True) if inside]
             yield {**row.fields, **told}
+
+
+def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationDataConfig) -> Iterator[dict[str, Any]]:
+    """The rows, each with the `probabilities` of its labels and the likeliest as `prediction`; with several labels per text,
+    `predictions` are those of 50 % or more."""
+    config, names = config.model_copy(update={"labels": []}), label_names(model.source.config)  # rows need no labels
+    is_multi = model.source.config["problem_type"].startswith("multi")
+    render, rows = renderer_of(config, tokenizer, config.source), read_rows(config.source, None, config)
+    while some := list(islice(rows, ROWS_AT_A_TIME)):
+        readable = render.whole(some)
+        for (row, _), scores in zip(
+            readable, token_scores(model, [ids.tolist() for _, [(ids, _)] in readable]), strict=True
+        ):
+            found = dict(
+                zip(names, (scores[-1].sigmoid() if is_multi else scores[-1].softmax(0)).tolist(), strict=True)
+            )
+            likely = [name for name in names if found[name] >= 0.5]
+            said = {"predictions": likely} if is_multi else {"prediction": max(names, key=found.__getitem__)}
+            yield {**row.fields, **said, "probabilities": found}
 
 
 def score_lines(model: Decoder, tokenizer: Tokenizer, data: str | DataConfig, per_token: bool = False) -> Iterator[str]:

@@ -8,6 +8,7 @@ from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConf
 from lean_ft.settings.base import Device, Dtype, Every, Fraction, GroupT, Settings, spelled_out
 from lean_ft.settings.data import (
     AnswerDataConfig,
+    ClassificationDataConfig,
     DataConfig,
     FormatName,
     PreferenceDataConfig,
@@ -23,6 +24,7 @@ from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
     LOSS_READS,
     POLICY_LOSS_READS,
+    ClassificationLossConfig,
     DistillConfig,
     LossConfig,
     PolicyLossConfig,
@@ -55,6 +57,8 @@ __all__ = [
     "AnswersConfig",
     "AskConfig",
     "AskedModelConfig",
+    "ClassificationDataConfig",
+    "ClassificationLossConfig",
     "DataConfig",
     "Device",
     "DistillConfig",

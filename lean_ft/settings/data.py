@@ -20,6 +20,7 @@ FormatName = Annotated[
         "tokens",
         "preference",
         "unpaired",
+        "classification",
     ]
     | OwnFunction,
     AfterValidator(check_function),
@@ -294,3 +295,24 @@ class UnpairedDataConfig(AnswerDataConfig):
 
 class RewardDataConfig(PreferenceDataConfig):
     """Preference pairs, optionally with a `margin`: by how much the chosen completion is better."""
+
+
+class ClassificationDataConfig(DataConfig):
+    """Texts with labels."""
+
+    objective: ClassVar[str] = "classification"
+
+    packing: Literal["none", "bfd", "padding_free"] = Field(
+        "none",
+        description="`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes "
+        "each batch one row without padding.",
+    )
+    labels: list[str] | None = Field(
+        None,
+        min_length=2,
+        description="Names of the labels in the order of the model's outputs; integers in rows index "
+        "them. null: all labels of the training rows, sorted.",
+    )
+    multi_label: bool = Field(
+        False, description="`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids)."
+    )

@@ -159,6 +159,14 @@ class RewardLossConfig(Settings):
     )
 
 
+class ClassificationLossConfig(Settings):
+    """The loss of text classification."""
+
+    class_weights: dict[str, PositiveFloat] | Literal["balanced"] | None = Field(
+        None, description="Factor of each label's loss, 1 if not named. `balanced`: inverse to its number of texts."
+    )
+
+
 class ReferenceConfig(Settings):
     """The frozen reference model: the model at the start of training."""
 

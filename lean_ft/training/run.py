@@ -436,6 +436,8 @@ class Run:
             text = f"held-out reward {number(reward)}"
         if (right := row.get("eval_rewards/accuracies")) is not None:
             text += f", {right:.1%} of pairs right"
+        if (right := row.get("eval_accuracy")) is not None:
+            text += f", {right:.1%} of texts right, macro-F1 {row['eval_macro_f1']:.3f}"
         say("evaluation", f"after step {row['step']}: {text}")
 
     def log_samples(self, rows: list[dict[str, Any]]) -> None:

@@ -106,7 +106,7 @@ def test_data_without_a_verb_is_its_help(leanft):
             "leanft run --config tiny/",
             [
                 f"tiny/{name}"
-                for name in ["distill", "dpo", "full", "grpo", "kto", "lora", "online_dpo", "ppo", "reward"]
+                for name in ["classify", "distill", "dpo", "full", "grpo", "kto", "lora", "online_dpo", "ppo", "reward"]
             ],
         ),
         ("leanft cat tiny/f", ["tiny/full"]),

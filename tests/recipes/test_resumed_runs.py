@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes import (
+    test_classify,
     test_distill,
     test_dpo,
     test_finetune,
@@ -36,6 +37,8 @@ ROWS = [  # test module, settings, the step after which the run stops
     (test_reward, (), 3),
     (test_reward, (*LORA, "data.packing=bfd"), 3),
     (test_reward, ("loss.per_token=true",), 3),
+    (test_classify, ("data.packing=bfd", "loss.class_weights=balanced"), 3),
+    (test_classify, LORA, 3),
     (test_distill, (*STUDENT, *test_distill.LIVE, "optimizer.in_backward=true", "data.packing=bfd"), 3),
     (test_distill, (*STUDENT, *test_distill.LIVE, *LORA, "distill.teacher_dtype=nf4"), 3),
     (test_distill, KEPT, 3),

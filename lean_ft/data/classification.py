@@ -1,0 +1,158 @@
+"""Text classification: a row is a text with a `label`, or with `data.multi_label` a list of `labels`.
+
+A label is a name or an integer. Texts are encoded as transformers' pipelines encode them, and classified at the last token.
+
+Legend: P texts of a batch, C labels.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from lean_ft.data.batch import Batch
+from lean_ft.data.chats import check_text, parse_if_json
+from lean_ft.data.formats import NUM_ROWS_TO_DETECT, Fields, RowFormat, RowReader, formats_of, reading
+from lean_ft.data.objective import Objective, Placed, zeros
+from lean_ft.data.report import DataReport
+from lean_ft.data.rows import Document, Row, kind
+from lean_ft.data.sources import first_rows, read_rows
+from lean_ft.settings import ClassificationDataConfig
+from lean_ft.system.shapes_only import stage
+from lean_ft.system.spelling import did_you_mean
+from lean_ft.tokenizers import Passage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lean_ft.data.batches import Batches, Layout
+
+KNOWN = {"classification": Fields(("text",), ("label", "labels"))}
+
+
+def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
+    """The settings with `labels`: those given, or else all labels of the rows of `source`, sorted.
+
+    Raises ValueError, with its place, for a row whose labels cannot be read.
+    """
+    names = config.labels
+    if names is None and stage() is not None:  # the planner reads no rows
+        names = ["0", "1"]
+    if names is None:
+        formats, found = (
+            formats_of(config, first_rows(config.source, NUM_ROWS_TO_DETECT, config), None, KNOWN),
+            set[str](),
+        )
+        for row in read_rows(config.source, None, config):
+            with suppress(ValueError) if config.on_bad_row == "skip" else nullcontext():
+                found.update(_labels_of(row, formats[row.source], config))
+        names = sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
+    if len(names) < 2:
+        raise ValueError(f"{config.source} has the labels {names}; classification needs 2 or more.")
+    return config.model_copy(update={"labels": names})
+
+
+def label_weights(given: dict[str, float] | str | None, batches: Batches, names: list[str]) -> list[float] | None:
+    """The weight of each label; None if all weigh 1. Raises ValueError for an unknown label."""
+    if given is None or stage() is not None:
+        return None
+    if isinstance(given, str):  # balanced: each label weighs the same in all
+        values = batches.layout.row_values(np.arange(len(batches.layout.starts)))
+        counts = values.sum(0) if values.shape[1] > 1 else np.bincount(values[:, 0].astype(int), minlength=len(names))
+        return (counts.sum() / (len(counts) * np.maximum(counts, 1))).tolist()
+    for name in given.keys() - set(names):
+        raise ValueError(f"loss.class_weights.{name}: no such label.{did_you_mean(name, names)}")
+    return [given.get(name, 1.0) for name in names]
+
+
+def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) -> list[str]:
+    """The names of a row's labels. Raises ValueError with the row's place."""
+    with reading(row):
+        fields, name = format.fields_of(row), "labels" if config.multi_label else "label"
+        if name not in fields:
+            raise ValueError(f"no `{name}`: data.multi_label=true reads lists in `labels`, and false one `label` each.")
+        labels = parse_if_json(fields[name], name) if config.multi_label else [fields[name]]
+        if not isinstance(labels, list):
+            raise ValueError(f"`labels` is {kind(labels)}; expected a list of names or integers.")
+        for label in labels:
+            if not isinstance(label, str | int) or not str(label).strip():
+                raise ValueError(f"the label is {kind(label)} ({label!r:.40}); expected a name or an integer.")
+        return [str(label).strip() for label in labels]
+
+
+class LabelReader(RowReader):
+    """Turns a row into its text and its label or labels."""
+
+    known = KNOWN
+    takes = tuple(KNOWN)
+
+    def passages(self, row: Row) -> list[Passage | Document]:
+        with reading(row):
+            text = check_text(self.fields_of(row)["text"], "the field `text`")
+            if not text.strip():
+                raise ValueError("`text` is empty. Leave the row out, or give it a text.")
+            return [Passage(text, [(0, len(text))], add_bos=True)]
+
+    def values(self, row: Row) -> list[Any]:
+        """The number of the label, or with `data.multi_label` 1 for each label of the row and 0 for the others."""
+        names = self.config.labels
+        if names == []:  # texts to score
+            return [0.0]
+        labels = _labels_of(row, self.formats[row.source], self.config)
+        if names is None:  # a preview
+            return [0.0]
+        numbers = [
+            names.index(label) if label in names else int(label) if label.isdecimal() else -1 for label in labels
+        ]
+        for label, number in zip(labels, numbers, strict=True):
+            if not 0 <= number < len(names):
+                known = ", ".join(names[:10]) + " ..." * (len(names) > 10)
+                raise ValueError(
+                    f"{row.place}: the label is {label!r:.40}; expected one of {known}.{did_you_mean(label, names)}"
+                )
+        return [[float(i in numbers) for i in range(len(names))]] if self.config.multi_label else [float(numbers[0])]
+
+    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
+        if (cut := self.cut(documents[0], place, report)) is None:
+            return []
+        report.count_lost(len(documents[0][0]) - len(cut[0]))
+        return [(cut[0], np.arange(len(cut[0])) == len(cut[0]) - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextBatch(Batch):
+    """A batch of P texts."""
+
+    last: Tensor  # (P,) int64: the flattened position of each text's last token
+    targets: Tensor  # (P,) int64: the label; or (P, C) float32: 1 for each label of the text
+    num_texts: int
+
+    labels_whole_rows: ClassVar[bool] = True
+
+    def without_targets(self) -> TextBatch:
+        return replace(super().without_targets(), last=self.last[:0], targets=self.targets[:0], num_texts=0)
+
+
+class Classification(Objective):
+    reader = LabelReader
+    batch_type = TextBatch
+    unit = "texts"
+
+    def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
+        values = layout.row_values(documents)
+        targets = values if values.shape[1] > 1 else values[:, 0].astype(np.int64)
+        return {"targets": targets, "num_texts": len(documents)}
+
+    def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
+        return {"last": placed.last}
+
+    def longest(self, config: Any, batch_size: int, share_prompts: bool = False) -> TextBatch:
+        batch = super().longest(config, batch_size)
+        number = len(batch.input_ids)
+        return TextBatch(**vars(batch), last=zeros(number), targets=zeros(number), num_texts=number)
+
+
+OBJECTIVE = Classification()

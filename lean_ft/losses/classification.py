@@ -1,0 +1,46 @@
+"""The loss of text classification, and what its predictions are worth. Shapes: P texts, C labels."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
+
+from lean_ft.system.shards import ALONE, Ranks
+
+
+def classification_losses(scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The loss of each text, (P,), from its scores (P, C).
+
+    targets: (P,) int64, one label per text: cross-entropy of the softmax; or (P, C), 1 for each label of the text: mean
+    binary cross-entropy of the sigmoids. weights: (C,) factors of the labels' terms. As transformers computes them.
+    """
+    if targets.dim() == 1:
+        return cross_entropy(scores, targets, weights, reduction="none")
+    return binary_cross_entropy_with_logits(scores, targets, weights, reduction="none").mean(1)
+
+
+class Predictions:
+    """Counts predictions: the likeliest label of each text, or if texts have several, each label with a score above 0."""
+
+    def __init__(self, num_labels: int, device: torch.device, ranks: Ranks = ALONE) -> None:
+        self._ranks, self._num_right = ranks, torch.zeros(1, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(num_labels + 2, num_labels, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, scores: Tensor, targets: Tensor) -> None:
+        """scores: (P, C); targets: as `classification_losses` takes them."""
+        actual, predicted = targets > 0, scores > 0
+        if targets.dim() == 1:
+            actual, predicted = (one_hot(label, scores.shape[1]) for label in (targets, scores.argmax(1)))
+        self._num_right += (actual == predicted).all(1).sum()
+        actual, predicted = actual.double(), predicted.double()
+        self._sums += torch.cat([actual.T @ predicted, actual.sum(0, True), predicted.sum(0, True)])
+
+    def metrics(self, num_texts: int) -> tuple[dict[str, float], list[list[int]]]:
+        """`eval_accuracy`, of texts with exactly the right labels, and `eval_macro_f1`, over labels that occur; and the
+        confusion matrix (C, C): texts with the label of the row and the prediction of the column. Every rank calls it."""
+        sums = self._ranks.sum(torch.cat([self._num_right, self._sums.flatten()])) / self._ranks.num_sharing
+        *confusion, actual, predicted = sums[1:].view_as(self._sums)
+        table, total = torch.stack(confusion), actual + predicted
+        f1 = (2 * table.diagonal() / total)[total > 0].mean()
+        accuracy = sums[0] / num_texts
+        return {"eval_accuracy": float(accuracy), "eval_macro_f1": float(f1)}, table.long().tolist()
