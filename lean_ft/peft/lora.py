@@ -89,7 +89,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
         if is_parameter_to_peft(model, name):
             _check_suits_parameter(name, shape, cfg.init, is_stack=is_projection_of_experts(model, name))
     if SCORE in names:
-        raise ValueError(f"lora.targets: {SCORE} is trained whole. Remove it from lora.targets.")
+        raise ValueError(f"lora.targets has {SCORE}, which is trained whole. Remove it from lora.targets.")
     if model.source.new_ids and (taken := {EMBEDDING, _OUTPUT}.intersection(names)):
         raise ValueError(
             f"lora.targets has {min(taken)}, but model.new_tokens trains rows of it. Remove it from lora.targets."

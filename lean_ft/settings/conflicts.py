@@ -13,9 +13,10 @@ from pydantic import BaseModel
 
 from lean_ft.settings.answers import GenerationConfig, SamplingConfig
 from lean_ft.settings.base import Settings
-from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
+from lean_ft.settings.data import ClassificationDataConfig, DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
 from lean_ft.settings.losses import (
+    ClassificationLossConfig,
     DistillConfig,
     PolicyLossConfig,
     PPOLossConfig,
@@ -39,6 +40,7 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "memory": MemoryConfig,
     "data": DataConfig,
     "sft_data": SFTDataConfig,
+    "text_data": ClassificationDataConfig,
     "prompt_data": PromptDataConfig,
     "reference": ReferenceConfig,
     "distill": DistillConfig,
@@ -48,7 +50,7 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "unpaired_loss": UnpairedLossConfig,
     "policy_loss": PolicyLossConfig,
     "ppo_loss": PPOLossConfig,
-    "reward_loss": RewardLossConfig,
+    "score_loss": (RewardLossConfig, ClassificationLossConfig),
     "kl_loss": (PolicyLossConfig, PPOLossConfig),
     "loss": (PreferenceLossConfig, UnpairedLossConfig, PolicyLossConfig, PPOLossConfig),
 }
@@ -132,8 +134,16 @@ CONFLICTS = [
         )
     ),
     Conflict(
-        lambda recipe, reward_loss: recipe.eval_answers,
-        "eval_answers={recipe.eval_answers} asks the model for answers, but a reward model gives none. Remove it.",
+        lambda recipe, score_loss: recipe.eval_answers,
+        "eval_answers={recipe.eval_answers} asks the model for answers, but this model gives scores and no text. Remove it.",
+    ),
+    # Data
+    *(
+        Conflict(
+            lambda text_data, name=name: _differs(text_data, name),
+            f"data.{name}={{text_data.{name}}} is for chats and prompts, and texts are classified as they are. Remove it.",
+        )
+        for name in ("chat", "chat_template", "system", "separator")
     ),
     # The optimizer
     Conflict(
@@ -179,8 +189,8 @@ CONFLICTS = [
     # Memory
     *(
         Conflict(
-            lambda memory, reward_loss, name=name, default=default: getattr(memory, name) != default,
-            f"memory.{name}={{memory.{name}}} is for the logits of a language model, and a reward model has none. Remove it.",
+            lambda memory, score_loss, name=name, default=default: getattr(memory, name) != default,
+            f"memory.{name}={{memory.{name}}} is for the logits of a language model, and this model has none. Remove it.",
         )
         for name, default in (
             ("loss_chunk_tokens", "auto"),

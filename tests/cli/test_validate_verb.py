@@ -137,7 +137,7 @@ def test_a_reference_is_told_or_refused(leanft, tmp_path):
             "data.shared_prompt=true",
             "data.shared_prompt=true, but the model's rotary frequencies (dynamic) change",
         ),
-        ("reward", "eval_answers=3", "eval_answers=3 asks the model for answers, but a reward model gives none"),
+        ("reward", "eval_answers=3", "eval_answers=3 asks the model for answers, but this model gives scores"),
         ("dpo", "memory.tied_gradient=host", "memory.tied_gradient=host"),
         ("dpo", "parallel.tensor=3 data.max_length=96 data.packing=bfd", "does not divide this model's 4 query heads"),
     ],

@@ -207,7 +207,7 @@ def test_rows_that_are_too_long_are_cut_before_their_last_token(train: Train, ca
         ),
         ({"text": "x", "label": "a"}, ("data.multi_label=true",), r"rows.jsonl, line 1: no `labels`"),
         ({"text": "x", "label": "a"}, ("loss.class_weights={c: 2}",), "loss.class_weights.c: no such label"),
-        ({"text": "x", "label": "a"}, ("lora.targets=[score]",), "score is trained whole"),
+        ({"text": "x", "label": "a"}, ("lora.targets=[score]",), "score, which is trained whole"),
         ({"text": "x", "label": "a"}, ("data.packing=wrapped",), "data.packing"),
         ({"text": "x", "label": "a"}, ("eval_answers=3", "data.validation_fraction=0.3"), "eval_answers=3"),
     ],

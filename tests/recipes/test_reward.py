@@ -240,7 +240,7 @@ def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
         (("data.source=tiny/validation.jsonl",), "this recipe learns from pairs"),
         (("lora.targets=[score]",), "which is trained whole"),
         (("loss.per_token=true", "data.shared_prompt=true"), "data.shared_prompt=true"),
-        (("eval_answers=3", "data.validation_fraction=0.1"), "eval_answers=3.* a reward model gives none"),
+        (("eval_answers=3", "data.validation_fraction=0.1"), "eval_answers=3.* gives scores and no text"),
         (("loss.beta=1",), "beta"),
     ],
     ids=str,

@@ -48,6 +48,7 @@ BASE = {
     "dpo": PAIRS,
     "kto": PAIRS,
     "reward": PAIRS,
+    "classify": f"{TRAIN} data.source=IN/texts.jsonl data.validation_source=IN/held_out_texts.jsonl data.max_length=64",
     "grpo": f"{ONLINE} generation.num_answers=2",
     "online_dpo": f"{ONLINE} batch_size=2",
     "ppo": ONLINE,
@@ -238,6 +239,13 @@ OF_RECIPE: dict[str, Case | None] = {
     "ppo loss.mask_truncated": Case("true", "generation.max_new_tokens=2"),
     "quantize model.router_aux_loss_coef": Case("0.5"),
     "reward memory.loss_accumulation_dtype": Case("weight"),
+    **{f"classify {name}": None for name in ("eval_pattern", "eval_tasks_every", "eval_tasks_limit")},
+    "classify data.columns": Case("{text: other}"),
+    "classify data.separator": Case("x"),
+    "classify data.labels": Case("[b, a]"),
+    "classify data.multi_label": Case("true", refused="no `labels`"),
+    "classify loss.class_weights": Case("balanced"),
+    "classify memory.loss_accumulation_dtype": Case("weight"),
     "evaluate seed": None,  # for tasks that sample
     "evaluate data.shuffle": None,  # all rows are asked, in any order and batch
     "evaluate data.batch_tokens": None,
@@ -312,6 +320,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for pair in pairs:
             pair.pop("completion", None)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        texts = [{"text": row["prompt"], "other": f"Text {i}", "label": "aab"[i % 3]} for i, row in enumerate(chosen)]
+        (folder / f"{name.replace('pairs', 'texts')}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in texts)
+        )
     questions = [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
@@ -322,22 +334,21 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     observed.cache_clear()
 
 
-PAIR_FILES = {"rows": "pairs", "others": "other_pairs", "held_out": "held_out_pairs", "bad": "bad_pairs"}
-PAIR_RECIPES = ("dpo", "kto", "reward")
+FILES_OF = {**dict.fromkeys(("dpo", "kto", "reward"), "pairs"), "classify": "texts"}
 
 
-def _pairs_of(settings: str) -> str:
-    """The same settings with the files of preference pairs."""
-    for name in ("rows", "others", "held_out", "bad"):
-        settings = settings.replace(f"IN/{name}.jsonl", f"IN/{PAIR_FILES[name]}.jsonl")
-    return settings
+def _files_of(recipe: str, settings: str) -> str:
+    """The same settings with the files of the recipe's kind of rows."""
+    kind = FILES_OF[recipe]
+    settings = re.sub(r"IN/(held_out|bad)\.jsonl", rf"IN/\1_{kind}.jsonl", settings)
+    return settings.replace("IN/rows.jsonl", f"IN/{kind}.jsonl").replace("IN/others.jsonl", f"IN/other_{kind}.jsonl")
 
 
 def case_of(recipe: str, setting: Setting) -> Case:
     """The row of the tables above, or a value that the setting's type tells."""
     case = CASES.get(setting.key)
-    if recipe in PAIR_RECIPES and case and "data." in f"{setting.key} {case.companions}":
-        case = replace(case, value=_pairs_of(case.value), companions=_pairs_of(case.companions))
+    if recipe in FILES_OF and case and "data." in f"{setting.key} {case.companions}":
+        case = replace(case, value=_files_of(recipe, case.value), companions=_files_of(recipe, case.companions))
     if case := OF_RECIPE.get(f"{recipe} {setting.key}") or case:
         return case
     companions = "lora.rank=4" if setting.key.startswith("lora.") else ""
