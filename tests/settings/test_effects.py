@@ -246,6 +246,7 @@ OF_RECIPE: dict[str, Case | None] = {
     "classify data.multi_label": Case("true", refused="no `labels`"),
     "classify loss.class_weights": Case("balanced"),
     "classify memory.loss_accumulation_dtype": Case("weight"),
+    **{f"{recipe} compile": Case("true", "", GPU) for recipe in ("classify", "reward")},
     "evaluate seed": None,  # for tasks that sample
     "evaluate data.shuffle": None,  # all rows are asked, in any order and batch
     "evaluate data.batch_tokens": None,
