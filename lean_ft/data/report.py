@@ -54,7 +54,7 @@ class DataReport:
     """Share of the packed rows' positions that hold a token."""
 
     def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows ({self.format}{', told from their fields' if self.detected else ''})"]
+        parts = [f"{self.rows:,} rows ({self.format}{', detected from their fields' if self.detected else ''})"]
         if self.bad_rows:
             parts.append(f"{self.bad_rows:,} bad, left out (the first: {self.bad_row_examples[0]})")
         if self.truncated:

@@ -70,7 +70,7 @@ def run_on_pairs(run, tmp_path):
 def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
     answer = leanft("data", "stats", *run_on_pairs)
     assert (answer.code, answer.err) == (0, "")
-    assert "3 rows (preference, told from their fields); 3 pairs" in answer.out
+    assert "3 rows (preference, detected from their fields); 3 pairs" in answer.out
     data, tokenizer = PreferenceDataConfig(source=f"{tmp_path}/rows.jsonl"), load_tokenizer("tiny")
     batches, _ = preference_batches(data, tokenizer, batch_size=1, seed=0, share_prompts=True)
     assert f"both answers of a pair: {batches.layout.shared.sum()} (" in answer.out
@@ -105,7 +105,7 @@ def test_rows_of_another_objective(leanft, run, run_on_pairs, tmp_path):
 def test_stats(leanft, run, tmp_path):
     answer = leanft("data", "stats", *run, "--png", tmp_path / "lengths.png")
     assert (answer.code, answer.err) == (0, "")
-    assert "3 rows (prompt_completion, told from their fields); 3 sequences" in answer.out
+    assert "3 rows (prompt_completion, detected from their fields); 3 sequences" in answer.out
     assert "█" in answer.out
     header, *table = [line for line in answer.out.splitlines() if re.match(r" *(max_length|[\d,]+ +\d+ \()", line)]
     assert header.split("  ")[0] == "max_length"

@@ -135,7 +135,7 @@ def test_the_report_in_a_line(config: Config, plain_tokenizer):
     line = str(report)
     assert "\n" not in line
     for part in (
-        "3 rows (prompt_completion, told from their fields)",
+        "3 rows (prompt_completion, detected from their fields)",
         "1 truncated (-14 tokens)",
         "1 dropped",
         "2 sequences, 11 tokens, 9 trained",
