@@ -1,14 +1,14 @@
-"""Log-probabilities of whole answers, without logits: what losses of preferred answers are made of.
+"""Log-probabilities of whole completions without full logits, for preference losses.
 
-A pass of the model over a `PairBatch`, and one sum an answer, in the same order for the same batch on every device.
+The model runs on a `PairBatch`. Each completion's log-probabilities are summed in an order that is the same on every device.
 
-LD-DPO counts the tokens behind the length of the shorter answer by `loss.ld_alpha` (Liu et al. 2024, arXiv:2409.06411);
-it is in these sums, and so in the reference's. WPO weighs a pair by exp of the mean of log p - log(sum of p^2 over all tokens),
-once for each of its answers (Zhou et al. 2024, arXiv:2406.11827, eq. 2 and its sampled alignment).
+LD-DPO multiplies the log-probabilities of tokens beyond the shorter completion's length by `loss.ld_alpha` (Liu et al. 2024,
+arXiv:2409.06411), in the sums of the model and of the reference. WPO weights a pair by the product over its completions of
+exp(mean of log p - log(sum of p^2 over the vocabulary)) (Zhou et al. 2024, arXiv:2406.11827, eq. 2, sampled alignment).
 
-Answers that stand by themselves are pairs of one side (`UnpairedBatch`): then what is (P, 2) here is (P, 1).
+Single completions (`UnpairedBatch`) have one side: shapes (P, 2) become (P, 1).
 
-Shapes: P pairs, N tokens of their answers.
+Shapes: P pairs, N tokens of their completions.
 """
 
 from typing import Any, NamedTuple
@@ -24,31 +24,33 @@ from lean_ft.settings.run import ComparisonConfig
 
 
 class Answers(NamedTuple):
-    """What a model makes of P pairs of answers."""
+    """Log-probabilities of P pairs of completions under a model."""
 
-    log_probs: Tensor  # (P, 2): sums over the tokens of the chosen and the rejected answers
-    weights: Tensor  # (P,): WPO's, without gradients; ones where it is off
-    chosen_loss: Tensor  # a scalar: the cross-entropy of the chosen answers, summed over their tokens
-    router_loss: Tensor | None  # what a mixture of experts adds to a mean loss
+    log_probs: Tensor  # (P, 2): sums over the tokens of the chosen and rejected completions
+    weights: Tensor  # (P,): WPO weights, without gradients; ones if WPO is off
+    chosen_loss: Tensor  # scalar: cross-entropy of the chosen completions, summed over their tokens
+    router_loss: Tensor | None  # auxiliary loss of a mixture of experts, on the scale of a mean loss
 
 
 class AnswerLogProbs:
-    """`log_probs(model, batch, statistics)`: the `Answers` of a batch, with gradients where they are on."""
+    """Callable `log_probs(model, batch, statistics)` that computes the `Answers` of a batch, with gradients if enabled."""
 
     def __init__(self, model: Any, cfg: ComparisonConfig) -> None:
-        """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`."""
-        self._loss = cfg.loss if isinstance(cfg.loss, PreferenceLossConfig) else None  # LD-DPO and WPO are for pairs
+        """Read the settings of the loss, memory and dtype from `cfg`. `model` is a `Decoder`."""
+        self._loss = cfg.loss if isinstance(cfg.loss, PreferenceLossConfig) else None  # LD-DPO and WPO need pairs
         self._output_layer = OutputLayer(model, cfg)
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Answers:
-        """batch: on the model's device, as `lean_ft.data.PairBatch` is; statistics: where to add what tokens tell."""
+        """batch: like `lean_ft.data.PairBatch`, on the model's device; statistics: receives the token metrics."""
         lengths, num_labels = batch.answer_tokens.flatten(), len(batch.label)  # (2 P,)
-        sides = batch.answer_tokens.shape[1]  # 2, and 1 where answers stand by themselves
+        sides = batch.answer_tokens.shape[1]  # 2, or 1 for single completions
         answer = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=num_labels)
-        place = torch.arange(num_labels, device=lengths.device) - (lengths.cumsum(0) - lengths)[answer]  # (N,), in it
+        place = (
+            torch.arange(num_labels, device=lengths.device) - (lengths.cumsum(0) - lengths)[answer]
+        )  # (N,): index in the completion
 
-        def sums(values: Tensor) -> Tensor:  # of values (N,), an answer's each, (P, 2)
-            # No position is written twice, so no order is left to chance, as adding by index would on a GPU.
+        def sums(values: Tensor) -> Tensor:  # values (N,) summed per completion, (P, 2)
+            # Each position is written once, so the result is deterministic; index_add is not on a GPU.
             width = batch.positions.shape[1]
             grid = values.new_zeros(len(lengths) * width).index_copy(0, answer * width + place, values)
             return grid.view(len(batch.answer_tokens), sides, width).sum(2)

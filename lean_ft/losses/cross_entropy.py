@@ -1,7 +1,7 @@
-"""The cross-entropy of a model on batches of next tokens, as the settings of a recipe want it.
+"""Cross-entropy of a model on next-token batches, with the recipe's settings.
 
-One call runs the model to its hidden states and sums the loss over the targets, with logits that exist a chunk of tokens
-at a time (`linear_cross_entropy`).
+One call runs the model and sums the loss over the targets. Logits exist for one chunk of tokens at a time
+(`linear_cross_entropy`).
 """
 
 from collections.abc import Iterable
@@ -21,27 +21,32 @@ _PLAIN = LossConfig.model_validate({})
 
 
 class CrossEntropy:
-    """`cross_entropy(model, batch, statistics)`: the sum over a batch's targets, a scalar to go backward from.
+    """Callable `cross_entropy(model, batch, statistics)` that returns the loss summed over a batch's targets, a scalar.
 
-    Divide it by the targets of the whole optimizer step: a mean of means would overweight short answers. A mixture of
-    experts' router loss, which is a mean, is in the sum by the batch's targets.
+    Divide the sum by the number of targets in the whole optimizer step: a mean of means overweights short completions. The
+    router loss of a mixture of experts is a mean, so it is multiplied by the batch's number of targets.
     """
 
     def __init__(self, model: Any, cfg: TrainingConfig, ranks: Ranks = ALONE) -> None:
-        """Takes what `cfg` says of the loss, its memory, and arithmetic for `model`, a `Decoder`; evaluations are over the
-        batches of all `ranks`."""
+        """Read the settings of the loss, memory and dtype from `cfg`.
+
+        model: a `Decoder`; ranks: the ranks whose batches are evaluated together.
+        """
         self._ranks = ranks
         self._loss = cfg.loss
         self._output_layer = OutputLayer(model, cfg)
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Tensor:
-        """batch: on the model's device, as `lean_ft.data.Batch` is; statistics: where to add what the metrics tell."""
+        """batch: like `lean_ft.data.Batch`, on the model's device; statistics: receives the metrics."""
         return self._sum(model, batch, statistics, self._loss)
 
     @torch.no_grad()
     def evaluate(self, model: Any, batches: Iterable[Any]) -> dict[str, Any]:
-        """Returns `eval_loss`, `eval_token_accuracy` and `eval_entropy`, scalars: means over the targets of all batches,
-        of the plain cross-entropy without smoothing or further terms. Without a target the loss is None, and alone."""
+        """Return `eval_loss`, `eval_token_accuracy` and `eval_entropy`, scalar means over the targets of all batches.
+
+        The loss is the plain cross-entropy, without label smoothing or z-loss. If there is no target, return only
+        `eval_loss`: None.
+        """
         return mean_losses(
             model, batches, self._ranks, lambda batch, statistics: self._sum(model, batch, statistics, _PLAIN)
         )
@@ -49,7 +54,7 @@ class CrossEntropy:
     def _sum(self, model: Any, batch: Any, statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch)
-            # A vocabulary that is cut over ranks has a loss of its own.
+            # A vocabulary that is sharded over ranks has its own loss function.
             cut = model.sharding.vocabulary
             of_hidden = (
                 partial(linear_cross_entropy, hidden, model.output_weight)

@@ -1,7 +1,7 @@
-"""What a student costs against a teacher on batches of next tokens, as the settings of a recipe want it.
+"""Distillation loss of a student against a teacher on next-token batches, with the recipe's settings.
 
-One call runs the student to its hidden states and sums the loss over the targets (`linear_distillation`), given what the
-teacher says of the same batch.
+One call runs the student and sums the loss over the targets (`linear_distillation`). The caller passes the teacher's
+predictions for the same batch.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,19 +17,21 @@ from lean_ft.settings.run import TaughtConfig
 from lean_ft.system.shards import ALONE, Ranks
 
 Teacher = Callable[[Any], TeacherStates | TopLogProbs]
-"""Of a batch on the student's device what the teacher says of it."""
+"""Returns the teacher's predictions for a batch on the student's device."""
 
 
 class Distillation:
-    """`distillation(model, batch, said, statistics)`: the sum over a batch's targets, a scalar to go backward from.
+    """Callable `distillation(model, batch, said, statistics)` that returns the loss summed over a batch's targets, a scalar.
 
-    Divide it by the targets of the whole optimizer step. A mixture of experts' router loss, which is a mean, is in the sum
-    by the batch's targets.
+    Divide the sum by the number of targets in the whole optimizer step. The router loss of a mixture of experts is a mean, so
+    it is multiplied by the batch's number of targets.
     """
 
     def __init__(self, model: Any, cfg: TaughtConfig, ranks: Ranks = ALONE) -> None:
-        """Takes what `cfg`, of a recipe that has `distill`, says of the loss, its memory, and arithmetic for `model`, a `Decoder`; evaluations are over the
-        batches of all `ranks`."""
+        """Read the settings of distillation, memory and dtype from `cfg`.
+
+        model: a `Decoder`; ranks: the ranks whose batches are evaluated together.
+        """
         self._ranks = ranks
         self._output_layer = OutputLayer(model, cfg)
         self._terms: dict[str, Any] = {
@@ -42,8 +44,8 @@ class Distillation:
     def __call__(
         self, model: Any, batch: Any, said: TeacherStates | TopLogProbs, statistics: TokenStatistics | None = None
     ) -> Tensor:
-        """batch: on the model's device, as `lean_ft.data.Batch` is; said: of it by the teacher; statistics: where to add
-        what the metrics tell."""
+        """batch: like `lean_ft.data.Batch`, on the model's device; said: the teacher's predictions for the batch;
+        statistics: receives the metrics."""
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch)
             loss = linear_distillation(
@@ -60,8 +62,10 @@ class Distillation:
 
     @torch.no_grad()
     def evaluate(self, model: Any, teacher: Teacher, batches: Iterable[Any]) -> dict[str, Any]:
-        """Returns `eval_loss`, `eval_divergence` and what else the metrics tell: means over the targets of all batches.
-        Without a target the loss is None, and alone."""
+        """Return `eval_loss`, `eval_divergence` and the other metrics, averaged over the targets of all batches.
+
+        If there is no target, return only `eval_loss`: None.
+        """
         return mean_losses(
             model, batches, self._ranks, lambda batch, statistics: self(model, batch, teacher(batch), statistics)
         )

@@ -1,21 +1,20 @@
 """Output projection and cross-entropy in one pass over chunks of tokens.
 
-A chunk of tokens goes all the way, from hidden states to logits to loss to gradients, before the next one starts
-(`chunked_softmax`). The gradients are thus computed during the forward pass, and backward only scales them. Positions
-without a label are dropped before the projection, so they cost nothing.
+Each chunk of tokens is processed completely, from hidden states to logits, loss and gradients, before the next chunk
+(`chunked_softmax`). Gradients are computed during the forward pass; backward only scales them. Positions without a label are
+dropped before the projection.
 
-Relative error of a bfloat16 weight's gradient against float64, for 2,048 random targets: 3.0e-3 for the plain
-computation in bfloat16, 3.4e-3 here with 16 chunks and float32 sums, 5.4e-3 with bfloat16 sums; rounding the exact
-gradient to bfloat16 alone costs 1.7e-3. The tests hold these bounds.
+Relative error of a bfloat16 weight's gradient against float64, for 2,048 random targets: 3.0e-3 for the plain bfloat16
+computation, 3.4e-3 here with 16 chunks and float32 sums, 5.4e-3 with bfloat16 sums. Rounding the exact gradient to bfloat16
+costs 1.7e-3. The tests check these bounds.
 
-Whatever else a loss wants of the logits is had in the same passes over a chunk: the model's soft cap, label
-smoothing, the z-loss that keeps the softmax's normaliser near 1, and, as sums that nothing waits for, how many tokens
-were predicted right and the entropy of the predictions.
+The same passes over a chunk apply the model's soft cap, label smoothing and the z-loss, which keeps the softmax normalizer
+near 1. They also sum the number of correct predictions and the entropy, without synchronizing with the device.
 
-Source: the idea of gradients in the forward pass over chunks is Liger Kernel's fused linear cross-entropy (Hsu et
-al., 2024, arXiv:2410.10989); the z-loss is PaLM's (Chowdhery et al., 2022, arXiv:2204.02311). Left out: class weights.
+Source: Liger Kernel's fused linear cross-entropy (Hsu et al., 2024, arXiv:2410.10989) for gradients in the forward pass over
+chunks; PaLM (Chowdhery et al., 2022, arXiv:2204.02311) for the z-loss. Not supported: class weights.
 
-Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
+Shapes: N target tokens, C tokens per chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -55,28 +54,28 @@ def linear_cross_entropy(
     statistics: TokenStatistics | None = None,
     compile: bool = False,
 ) -> Tensor:
-    """Sums the cross-entropy of `softmax(hidden @ weight.T)` over the positions that have a label.
+    """Return the cross-entropy of `softmax(hidden @ weight.T)`, summed over the positions that have a label.
 
-    Divide the sum by the optimizer step's number of targets: a mean of means would overweight short answers.
+    Divide the sum by the number of targets in the optimizer step: a mean of means overweights short completions.
 
     Args:
         hidden: the decoder's last hidden states, (..., D).
-        weight: the output projection, (V, D); it may be tied to the embedding.
-        labels: the token that each position must predict, (...) of int64; `IGNORED_LABEL` where nothing is trained.
-        num_targets: how many labels are not ignored, if the caller knows it; else it is counted, which makes a GPU wait.
-        chunk_tokens: target tokens whose logits exist at a time; 0 takes all of them at once.
-        accumulation_dtype: what sums the weight's gradient over chunks, `float32` or the weight's own type.
-        softcap: logits become `softcap * tanh(logit / softcap)` first, as some models want (Gemma 2); None leaves them.
+        weight: the output projection, (V, D); may be tied to the embedding.
+        labels: the target token of each position, (...) int64; `IGNORED_LABEL` for untrained positions.
+        num_targets: number of labels that are not ignored; None counts them, which synchronizes with a GPU.
+        chunk_tokens: target tokens per chunk of logits; 0 processes all at once.
+        accumulation_dtype: dtype of the weight's gradient while it is summed over chunks: `float32` or the weight's own.
+        softcap: replace logits by `softcap * tanh(logit / softcap)` (Gemma 2); None leaves them unchanged.
         label_smoothing: share of each target's probability that is spread over the whole vocabulary.
-        z_loss: coefficient of the squared logarithm of the softmax's normaliser, which is added to each token's loss.
-        statistics: where to add `token_accuracy`, the number of right predictions, and `entropy`; without gradients.
+        z_loss: coefficient of the squared log of the softmax normalizer, added to each token's loss.
+        statistics: receives `token_accuracy`, the number of correct predictions, and `entropy`; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile.
 
     Returns:
-        The sum, a float32 scalar (float64 for float64 inputs); an exact zero when no position has a label.
+        The sum, a float32 scalar (float64 for float64 inputs); exactly zero if no position has a label.
 
     Raises:
-        ValueError: when the shapes do not belong together, or a term is out of its range.
+        ValueError: if shapes do not match or a setting is out of range.
     """
     terms = Terms(softcap, label_smoothing, z_loss)
     if (softcap is not None and softcap <= 0) or not 0 <= label_smoothing < 1 or z_loss < 0:
@@ -107,22 +106,22 @@ def linear_cross_entropy(
 
 
 def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> tuple[Tensor, ...]:
-    """Of labels (...) and states (..., D) those at the N positions that have a label: (N,) and (N, D) each."""
+    """Select labels (...) and states (..., D) at the N positions that have a label: (N,) and (N, D) each."""
     labels, states = labels.flatten(), tuple(state.flatten(0, -2) for state in states)
     if num_targets is None:
         num_targets = int((labels != IGNORED_LABEL).sum())
     if num_targets == labels.numel():
         return labels, *states
-    # The size is known, so a GPU need not tell the host how many positions it found.
+    # With a known size, the host does not wait for the GPU to count the positions.
     targets = torch.nonzero_static(labels != IGNORED_LABEL, size=num_targets).squeeze(1)
     return labels.index_select(0, targets), *(state.index_select(0, targets) for state in states)
 
 
 class SumOfLosses(torch.autograd.Function):
-    """A sum of what each token's logits cost, with the gradients computed in forward.
+    """Sum of token losses, with gradients computed in the forward pass.
 
-    The work is given a chunk's logits (C, V), labels (C,), whatever is known `beside` of the chunk, and rows (C, columns): it
-    writes the gradient over the logits, and to the rows what is told of each token, its loss first.
+    `work` gets a chunk's logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C, columns). It
+    overwrites the logits with their gradient and writes each token's values to the rows, the loss first.
     """
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""The scores that a reward model gives whole sequences, and the loss of a pair of them.
+"""Sequence scores of a reward model, and the loss of a pair of scores.
 
-A sequence's score is read at its last token, where transformers' models for sequence classification read it. Or each token
-of an answer has a reward, and the sequence's score is their mean, so that what is learned of pairs is shared out to tokens
-(Yang et al. 2023, arXiv:2306.00398). Scores are float32 products whatever the model's type is.
+A sequence's score is read at its last token, like transformers' sequence classification models. With per-token rewards, the
+score is the mean over the completion's tokens (Yang et al. 2023, arXiv:2306.00398). Scores are computed in float32, whatever
+the model's dtype.
 
-Shapes: P pairs, N tokens of their answers, D hidden size.
+Shapes: P pairs, N tokens of their completions, D hidden size.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ from lean_ft.losses.statistics import TokenStatistics
 def scores_of(
     model: Any, batch: Any, *, per_token: bool = False, is_float16: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The scores (P, 2) of a batch's pairs, and what a mixture of experts' router adds to a mean loss.
+    """Return the scores (P, 2) of a batch's pairs, and the router loss of a mixture of experts or None.
 
-    model: a `Decoder` that gives scores; batch: on its device, as `lean_ft.data.PairBatch` is; per_token: means over the
-    answers' tokens, for prompts that are not shared; is_float16: arithmetic is in float16 whatever the weights are kept in.
+    model: a `Decoder` with a score layer; batch: like `lean_ft.data.PairBatch`, on the model's device; per_token: average over
+    completion tokens, only if prompts are not shared; is_float16: compute in float16, whatever the dtype of the weights.
     """
-    # The position that predicts a token is before it.
+    # batch.index has the position that predicts a token, which is 1 before the token.
     places = batch.index + 1 if per_token else batch.last
     scores, router_loss = output_scores(model, batch, places, is_float16=is_float16)
     scores = scores[:, 0]
@@ -38,7 +38,7 @@ def scores_of(
 
 
 def output_scores(model: Any, batch: Any, places: Tensor, *, is_float16: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The model's C scores at each of M flattened positions of a batch, (M, C), and its router loss, if any."""
+    """Return C scores at each of M flattened positions of a batch, (M, C), and the router loss or None."""
     with torch.autocast(places.device.type, torch.float16, enabled=is_float16):
         hidden, router_loss = hidden_states(model, batch, of_rows=True)
     weight = model.output_weight  # (C, D); gathered by the forward pass if it is sharded
@@ -48,10 +48,10 @@ def output_scores(model: Any, batch: Any, places: Tensor, *, is_float16: bool = 
 
 
 def reward_loss(scores: Tensor, margins: Tensor, *, centering: float = 0.01) -> Tensor:
-    """-log sigmoid(r_chosen - r_rejected - margin) + centering (r_chosen + r_rejected)^2 of each of P pairs.
+    """Return -log sigmoid(r_chosen - r_rejected - margin) + centering (r_chosen + r_rejected)^2 of each of P pairs, (P,).
 
-    scores: (P, 2), chosen and rejected; margins: (P,), by how much the chosen one is to be ahead. Returns (P,). Bradley and
-    Terry; the margin is of Touvron et al. 2023, arXiv:2307.09288, the centering of Eisenstein et al. 2023, arXiv:2312.09244.
+    scores: (P, 2), chosen and rejected; margins: (P,), required lead of the chosen completion. Bradley-Terry model; margin from
+    Touvron et al. 2023, arXiv:2307.09288; centering from Eisenstein et al. 2023, arXiv:2312.09244.
     """
     chosen, rejected = scores.unbind(1)
     return -logsigmoid(chosen - rejected - margins) + centering * (chosen + rejected).square()
@@ -59,7 +59,7 @@ def reward_loss(scores: Tensor, margins: Tensor, *, centering: float = 0.01) -> 
 
 @torch.no_grad()
 def add_scores(statistics: TokenStatistics, scores: Tensor) -> None:
-    """Adds what the metrics tell of scores (P, 2), sums over pairs; two equal scores are half right."""
+    """Add the metrics of scores (P, 2), summed over pairs. Equal scores count as half correct."""
     chosen, rejected = scores.unbind(1)
     margins = chosen - rejected
     sums = {"chosen": chosen, "rejected": rejected, "margins": margins, "accuracies": (margins.sign() + 1) / 2}

@@ -1,9 +1,9 @@
-"""Log-probabilities of the tokens of answers, without logits: what losses of sampled answers are made of.
+"""Log-probabilities of completion tokens without full logits, for policy losses.
 
-A pass of the model over a `PolicyBatch`, at the temperature that the answers were sampled at. The same batch gives the same
-bits with gradients and without, so before the first update every ratio is exactly 1.
+The model runs on a `PolicyBatch`, at the sampling temperature. Results are bitwise equal with and without gradients, so every
+ratio is exactly 1 before the first update.
 
-Shapes: B answers, A tokens of the longest, N tokens of all.
+Shapes: B completions, A tokens of the longest, N tokens of all.
 """
 
 from typing import Any, NamedTuple
@@ -18,30 +18,30 @@ from lean_ft.settings.run import SampledConfig
 
 
 class AnswerTokens(NamedTuple):
-    """What a model makes of the tokens of B answers; 0 behind an answer's end."""
+    """Token values of B completions under a model; 0 after a completion's end."""
 
     log_probs: Tensor  # (B, A)
     entropies: Tensor  # (B, A), without gradients
-    router_loss: Tensor | None  # what a mixture of experts adds to a mean loss
-    hidden: Tensor  # (B, T, D): of all positions
+    router_loss: Tensor | None  # auxiliary loss of a mixture of experts, on the scale of a mean loss
+    hidden: Tensor  # (B, T, D): hidden states of all positions
 
 
 def on_grid(values: Tensor, batch: Any) -> Tensor:
-    """Of values (N,), one a token of the batch's answers, the grid (B, A)."""
-    flat = values.new_zeros(batch.counts.numel())  # no position is written twice, so no order is left to chance
+    """Arrange values (N,), one per completion token of the batch, in a grid (B, A)."""
+    flat = values.new_zeros(batch.counts.numel())  # each position is written once, so the result is deterministic
     return flat.index_copy(0, batch.place, values).view(batch.counts.shape)
 
 
 class TokenLogProbs:
-    """`log_probs(model, batch, statistics)`: the `AnswerTokens` of a batch, with gradients where they are on."""
+    """Callable `log_probs(model, batch, statistics)` that computes the `AnswerTokens` of a batch, with gradients if enabled."""
 
     def __init__(self, model: Any, cfg: SampledConfig) -> None:
-        """Takes what `cfg`, of a recipe that has `generation`, says of sampling, memory and arithmetic for `model`, a `Decoder`."""
+        """Read the settings of sampling, memory and dtype from `cfg`. `model` is a `Decoder`."""
         self._output_layer = OutputLayer(model, cfg)
         self._temperature = cfg.generation.temperature
 
     def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> AnswerTokens:
-        """batch: on the model's device, as `lean_ft.data.PolicyBatch` is; statistics: where to add what tokens tell."""
+        """batch: like `lean_ft.data.PolicyBatch`, on the model's device; statistics: receives the entropy."""
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch, of_rows=True)
             entropies = torch.empty(len(batch.label), device=hidden.device)

@@ -25,20 +25,19 @@ from lean_ft.system.spelling import did_you_mean
 
 
 def kto(gained: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """1 - sigmoid(beta (d - b)), and of an undesirable answer 1 - sigmoid(beta (b - d)). Ethayarajh et al. 2024,
-    arXiv:2402.01306, eq. 7."""
+    """1 - sigmoid(beta (d - b)) if desirable, else 1 - sigmoid(beta (b - d)). Ethayarajh et al. 2024, arXiv:2402.01306,
+    eq. 7."""
     above = beta * (gained - baseline)
     return torch.sigmoid(torch.where(is_desirable, -above, above))
 
 
 def apo_zero_unpaired(gained: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """1 - sigmoid(beta d), and of an undesirable answer sigmoid(beta d). D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    """1 - sigmoid(beta d) if desirable, else sigmoid(beta d). D'Oosterlinck et al. 2024, arXiv:2408.06266."""
     return torch.sigmoid(beta * torch.where(is_desirable, -gained, gained))
 
 
 def bco(gained: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """-log sigmoid(beta (d - b)), and of an undesirable answer -log sigmoid(beta (b - d)). Jung et al. 2024,
-    arXiv:2404.04656."""
+    """-log sigmoid(beta (d - b)) if desirable, else -log sigmoid(beta (b - d)). Jung et al. 2024, arXiv:2404.04656."""
     above = beta * (gained - baseline)
     return -logsigmoid(torch.where(is_desirable, above, -above))
 
@@ -56,21 +55,21 @@ def unpaired_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """The loss `name` of each of P answers.
+    """Return the loss `name` of each of P completions.
 
     Args:
         name: one of `UNPAIRED_LOSSES`.
-        gained: each answer's log-probability less the reference's, (P,); it may have gradients.
+        gained: d, the log-probability minus the reference's, (P,); may have gradients.
         is_desirable: (P,) bool.
-        baseline: what it is compared with, a scalar without gradients; the module tells which.
-        beta: how far the model may go from the reference; larger is nearer.
-        desirable_weight, undesirable_weight: what an answer of either kind counts.
+        baseline: b, a scalar without gradients.
+        beta: larger values keep the model closer to the reference.
+        desirable_weight, undesirable_weight: factors on the losses of each kind.
 
     Returns:
-        (P,), in the type of `gained`.
+        (P,), in the dtype of `gained`.
 
     Raises:
-        ValueError: for a loss that is not there.
+        ValueError: if `name` is unknown.
     """
     if name not in UNPAIRED_LOSSES:
         raise ValueError(
@@ -82,14 +81,14 @@ def unpaired_loss(
 
 
 class RunningMean:
-    """The mean of what was added to it, 0 before; it stays on the device, and goes into checkpoints."""
+    """Running mean, initially 0. It stays on the device and is saved in checkpoints."""
 
     def __init__(self, device: torch.device) -> None:
         self.mean = torch.zeros((), device=device)
         self._count = 0
 
     def add(self, mean: Tensor, count: int) -> None:
-        """Adds `count` values by their mean, a scalar; one that is not finite, of a step that is skipped, changes nothing."""
+        """Add `count` values by their mean, a scalar. A mean that is not finite (a skipped step) leaves the mean unchanged."""
         self._count += count
         moved = self.mean + (mean - self.mean) * (count / self._count)
         self.mean = torch.where(moved.isfinite(), moved, self.mean)
@@ -102,28 +101,30 @@ class RunningMean:
 
 
 class Baseline(RunningMean):
-    """`baseline(model, batch)`: what the answers of a batch on the device are compared with, a scalar without gradients. Who
-    trains adds the mean of what the answers of each step gained."""
+    """Callable `baseline(model, batch)` that returns a batch's baseline b, a scalar without gradients.
+
+    The trainer adds the mean of d over each step's completions.
+    """
 
     def __init__(self, loss: UnpairedLossConfig, log_probs: Any, reference: Any, device: torch.device) -> None:
-        """Takes what gives the `Answers` of a batch, and what gives the frozen reference's log-probabilities."""
+        """log_probs: computes the `Answers` of a batch; reference: returns the frozen reference's log-probabilities."""
         super().__init__(device)
         self._loss, self._log_probs, self._reference = loss, log_probs, reference
 
     @torch.no_grad()
     def __call__(self, model: Any, batch: Any) -> Tensor:
-        """batch: on the device, as `lean_ft.data.UnpairedBatch` is."""
+        """batch: like `lean_ft.data.UnpairedBatch`, on the device."""
         if self._loss.name == "bco":
             return self.mean
         if not self._loss.needs_mismatched or batch.mismatched is None:
             return torch.zeros_like(self.mean)
         gained = self._log_probs(model, batch.mismatched).log_probs - self._reference(batch.mismatched)
-        # A single answer, at an epoch's end, has no other to be compared with.
+        # A single completion, at the end of an epoch, has no mismatched prompt.
         return gained.mean().clamp(min=0) * (batch.num_pairs > 1)
 
 
 class UnpairedStatistics(TokenStatistics):
-    """Adds up what the metrics tell of answers; their means are over the desirable or the undesirable ones."""
+    """Sums of completion metrics, averaged over the desirable or the undesirable completions."""
 
     def __init__(self, ranks: Ranks = ALONE, counted: Iterable[Any] = ()) -> None:
         """counted: the micro-batches of a step, of all ranks."""
@@ -133,7 +134,7 @@ class UnpairedStatistics(TokenStatistics):
             self.count(batch.is_desirable)
 
     def count(self, is_desirable: Tensor) -> None:
-        """Counts the answers of a micro-batch of any rank, which are on the host."""
+        """Count the completions of a micro-batch of any rank. `is_desirable` is on the host."""
         desirable = int(is_desirable.sum())
         undesirable = len(is_desirable) - desirable
         self.num_desirable += desirable
@@ -141,14 +142,14 @@ class UnpairedStatistics(TokenStatistics):
         self.num_compared += desirable * undesirable
 
     def total_counts(self) -> None:
-        """Counts what each rank counted for all."""
+        """Sum the counts over all ranks."""
         for name in ("num_desirable", "num_undesirable", "num_compared"):
             setattr(self, name, self._ranks.total(getattr(self, name)))
 
     @torch.no_grad()
     def add_answers(self, gained: Tensor, log_probs: Tensor, is_desirable: Tensor, beta: float) -> None:
-        """Adds P answers of this rank, each (P,)."""
-        wins = (gained[:, None] - gained).sign()  # (P, P): of the one in a row over the one in a column
+        """Add P completions of this rank; arguments (P,)."""
+        wins = (gained[:, None] - gained).sign()  # (P, P): row's completion against column's
         compared = is_desirable[:, None] & ~is_desirable
         self.add(
             **{
@@ -162,7 +163,8 @@ class UnpairedStatistics(TokenStatistics):
         )
 
     def answer_means(self, prefix: str = "") -> dict[str, Tensor]:
-        """`loss`, `baseline` and `gain`, which are over all answers, and the rewards and log-probabilities of each kind where there are."""
+        """Return `loss`, `baseline` and `gain` averaged over all completions, and the rewards and log-probabilities of each kind
+        that occurs."""
         num_answers = self.num_desirable + self.num_undesirable
         counts = {"chosen": self.num_desirable, "rejected": self.num_undesirable, "accuracies": self.num_compared}
         means: dict[str, Tensor] = {}
@@ -184,10 +186,10 @@ def answer_losses(
     is_desirable: Tensor,
     statistics: UnpairedStatistics,
 ) -> Tensor:
-    """The loss of each of P answers, (P,), by what the settings say and what `AnswerLogProbs` made of the answers.
+    """Return the loss of each of P completions, (P,), and add their metrics to the statistics.
 
-    reference (P, 1): log-probabilities under it; baseline: a scalar; is_desirable (P,). What the metrics tell is added to
-    the statistics.
+    answers: from `AnswerLogProbs`; reference: log-probabilities under the reference, (P, 1); baseline: scalar;
+    is_desirable: (P,).
     """
     gained = (answers.log_probs - reference)[:, 0]
     statistics.add_answers(gained, answers.log_probs[:, 0], is_desirable, loss.beta)
