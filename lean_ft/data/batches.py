@@ -1,14 +1,15 @@
-"""Documents to batches of tensors: shuffled for training unless `data.shuffle=false`, in order for evaluation.
+"""Batches of tensors built from documents: shuffled for training unless `data.shuffle=false`, in order for evaluation.
 
-A batch has `batch_size` rows, or as many as a budget of tokens allows. A budget groups rows of one width, so little is
-padded and every batch costs about the same; which rows of one width come together, and in which order the batches come,
-is drawn anew in each epoch, but where batches begin in the sorted widths is not, so all epochs have the same number.
+A batch has `batch_size` rows, or as many rows as fit a token budget. A budget groups rows of similar width, which
+limits padding and makes all batches cost about the same. Each epoch redraws which rows of equal width share a batch and
+the order of the batches. Batch boundaries in the sorted widths are fixed, so all epochs have the same number of
+batches.
 
-Where the two documents of a pair share their prompt, it is computed once: the chosen one stands whole, and the rejected one
-behind it in the same row begins where they part. `Layout.shared` says how many tokens that leaves out, `Layout.taken` how many
-positions a piece takes.
+With shared prompts, the prompt of a pair is computed once: the row holds the whole chosen document, then the rejected
+document from its first differing token on. `Layout.shared` is the number of tokens left out, `Layout.taken` the number
+of positions a piece occupies.
 
-Legend: S tokens of all documents, P pieces that rows are made of, R rows in all.
+Legend: S tokens of all documents, P pieces that rows consist of, R rows in total.
 """
 
 import hashlib
@@ -26,17 +27,17 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import DataConfig
 
-KEPT_BYTES = 32 * 2**20  # of held-out batches that stay built between evaluations
-BYTES_A_POSITION = 25  # of a Batch: ids, labels and positions of 8, and whether it is a token
+KEPT_BYTES = 32 * 2**20  # cache size for built held-out batches
+BYTES_A_POSITION = 25  # of a Batch: 8 each for id, label and position, 1 for is_token
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One epoch: which rows each of its K batches holds."""
+    """Assignment of rows to the K batches of one epoch."""
 
     rows: np.ndarray  # (R,) batch after batch
     offsets: np.ndarray  # (K + 1,) into `rows`
-    sequence: np.ndarray  # (K,) the order in which the batches come
+    sequence: np.ndarray  # (K,) order of the batches
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -47,7 +48,7 @@ class Plan:
         return self.rows[self.offsets[batch] : self.offsets[batch + 1]]
 
     def with_first(self, batch: int) -> "Plan":
-        """The same with `batch` and the first to come exchanged."""
+        """Return a copy that swaps `batch` with the first batch."""
         sequence = self.sequence.copy()
         sequence[self.sequence == batch], sequence[0] = sequence[0], batch
         return replace(self, sequence=sequence)
@@ -55,42 +56,42 @@ class Plan:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which documents, or pieces of them, stand in which row of a batch.
+    """Assignment of documents, or pieces of documents, to rows.
 
-    Rows that are padded hold one document, but what one row of data became stays together: such a row is a row of the
-    batch for each of its documents.
+    A row of a padded layout holds all documents of one row of data. In the batch, each document gets its own row unless
+    prompts are shared.
     """
 
-    tokens: np.ndarray  # (S,) int32: the documents', in memory or in a file
+    tokens: np.ndarray  # (S,) int32: tokens of all documents, in memory or memory-mapped
     trained: np.ndarray  # (S,) bool
-    starts: np.ndarray  # (P,) the pieces in `tokens`: whole documents, or what packing cut of them
+    starts: np.ndarray  # (P,) start of each piece in `tokens`; a piece is a document or, after packing, a part of one
     lengths: np.ndarray  # (P,)
     order: np.ndarray  # (P,) indices of pieces, row after row
     offsets: np.ndarray  # (R + 1,) into `order`
     kind: Literal["padded", "packed", "flat"]
-    """Rows padded to the longest; rows of `row_tokens`; or a batch of documents as one row."""
+    """padded: rows padded to the longest; packed: rows of `row_tokens`; flat: one row per batch."""
     row_tokens: int
-    """Positions of a packed row, and the most of a padded one."""
+    """Width of a packed row; maximum width of a padded row."""
     batch_size: int
     pad_id: int
     batch_tokens: int | None = None
-    """A budget a batch of padded rows, in place of `batch_size`."""
-    goes_on: np.ndarray | None = None  # (P,) bool: a piece with more of its document behind it in `tokens`
+    """Token budget per batch of padded rows; replaces `batch_size`."""
+    goes_on: np.ndarray | None = None  # (P,) bool: the piece's document continues after it in `tokens`
     joined: bool = False
-    """What stands in one row is one text: positions go on, and its documents see each other."""
+    """Whether a row is one text: positions continue across its documents, which attend to each other."""
     most_in_a_row: int = 1
-    """Documents in a packed row, a stretch of padding counted as one."""
+    """Maximum number of documents in a packed row; padding counts as one."""
     sides: int = 1
-    """Documents that a row of data became."""
+    """Documents per row of data."""
     objective: Objective = PLAIN
-    """It adds its fields to the batches."""
+    """Objective that adds its fields to the batches."""
     first_row: int = 0
-    """The number of the first row of data: held-out rows are numbered after the training rows."""
+    """Number of the first row of data. Held-out rows are numbered after the training rows."""
     num_rows_in_all: int = 0
-    """Number of rows of data, trained and held out."""
-    values: np.ndarray | None = None  # (P, V) float32: what the row of a document says beside its text; None: zeros
-    shared: np.ndarray | None = None  # (P,) tokens at a piece's start that are left out
-    """They are those of the last whole piece before it in the row."""
+    """Number of rows of data, training and held-out."""
+    values: np.ndarray | None = None  # (P, V) float32: values of each document's row (labels, margins); None: zeros
+    shared: np.ndarray | None = None  # (P,) tokens left out at the start of each piece
+    """They equal the first tokens of the last whole piece before it in the row."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -99,8 +100,8 @@ class Layout:
     def of_texts(
         cls, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, sides: int = 1, **settings: Any
     ) -> "Layout":
-        """The layout of prompts and their answers, which are trained, as one batch: a row for each or, of several `sides`, for
-        so many of them."""
+        """Return a layout of one batch from `texts`, pairs of a prompt and a trained answer; `sides` texts form a
+        row."""
         lengths = np.array([len(prompt) + len(answer) for prompt, answer in texts])
         return cls(
             np.array([token for prompt, answer in texts for token in (*prompt, *answer)], dtype=np.int32),
@@ -116,23 +117,24 @@ class Layout:
 
     @property
     def cuts(self) -> bool:
-        """Whether what stands in a row may be a part of a document, or several in one text."""
+        """Whether rows may hold parts of documents, or several documents joined into one text."""
         return self.joined or self.goes_on is not None
 
     @property
     def taken(self) -> np.ndarray:
-        """(P,) positions that each piece takes."""
+        """(P,) number of positions of each piece."""
         return self.lengths if self.shared is None else self.lengths - self.shared
 
     @property
     def widths(self) -> np.ndarray:
-        """(R,) positions of each row's widest row of a batch: of padded ones a document has its own, unless it shares."""
+        """(R,) width of each row in a batch: the longest document of a padded row without shared prompts, otherwise the
+        sum of its pieces."""
         reduce = np.maximum if self.kind == "padded" and self.shared is None else np.add
         return reduce.reduceat(self.taken[self.order], self.offsets[:-1])
 
     def plan(self, generator: np.random.Generator | None, largest_first: bool = False) -> Plan:
-        """Which rows come in which batch, in fixed order where there is no `generator`; `largest_first` puts one of the
-        most positions at the beginning."""
+        """Plan one epoch, in fixed order without a `generator`; `largest_first` moves a batch with the most positions
+        to the start."""
         lengths = self.widths
         if self.batch_tokens is not None:
             documents = np.diff(self.offsets) if self.shared is None else 1
@@ -140,8 +142,8 @@ class Layout:
             plan = plan_by_tokens(widths, self.batch_tokens, generator)
             sizes = np.maximum.reduceat((lengths * documents)[plan.rows], plan.offsets[:-1]) * np.diff(plan.offsets)
         else:
-            # The longest row makes its batch the largest, whatever the number of rows: for any batch_size the same rows
-            # make a step.
+            # Move only the longest row, which makes its batch the largest. A training step then has the same rows for
+            # any batch_size.
             rows = row_order(lengths, generator, longest_first=largest_first and self.kind == "padded")
             offsets = np.append(np.arange(0, len(rows), self.batch_size), len(rows))
             plan = Plan(rows, offsets, np.arange(len(offsets) - 1))
@@ -151,8 +153,8 @@ class Layout:
         return plan.with_first(int(sizes.argmax())) if largest_first else plan
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> Batch:
-        """The batch of the rows numbered `rows`. Packed ones are filled up with empty rows to `batch_size`, so that
-        compiled code sees one shape."""
+        """Build the batch of `rows`. A packed batch is filled up to `batch_size` with empty rows, so that compiled code
+        sees one shape."""
         contents, num_columns, num_boundaries = self.contents(rows)
         packed, is_plain = num_boundaries > 0, self.objective.batch_type is Batch
         shape = (len(contents), num_columns)
@@ -171,7 +173,7 @@ class Layout:
                 labels[row, column:end] = targets[shared:]
                 is_target, first = targets != IGNORED, row * num_columns
                 num_labels.append(int(is_target.sum()))
-                if not is_plain:  # where the text's tokens stand, and so what predicts its labels
+                if not is_plain:  # positions of the text's tokens, which predict its labels
                     places = np.concatenate([np.arange(before, before + shared), np.arange(column, end)]) + first
                     index.append(places[is_target])
                     label.append(targets[is_target])
@@ -220,11 +222,11 @@ class Layout:
         return self.objective.batch_type(**vars(batch), **as_tensors(fields))
 
     def contents(self, rows: np.ndarray) -> tuple[list[np.ndarray], int, int]:
-        """What the batch of `rows` is: of each of its rows the pieces, how wide they are, and how long cu_seqlens, or 0."""
+        """Return the pieces of each row of the batch, the row width, and the length of cu_seqlens (0 if padded)."""
         contents = [self.order[self.offsets[row] : self.offsets[row + 1]] for row in rows]
         if self.kind == "flat":
             contents = [np.concatenate(contents)]
-            # One stretch of padding, and the end.
+            # +2: padding and the end.
             return contents, int(rounded_up(self.taken[contents[0]].sum())), self.batch_size * self.most_in_a_row + 2
         if self.kind == "packed":
             contents += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(contents))
@@ -236,28 +238,28 @@ class Layout:
         return list(alone), min(int(rounded_up(self.lengths[alone].max())), self.row_tokens), 0
 
     def num_targets(self, pieces: np.ndarray) -> list[int]:
-        """The labels of each text that a row of these pieces has."""
+        """Number of labels of each text in a row of `pieces`."""
         counts = []
         for piece in pieces:
             start, stop = self.starts[piece], self.starts[piece] + self.lengths[piece]
             counts.append(int(self.trained[start + 1 : stop].sum()))
-            if self.joined and len(counts) > 1:  # the first token is a label of what stands before it
+            if self.joined and len(counts) > 1:  # the token before the piece predicts its first token
                 counts[-1] += int(self.trained[start])
             elif self.goes_on is not None and self.goes_on[piece]:
                 counts[-1] += int(self.trained[stop])
         return [sum(counts)] if self.joined else counts
 
     def row_numbers(self, documents: np.ndarray) -> np.ndarray:
-        """(P,): the numbers of the rows of data that these documents, all of each row, became."""
+        """Numbers of the rows of data that `documents` come from; `documents` holds all documents of each row."""
         return self.first_row + documents[:: self.sides] // self.sides
 
     def row_values(self, documents: np.ndarray) -> np.ndarray:
-        """(P, V) float32: what those rows say beside their text."""
+        """Values (labels, margins) of the rows of data that `documents` come from, float32 with V columns."""
         rows = documents[:: self.sides]
         return np.zeros((len(rows), 1), dtype=np.float32) if self.values is None else self.values[rows]
 
     def content(self) -> str:
-        """A hash of the documents, in their own order and whatever rows they stand in."""
+        """Hash of the documents, independent of the rows that hold them."""
         digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)
         for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
             span = slice(start, start + length)
@@ -266,8 +268,7 @@ class Layout:
         return digest.hexdigest()
 
     def _texts(self, pieces: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """Ids and shifted labels of what a row holds: of each of its pieces, or of all of them joined; and how many of the
-        ids are those of the piece before, and stand there."""
+        """Yield ids, shifted labels and the number of shared prompt tokens of each piece, or of all pieces joined."""
         spans = [slice(self.starts[piece], self.starts[piece] + self.lengths[piece]) for piece in pieces]
         some = [(self.tokens[span], self.trained[span]) for span in spans]
         if self.joined and some:
@@ -281,7 +282,8 @@ class Layout:
 
 
 def row_order(lengths: np.ndarray, generator: np.random.Generator | None, *, longest_first: bool) -> np.ndarray:
-    """The rows of `lengths` (R,) as they are or shuffled, with the longest exchanged with the first if it is to be."""
+    """Return row indices for `lengths` (R,), shuffled if there is a `generator`; `longest_first` swaps the longest row
+    with the first."""
     rows = np.arange(len(lengths)) if generator is None else generator.permutation(len(lengths))
     if longest_first:
         place = int(lengths[rows].argmax())
@@ -290,9 +292,9 @@ def row_order(lengths: np.ndarray, generator: np.random.Generator | None, *, lon
 
 
 def plan_by_tokens(widths: np.ndarray, batch_tokens: int, generator: np.random.Generator | None) -> Plan:
-    """Batches of as many rows as fit: rows times the widest of `widths` (R,) is at most `batch_tokens`.
+    """Fill each batch with as many rows as fit: number of rows times the largest of their `widths` <= `batch_tokens`.
 
-    The widest come first where there is no `generator`. No row may be wider than `batch_tokens`.
+    widths: (R,), each at most `batch_tokens`. Without a `generator`, the widest rows come first.
     """
     assert widths.max() <= batch_tokens
     rows = row_order(widths, generator, longest_first=False)
@@ -307,7 +309,7 @@ def plan_by_tokens(widths: np.ndarray, batch_tokens: int, generator: np.random.G
 
 
 def longest_batch(config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
-    """The largest batch, without contents: each row has `max_length` tokens, and each token is a label."""
+    """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label."""
     return objective_of(config).longest(config, batch_size, share_prompts)
 
 
@@ -316,8 +318,8 @@ def as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class UnbuiltBatch:
-    """A batch that is built when one of its tensors is needed. Each of many ranks builds its own batches, and knows the row
-    counts of the others."""
+    """A batch built on first access to one of its tensors. A rank builds only its own batches; the counts of other
+    ranks' batches need no building."""
 
     def __init__(self, layout: Layout, rows: np.ndarray, epoch: int) -> None:
         self._layout, self._rows, self._epoch = layout, rows, epoch
@@ -327,7 +329,7 @@ class UnbuiltBatch:
         return self._layout.batch(self._rows, self._epoch)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of any object
+        if name.startswith("__"):  # Python's protocol lookups
             raise AttributeError(name)
         return self._row_fields[name] if name in self._row_fields else getattr(self.built, name)
 
@@ -338,7 +340,7 @@ class UnbuiltBatch:
 
     @cached_property
     def _texts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which documents, and how many labels each has."""
+        """The batch's documents and the number of labels of each."""
         contents, _, _ = self._layout.contents(self._rows)
         num_targets = [number for pieces in contents for number in self._layout.num_targets(pieces)]
         return np.concatenate(contents), np.array(num_targets, dtype=np.int64)
@@ -353,21 +355,21 @@ class UnbuiltBatch:
 
 
 class Batches:
-    """Endless training batches. Each epoch draws an order from the seed and the epoch's number.
+    """Endless training batches. The order of an epoch depends on the seed and the epoch number.
 
-    The first batch of a run is the epoch's largest, so that a run with too little memory stops there and not hours later.
-    With `shuffle=False` every epoch has the rows in order.
+    The first batch of a run is the largest, so a run without enough memory fails at once. With `shuffle=False`, every
+    epoch keeps the rows in order.
     """
 
     def __init__(self, layout: Layout, *, seed: int, report: DataReport, fingerprint: str, shuffle: bool = True):
         self.layout = layout
-        """Which documents stand in which rows."""
+        """Assignment of documents to rows."""
         self._seed, self._shuffle = seed, shuffle
         self.report = report
         self.fingerprint = fingerprint
         self.epoch = 0
-        """The epoch (from 0) that the last batch came from."""
-        self._num_taken = 0  # batches of this epoch
+        """Epoch of the last batch, from 0."""
+        self._num_taken = 0  # batches taken in this epoch
         self._plan = self._draw(0)
 
     @property
@@ -376,17 +378,17 @@ class Batches:
 
     @property
     def num_rows(self) -> int:
-        """Of all batches of an epoch; a pair, or one of whatever a row of data became, counts once."""
+        """Number of rows per epoch. A row of data counts once, even if it has several sequences, such as a pair."""
         return len(self.layout)
 
     @property
     def longest(self) -> int:
-        """Positions that the longest sequence takes in a batch that is padded."""
+        """Padded length of the longest sequence."""
         return int(rounded_up(self.layout.lengths[self.layout.order].max()))
 
     @property
     def longest_answer(self) -> int | None:
-        """Tokens of the longest answer, where prompts are shared; None where they are not."""
+        """Length of the longest answer in tokens; None without shared prompts."""
         shared = self.layout.shared
         if shared is None:
             return None
@@ -394,8 +396,7 @@ class Batches:
         return int((self.layout.lengths - prompts)[self.layout.order].max())
 
     def take(self, n: int) -> list[Batch]:
-        """The next `n` batches, or those that the epoch still has; after its end, the first of the next. Each is built when
-        its tensors are asked for."""
+        """Return the next `n` batches, fewer at the end of an epoch. Each is built on first access to its tensors."""
         if n < 1:
             raise ValueError(f"take({n}): expected a number of batches from 1.")
         if self._num_taken == self.batches_per_epoch:
@@ -410,14 +411,14 @@ class Batches:
         return cast(Batch, UnbuiltBatch(self.layout, plan[i], epoch))
 
     def first(self, n: int) -> Iterator[Batch]:
-        """The `n` batches that a run begins with; takes none."""
+        """Yield the first `n` batches of a run without advancing."""
         for epoch in range(-(-n // self.batches_per_epoch)):
             plan = self._draw(epoch)
             for i in range(min(n - epoch * self.batches_per_epoch, len(plan))):
                 yield self._unbuilt(plan, i, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data, as plain JSON values."""
+        """Position in the data, as JSON values."""
         return {
             "epoch": self.epoch,
             "num_taken": self._num_taken,
@@ -428,10 +429,9 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the place `state`; the next `take` gives what it would have given there.
+        """Restore a position from `state_dict`. With another batch size, this is the position after the same rows.
 
-        With another batch size that is the place after the same rows. Raises ValueError where the data or the seed
-        differ, or those rows are no whole batches, since no such place exists then.
+        Raises ValueError if the data or the seed differ, or if these rows do not fill whole batches.
         """
         counts = [state[name] for name in ("epoch", "num_taken", "batch_size", "batches_per_epoch")]
         if not all(type(number) is int and number >= 0 for number in counts) or state["batch_size"] == 0:
@@ -453,10 +453,10 @@ class Batches:
         self._plan = self._draw(self.epoch)
 
     def _with_own_batch_size(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The place after the same rows in batches of the own size, if there is one; `state` as it is otherwise."""
+        """Convert `state` to this batch size; return it unchanged if the same rows do not fill whole batches."""
         layout, theirs, num_taken = self.layout, state["batch_size"], state["num_taken"]
         own = layout.batch_size
-        # Batches by tokens, and those that are one row, are not cut from one order of rows.
+        # Flat batches and batches by token budget are not consecutive slices of one row order.
         if theirs == own or layout.kind == "flat" or layout.batch_tokens is not None:
             return state
         if -(-len(layout) // theirs) != state["batches_per_epoch"]:
@@ -476,10 +476,10 @@ class Batches:
 
 
 class EvalBatches:
-    """The held-out rows in fixed order, as often as they are iterated.
+    """Held-out batches in fixed order, for repeated iteration.
 
-    Batches are built when they are first asked for. The first 32 MiB of them (1.3 million positions) then stay built;
-    what is behind these is built anew each time.
+    Batches are built on first access. The first 32 MiB (1.3 million positions) stay in memory; later batches are
+    rebuilt each time.
     """
 
     def __init__(self, layout: Layout, report: DataReport):

@@ -1,19 +1,19 @@
-"""Prepared data on disk: folders of plain arrays that are mapped into memory, each written once and then only read.
+"""On-disk cache of prepared data: folders of memory-mapped arrays, written once.
 
-An entry is a folder named by its key, a hash of all that decides its content. It is written under another name and
-renamed when it is whole and on the disk, so what a crash leaves is never taken for an entry; it is removed by a later
-start. Of two processes of a machine that want the same data at once, one prepares it and the other waits; on two machines
-both do the work, and the second to finish takes the first one's.
-Entries are never changed, so readers need no lock, and deleting one takes nothing from a run that has it mapped.
+An entry is a folder named by its key, a hash of everything that determines its content. The entry is written under a
+temporary name, synced to disk and then renamed, so a crash never leaves a partial entry; a later start removes the
+remains. If two processes on one machine need the same entry, one prepares it and the other waits. Two machines both
+prepare it, and the second to finish uses the first one's entry. Entries are immutable, so readers need no lock.
+Deleting an entry does not affect a run that has it mapped.
 
-In an entry: raw arrays in the machine's byte order, one a file, and `about.json` with their types and lengths. Nothing
-is pickled. When all entries together exceed a bound, those that were not used for longest are deleted.
+An entry contains one file per array (raw values in native byte order), and `about.json` with dtypes and lengths.
+Nothing is pickled. When the cache exceeds its size limit, the least recently used entries are deleted.
 
-Keys tell files by a hash of their content. A file is read once; its hash is then remembered under its device, inode,
-size, modification and change time: whatever writes to a file changes the last, which no ordinary program can set, so a
-remembered hash is that of the present content. There are two exceptions. A file that was changed less than two seconds
-before it was read is not remembered, since a second change could fall on the same tick of the clock. And a file system
-that does not keep change times (some network shares) or a clock set back can hide a change that leaves the size as it was.
+Keys identify input files by a hash of their content. The hash of a file is stored under its device, inode, size,
+modification time and change time. Every write updates the change time, and ordinary programs cannot set it, so a stored
+hash is valid. There are two exceptions. The hash of a file changed less than 2 s before reading is not stored, since
+another change could get the same timestamp. A change that keeps the file size can stay undetected if the file system
+does not keep change times (some network shares) or the clock is set back.
 """
 
 import contextlib
@@ -33,21 +33,21 @@ import numpy as np
 
 from lean_ft.system.whole_files import sync, write_whole
 
-FORMAT = 1  # of entries; part of every key
+FORMAT = 1  # version of the entry format; part of every key
 ABOUT = "about.json"
 UNFINISHED = ".unfinished"
-SETTLED_SECONDS = 2.0  # the coarsest clock that a common file system has
+SETTLED_SECONDS = 2.0  # coarsest timestamp resolution of common file systems
 READ_BYTES = 2**20
-JUST_BEGUN_SECONDS = 60.0  # a folder as young as this may not be locked yet
+JUST_BEGUN_SECONDS = 60.0  # a newer folder may not be locked yet
 
 Entry = tuple[dict[str, np.ndarray], dict[str, Any]]
-"""Arrays by name, read-only and mapped from files, and what was noted about them."""
+"""Read-only memory-mapped arrays by name, and the entry's metadata."""
 
 
 def cache_folder(setting: Path | None) -> Path:
-    """The folder for prepared data: `data.cache_dir`, else LEAN_FT_CACHE, else lean_ft/data in the user's cache.
+    """Return the cache folder: `data.cache_dir`, else LEAN_FT_CACHE, else lean_ft/data in the user's cache.
 
-    Makes it. Raises ValueError where that is not possible.
+    Creates the folder. Raises ValueError if it cannot be created or written.
     """
     if setting is not None:
         folder = setting.expanduser()
@@ -69,7 +69,7 @@ def cache_folder(setting: Path | None) -> Path:
 
 
 class EntryWriter:
-    """Arrays of an entry, growing on disk; at most a part of them is in memory."""
+    """Writes the arrays of an entry to disk in parts."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -77,7 +77,7 @@ class EntryWriter:
         self.about: dict[str, Any] = {}
 
     def append(self, arrays: dict[str, np.ndarray]) -> None:
-        """Adds to each array named the values (n,); all parts of one are of one type."""
+        """Append values (n,) to each named array. All parts of an array have the same dtype."""
         for name, values in arrays.items():
             if name not in self._files:
                 self._files[name] = (self._folder / name).open("wb"), values.dtype
@@ -86,7 +86,7 @@ class EntryWriter:
             file.write(np.ascontiguousarray(values).data)
 
     def finish(self) -> None:
-        """Puts everything on the disk; the description last."""
+        """Write the description last and sync everything to disk."""
         lengths = {name: file.tell() // dtype.itemsize for name, (file, dtype) in self._files.items()}
         arrays = {name: {"dtype": self._files[name][1].str, "length": length} for name, length in lengths.items()}
         self.close()
@@ -101,17 +101,17 @@ class EntryWriter:
 
 
 def load_entry(folder: Path, key: str | None, write: Callable[[EntryWriter], None]) -> Entry:
-    """The entry `key`, which `write` makes where there is none.
+    """Load the entry `key`, or create it with `write`.
 
-    Without a key, one that no later start may use: its files are mapped and then deleted at once, so they take space for
-    as long as this process runs and no longer.
+    Without a key, the entry is temporary: its files are mapped and deleted at once, so they use disk space only while
+    this process runs.
     """
     entry = read_entry(folder, key) if key is not None else None
     if entry is not None:
         return entry
     name = key or f"unkept-{os.getpid()}-{time.time_ns()}"
     with _one_at_a_time(folder / f".{name}.lock"):
-        entry = read_entry(folder, key) if key is not None else None  # another may have made it meanwhile
+        entry = read_entry(folder, key) if key is not None else None  # created while waiting
         if entry is None:
             with write_entry(folder, name) as writer:
                 write(writer)
@@ -124,33 +124,33 @@ def load_entry(folder: Path, key: str | None, write: Callable[[EntryWriter], Non
 
 @contextlib.contextmanager
 def _one_at_a_time(file: Path) -> Iterator[None]:
-    """Lets in one process of the machine after another, such as the ranks of a run; all, where nothing can be locked."""
+    """Lock between processes of one machine, such as the ranks of a run; no lock if the file system has none."""
     lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        file.unlink(missing_ok=True)  # who waits for it has it open
+        file.unlink(missing_ok=True)  # waiting processes have it open
         os.close(lock)
 
 
 def read_entry(folder: Path, key: str) -> Entry | None:
-    """The entry `key` with its arrays mapped, or None where there is no whole one."""
+    """Return the entry `key` with its arrays mapped, or None if it is missing or incomplete."""
     path = folder / key
     try:
         about = json.loads((path / ABOUT).read_bytes())
         arrays = {name: _mapped(path / name, **shape) for name, shape in about["arrays"].items()}
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # none, or one that is being deleted or was damaged: it is made again
-    with contextlib.suppress(OSError):  # somebody else's
-        os.utime(path / ABOUT)  # the time of its last use
+        return None  # missing, damaged or being deleted: made again
+    with contextlib.suppress(OSError):  # owned by another user
+        os.utime(path / ABOUT)  # time of last use
     return arrays, about
 
 
 @contextlib.contextmanager
 def write_entry(folder: Path, key: str) -> Iterator[EntryWriter]:
-    """Writes the entry `key`: it is there when the block ends, and leaves nothing behind when the block fails."""
+    """Context manager that writes the entry `key`. If the block raises, nothing is left on disk."""
     _remove_abandoned(folder)
     path = Path(tempfile.mkdtemp(prefix=f"{key}.", suffix=UNFINISHED, dir=folder))
     lock = os.open(path, os.O_RDONLY)
@@ -163,8 +163,8 @@ def write_entry(folder: Path, key: str) -> Iterator[EntryWriter]:
         finally:
             writer.close()
         if read_entry(folder, key) is None:
-            _remove(folder / key)  # a damaged one
-        # Fails where another run put a whole one there meanwhile: the two are equal, and that one stays.
+            _remove(folder / key)  # damaged entry
+        # Fails if another run finished the entry first. Both are equal, so keep that one.
         with contextlib.suppress(OSError):
             path.rename(folder / key)
         sync(folder)
@@ -174,9 +174,9 @@ def write_entry(folder: Path, key: str) -> Iterator[EntryWriter]:
 
 
 def growing_array(folder: Path, key: str, length: int) -> np.ndarray:
-    """The float32 values (length,) of the entry `key`, which is made of NaN where there is none, to be written to in place.
+    """Return a writable float32 array (length,) of the entry `key`, initialized with NaN.
 
-    What is written stays for the next start. Two runs that fill it at once must write the same.
+    Values persist for later starts. Concurrent runs must write the same values.
     """
     name = "values"
     load_entry(folder, key, lambda writer: writer.append({name: np.full(length, np.nan, dtype=np.float32)}))
@@ -184,9 +184,9 @@ def growing_array(folder: Path, key: str, length: int) -> np.ndarray:
 
 
 def limit_size(folder: Path, max_bytes: float, keep: set[str]) -> list[str]:
-    """Deletes the entries that were not used for longest until all take at most `max_bytes`; returns their keys.
+    """Delete the least recently used entries until the rest uses at most `max_bytes`; return the deleted keys.
 
-    Those in `keep` stay, even if they alone are larger.
+    Entries in `keep` stay, even if they alone exceed the limit.
     """
     entries = []
     for about in folder.glob(f"*/{ABOUT}"):
@@ -195,7 +195,7 @@ def limit_size(folder: Path, max_bytes: float, keep: set[str]) -> list[str]:
         with contextlib.suppress(OSError):
             size = sum(file.stat().st_size for file in about.parent.iterdir())
             entries.append((about.stat().st_mtime, about.parent.name, size))
-    for rows in folder.glob("rows/*.jsonl"):  # of Python, written again when they are given again
+    for rows in folder.glob("rows/*.jsonl"):  # rows passed as Python objects; written again when needed
         with contextlib.suppress(OSError):
             entries.append((rows.stat().st_mtime, f"rows/{rows.name}", rows.stat().st_size))
     total = sum(size for _, _, size in entries)
@@ -214,13 +214,13 @@ def _mapped(file: Path, dtype: str, length: int) -> np.ndarray:
     if file.stat().st_size != length * np.dtype(dtype).itemsize:
         raise ValueError(f"{file} is not as long as it was written")
     if length == 0:
-        return np.empty(0, dtype=dtype)  # nothing can be mapped of an empty file
-    # A plain view of the mapping: slices of np.memmap itself cost microseconds more each.
+        return np.empty(0, dtype=dtype)  # an empty file cannot be mapped
+    # A plain view: each slice of np.memmap costs microseconds more.
     return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(length,)))
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Deletes what runs that were killed left half written; what is being written is locked."""
+    """Delete partial entries of killed runs. Entries being written are locked and stay."""
     for path in folder.glob(f"*{UNFINISHED}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < JUST_BEGUN_SECONDS:
@@ -234,16 +234,16 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    # The description first: without it what is left is no entry, whenever this is interrupted.
+    # Delete the description first: without it, an interrupted deletion leaves no valid entry.
     with contextlib.suppress(OSError):
         (path if path.is_file() else path / ABOUT).unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def content_digest(file: Path, remembered: Path) -> str:
-    """Hex hash of what is in `file`; `remembered` is a folder for the hashes of files that were read before.
+    """Hex hash of the content of `file`; `remembered` is the folder of stored hashes.
 
-    Raises OSError where it cannot be read.
+    Raises OSError if the file cannot be read.
     """
     before = file.stat()
     identity = (before.st_dev, before.st_ino, before.st_size, before.st_mtime_ns, before.st_ctime_ns)

@@ -1,9 +1,9 @@
-"""Rows to documents: read by their format, tokenised together, cut to length and counted, in as many processes as it pays.
+"""Convert rows to documents: render, tokenize in batches, truncate and count, in several processes for large sources.
 
-An objective's reader decides which texts a row becomes and which of their tokens fit. A row becomes as many documents as
-the settings have `sides`; they stand one behind the other.
+The objective's reader renders and truncates the texts of a row. A row becomes one document, or consecutive documents
+for each of the settings' `sides`.
 
-Legend: N documents, S their tokens in sum.
+Legend: N documents, S tokens in total.
 """
 
 import copyreg
@@ -26,24 +26,24 @@ from lean_ft.settings import DataConfig, SFTDataConfig, Sources
 from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 
-ROWS_AT_A_TIME = 512  # tokenised together; bounds the Python objects alive
-ARRAYS = ("tokens", "trained", "lengths", "num_targets", "values")  # what `Documents.of` is made of
-FEW_ROWS = 8 * ROWS_AT_A_TIME  # up to here, starting processes takes longer than it saves
+ROWS_AT_A_TIME = 512  # tokenized together; bounds the number of live Python objects
+ARRAYS = ("tokens", "trained", "lengths", "num_targets", "values")  # arguments of `Documents.of`
+FEW_ROWS = 8 * ROWS_AT_A_TIME  # for fewer rows, starting processes costs more time than it saves
 
-# Another process reads the files again.
+# Pickle a tokenizer as its files; the other process loads them again.
 copyreg.pickle(Tokenizer, lambda tokenizer: (load_tokenizer, (tokenizer.folder, tokenizer.template_file)))
 
 
 @dataclass(frozen=True)
 class Documents:
-    """N sequences of ids; five bytes a token, so ten million tokens are 50 MB, in memory or mapped from a file."""
+    """N sequences of ids, in memory or memory-mapped: 5 bytes per token, 50 MB for 10 million tokens."""
 
     tokens: np.ndarray  # (S,) int32
-    trained: np.ndarray  # (S,) bool: this token is a label
+    trained: np.ndarray  # (S,) bool: the token is a label
     starts: np.ndarray  # (N,) int64
     lengths: np.ndarray  # (N,) int64
-    num_targets: np.ndarray  # (N,) int64: labels; a document's first token is none, since nothing predicts it
-    values: np.ndarray  # (N, V) float32: what its row says about it beside the text
+    num_targets: np.ndarray  # (N,) int64: labels; nothing predicts the first token, so it is not counted
+    values: np.ndarray  # (N, V) float32: values from the row, such as a label or margin
 
     @classmethod
     def of(
@@ -54,14 +54,14 @@ class Documents:
         num_targets: np.ndarray,
         values: np.ndarray | None = None,
     ) -> "Documents":
-        """Documents that lie end to end; values: N * V numbers, or None for zeros."""
+        """Build from contiguous documents; values: N * V numbers, or None for zeros."""
         values = np.zeros(len(lengths), dtype=np.float32) if values is None else values
         values = values.reshape(len(lengths), -1) if len(lengths) else values.reshape(0, 1)
         return cls(tokens, trained, np.cumsum(lengths) - lengths, lengths, num_targets, values)
 
     @classmethod
     def join(cls, documents: list[Document], values: Sequence[Any] | None = None) -> "Documents":
-        """Single documents, copied into one."""
+        """Concatenate single documents (copies)."""
         return cls.of(
             np.concatenate([ids for ids, _ in documents] or [np.empty(0, dtype=np.int32)]),
             np.concatenate([mask for _, mask in documents] or [np.empty(0, dtype=bool)]),
@@ -82,7 +82,7 @@ class Documents:
         return (self[i] for i in range(len(self)))
 
     def select(self, indices: np.ndarray) -> "Documents":
-        """The documents `indices`; shares the tokens."""
+        """Return the documents `indices`, sharing the token arrays."""
         return replace(
             self,
             starts=self.starts[indices],
@@ -93,12 +93,12 @@ class Documents:
 
 
 def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources) -> "Renderer":
-    """What makes documents of the rows of `source`, by the objective of `config`.
+    """Return a renderer for the rows of `source` and the objective of `config`.
 
-    Raises ValueError if `source` cannot be read, or its rows have no format that the objective trains on.
+    Raises ValueError if `source` cannot be read, or if the objective does not support the format of its rows.
     """
     reader = objective_of(config).reader
-    kind = settings_class(config)  # processes that render could not import a recipe's own class
+    kind = settings_class(config)  # worker processes cannot import a recipe's own class
     known = kind.model_construct(**{name: getattr(config, name) for name in kind.model_fields})
     rows = first_rows(source, NUM_ROWS_TO_DETECT, config)
     return Renderer(known, reader.of(known, rows, tokenizer, source), tokenizer)
@@ -106,24 +106,23 @@ def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources) -> "R
 
 @dataclass(frozen=True)
 class Renderer:
-    """Maps rows to documents."""
+    """Converts rows to documents."""
 
     config: DataConfig
     reader: RowReader
-    """What the objective makes of a row."""
+    """The objective's reader."""
     tokenizer: Tokenizer
 
     def __call__(self, rows: Sequence[Row]) -> tuple[list[Document], DataReport]:
-        """`with_values` without the values."""
+        """Call `with_values` and drop the values."""
         documents, _, report = self.with_values(rows)
         return documents, report
 
     def with_values(self, rows: Sequence[Row]) -> tuple[list[Document], list[Any], DataReport]:
-        """The documents of the rows that can be trained on, in order, what their rows tell of each, and the counts of these
-        rows alone.
+        """Return the documents to train on, the values of each document, and a report for these rows only.
 
-        Raises ValueError, with its place, for a row that cannot be read unless `on_bad_row` skips it, and for one that
-        is too long under `overflow=raise`. Whoever adds up reports asks them to `check_bad_rows`.
+        Raises ValueError with the place of an unreadable row unless `on_bad_row` skips it, or of a row that is too long
+        under `overflow=raise`. After adding up reports, call `check_bad_rows`.
         """
         report = self.empty_report()
         report.rows = len(rows)
@@ -140,8 +139,10 @@ class Renderer:
         return documents, values, report
 
     def whole(self, rows: Sequence[Row]) -> list[tuple[Row, list[Document]]]:
-        """The rows with their sequences to the end of the last answer, none of them cut. Raises ValueError, with its place, for
-        a row that cannot be read, unless `on_bad_row` skips it."""
+        """Return each row with its sequences, ending at the last answer, without truncation.
+
+        Raises ValueError with the place of an unreadable row unless `on_bad_row` skips it.
+        """
         found = self._tokenized(rows, self.empty_report())
         return [(row, [until_the_answer_ends(document) for document in documents]) for row, documents in found]
 
@@ -150,11 +151,11 @@ class Renderer:
         return DataReport(self.reader.format, detected=self.config.format == "auto", unit=unit)
 
     def _tokenized(self, rows: Sequence[Row], report: DataReport) -> list[tuple[Row, list[Document]]]:
-        """The rows that can be read, each with its sequences."""
+        """Return the readable rows, each with its sequences."""
         read: list[tuple[Row, list[Passage | Document]]] = []
         for row in rows:
             try:
-                self.reader.values(row)  # what cannot be read of them is a bad row as well
+                self.reader.values(row)  # unreadable values make a bad row
                 read.append((row, passages := self.reader.passages(row)))
                 for passage in passages:
                     if isinstance(passage, Passage):
@@ -164,11 +165,11 @@ class Renderer:
         try:
             tokenized = iter(self._tokenize([passage for _, passages in read for passage in passages]))
             return [(row, [next(tokenized) for _ in passages]) for row, passages in read]
-        except ValueError:  # one of them: find it
+        except ValueError:  # find the row that failed
             return [found for row, passages in read if (found := self._alone(row, passages, report))]
 
     def _tokenize(self, passages: list[Passage | Document]) -> list[Document]:
-        """Texts become documents; what is one stays as it is."""
+        """Tokenize texts; keep documents unchanged."""
         tokenized = iter(self.tokenizer.tokenize([passage for passage in passages if isinstance(passage, Passage)]))
         return [next(tokenized) if isinstance(passage, Passage) else passage for passage in passages]
 
@@ -188,16 +189,17 @@ class Renderer:
 
 
 def render_rows(render: Renderer, rows: list[Row]) -> tuple[Documents, DataReport]:
-    """Some rows to their documents and counts; what each process does."""
+    """Render rows in a worker process; return their documents and report."""
     documents, values, report = render.with_values(rows)
     return Documents.join(documents, values), report
 
 
 class Parts:
-    """The documents of `source`, a few hundred rows at a time and in order; `report` counts those given so far.
+    """Iterator over the documents of `source` in order, 512 rows at a time; `report` counts the rows so far.
 
-    Many rows are shared out to `config.num_processes`; `digest` is fed all that is read. Raises ValueError for a row that
-    cannot be read, for one that is too long under `overflow=raise`, and at its end where nothing is left to train on.
+    Large sources are divided among `config.num_processes` processes; `digest` is updated with all content read. Raises
+    ValueError for an unreadable row, for a row that is too long under `overflow=raise`, and at the end if no row is
+    left to train on.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Digest | None = None):

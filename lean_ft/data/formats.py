@@ -1,23 +1,23 @@
-"""How a row is read: its fields, whatever they are called, become a chat, a text, or ids as they are.
+"""Row formats: each maps the named fields of a row to a chat, a plain text or token ids.
 
 | format            | fields                                   | becomes                                             |
 |-------------------|------------------------------------------|-----------------------------------------------------|
-| messages          | messages; tools                          | the chat as it is                                   |
-| sharegpt          | conversations; system, tools             | the same, its roles renamed                         |
+| messages          | messages; tools                          | a chat                                              |
+| sharegpt          | conversations; system, tools             | a chat, with roles renamed                          |
 | preference        | chosen, rejected; prompt, tools, margin  | a pair of completions: `lean_ft.data.pairs`         |
-| prompt_completion | prompt, completion; tools                | a user's and an assistant's message, or messages    |
-| alpaca            | instruction, output; input               | the same; instruction and input are one message     |
+| prompt_completion | prompt, completion; tools                | a user message and an assistant message, or a chat  |
+| alpaca            | instruction, output; input               | the same; instruction and input form one message    |
 | input_output      | input, output; tools                     | as prompt_completion                                |
-| tokens            | input_ids; labels, attention_mask        | the ids as they are, trained where labels are ids   |
+| tokens            | input_ids; labels, attention_mask        | the ids unchanged, trained where labels are ids     |
 | text              | text                                     | bos + text + eos, all of it trained                 |
 
-Fields behind the semicolon are optional. Of several formats that fit, the first of the table is taken. Formats that a
-single objective reads stand in its file, as `unpaired` in `lean_ft.data.unpaired`.
+Fields after the semicolon are optional. If several formats match, the first in the table is used. A format that only
+one objective reads is defined in that objective's file, such as `unpaired` in `lean_ft.data.unpaired`.
 
-Without a chat template or with `data.chat=false`, prompt_completion becomes bos + prompt + completion + eos with `data.separator` between,
-tokenised as one text: a token that straddles the boundary is trained. alpaca's parts are then separated by an
-empty line, unless it is set. Control tokens spelled in such plain texts are control tokens, since a text may be a chat that was
-rendered elsewhere; inside messages they are ordinary text.
+Without a chat template or with `data.chat=false`, prompt_completion becomes bos + prompt + `data.separator` +
+completion + eos, tokenized as one text. A token that straddles the boundary is trained. The default separator for
+alpaca is an empty line. Control tokens spelled out in such plain texts are encoded as control tokens, since the text
+may be a rendered chat; inside messages they are ordinary text.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ NUM_ROWS_TO_DETECT = 16
 
 
 class Fields(NamedTuple):
-    """The names of a format's fields."""
+    """Field names of a format."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     holds_strings: bool = False
-    """Whether it has prompts and completions, which may be plain strings."""
+    """Whether the format has prompts and completions, which may be plain strings."""
 
 
 FORMATS = {
@@ -59,17 +59,17 @@ FORMATS = {
 
 
 class RowFormat(NamedTuple):
-    """How the rows of a source are read."""
+    """Format of the rows of a source."""
 
     name: str
     columns: dict[str, str]
-    """Names of fields, ours to theirs, where they differ."""
+    """Renamed fields: the format's name to the column name."""
     fields: Fields
 
     def fields_of(self, row: Row) -> dict[str, Any]:
-        """The fields of `row` under our names; optional ones that are null are left out.
+        """Return the fields of `row` under the format's names, without optional fields that are null.
 
-        Raises ValueError for one that is missing.
+        Raises ValueError if a required field is missing.
         """
         required, optional, _ = self.fields
         fields = {}
@@ -92,10 +92,10 @@ def formats_of(
     source: Sources | None = None,
     known: dict[str, Fields] = FORMATS,
 ) -> dict[int, RowFormat]:
-    """The format of each source: the one set, or the first of `known` that fits the fields of its first rows.
+    """Return the format of each source: the configured format, or the first of `known` that matches the first rows.
 
-    `first_rows` are from `source`, or from `config.source`. Raises ValueError if `columns` names an unknown field or
-    column, or if no format fits.
+    `first_rows` are from `source` (default: `config.source`). Raises ValueError if `columns` names an unknown field or
+    column, or if no format matches.
     """
     formats = {}
     for number, one in enumerate(list_sources(config.source if source is None else source, config)):
@@ -117,7 +117,7 @@ def formats_of(
 
 @contextlib.contextmanager
 def reading(row: Row) -> Iterator[None]:
-    """While entered, what is wrong with `row` is a ValueError that begins with its place."""
+    """Context manager that prefixes errors with the place of `row`. Raises ValueError if `row` could not be read."""
     try:
         if row.problem is not None:
             raise ValueError(row.problem)
@@ -142,7 +142,7 @@ def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
 
 
 def _check_columns_are_there(columns: dict[str, str], rows: Sequence[Row], known: dict[str, Fields]) -> None:
-    """Raise ValueError for a column that none of the first rows has, unless its field is optional."""
+    """Raise ValueError if no row has the column of a required field."""
     needed = {name for fields in known.values() for name in fields.required}
     theirs = list(dict.fromkeys(name for row in rows for name in row.fields))
     for ours, column in columns.items():
@@ -161,9 +161,9 @@ def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known
     def fits(name: str, row: Row) -> bool:
         return all(columns.get(field, field) in row.fields for field in known[name].required)
 
-    best = max(known, key=lambda name: sum(fits(name, row) for row in readable))  # the first of several
+    best = max(known, key=lambda name: sum(fits(name, row) for row in readable))  # ties: the first format
     num_fitting = sum(fits(best, row) for row in readable)
-    # A row of another shape is bad; whether it may be left out is for `on_bad_row` to say.
+    # A row of another format is a bad row, which `on_bad_row=skip` allows.
     if num_fitting == len(readable) or (on_bad_row == "skip" and num_fitting):
         return best
     if num_fitting:
@@ -184,7 +184,7 @@ def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known
 
 
 def _shortened(places: list[str]) -> str:
-    """`rows.jsonl, line 1, line 3`: a file's name once."""
+    """Join places with each file name once: `rows.jsonl, line 1, line 3`."""
     files: dict[str, list[str]] = {}
     for place in places:
         file, comma, line = place.rpartition(", ")
@@ -194,27 +194,27 @@ def _shortened(places: list[str]) -> str:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Turns rows into the sequences of one objective. An objective's file has a subclass."""
+    """Converts rows to the sequences of an objective. Each objective's file defines a subclass."""
 
     config: Any
     formats: dict[int, RowFormat]
-    """The format of each source."""
+    """Format of each source, by source index."""
     tokenizer: Tokenizer
 
     known: ClassVar[dict[str, Fields]] = FORMATS
-    """The formats that `auto` chooses from. Of several that fit, the first is taken."""
+    """Formats that `auto` chooses from; the first match is used."""
     takes: ClassVar[tuple[str, ...]] = tuple(FORMATS)
-    """The formats that the objective trains on."""
+    """Formats that the objective supports."""
     expected: ClassVar[str] = ""
-    """End of the error for other formats: "this recipe ..."."""
+    """End of the error for unsupported formats: "this recipe ..."."""
 
     @classmethod
     def of(
         cls, config: DataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer, source: Sources | None = None
     ) -> Self:
-        """Return a reader for the rows of `source`, or of `config.source`; `first_rows` are its first rows.
+        """Return a reader for `source` (default: `config.source`), which starts with `first_rows`.
 
-        Raises ValueError if their format is unknown or is not one that the objective trains on.
+        Raises ValueError if their format is unknown or the objective does not support it.
         """
         formats = formats_of(config, first_rows, source, cls.known)
         check_rendering(config, tokenizer, formats.values())
@@ -224,25 +224,25 @@ class RowReader:
 
     @property
     def format(self) -> str:
-        """The names of the formats, for messages."""
+        """Format names, for messages."""
         return " + ".join(dict.fromkeys(format.name for format in self.formats.values()))
 
     def fields_of(self, row: Row) -> dict[str, Any]:
         return self.formats[row.source].fields_of(row)
 
     def passages(self, row: Row) -> list[Passage | Document]:
-        """The sequences of `row`, before truncation. Raises ValueError with the row's place."""
+        """Return the sequences of `row` before truncation. Raises ValueError with the row's place."""
         raise NotImplementedError
 
     def values(self, row: Row) -> list[Any]:
-        """What the row says about each of its sequences beside the text: a number, or a list of numbers of fixed length.
+        """Return a number, or a list of fixed length, for each sequence of `row`, such as its label or margin.
 
         Raises ValueError with the row's place.
         """
         return [0.0] * len(self.config.sides)
 
     def cut(self, document: Document, place: str, report: DataReport) -> Document | None:
-        """A document cut to the length that `data.max_length` and `data.packing` allow; None if it is dropped."""
+        """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped."""
         (ids, mask), limit = document, self.config.longest
         if limit is None or len(ids) <= limit:
             return document
@@ -252,22 +252,23 @@ class RowReader:
         return ids[kept], mask[kept]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """The sequences of a row within `data.max_length`, or none if the row is dropped; `report` counts the losses.
+        """Truncate the sequences of a row to `data.max_length`, or return [] if the row is dropped; count losses in
+        `report`.
 
-        Raises ValueError, with `place`, for a row that is too long under `overflow=raise`.
+        Raises ValueError that starts with `place` if the row is too long under `overflow=raise`.
         """
         raise NotImplementedError
 
 
 def plain(prompt: str, completion: str, separator: str, *, train_prompt: bool = False) -> Passage:
-    """A prompt and its completion as one text, for a model without a chat template."""
+    """Join a prompt and a completion into one text, for a model without a chat template."""
     text, begins = f"{prompt}{separator}{completion}", len(prompt) + len(separator)
     span = (0 if train_prompt else begins, len(text))
     return Passage(text, [span], add_bos=True, add_eos=True, joined_by=separator, num_empty=not completion.strip())
 
 
 def as_chat(value: Any, field: str) -> Chat:
-    """A prompt or a completion as messages: its own, or one of the user or of the assistant."""
+    """Convert a prompt or a completion to a chat: a string becomes a user or an assistant message."""
     if isinstance(value, list):
         return read_chat(value, field)
     role = "user" if field == "prompt" else "assistant"
@@ -275,7 +276,7 @@ def as_chat(value: Any, field: str) -> Chat:
 
 
 def join(prompt: Chat, completion: Chat, *, train_prompt: bool) -> Chat:
-    """Both as one chat; without `train_prompt` no answer in the prompt carries a label."""
+    """Concatenate both chats; without `train_prompt`, assistant messages in the prompt are not trained."""
     count = len(prompt.messages)
     answers = {i for i, message in enumerate(prompt.messages) if message["role"] == "assistant"}
     untrained = prompt.untrained | (frozenset() if train_prompt else answers)
@@ -283,12 +284,12 @@ def join(prompt: Chat, completion: Chat, *, train_prompt: bool) -> Chat:
 
 
 def writes_chats(config: RowsConfig, tokenizer: Tokenizer) -> bool:
-    """Whether prompts and completions that are plain strings become messages of a chat."""
+    """Return whether plain-string prompts and completions become chat messages."""
     return tokenizer.chat_template is not None if config.chat == "auto" else config.chat
 
 
 def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[RowFormat]) -> None:
-    """Raise ValueError for settings of how rows become text that would change no row."""
+    """Raise ValueError for rendering settings that would have no effect on these formats."""
     formats, has_template = list(formats), tokenizer.chat_template is not None
     hold_strings = any(format.fields.holds_strings for format in formats)
     are_chats = (hold_strings and config.chat) or any(format.name in ("messages", "sharegpt") for format in formats)
@@ -317,10 +318,10 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
 
 
 def in_front(system: str | None, chat: Chat) -> Chat:
-    """The chat behind a system message, if there is one to put there."""
+    """Prepend a system message, if there is one."""
     return join(Chat([{"role": "system", "content": system}]), chat, train_prompt=True) if system else chat
 
 
 def with_system(chat: Chat, config: DataConfig) -> Chat:
-    """The chat behind `data.system`, unless it begins with a system message of its own."""
+    """Prepend `data.system`, unless the chat starts with a system message."""
     return chat if chat.messages[0]["role"] in ("system", "developer") else in_front(config.system, chat)

@@ -1,12 +1,12 @@
-"""Files of rows in, batches out: documents made once, held-out rows taken from them, weighed, and laid out in rows.
+"""Data preparation: read and tokenize sources, split off held-out rows, apply source weights, and build batches.
 
-Documents and packings are kept in the cache. What decides documents is in their key: the content of the files in order,
-the tokenizer's files, the settings that a document depends on, the code that reads, renders and tokenises, and the
-versions of the libraries that it uses. Where the files lie is not, so moved or copied data is found again. A template
-that writes today's date keeps the day of the first start, so that a run which goes on tomorrow sees the same rows.
+Documents and packings are cached. The key of documents hashes the content of the files in order, the tokenizer's files,
+the settings that affect documents, the code that reads, renders and tokenizes rows, and the versions of its libraries.
+The key ignores file paths, so moved or copied data is a cache hit. A chat template that writes the current date keeps
+the date of the first start, so a run resumed the next day sees the same rows.
 
-A Hugging Face dataset's content is told by the files that the `datasets` library keeps of it. One that is streamed has
-none: it is read anew at each start, and its documents lie on the disk for that run alone.
+A Hugging Face dataset is identified by the content of its files in the `datasets` cache. A streamed dataset has no
+files: it is read again at each start, and its documents are stored on disk for that run only.
 """
 
 import hashlib
@@ -37,30 +37,30 @@ from lean_ft.system.user_functions import file_digest, is_function_path
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
-# How rows are prepared and kept changes nothing in them, and where they come from counts by its content.
+# These settings do not change the rows; sources and the chat template count by their content.
 NOT_IN_FINGERPRINT = {
     *("source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"),
-    "shared_prompt",  # what is made of it counts
+    "shared_prompt",  # `share_prompts` counts instead
 }
-# Newer settings count only where they are not the default, so that runs from before them can be resumed.
+# Settings added later count only if they differ from the default, so that older runs can be resumed.
 NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True}
-# What is done with documents changes nothing in them either; `packing` and `max_length` count as the length they allow.
+# These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The documents of a source, or some of them, mapped from disk."""
+    """Documents of a source or of a part of it, memory-mapped."""
 
     documents: Documents
     report: DataReport
     content: str
-    """Hash of everything that was read."""
+    """Hash of the source's content."""
     key: str | None
-    """Of the entry in the cache, and of the part that this is; None where it is kept for this run alone."""
+    """Key of the cache entry and, for a part, of the part; None if the entry is kept for this run only."""
 
     def select(self, rows: np.ndarray, report: DataReport, part: str) -> "Prepared":
-        """All documents that the rows of data `rows` became, counted in `report`; `part` tells them from other parts."""
+        """Return the documents of `rows`, counted in `report`; `part` identifies the selection in the cache key."""
         sides = len(self.documents) // self.report.kept
         documents = self.documents.select((rows[:, None] * sides + np.arange(sides)).ravel())
         tokens, targets = int(documents.lengths.sum()), int(documents.num_targets.sum())
@@ -79,13 +79,13 @@ class Prepared:
 def prepare_batches(
     config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool = False
 ) -> tuple[Batches, EvalBatches | None]:
-    """Training batches of `config.source`, and evaluation batches of the held-out rows, if there are any.
+    """Return training batches of `config.source`, and evaluation batches of the held-out rows, if any.
 
-    Batches have `batch_size` rows of data and are those of the objective that the class of `config` names. Held-out rows
-    come from `validation_source`, or are `validation_fraction` of the source's rows, drawn by `seed` before packing.
-    Weights repeat or thin out training rows, never held-out rows. Documents and packings are cached for the next start.
-    With `share_prompts`, the prompt of a pair is computed once. Raises ValueError for unreadable files and rows, with
-    their place, and for settings that ask for shared prompts in a recipe that has none.
+    Batches have `batch_size` rows of data and the fields of the objective named by the class of `config`. Held-out rows
+    come from `validation_source`, or are a `validation_fraction` of the source's rows, drawn with `seed` before
+    packing. Weights repeat or drop training rows, never held-out rows. Documents and packings are cached. With
+    `share_prompts`, the prompt of a pair is computed once. Raises ValueError with the place for unreadable files and
+    rows, and if the settings require shared prompts and the recipe does not support them.
     """
     objective_of(config).check(config, share_prompts)
     if (watcher := stage()) is not None:
@@ -130,7 +130,7 @@ def prepare_batches(
     }
     limit_size(folder, config.cache_gib * 2**30, keep=used)
 
-    # Compiled code sees one length of cu_seqlens, so evaluation has as many boundaries as training.
+    # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
     most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
     settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
     settings = {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)}
@@ -148,14 +148,14 @@ def prepare_batches(
     return batches, EvalBatches(held_out_layout, held_out.report)
 
 
-sft_batches = preference_batches = unpaired_batches = prepare_batches  # in a recipe, the name says what the data are
+sft_batches = preference_batches = unpaired_batches = prepare_batches  # names for recipes: the kind of data
 
 
-# What is trained on ---------------------------------------------------------------------------------------------------------
+# Training rows --------------------------------------------------------------------------------------------------------
 
 
 def _split(num_rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of what is trained on and of what is held out, each in order."""
+    """Return the sorted indices of training rows and of held-out rows."""
     num_held_out = max(1, round(num_rows * fraction))
     if num_held_out >= num_rows:
         raise ValueError(
@@ -167,11 +167,11 @@ def _split(num_rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.nd
 
 
 def weigh(source_of: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
-    """Indices of rows, in order, each as often as its source's weight says.
+    """Return sorted row indices, repeated according to the weight of each row's source.
 
-    source_of: (N,) which source a row is from. A weight of 2 takes each of a source's rows twice, 0.5 a half
-    of them, 1.5 all of them once and a half of them once more; halves are drawn by `seed` and `round(weight * n)` is met
-    exactly.
+    source_of: (N,) source index of each row. Weight 2 uses every row twice; 0.5 uses a random half; 1.5 uses every row
+    once and a random half twice. `seed` determines the draw. A source with n rows contributes exactly `round(weight *
+    n)` rows.
     """
     counts = np.zeros(len(source_of), dtype=np.int64)
     for source, weight in enumerate(weights):
@@ -184,14 +184,14 @@ def weigh(source_of: np.ndarray, weights: Sequence[float], seed: int) -> np.ndar
     return np.repeat(np.arange(len(source_of)), counts)
 
 
-# Rows of batches ------------------------------------------------------------------------------------------------------------
+# Layout of rows -------------------------------------------------------------------------------------------------------
 
 
 def lay_out(
     prepared: Prepared, config: DataConfig, batch_size: int, pad_id: int, folder: Path, share_prompts: bool
 ) -> Layout:
-    """The rows of what was prepared, with their packing and what pairs share from the cache if it is there; tells its report
-    how full they are."""
+    """Return the layout of the prepared documents and report its packing efficiency. Packings and shared prompt lengths
+    are cached."""
     documents, packed, shared = prepared.documents, dict[str, np.ndarray](), None
     if share_prompts:
         key = prepared.sharing_key if prepared.key else None
@@ -207,7 +207,8 @@ def lay_out(
 
 
 def check_context(layout: Layout, report: DataReport, config: DataConfig, context_length: int | None) -> None:
-    """Tells `report` how many texts are longer than the model was made for. Raises ValueError under `overflow=raise`."""
+    """Count texts longer than the model's context in `report`. Raises ValueError if there are any under
+    `overflow=raise`."""
     lengths = layout.lengths[layout.order]
     if layout.joined:
         lengths = np.add.reduceat(lengths, layout.offsets[:-1])
@@ -223,8 +224,8 @@ def check_context(layout: Layout, report: DataReport, config: DataConfig, contex
 
 
 def shared_prompts(documents: Documents) -> np.ndarray:
-    """How many tokens each of N documents, pair after pair, begins with as the one before it, (N,): those of the prompt for
-    a rejected answer, and 0 for a chosen one."""
+    """Return, for N documents of pairs, how many prompt tokens each shares with the document before it, (N,): the
+    prompt length for a rejected answer, 0 for a chosen answer."""
     shared = np.zeros(len(documents), dtype=np.int64)
     for i in range(0, len(documents), 2):
         shared[i + 1] = len(Pair.of(documents[i], documents[i + 1]).prompt)
@@ -239,7 +240,7 @@ def layout_of(
     pad_id: int,
     shared: np.ndarray | None = None,
 ) -> Layout:
-    """The rows of `documents`, as `pack_documents` found them or, where nothing is packed, one for each row of data."""
+    """Return the layout of `documents`: rows from `pack_documents`, or one row per row of data if `packed` is empty."""
     sides = len(config.sides)
     arrays: dict[str, Any] = {"starts": documents.starts, "lengths": documents.lengths}
     arrays |= packed or {"order": np.arange(len(documents)), "offsets": np.arange(0, len(documents) + 1, sides)}
@@ -267,22 +268,22 @@ def layout_of(
 
 
 def tell_packing(report: DataReport, layout: Layout, documents: Documents, config: DataConfig) -> None:
-    """Tells `report` how full packed rows are, and what of them is trained."""
+    """Add packed rows, packing efficiency and the corrected number of trained tokens to `report`."""
     report.packing, report.packed_rows = config.packing, len(layout)
     computed_once = 0 if layout.shared is None else int(layout.shared.sum())
     report.packing_efficiency = (report.tokens - computed_once) / (len(layout) * layout.row_tokens)
     if layout.joined:
-        # A document's first token is predicted by what stands before it, and a row's first token by nothing.
+        # The previous document predicts a document's first token; nothing predicts a row's first token.
         row_starts = layout.starts[layout.order[layout.offsets[:-1]]]
         report.target_tokens += int(documents.trained[documents.starts].sum())
         report.target_tokens -= int(documents.trained[row_starts].sum())
 
 
-# Documents, made or found ---------------------------------------------------------------------------------------------------
+# Documents ------------------------------------------------------------------------------------------------------------
 
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, folder: Path) -> Prepared:
-    """The documents of `source`, from the cache in `folder` or newly made.
+    """Load the documents of `source` from the cache in `folder`, or make them.
 
     Raises ValueError as `Parts` does, and for a file that changes while it is read.
     """
@@ -311,9 +312,9 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
 
 
 def source_content(config: DataConfig, source: Sources, folder: Path) -> str | None:
-    """Hash of the content of the files of `source`, in order; None where some of it lies in no file.
+    """Hash of the content of the files of `source`, in order; None if a part of the source is not stored in files.
 
-    Of a file's name its endings count, by which CSV is told. Raises ValueError where there is no such file.
+    The hash includes file suffixes, which determine how CSV is read. Raises ValueError if a file does not exist.
     """
     parts: list[Any] = []
     for one in list_sources(source, config):
@@ -321,7 +322,7 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
         if files is None and not config.streaming:
             assert one.split is not None
             files = dataset_files(str(resolve_data_path(one.path)), subset=one.subset, split=one.split)
-            part = [one.subset, one.split]  # the same files hold `train[:10%]`
+            part = [one.subset, one.split]  # `train` and `train[:10%]` have the same files
         if not files:
             return None
         contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
@@ -337,12 +338,12 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 
 @cache
 def code_digest() -> str:
-    """Hash of the code that makes documents of rows, and of the versions of the libraries under it."""
+    """Hash of the code that turns rows into documents, and of its libraries' versions."""
     package = Path(__file__).parents[1]
     files = [file for part in ("data", "tokenizers") for file in sorted((package / part).glob("*.py"))]
     return hash_of(*(file.read_text(encoding="utf-8") for file in files), *map(version, LIBRARIES))
 
 
 def hash_of(*values: Any) -> str:
-    """A short hash of plain values."""
+    """Hash of JSON values."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

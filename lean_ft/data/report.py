@@ -1,4 +1,4 @@
-"""What became of the rows of a source, counted: nothing is left out without being told."""
+"""Counts of kept, truncated, dropped and bad rows of a data source."""
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -13,43 +13,44 @@ COUNTS += ("rewritten_answers", "empty_answers")
 
 @dataclass
 class DataReport:
-    """What became of the rows of a source."""
+    """Counts of the rows of a source."""
 
     format: str
     detected: bool = False
-    """Whether the format was told from the rows' fields."""
+    """Whether the format was detected from the rows' fields."""
     unit: str = "sequences"
-    """What a row that is kept becomes."""
+    """Unit that `kept` counts."""
     rows: int = 0
     kept: int = 0
     kept_by_source: list[int] = field(default_factory=list)
-    """Of `kept`, how many are from the first source, the second ...: they stand in this order."""
+    """Number of kept rows per source, in source order; kept rows are stored in the same order."""
     truncated: int = 0
     lost_tokens: int = 0
     """Tokens cut off by truncation."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Rows left out, by reason."""
+    """Number of dropped rows by reason."""
     rewritten_answers: int = 0
-    """Answers without labels because the chat template gives them another end once they are history."""
+    """Answers trained without their end token, because the chat template ends an answer with another token once
+    messages follow."""
     empty_answers: int = 0
-    """Answers that say nothing, of rows that are kept or not."""
+    """Empty answers, in kept and dropped rows."""
     joined: dict[str, int] = field(default_factory=dict)
-    """Prompts and completions that no chat template wrote, by what was put between them."""
+    """Number of prompts and completions rendered without a chat template, by separator."""
     bad_rows: int = 0
-    """Rows left out because they could not be read."""
+    """Unreadable rows that were skipped."""
     bad_row_examples: list[str] = field(default_factory=list)
-    """Where the first of them stand, and what is wrong with them."""
+    """Place and error of the first bad rows."""
     tokens: int = 0
     target_tokens: int = 0
-    """Tokens that carry a label."""
+    """Tokens with a label."""
     beyond_context: int = 0
-    """Sequences longer than the model was made for."""
+    """Sequences longer than the model's context."""
     context_length: int | None = None
-    """The longest that it was made for, in tokens, where there are such."""
+    """The model's context length in tokens, if any sequence exceeds it."""
     packing: str | None = None
-    """How rows of max_length were packed; None where they were not."""
+    """Packing method; None without packed rows."""
     packed_rows: int | None = None
-    """How many those are."""
+    """Number of packed rows."""
     packing_efficiency: float | None = None
     """Share of the packed rows' positions that hold a token."""
 
@@ -88,7 +89,7 @@ class DataReport:
 
     @property
     def left_out(self) -> str | None:
-        """How many rows were left out and why, for the end of a run; None where all were taken."""
+        """Summary of dropped and bad rows for the end of a run; None if all rows were used."""
         reasons = [f"{count:,} ({reason})" for reason, count in self.dropped.items()]
         if self.bad_rows:
             reasons.insert(0, f"{self.bad_rows:,} (could not be read)")
@@ -96,7 +97,7 @@ class DataReport:
         return f"{count:,} of {self.rows:,} rows were left out: {', '.join(reasons)}" if count else None
 
     def count_lost(self, tokens: int) -> None:
-        """Counts what was cut off a row, if anything was."""
+        """Count `tokens` cut off a row, if any."""
         self.truncated += tokens > 0
         self.lost_tokens += tokens
 
@@ -104,16 +105,16 @@ class DataReport:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def count_passage(self, passage: Passage) -> None:
-        """Counts what a text that a row becomes has of its own."""
+        """Count a passage's rewritten and empty answers and its separator."""
         self.rewritten_answers += passage.num_rewritten
         self.empty_answers += passage.num_empty
         if passage.joined_by is not None:
             self.joined[passage.joined_by] = self.joined.get(passage.joined_by, 0) + 1
 
     def takes_overlong(self, length: int, config: DataConfig, place: str) -> bool:
-        """Whether a sequence of `length` tokens, more than max_length, is to be cut; else it is counted as dropped.
+        """Return whether to truncate a sequence of `length` > max_length tokens; otherwise count it as dropped.
 
-        Raises ValueError, with `place`, under `overflow=raise`.
+        Raises ValueError that starts with `place` under `overflow=raise`.
         """
         if config.overflow == "raise":
             raise ValueError(
@@ -125,7 +126,7 @@ class DataReport:
         return config.overflow == "truncate"
 
     def keep(self, tokens: int, targets: int, source: int) -> None:
-        """Counts a row that is trained on."""
+        """Count a row to train on."""
         self.kept += 1
         self.tokens += tokens
         self.target_tokens += targets
@@ -137,7 +138,7 @@ class DataReport:
         self.bad_row_examples = [*self.bad_row_examples, problem][:NUM_BAD_ROWS_SHOWN]
 
     def check_bad_rows(self, most: int) -> None:
-        """Raises ValueError when more than `most` rows were bad."""
+        """Raise ValueError if more than `most` rows are bad."""
         if self.bad_rows > most:
             examples = "".join(f"\n  {example}" for example in self.bad_row_examples)
             raise ValueError(
@@ -146,14 +147,14 @@ class DataReport:
             )
 
     def nothing_left(self) -> str:
-        """Why no row is left, for a message."""
+        """Explain why no row is left, for an error message."""
         reasons = [f"{count:,} {reason}" for reason, count in self.dropped.items()]
         if self.bad_rows:
             reasons.append(f"{self.bad_rows:,} bad (the first: {self.bad_row_examples[0]})")
         return f"of {self.rows:,} rows, {', '.join(reasons)}"
 
     def add(self, other: "DataReport") -> None:
-        """Adds the counts of `other`, a part of the same source; what packing made is no count of rows."""
+        """Add the counts of `other`, a part of the same source. Packing counts are not added."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]

@@ -1,11 +1,11 @@
-"""Rows of text files, plain or compressed: JSONL, JSON arrays, CSV, TSV, and plain texts.
+"""Read rows from text files, plain or compressed: JSONL, JSON arrays, CSV, TSV, and plain text.
 
-What a file holds, and how it is compressed, is told by its first bytes; only CSV, TSV and plain text go by the name's
-ending, since they begin like anything. JSON is read strictly: a name that stands twice in an object, NaN and Infinity are
-refused, where Python's own reader would keep the last value or make a number of it.
+Format and compression are detected from the first bytes, except that CSV, TSV and plain text are recognized by the file
+suffix. JSON is parsed strictly: duplicate names in an object, NaN and Infinity are errors, although Python's parser
+accepts them.
 
-A row that cannot be read is a `Row` with a problem, so that others can follow it. A file that cannot be read any
-further (a truncated archive, a broken array) is a ValueError at once.
+An unreadable row becomes a `Row` with a `problem`, and reading continues. A file that cannot be read further (a
+truncated archive, a malformed array) raises ValueError.
 """
 
 import csv
@@ -20,25 +20,26 @@ from typing import IO, Any
 
 from lean_ft.data.rows import Digest, Row, kind
 
-_HEADER_BYTES = 2**16  # more than enough for the columns' names, and less than csv's limit for one cell
+_HEADER_BYTES = 2**16  # enough for column names, and below csv's limit for one cell
 BOM = b"\xef\xbb\xbf"
 NUM_BYTES_TO_DETECT = 4096
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-CHUNK_BYTES = 1 << 12  # compressed: at most 4 MiB of gzip's, 128 MiB of zstd's, where four bytes may stand for 128 KiB
+CHUNK_BYTES = 1 << 12  # compressed; expands to at most 4 MiB (gzip) or 128 MiB (zstd: 4 bytes can encode 128 KiB)
 MAX_LINE_BYTES = 1 << 29
-MAX_EXPANSION, EXPANDED_BYTES = 200, 1 << 26  # text that grows more, beyond so many bytes, is made to fill the memory
+MAX_EXPANSION, EXPANDED_BYTES = 200, 1 << 26  # above both limits, assume a decompression bomb
 PLAIN_TEXT = (".txt", ".md")
 _JSON_ROWS = re.compile(rb'\s*(\[\s*)?\{\s*"')
-# An object that holds all rows: `{"version": "1.0", "data": [{`
+# One object that contains all rows: `{"version": "1.0", "data": [{`
 _WRAPPED_ROWS = re.compile(
     rb"""\s*\{(\s*"[^"]*"\s*:\s*("[^"]*"|[^\s"{}[\],]+)\s*,)*\s*"(data|rows|examples)"\s*:\s*\[\s*\{"""
 )
 
 
 def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
-    """Rows of a JSONL, JSON, CSV, TSV or text file, in order; `digest` is fed every byte, decompressed.
+    """Yield the rows of a JSONL, JSON, CSV, TSV or text file in order; update `digest` with the decompressed bytes.
 
-    Empty lines are no rows, and a text file is one row with the field `text`. Raises ValueError for a file that is empty or cannot be read to its end.
+    Empty lines are skipped. A text file is one row with the field `text`. Raises ValueError if the file is empty or
+    cannot be read to its end.
     """
     start = _start(path)
     if not start.strip():
@@ -66,7 +67,7 @@ def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of strict JSON. Raises ValueError with the reason."""
+    """Parse strict JSON. Raises ValueError with the reason."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -117,7 +118,7 @@ def _array_rows(content: bytes, path: Path) -> Iterator[Row]:
 
 
 def _wrapped_rows(lines: list[bytes], path: Path) -> Iterator[Row]:
-    """Rows of one object that holds them all; of lines that are objects each, where one begins like that."""
+    """Rows of one object that contains them all, or JSONL rows if the first line only looks like such an object."""
     try:
         values = parse_json(_decode(b"".join(lines)))
     except ValueError as error:
@@ -125,7 +126,7 @@ def _wrapped_rows(lines: list[bytes], path: Path) -> Iterator[Row]:
             return _json_lines(lines, path)
         raise ValueError(f"{path}: {error}") from None
     rows = next(value for value in values.values() if isinstance(value, list))
-    # A list of messages is a chat, under a name of the user's.
+    # A list of messages is a chat in a user-named field, so the file is JSONL.
     return _json_lines(lines, path) if {"role", "from"} & set(rows[0]) else _rows_of(rows, path)
 
 
@@ -139,14 +140,15 @@ def _rows_of(values: list[Any], path: Path) -> Iterator[Row]:
 
 
 def _delimiter(start: bytes) -> str:
-    """What stands between the columns' names: a comma, or else what spreadsheets write where a comma is a decimal point."""
+    """Detect the delimiter from the header: a comma, semicolon or tab. Spreadsheets with decimal commas write
+    semicolons."""
     header = re.split(rb"[\r\n]", start, maxsplit=1)[0][:_HEADER_BYTES].decode("utf-8", "replace")
     return next((sign for sign in ",;\t" if len(next(csv.reader([header], delimiter=sign), ())) > 1), ",")
 
 
 def _csv_rows(lines: Iterable[bytes], path: Path, delimiter: str) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # a text of a megabyte is no mistake here
-    # Bytes that are not UTF-8 become half surrogates, which no decoded text holds, and are told from them below.
+    csv.field_size_limit(sys.maxsize)  # allow cells of any size
+    # Invalid UTF-8 bytes become lone surrogates, which valid text cannot contain; detected below.
     text = (line.decode("utf-8", "surrogateescape") for line in lines)
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     try:
@@ -205,7 +207,7 @@ def _lines(path: Path, digest: Digest | None) -> Iterator[bytes]:
 
 
 def _check_encoding(start: bytes, path: Path) -> None:
-    # Text of these kinds begins with a mark, or has a zero byte in an ASCII character such as `{`.
+    # UTF-16 and UTF-32 text starts with a BOM, or has a zero byte in an ASCII character such as `{`.
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start[:4]:
         raise ValueError(
             f"{path} looks like UTF-16 or UTF-32 (or is no text at all); expected JSON, JSONL or CSV in UTF-8. "
@@ -214,7 +216,7 @@ def _check_encoding(start: bytes, path: Path) -> None:
 
 
 def open_decompressed(path: Path) -> IO[bytes]:
-    """Opens `path` for reading; reading raises ValueError where an archive is damaged or ends too early."""
+    """Open `path` for reading, decompressed. Reading raises ValueError if the archive is damaged or truncated."""
     file = path.open("rb")
     magic = file.peek(len(ZSTD))
     if magic.startswith(GZIP):
@@ -233,15 +235,15 @@ def open_decompressed(path: Path) -> IO[bytes]:
 
 
 class _Archive(io.RawIOBase):
-    """The members of a gzip file, or the frames of a zstd file, one after another.
+    """Concatenated members of a gzip file, or frames of a zstd file.
 
-    zstandard's own reader takes a file that is cut off for one that is complete.
+    zstandard's own reader accepts truncated files.
     """
 
     def __init__(self, file: IO[bytes], begin: Callable[[], Any], error: type[Exception]):
         self._file, self._begin, self._error = file, begin, error
         self._member = begin()
-        self._waiting = memoryview(b"")  # decompressed, not yet asked for
+        self._waiting = memoryview(b"")  # decompressed, not yet read
         self._num_read = self._num_made = 0  # bytes
 
     def readable(self) -> bool:
@@ -279,7 +281,7 @@ class _Archive(io.RawIOBase):
         return compressed
 
     def _behind_member(self) -> bytes:
-        """What follows a complete member; archives may be filled up with zeros."""
+        """Bytes after a complete member, without zero padding."""
         return self._member.unused_data.lstrip(b"\0") or self._read().lstrip(b"\0")
 
     def close(self) -> None:
