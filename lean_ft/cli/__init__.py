@@ -1,1 +1,1 @@
-"""The `leanft` command: one module a verb, each of which parses, calls the library and prints."""
+"""The `leanft` command. Each module implements one verb: it parses arguments, calls the library and prints."""

@@ -1,4 +1,4 @@
-"""The arguments that several verbs share, and what they come to: a recipe with the settings of a run."""
+"""Arguments that several verbs share, and their conversion into a recipe and its settings."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ from lean_ft.system import catalog
 
 
 def _starting(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """For the shell's completion: the names that begin with what was typed."""
+    """Return a shell completion function that lists the names with the typed prefix."""
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
@@ -55,12 +55,12 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-# `run_command_line` looks for it itself, since errors reach it from before a verb has its arguments.
+# `run_command_line` also searches for this flag, because errors can occur before a verb's arguments are parsed.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def run_command(*arguments: str | Path, preset: Path) -> str:
-    """A `leanft run` command to print. It sets a new output_dir if the preset's is taken by an earlier run."""
+    """Return a `leanft run` command to print, with a new output_dir if an earlier run uses the preset's."""
     output_dir = preset_values(preset).get("output_dir")
     free = free_directory(output_dir) if output_dir else output_dir
     moved = [] if free == output_dir else [f"output_dir={free}"]
@@ -76,15 +76,15 @@ def load_run(
     given_by: str = COMMAND_LINE,
     processes: int = 1,
 ) -> tuple[ModuleType, Any]:
-    """The recipe that a command names, itself or by its preset, and its settings for so many processes. A command that
-    writes nothing need not be told an output_dir.
+    """Return the recipe that a command or its preset names, and the settings for `processes` processes.
 
-    Raises ValueError where one of them cannot be found or read, or the preset is another recipe's.
+    With writes=False, output_dir is optional. Raises ValueError if the recipe or the preset cannot be found or read, or
+    if the preset is for another recipe.
     """
     found, preset, overrides = find(recipe, config, overrides)
     module = catalog.load_recipe(found)
     if "model" in module.Config.model_fields and not issubclass(module.Config, RecipeConfig):
-        # a recipe that asks a model: generate, chat
+        # recipes that run a model: generate, chat
         run = next((number for number, word in enumerate(overrides) if "=" not in word), None)
         if run is not None and not any(word.startswith("model.path=") for word in overrides):
             overrides[run] = f"model.path={overrides[run]}"
@@ -111,7 +111,7 @@ def load_run(
 
 
 def _with_a_batch_for_each(cfg: RecipeConfig, processes: int) -> RecipeConfig:
-    """The settings with at least one micro-batch of a step for each process, or group of processes that share one."""
+    """Raise gradient_accumulation_steps so that each process, or group that shares a batch, has a micro-batch per step."""
     parallel = cfg.group(ParallelConfig)
     number = 1 if parallel is None else processes // (parallel.context * parallel.tensor)
     if cfg.gradient_accumulation_steps >= number:
@@ -125,18 +125,18 @@ def _with_a_batch_for_each(cfg: RecipeConfig, processes: int) -> RecipeConfig:
 
 
 def batches_of(cfg: Any, given: list[str]) -> list[str]:
-    """The number of batches of a step as an override for every process, unless it is among those that are given."""
+    """Return gradient_accumulation_steps as an override for every process, unless `given` sets it."""
     is_given = any(word.startswith("gradient_accumulation_steps") for word in given)
     has_it = isinstance(cfg, RecipeConfig) and not is_given
     return [f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}"] if has_it else []
 
 
 def _without_held_out_rows_of_other_data(preset: dict[str, str], overrides: list[str]) -> list[str]:
-    """The overrides, and what takes a preset's held-out rows back where they name another source than the preset."""
+    """Append overrides that drop the preset's held-out rows if the overrides set another data.source."""
     given = {override.partition("=")[0] for override in overrides}
     dropped = {"data.validation_source": "null"}
     if "data.validation_fraction" not in given:
-        dropped["eval_answers"] = "0"  # nothing is held out to ask about
+        dropped["eval_answers"] = "0"  # no held-out prompts to answer
     dropped = {key: off for key, off in dropped.items() if preset.get(key, off) != off and key not in given}
     if "data.source" not in given or "data.validation_source" not in dropped:
         return overrides
@@ -149,7 +149,7 @@ def _without_held_out_rows_of_other_data(preset: dict[str, str], overrides: list
 
 
 def _without_rounding_of_other_dtypes(preset: dict[str, str], overrides: list[str]) -> list[str]:
-    """The overrides, and one that turns a preset's stochastic rounding off where they set a dtype other than bfloat16."""
+    """Append an override that disables the preset's stochastic rounding if the overrides set a dtype other than bfloat16."""
     given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     setting, dtype = "optimizer.stochastic_rounding", spelled_out(given.get("model.dtype", "bfloat16"))
     if dtype == "bfloat16" or setting in given or preset.get(setting) != "true":
@@ -161,7 +161,7 @@ def _without_rounding_of_other_dtypes(preset: dict[str, str], overrides: list[st
 
 
 def _joined(words: list[str]) -> list[str]:
-    """`key = value`, which a shell splits at the spaces, as `key=value`."""
+    """Join the words of `key = value`, which a shell splits at spaces, into `key=value`."""
     joined = list[str]()
     for word in words:
         before = joined[-1] if joined else "="
@@ -175,7 +175,7 @@ def _joined(words: list[str]) -> list[str]:
 def find(
     recipe: str | None, config: str | None, overrides: list[str] | None
 ) -> tuple[Path | catalog.Alias, Path | None, list[str]]:
-    """The recipe, the preset's file, and the overrides: the first of them may have come in the recipe's place."""
+    """Return the recipe, the preset's file and the overrides. `recipe` may hold the first override instead of a recipe."""
     words = _joined([*([] if recipe is None else [recipe]), *(overrides or [])])
     is_named = recipe is not None and ("=" not in words[0] or config is None)
     recipe, overrides = (words[0], words[1:]) if is_named else (None, words)

@@ -44,7 +44,7 @@ def cat(
 
 
 def help_of_recipe(name: str) -> str:
-    """What `leanft run RECIPE --help` prints: the settings, one line each."""
+    """Return the text of `leanft run RECIPE --help`: the settings, one per line."""
     found = catalog.find_recipe(name)
     return (
         f"leanft run {name} [--config NAME|PATH] [KEY=VALUE ...]\n\n{catalog.summary(found)}\n\n"

@@ -1,4 +1,4 @@
-"""`leanft check`: prove a checkpoint on this machine."""
+"""`leanft check`: verify a checkpoint on this machine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -28,13 +28,13 @@ def check(
     quick: Annotated[bool, typer.Option("--quick", help="Skip what compiles, and the timed training steps.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Prove a model on this machine, with its own weights, tokenizer and chat template.
+    """Verify a model on this machine with its own weights, tokenizer and chat template.
 
-    Compares logits, gradients, greedy tokens and token ids with transformers, if it is installed, and one training step with
-    each technique with the plain step; saves, exports and reads back; times 3 training steps. With --config it tries the
-    techniques of that preset, each alone and all together; settings of techniques as KEY=VALUE are tried in place of the usual
-    ones. Rows come from data.source, 8 of them, by default the embedded ones. Other settings are for the timed steps. Exits
-    with 1 if anything differs.
+    Compares logits, gradients, greedy tokens and token ids with transformers, if installed. Compares a training step with each
+    technique to a plain step. Saves, exports and reads the model back. Times 3 training steps. With --config, checks the
+    preset's techniques, each alone and all together. KEY=VALUE settings of techniques replace the default list; other
+    settings apply to the timed steps. Uses 8 rows of data.source, by default the embedded data. Exits with 1 if anything
+    differs.
     """
     path, preset, overrides = find("finetune", config, overrides)
     recipe = catalog.load_recipe(path)
@@ -43,7 +43,7 @@ def check(
             f"--config {config} is for the recipe {preset_recipe(preset)}; expected {' or '.join(_RECIPES)}."
         )
 
-    # Here, because it brings torch, which the other verbs must not wait for.
+    # Imported here because torch is slow to import and most verbs do not need it.
     from lean_ft.check import TECHNIQUES, Check
     from lean_ft.peft import is_adapter
     from lean_ft.system.log import console
@@ -60,7 +60,7 @@ def check(
     given.setdefault("data.source", _CHATS if load_tokenizer(folder).chat_template else _TEXTS)
     given.setdefault("data.max_length", "256")
     start = ["output_dir=unused", f"model.path={folder}", f"data.source={given['data.source']}"]
-    load_config(recipe.Config, preset, [*start, *overrides])  # raises where a setting is wrong
+    load_config(recipe.Config, preset, [*start, *overrides])  # raises ValueError for invalid settings
     common = [f"{k}={v}" for k, v in given.items() if k == "device" or (k[:5] == "data." and k not in _NOT_COMMON)]
 
     def configure(technique: Sequence[str]) -> Any:
@@ -71,7 +71,7 @@ def check(
         techniques = {name: text for name, text in techniques.items() if "compile=true" not in text}
     command = ["finetune", *(["--config", config] if config else []), *overrides]
     command += [*start[1:], "data.validation_source=null", "eval_answers=0"]
-    console.stderr, rows = True, []  # the table alone goes to stdout
+    console.stderr, rows = True, []  # only the table goes to stdout
     try:
         with progress() as tell:
             for name, found in Check(folder, configure, techniques, None if quick else command).run():
@@ -92,7 +92,7 @@ def check(
 
 
 def _techniques(given: Mapping[str, str]) -> dict[str, str]:
-    """The techniques that settings turn on, each alone (an adapter's settings are one) and all together, by name."""
+    """Return the techniques that the settings enable by name: each alone (LoRA settings count as one) and all together."""
     found: dict[str, list[str]] = {}
     for key, value in given.items():
         if key in _KEYS or key.startswith(("memory.", "lora")):

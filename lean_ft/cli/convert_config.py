@@ -1,4 +1,4 @@
-"""`leanft convert-config`: a configuration of torchtune's as a preset."""
+"""`leanft convert-config`: convert a torchtune configuration into a preset."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +20,12 @@ def convert_config(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Convert a configuration of torchtune's into a preset; what has no equivalent is told, and stands there as a comment."""
+    """Convert a torchtune configuration into a preset. Keys without an equivalent are reported and become comments."""
     if output is not None and output.exists():
         raise ValueError(f"--output {output} is there already; choose another name.")
     preset = convert(file)
     text = preset.text(file.name)
-    with TemporaryDirectory() as folder:  # does the recipe take it?
+    with TemporaryDirectory() as folder:  # check that the recipe accepts the preset
         (written := Path(folder) / "preset.yaml").write_text(text, encoding="utf-8")
         load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written)
     for remark in preset.remarks:

@@ -1,4 +1,4 @@
-"""`leanft cp`: a recipe or preset of your own, to change."""
+"""`leanft cp`: copy a recipe or a preset for editing."""
 
 import shlex
 from typing import Annotated
@@ -16,13 +16,13 @@ def cp(
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite DEST.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Copy a recipe or a preset, to edit it."""
+    """Copy a recipe or a preset for editing."""
     source = catalog.find_either(name)
     copy = catalog.copy_to(source, destination, force=force)
     copied = source.file if isinstance(source, catalog.Alias) else source
     if copy.suffix != ".py":
         example = run_command(*([] if preset_recipe(copy) else ["RECIPE"]), "--config", copy, preset=copy)
-    else:  # a preset of the recipe's, of the embedded model if there is one
+    else:  # name a preset of the recipe, preferably for the embedded model
         own = {n: file for n, file in catalog.presets().items() if preset_recipe(file) == copied.stem}
         preset = next((n for n in own if n.startswith("tiny/")), next(iter(own), None))
         example = (

@@ -1,4 +1,4 @@
-"""`leanft data`: what a run would be trained on, before it is. Only the tokenizer is loaded, never the weights."""
+"""`leanft data`: inspect training data before a run. Loads the tokenizer, never the weights."""
 
 from itertools import groupby
 from pathlib import Path
@@ -47,9 +47,9 @@ def stats(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Print the lengths of a run's rows, and what each maximum length would cost.
+    """Print the lengths of a run's rows, and the cost of each maximum length.
 
-    RECIPE and settings are those of `leanft run`; output_dir may be left out.
+    RECIPE and settings are the same as for `leanft run`; output_dir is optional.
     """
     module, cfg = _settings(recipe, config, overrides)
     from lean_ft.data import statistics
@@ -109,9 +109,9 @@ def preview(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show the first rows of a run as the model sees them: what is trained, what is masked, and control tokens.
+    """Print the first rows of a run as the model sees them: trained tokens, masked tokens and control tokens.
 
-    RECIPE and settings are those of `leanft run`; output_dir may be left out.
+    RECIPE and settings are the same as for `leanft run`; output_dir is optional.
     """
     _, cfg = _settings(recipe, config, overrides)
     from lean_ft.data.preview import preview as look
@@ -139,7 +139,7 @@ def _remark(length: int, set_length: int, context_length: int | None) -> str:
 
 
 def _settings(recipe: str | None, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
-    """The recipe and the settings of the run. Raises ValueError where the recipe has no data to look at."""
+    """Return the recipe and the settings of the run. Raise ValueError if the recipe has no data."""
     module, cfg = load_run(recipe, config, overrides, writes=False)
     if not isinstance(getattr(cfg, "data", None), DataConfig) or not hasattr(cfg, "model"):
         raise ValueError(
@@ -149,7 +149,7 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
 
 
 def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str]:
-    """The predicted peak memory at each maximum length; a dash where batch_tokens allows no such row."""
+    """Return the predicted peak memory at each maximum length, or a dash if batch_tokens is too small for such a row."""
     from lean_ft.plan.devices import choose_device
     from lean_ft.plan.rehearsal import rehearse
 
@@ -185,7 +185,7 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
         console.print(Text(f"── row {number}: {document.heading}", style="bold"))
         text = Text()
         for trained, stretches in groupby(document.stretches, key=lambda stretch: stretch.trained):
-            # Without colour, what is trained stands between marks.
+            # Without colors, brackets mark the trained tokens.
             opening, closing = ("⟦", "⟧") if trained and not console.is_terminal else ("", "")
             text.append(opening)
             for stretch in stretches:

@@ -1,4 +1,4 @@
-"""`leanft download`: a model from the Hugging Face hub."""
+"""`leanft download`: download a model from the Hugging Face Hub."""
 
 import shlex
 from typing import Annotated
@@ -29,10 +29,11 @@ def download(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Download a model from the Hugging Face hub.
+    """Download a model from the Hugging Face Hub.
 
-    Takes what a finetune reads: not .bin, .pth, .gguf, onnx and the like, nor original/, unless included. Goes on
-    where an earlier download ended. A gated model needs a token: `hf auth login`, or the variable HF_TOKEN.
+    Downloads the files that training needs. Skips other formats (.bin, .pth, .gguf, onnx) and original/ unless you add them
+    with --include. Resumes an earlier download. A gated model needs a token: run `hf auth login` or set the variable
+    HF_TOKEN.
     """
     name = hub.parse_name(repo)
     if name is not None and name.revision is not None:
@@ -49,7 +50,7 @@ def download(
 
 
 def _training_command(repo: str, path: str) -> str:
-    """A command that trains the model into a new output_dir, with the model's preset if it has one."""
+    """Return a command that trains the model in a new output_dir, with the model's preset if there is one."""
     for name, preset in catalog.presets().items():
         if preset_values(preset).get("model.path") == repo:
             settings = [] if path == repo else [f"model.path={path}"]

@@ -1,4 +1,4 @@
-"""`leanft env`: the machine and the versions, for a bug report, and whether training works here."""
+"""`leanft env`: print the machine and versions for a bug report, and check whether training works."""
 
 import json
 from typing import Annotated
@@ -50,13 +50,13 @@ def _report_private_names() -> None:
 
 
 def _check(device: str, facts: dict | None) -> None:
-    """Prints what works, line by line as it is found, or with `facts` all of it as JSON; exits with 1 where something
-    failed that this device should do."""
+    """Print the result of each technique as its check ends, or with `facts` everything as JSON at the end. Exit with 1 if
+    a technique failed that this device supports."""
     from lean_ft.system.device_check import check_device
     from lean_ft.torch_private import missing_names
     from lean_ft.training.device import resolve_device
 
-    device = resolve_device(device).type  # refuses one that is not there
+    device = resolve_device(device).type  # raises ValueError for a missing device
     if facts is None:
         _report_private_names()
         stdout().print(f"\non {device}:", markup=False)

@@ -1,8 +1,7 @@
-"""What an error means to the person at the terminal: one message and an exit code.
+"""Convert an error into a message and an exit code.
 
-The user's input is wrong (2) where lean_ft or the recipe itself raised a ValueError, since that is how both refuse
-input, or where a file could not be opened. The same ValueError from inside torch means that the run failed (1), as
-does everything else. Ctrl-C is neither.
+Exit code 2 means wrong input: lean_ft or the recipe raised ValueError, or a file could not be opened. Exit code 1 means
+that the run failed: any other error, including a ValueError raised inside torch. Ctrl-C exits with 130.
 """
 
 import contextlib
@@ -22,19 +21,19 @@ from lean_ft.system.redaction import redact
 from lean_ft.system.spelling import did_you_mean, nearest
 from lean_ft.system.whole_files import open_in_place
 
-# click's UsageError, which some versions of typer import from click and others carry inside.
+# click's UsageError. Some versions of typer import it from click, others include a copy.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-TRACEBACK_FILE = "traceback.log"  # in a run directory, which takes logs
-INTERRUPTED = 130  # as shells count it: 128 + SIGINT
+TRACEBACK_FILE = "traceback.log"  # in the run directory
+INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
 _OPENING_A_FILE = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.EROFS)
 _OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
 def explain(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, int]:
-    """The message and the exit code for an error of the command line `arguments`; the message of a failed run says how to
-    see its traceback."""
+    """Return the message and the exit code for an error of the command line `arguments`. The message of a failed run
+    names its traceback or the --debug option."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted.{notes}", INTERRUPTED
@@ -64,8 +63,8 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
 
 
 def add_place(error: Exception, recipe: Path, is_shipped: bool, output_dir: Path | None) -> None:
-    """Note where a run failed: the line of the user's own recipe, or of what lies beside it, and the file in the run
-    directory that has the whole traceback. What a shipped recipe refuses, or tells in full, needs neither."""
+    """Add notes on where a run failed: the line of the user's recipe or of a file beside it, and the path of the traceback
+    in the run directory. Input errors of shipped recipes, and lean_ft's own RuntimeErrors, get no notes."""
     if _is_made_to_be_read(error) or (is_shipped and explain(error)[1] == 2):
         return
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == recipe.parent]
@@ -76,7 +75,7 @@ def add_place(error: Exception, recipe: Path, is_shipped: bool, output_dir: Path
             output_dir.mkdir(parents=True, exist_ok=True)
             names = {path.name for path in output_dir.iterdir()}
             if not names <= {TRACEBACK_FILE} and "config.yaml" not in names:
-                return  # no run's folder, which is what the error may be about
+                return  # not a run directory, which may be the cause of the error
             with open_in_place(output_dir / TRACEBACK_FILE, "a") as file:
                 text = redact("".join(traceback.format_exception(error)))
                 file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n{text}\n")
@@ -90,24 +89,24 @@ def _is_made_to_be_read(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host ran out of memory, told without importing torch."""
+    """Whether the device or the host ran out of memory. Does not import torch."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        # torch on a CPU, cuBLAS where its workspace no longer fits, and CUDA itself (AcceleratorError, of pinned memory too)
+        # torch on a CPU, cuBLAS without room for its workspace, and CUDA (AcceleratorError, also for pinned memory)
         or any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    """Whether the frame that raised belongs to lean_ft or to a recipe."""
+    """Whether lean_ft or a recipe raised the error, and not a library."""
     frames = list(traceback.walk_tb(error.__traceback__))
     module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     return module.partition(".")[0] in ("lean_ft", "recipes")
 
 
 def _usage(error: Any, arguments: Sequence[str]) -> str:
-    """A message for a mistyped verb, option or argument."""
+    """Return the message for a mistyped verb, option or argument."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "leanft"
     if context is None or not hasattr(error, "possibilities") or not hasattr(error, "option_name"):
@@ -121,7 +120,7 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _as_setting(option: str, arguments: Sequence[str]) -> str:
-    """`optimizer.lr=1e-4` for `--lr 1e-4`: the setting of the recipe in `arguments` with the nearest name."""
+    """Return the recipe's setting with the nearest name: `optimizer.lr=1e-4` for `--lr 1e-4`."""
     name, recipes = option.lstrip("-").replace("-", "_"), {**catalog.recipes(), **catalog.aliases()}
     recipe = next((word for word in arguments if word in recipes or word.endswith(".py")), "finetune")
     with contextlib.suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""`leanft export`: the model of a run, for everything that is not lean_ft."""
+"""`leanft export`: export a run's model for other software."""
 
 from typing import Annotated
 
@@ -54,9 +54,10 @@ def export(
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an earlier export at DEST.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Export a model, or an adapter with its model (--merge) or alone (--adapter): a Hugging Face folder, a GGUF file, or a DCP one.
+    """Export a model as a Hugging Face folder, a GGUF file or a DCP folder.
 
-    What was written is read back and compared with the source before DEST appears.
+    An adapter is exported merged into its model (--merge) or alone (--adapter). The export is read back and compared with the
+    source before DEST appears.
     """
     from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf
 

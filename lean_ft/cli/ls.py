@@ -1,4 +1,4 @@
-"""`leanft ls`: what there is to run."""
+"""`leanft ls`: list recipes and presets."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def ls(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """List recipes and presets, or what one recipe needs."""
+    """List recipes and presets, or the presets and required settings of one recipe."""
     if recipe is None:
         recipes = {**catalog.recipes(), **catalog.aliases()}
         print_rows("Recipes", {name: catalog.summary(file) for name, file in recipes.items()})
@@ -41,10 +41,10 @@ def ls(
 
 
 def _is_of(preset: Path, recipe: str, module: ModuleType) -> bool:
-    """Whether a preset names the recipe as its own; for a user's file, and where it names none, whether it fits."""
+    """Whether a preset names the recipe. For a user's recipe, or a preset without a name, whether its settings fit."""
     try:
         own = preset_recipe(preset)
-    except ValueError:  # a broken preset is nobody's
+    except ValueError:  # a broken preset belongs to no recipe
         return False
     if own is not None and catalog.is_shipped(module):
         return own == catalog.without_alias(recipe)
@@ -66,8 +66,8 @@ def _print_presets(title: str, presets: Mapping[str, Path]) -> None:
 
 
 def _columns(preset: Path) -> tuple[str, str, str, str, str]:
-    """The preset's recipe, and what its comment tells: parameters, the smallest card and its peak there. Last, what it
-    says of itself where that is in none of these; its settings where it says nothing, or why it cannot be read."""
+    """Return the preset's recipe and, from its comment, the number of parameters, the smallest card and the peak memory on
+    it. The last column is for presets without these numbers: their comment, their settings, or the error."""
     try:
         recipe, values = preset_recipe(preset) or "-", preset_values(preset)
     except ValueError as error:  # a broken preset must not hide the others

@@ -1,7 +1,7 @@
-"""`leanft`: the verbs, and what becomes of an error.
+"""`leanft`: the verbs and the handling of errors.
 
-Exit codes: 0 done, 1 the run failed, 2 the user's input is wrong. An error is one message on stderr; with
-`--debug` its traceback comes before it.
+Exit codes: 0 success, 1 failed run, 2 wrong input. An error prints one message to stderr, after its traceback with
+`--debug`.
 """
 
 import os
@@ -44,7 +44,7 @@ app = typer.Typer(
     epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]. The name of a recipe is a command "
     "too: [bold]leanft chat runs/tiny[/bold]",
 )
-# Each has a function of its own name.
+# Each module has a function with the module's name.
 VERBS = (
     run,
     ls,
@@ -83,30 +83,30 @@ def leanft(
 
 
 def run_command_line(arguments: list[str] | None = None) -> NoReturn:
-    """Runs `leanft` with the given arguments (those of the process by default) and exits with its code."""
+    """Run `leanft` with the arguments, by default those of the process, and exit with its code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         arguments = _as_meant(arguments)
-        if "_LEANFT_COMPLETE" in os.environ:  # a shell asks what could come next
+        if "_LEANFT_COMPLETE" in os.environ:  # a shell requests completions
             app(prog_name="leanft")
         named = next((word for word in arguments if word in _recipe_names() or word.endswith(".py")), None)
         if arguments[:1] == ["run"] and {"-h", "--help"} & {*arguments} and named is not None:
             typer.echo(help_of_recipe(named))
             raise typer.Exit
-        # Not `app()`, which answers errors in its own voice and with its own codes.
+        # Not `app()`, which prints its own error messages and uses its own exit codes.
         command = typer.main.get_command(app)
         with command.make_context("leanft", list(arguments)) as context:
             command.invoke(context)
         code = 0
     except typer.Exit as done:
         code = done.exit_code
-    except BrokenPipeError:  # from a verb that prints: its reader (`| head`) has enough
+    except BrokenPipeError:  # the reader of a printing verb (`| head`) closed the pipe
         code = 0
     except SystemExit:
         raise
-    except BaseException as error:  # exception groups and panics of Rust too
+    except BaseException as error:  # includes exception groups and Rust panics
         message, code = explain(error, arguments)
-        if not report_to_launcher(message, code):  # else the process that started this one says it
+        if not report_to_launcher(message, code):  # otherwise the launching process prints it
             print_error(message, traceback_of=error if "--debug" in arguments else None)
         elif "--debug" in arguments:
             print_traceback(error)
@@ -119,7 +119,7 @@ def _recipe_names() -> set[str]:
 
 
 def _as_meant(arguments: list[str]) -> list[str]:
-    """`help` as --help, and the name of a recipe as `run` with that recipe: `leanft chat runs/first`."""
+    """Replace `help` by --help, and insert `run` before a recipe's name, as in `leanft chat runs/first`."""
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
     verbs = {verb.__name__.rpartition(".")[2].replace("_", "-") for verb in VERBS} | {"data"}
@@ -131,7 +131,7 @@ def _as_meant(arguments: list[str]) -> list[str]:
 
 
 def _close_stdout() -> None:
-    """Writes what is left; where nobody reads it any more, drops it, or Python would complain at its own exit."""
+    """Flush stdout. If its reader is gone, discard the rest, so that Python prints no error at exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,6 +1,6 @@
-"""Where the command line's words go: results to stdout, everything else to stderr.
+"""Output of the command line: results to stdout, everything else to stderr.
 
-In a terminal there is colour and text is folded to its width; in a pipe or file every line is plain and whole.
+A terminal gets colors, and text wrapped to its width. A pipe or a file gets plain, unwrapped lines.
 """
 
 import sys
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 
-_PIPE_WIDTH = 100_000  # columns: nothing is folded or cut, so that `grep` and `cut` see whole lines
+_PIPE_WIDTH = 100_000  # columns; lines are not wrapped, so that `grep` and `cut` see whole lines
 
 
 def stdout() -> Console:
@@ -27,7 +27,7 @@ def _console(stream: TextIO) -> Console:
 
 
 def print_rows(title: str, rows: Mapping[str, str]) -> None:
-    """Prints a titled table of names and what they are."""
+    """Print a titled table of names and their descriptions."""
     stdout().print(Text(title, style="bold"))
     if rows:
         print_table(("", ""), [("  " + name, text) for name, text in rows.items()])
@@ -35,8 +35,8 @@ def print_rows(title: str, rows: Mapping[str, str]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows of cells under the names of their columns, of which those that begin with `>` are right-aligned; no
-    line of names where all are empty."""
+    """Print rows of cells below their column names. A column whose name begins with `>` is right-aligned. If all names are
+    empty, no header is printed."""
     console, right = stdout(), [name.startswith(">") for name in columns]
     names = [name.removeprefix(">") for name in columns]
     if console.is_terminal:
@@ -59,7 +59,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows on stderr what is being done: in one line that changes in a terminal, else in a line each."""
+    """Yield a function that prints progress to stderr: a status line in a terminal, otherwise one line per call."""
     console = _console(sys.stderr)
     if not console.is_terminal:
         yield lambda doing: console.print(Text(doing))

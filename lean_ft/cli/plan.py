@@ -1,4 +1,4 @@
-"""`leanft plan`: what a run takes, before it runs, and which settings fit a budget."""
+"""`leanft plan`: predict the memory of a run, and find settings that fit a budget."""
 
 import time
 from pathlib import Path
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lean_ft.plan.rehearsal import Rehearsal
     from lean_ft.plan.search import Search
 
-_ASSUMED = "A100 80GB"  # of --gpus, where there is none here and none was named
-_SHOWN = 5  # settings listed from those that fit
+_ASSUMED = "A100 80GB"  # for --gpus, if this machine has no GPU and none is named
+_SHOWN = 5  # settings listed of those that fit
 
 
 def plan(
@@ -41,17 +41,17 @@ def plan(
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step's memory over time.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Say what a run's peak memory will be, and where it lies.
+    """Predict a run's peak memory and when it occurs.
 
-    One real step of the recipe is rehearsed on shapes alone: no weights, no data and no GPU are needed, only the
-    model's config.json. The batch is the longest that the settings allow. With --gpus the step is that of many, as
-    `leanft run --nproc-per-node N --nnodes M` takes it: one process plans for all of them.
+    Simulates one step of the recipe on tensor shapes. This needs no weights, data or GPU, only the model's config.json. The
+    batch is the longest that the settings allow. With --gpus, one process simulates a step of
+    `leanft run --nproc-per-node N --nnodes M`.
     """
     if gpus is None and nodes > 1:
         raise ValueError(f"--nodes {nodes} needs --gpus N, the GPUs that each of the machines has.")
     module, cfg = load_run(recipe, config, overrides, writes=False, processes=(gpus or 1) * nodes)
 
-    # Here, because it brings torch, which the other verbs must not wait for.
+    # Imported here because torch is slow to import and most verbs do not need it.
     from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device
     from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
     from lean_ft.plan.search import search

@@ -1,4 +1,4 @@
-"""`leanft plot`: the curves of runs, side by side."""
+"""`leanft plot`: draw the curves of runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,9 +25,9 @@ def plot(
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite the files of --output.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Draw loss, held-out loss, learning rate, memory, speed and what else the runs measured: a PNG and an HTML page.
+    """Draw loss, held-out loss, learning rate, memory, speed and the other metrics of runs as a PNG and an HTML page.
 
-    The page stands alone: it can be mailed, and needs no network.
+    The page is a single file and needs no network.
     """
     from lean_ft.training.curves import draw_curves
 

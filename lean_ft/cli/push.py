@@ -1,4 +1,4 @@
-"""`leanft push`: a run's model to the Hugging Face hub."""
+"""`leanft push`: upload a run's model to the Hugging Face Hub."""
 
 from typing import Annotated
 
@@ -24,9 +24,9 @@ def push(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Upload a model or an adapter to the Hugging Face hub, with a card: data, losses, curves, settings and versions.
+    """Upload a model or an adapter to the Hugging Face Hub with a card: data, losses, curves, settings and versions.
 
-    Needs a token that may write: `hf auth login`, or the variable HF_TOKEN.
+    Needs a token with write access: run `hf auth login` or set the variable HF_TOKEN.
     """
     from lean_ft.hub.upload import push as upload
 

@@ -1,4 +1,4 @@
-"""`leanft run`: trains."""
+"""`leanft run`: run a recipe."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ from lean_ft.system.launch import Launch, launch
 
 
 def _flag(name: str, metavar: str, help: str) -> Any:
-    """A flag of torchrun's, which it takes with dashes or underscores."""
+    """Return an option of torchrun, spelled with dashes or underscores."""
     names = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Several processes", show_default=False)
 
@@ -56,8 +56,8 @@ def run(
 ) -> None:
     """Run a recipe.
 
-    RECIPE is a name from `leanft ls`, or your own file. Settings come from its defaults, then the preset, then
-    KEY=VALUE. `leanft cat RECIPE` prints them all.
+    RECIPE is a name from `leanft ls` or your own file. KEY=VALUE overrides the preset, which overrides the recipe's
+    defaults. `leanft cat RECIPE` prints all settings.
     """
     if nproc_per_node is not None or nnodes != "1":
         if rdzv_backend not in ("c10d", "static"):
@@ -67,8 +67,8 @@ def run(
         plan = _planned(nproc_per_node or "gpu", nnodes, rdzv_endpoint, rdzv_id, max_restarts)
         if node_rank is not None and plan.max_nodes > 1:
             plan = replace(plan, is_host=node_rank == 0)
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `prepare_torch`, which is for one process
-        # What is wrong with the settings is said once, and nothing is started.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # `prepare_torch` sets this for one process
+        # Report invalid settings once, before any process starts.
         _, cfg = load_run(recipe, config, overrides, processes=plan.max_nodes * plan.processes_per_node)
         given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
         given += batches_of(cfg, given)
@@ -76,14 +76,14 @@ def run(
         parallel = parallel or ParallelConfig()  # pyright: ignore[reportCallIssue]
         launch(plan, ["run", *given, *(["--debug"] if debug else [])], parallel.timeout_minutes)
         return
-    with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before torch is imported, which takes seconds
+    with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before the import of torch, which takes seconds
         prepare_torch()
         _quiet_libraries()
         run_recipe(*load_run(recipe, config, overrides))
 
 
 def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_restarts: int) -> Launch:
-    """The flags as they were meant; ValueError for what is none of that."""
+    """Parse the launch options. Raise ValueError for invalid values."""
     if processes.isdigit() and int(processes) > 0:
         number = int(processes)
     elif processes in ("gpu", "cpu", "auto"):
@@ -114,7 +114,7 @@ def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_
 
 
 def _quiet_libraries() -> None:
-    """Torchao warns of its kernels for other devices, and torch of how torchao uses it: nothing that a user can mend."""
+    """Silence warnings of torchao about kernels for other devices, and of torch about torchao. Users cannot fix them."""
     from lean_ft.torch_private import PYTREE_LOGGER
 
     for name in ("torchao", PYTREE_LOGGER):
@@ -122,9 +122,9 @@ def _quiet_libraries() -> None:
 
 
 def run_recipe(recipe: ModuleType, cfg: Any) -> None:
-    """Runs a recipe with its settings, models of the hub held to a commit, and tells beforehand what it takes."""
+    """Pin Hub models to a commit, print the expected memory, and run a recipe with its settings."""
     if any(repository_name(path) for path in models_of(cfg).values()):
-        from lean_ft.training.continuation import hold_models_to_commits  # here, as it brings torch
+        from lean_ft.training.continuation import hold_models_to_commits  # here, because it imports torch
 
         cfg = hold_models_to_commits(cfg)
     if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
@@ -138,7 +138,7 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
     except SystemExit as error:
         if error.code or not is_shipped(recipe):
             raise
-        # A caller would take the run for complete.
+        # With exit code 0, a caller would consider the run complete.
         raise RuntimeError(
             "a function of yours ended the run by sys.exit(0). Raise an exception, or return a value."
         ) from error
@@ -152,12 +152,12 @@ def run_recipe(recipe: ModuleType, cfg: Any) -> None:
 
 
 def _is_one_of_many() -> bool:
-    """Whether other processes train the same model; a rehearsal is of one that has it all."""
+    """Whether several processes train the model. The rehearsal before a run covers only a single process."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _part() -> None:
-    """Leaves the other processes in order; after an error nothing would answer."""
+    """Destroy the process group. Not called after an error, when the other processes would not respond."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -165,18 +165,18 @@ def _part() -> None:
 
 
 def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:
-    """Whether a run is rehearsed before it begins: a user's own file, which may do anything, is not run twice unasked."""
+    """Whether a run is rehearsed first. A user's own recipe may have side effects, so it is rehearsed only with plan=true."""
     return is_shipped(recipe) if cfg.plan == "auto" else cfg.plan
 
 
 def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
-    """Says what the run is going to take, before it loads weights."""
+    """Print the expected memory of the run before it loads weights."""
     from lean_ft.plan.beforehand import foresee
     from lean_ft.system.log import say
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import resolve_device
 
-    resolve_device(cfg.device)  # one that is not there is said before anything else, as is a folder that cannot be used
+    resolve_device(cfg.device)  # report a missing device or an unusable folder first
     check_output_dir(cfg)
 
     try:
@@ -191,7 +191,7 @@ def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
 
 
 def _draw_profile(recipe: ModuleType, cfg: RecipeConfig) -> None:
-    """Draws the memory that was measured beside the plan, which is made now: while it ran it would have been measured too."""
+    """Draw the measured memory beside the plan. The plan is computed after the run, because it would disturb the measurement."""
     from lean_ft.plan.beforehand import planned_step
     from lean_ft.plan.picture import draw_measured
     from lean_ft.system.log import say
@@ -214,14 +214,14 @@ def _draw_profile(recipe: ModuleType, cfg: RecipeConfig) -> None:
 
 
 def memory_advice(recipe: ModuleType, cfg: Any) -> str:
-    """What to do about a run that was out of memory: settings that take less, with what each leaves."""
+    """Return advice for a run that ran out of memory: settings that need less, with the peak memory of each."""
     advice = "A smaller batch_size or a shorter data.max_length takes less."
     if isinstance(cfg, RecipeConfig) and not plans_itself(recipe, cfg):
         advice += " The same arguments after `leanft plan` name settings that fit."
     elif isinstance(cfg, RecipeConfig) and not _is_one_of_many():
         from lean_ft.plan.beforehand import what_takes_less
 
-        with contextlib.suppress(RuntimeError):  # a recipe that cannot be rehearsed: say what holds for all
+        with contextlib.suppress(RuntimeError):  # if the rehearsal fails, keep the general advice
             advice = what_takes_less(recipe, cfg) or advice
     if isinstance(cfg, RecipeConfig) and cfg.batch_size > 1:
         advice += "\nA smaller batch_size with as many more gradient_accumulation_steps goes on with this run."

@@ -1,4 +1,4 @@
-"""`leanft runs`: a table of runs."""
+"""`leanft runs`: print a table of runs."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import print_table, stdout
 
-_NARROW_COLUMNS = 100  # a narrower terminal does not show speed and memory
+_NARROW_COLUMNS = 100  # narrower terminals omit speed and memory
 _SHOWN_CHARACTERS = 40  # of a setting's value
 
 
@@ -27,7 +27,7 @@ def runs(
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}. Pass the folder that holds your runs: leanft runs DIR.")
 
-    # Here, because it brings torch.
+    # Imported here because it imports torch.
     from lean_ft.training.curves import differing_settings, find_runs
     from lean_ft.training.loggers import as_text
 

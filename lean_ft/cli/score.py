@@ -1,4 +1,4 @@
-"""`leanft score`: what a reward model says of the rows of a file, or a teacher of their next tokens."""
+"""`leanft score`: score rows with a reward model, or store a teacher's likeliest next tokens."""
 
 from pathlib import Path
 from typing import Annotated
@@ -48,12 +48,12 @@ def score(
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite DEST.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Score the rows of a file by a reward model: the same rows as JSON, a line each, with their `score`.
+    """Score the rows of a file with a reward model and write them as JSON lines with a `score`.
 
-    A pair of answers has a `chosen_score` and a `rejected_score`. Rows are whole, whatever their length.
+    A preference pair gets a `chosen_score` and a `rejected_score`. Rows are never truncated.
 
-    With --top-k, MODEL is a teacher: what it predicts at each target of the rows is kept in the folder DEST. KEY=VALUE are the
-    settings `data.*` of the run that is to learn from it.
+    With --top-k, MODEL is a teacher, and its likeliest next tokens at each target are stored in the folder DEST. Set KEY=VALUE
+    to the `data.*` settings of the distillation run.
     """
     from lean_ft.frozen.scoring import open_reward_model, score_lines
     from lean_ft.settings.text import load_config

@@ -1,4 +1,4 @@
-"""`leanft serve`: a checkpoint behind OpenAI's chat API, to try it with what speaks that."""
+"""`leanft serve`: serve a checkpoint through the OpenAI chat API."""
 
 import os
 from pathlib import Path
@@ -40,9 +40,9 @@ def serve(
     ] = "bfloat16",
     debug: Debug = False,
 ) -> None:
-    """Serve a model by OpenAI's chat API, for trying it: chat completions, whole or streamed.
+    """Serve a model through the OpenAI chat API, for testing: chat completions, whole or streamed.
 
-    With the variable LEANFT_TOKEN set, requests have to bring it as their API key.
+    If the variable LEANFT_TOKEN is set, requests must send it as their API key.
     """
     from lean_ft.generation import open_model
 

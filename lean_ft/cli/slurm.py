@@ -1,4 +1,4 @@
-"""`leanft slurm`: prints a job script that runs a recipe on many machines and goes on by itself."""
+"""`leanft slurm`: print a job script that runs a recipe on several machines and resumes by itself."""
 
 import shlex
 from typing import Annotated
@@ -8,8 +8,8 @@ import typer
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
 from lean_ft.settings import RecipeConfig
 
-# srun starts one agent a machine, which starts the machine's processes. Slurm warns the script alone (B:) in time to save;
-# the script hands that on to the agents, and puts the job back into the queue when they have saved.
+# srun starts one agent per machine, which starts the machine's processes. Before the time limit, Slurm signals only the
+# script (B:). The script forwards the signal to the agents and requeues the job after they have saved.
 _SCRIPT = """\
 #!/bin/bash
 {directives}
@@ -46,13 +46,13 @@ def slurm(
 ) -> None:
     """Print a Slurm job that runs a recipe: leanft slurm RECIPE ... > job.sbatch
 
-    A turn that comes to its end saves, and the job is queued again; each turn goes on from the newest checkpoint.
-    output_dir has to be on a disk that all machines see.
+    Before the time limit, the run saves a checkpoint and the job is queued again. It then resumes from the newest
+    checkpoint. output_dir must be on a disk that all machines share.
     """
-    # What is wrong with it is said now, and not when the job's turn has come.
+    # Report invalid settings now instead of when the job starts.
     _, cfg = load_run(recipe, config, overrides, processes=(num_processes := nodes * gpus_per_node))
     if isinstance(cfg, RecipeConfig) and num_processes > 1:
-        from lean_ft.training.device import refuse_on_many  # here, as it brings torch
+        from lean_ft.training.device import refuse_on_many  # here, because it imports torch
 
         refuse_on_many(cfg, num_processes)
     given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]

@@ -1,4 +1,4 @@
-"""`leanft validate`: would this run start?"""
+"""`leanft validate`: check whether a run would start."""
 
 import math
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ from lean_ft.system.catalog import is_shipped
 
 
 def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
-    """Check a run's settings and what they name, without running it: files, first rows, device, output_dir, targets.
+    """Check a run's settings, files, first rows, device, output_dir and LoRA targets without running it.
 
-    Prints every setting as it would be used.
+    Prints the resolved settings.
     """
     module, cfg = load_run(recipe, config, overrides)
     problems, notes = look_at(cfg)
@@ -40,11 +40,11 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
 
 
 def look_at(cfg: Any) -> tuple[list[str], list[str]]:
-    """What the rehearsal cannot find: problems of the machine, the files and the first rows; and notes.
+    """Return problems of the machine, the files and the first rows, which the rehearsal cannot find; and notes.
 
-    Uses no network. Skips repositories that are not in the hub's cache.
+    Uses no network. Skips repositories that are not in the Hub's cache.
     """
-    # Here, because they bring torch, which the other verbs must not wait for.
+    # Imported here because torch is slow to import and most verbs do not need it.
     import torch
 
     from lean_ft.data import prompt_rows
@@ -112,8 +112,8 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
 
 
 def _begin(recipe: ModuleType, cfg: RecipeConfig) -> list[str]:
-    """Takes the recipe to its first step on shapes alone, so that what it finds of the model by then is refused here too:
-    ValueError. Returns what is worth a note; of a model that is not on this disk nothing is found."""
+    """Run the recipe up to its first step on shapes, and return notes. Raise ValueError for settings that the model does
+    not support. Does nothing if the model is not on this disk."""
     from lean_ft.plan.devices import Machines, choose_device
     from lean_ft.plan.rehearsal import rehearse
 
@@ -122,7 +122,7 @@ def _begin(recipe: ModuleType, cfg: RecipeConfig) -> list[str]:
     if name is not None and find_cached(name, weights=False) is None:
         return []
     num_ranks = 1
-    if (parallel := cfg.group(ParallelConfig)) is not None:  # as few as these settings are for
+    if (parallel := cfg.group(ParallelConfig)) is not None:  # the fewest ranks that these settings allow
         of_copy = (parallel.shard or 1) * parallel.context * parallel.tensor
         num_ranks = parallel.replicate * (of_copy if parallel.shard else math.lcm(of_copy, parallel.experts))
     try:
@@ -137,14 +137,14 @@ def _gathered(problems: list[str], prefix: str = "") -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if f"{error}" not in problems:  # both the model and its tokenizer miss the same folder
+        if f"{error}" not in problems:  # the model and its tokenizer may report the same missing folder
             problems.append(f"{prefix}{error}")
 
 
 def _read_first_rows(data: Any, tokenizer: Any, source: Any) -> str:
-    """Reads the first rows of one source, and without a tokenizer only their fields; returns what came of them.
+    """Read the first rows of one source (without a tokenizer only their fields) and return a report.
 
-    Raises ValueError for what the run would stop at.
+    Raise ValueError for rows that would stop the run.
     """
     from lean_ft.data.documents import renderer_of
     from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of, reading
