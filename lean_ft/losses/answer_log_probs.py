@@ -1,10 +1,12 @@
 """Log-probabilities of whole completions without full logits, for preference losses.
 
-The model runs on a `PairBatch`. Each completion's log-probabilities are summed in an order that is the same on every device.
+The model runs on a `PairBatch`. Each completion's log-probabilities are summed in an order that is the same on every
+device.
 
-LD-DPO multiplies the log-probabilities of tokens beyond the shorter completion's length by `loss.ld_alpha` (Liu et al. 2024,
-arXiv:2409.06411), in the sums of the model and of the reference. WPO weights a pair by the product over its completions of
-exp(mean of log p - log(sum of p^2 over the vocabulary)) (Zhou et al. 2024, arXiv:2406.11827, eq. 2, sampled alignment).
+LD-DPO multiplies the log-probabilities of tokens beyond the shorter completion's length by `loss.ld_alpha` (Liu et al.
+2024, arXiv:2409.06411), in the sums of the model and of the reference. WPO weights a pair by the product over its
+completions of exp(mean of log p - log(sum of p^2 over the vocabulary)) (Zhou et al. 2024, arXiv:2406.11827, eq. 2,
+sampled alignment).
 
 Single completions (`UnpairedBatch`) have one side: shapes (P, 2) become (P, 1).
 
@@ -33,7 +35,7 @@ class Answers(NamedTuple):
 
 
 class AnswerLogProbs:
-    """Callable `log_probs(model, batch, statistics)` that computes the `Answers` of a batch, with gradients if enabled."""
+    """`log_probs(model, batch, statistics)` returns the `Answers` of a batch, with gradients if enabled."""
 
     def __init__(self, model: Any, cfg: ComparisonConfig) -> None:
         """Read the settings of the loss, memory and dtype from `cfg`. `model` is a `Decoder`."""

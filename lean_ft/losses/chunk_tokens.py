@@ -1,11 +1,11 @@
 """The number of target tokens per chunk of logits with `memory.loss_chunk_tokens=auto`.
 
-A chunk has C * V logits. Small chunks make narrow matrix products and add the output weight's gradient often; large chunks take
-memory while everything that backward needs is alive. A chunk gets a fixed share of the memory that the weights leave on the
-device, rounded to a power of two within bounds.
+A chunk has C * V logits. Small chunks make narrow matrix products and add the output weight's gradient often; large
+chunks take memory while everything that backward needs is alive. A chunk gets a fixed share of the memory that the
+weights leave on the device, rounded to a power of two within bounds.
 
-The share is of the device's total memory, not of its free memory: the chunk size decides how sums are rounded, and a resumed run
-must choose the same.
+The share is of the device's total memory, not of its free memory: the chunk size decides how sums are rounded, and a
+resumed run must choose the same.
 """
 
 import math
@@ -22,7 +22,7 @@ UNKNOWN_MEMORY_TOKENS = 1024  # if the memory size is unknown
 
 
 def loss_chunk_tokens(model: nn.Module, chosen: int | Literal["auto"]) -> int:
-    """Return `chosen`, or for `auto` the chunk size for this model, which has an `output_weight` (V, D), and its device."""
+    """Return `chosen`, or for `auto` the chunk size for this model (with an `output_weight` (V, D)) and its device."""
     if chosen != "auto":
         return chosen
     weight = model.output_weight

@@ -1,18 +1,18 @@
-"""The work that losses share: logits in chunks, what a softmax makes of them, and the sum of the weight's gradient.
+"""Shared parts of the losses: chunked logits, softmax values and gradients, and the sum of the output weight's
+gradient.
 
-Logits are the largest tensor of a finetune: 4,096 tokens of a 151,936-word vocabulary take 1.2 GB in bfloat16, and
-the plain computation holds several copies of them. Here a chunk of tokens goes all the way before the next one starts,
-in one tensor that serves them all; the logits' gradient is written over the logits, and nothing of size (tokens,
-vocabulary) outlives its chunk.
+Logits are the largest tensor of finetuning: 4,096 tokens and a vocabulary of 151,936 take 1.2 GB in bfloat16, and the
+plain computation holds several copies. Here each chunk of tokens is processed completely before the next one, in one
+reused buffer. The gradient overwrites the logits, and no tensor of size (tokens, vocabulary) outlives its chunk.
 
-The gradient of the output weight is a sum over chunks. In bfloat16 every partial sum is rounded, so the sum is kept
-in float32 by default, in slices of the vocabulary that are turned into the weight's type one at a time: the float32
-copy shrinks while the gradient grows. A sum in the weight's own type becomes the gradient where it lies.
+The gradient of the output weight is a sum over chunks. bfloat16 would round every partial sum, so the sum is float32 by
+default. It is stored in slices of the vocabulary that are converted to the weight's dtype one at a time and then freed.
+A sum in the weight's own dtype is the gradient itself, without a copy.
 
-The passes over a chunk are three functions of one body: what a loss says of each token (`describe`), the gradient of
-that over the logits (`gradient`), or both in one (`describe_with_gradient`), fused by torch.compile or a few rows at a time.
+The passes over a chunk compute the loss and metrics of each token (`describe`), the gradient with respect to the logits
+(`gradient`), or both (`describe_with_gradient`). They are fused by torch.compile, or run on a few rows at a time.
 
-Shapes: N target tokens, C tokens a chunk, D hidden size, V vocabulary.
+Shapes: N target tokens, C tokens per chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,23 +25,23 @@ from torch import Tensor
 from lean_ft.system.shapes_only import device_type, repeated
 
 VOCAB_SLICE = 8192  # rows of the output weight whose gradient is summed at a time
-# float32 elements that the uncompiled softmax may hold at a time
+# float32 elements in memory at a time in the uncompiled softmax
 EAGER_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 25}
-ADDED_ELEMENTS = 1 << 18  # of a product that a CPU adds to a wider sum at a time
+ADDED_ELEMENTS = 1 << 18  # elements that a CPU adds to a sum of a wider dtype at a time
 
-LOSS, IS_RIGHT, ENTROPY, LOG_Z = range(4)  # what is told of each token
-LOG_SUM_SQUARES = 4  # and where it is asked for, the logarithm of the sum of the squared probabilities
+LOSS, IS_RIGHT, ENTROPY, LOG_Z = range(4)  # columns with the values of each token
+LOG_SUM_SQUARES = 4  # optional column: log of the sum of the squared probabilities
 
 
 class Terms(NamedTuple):
-    """What the loss has beside the plain cross-entropy."""
+    """Settings of the loss beyond the plain cross-entropy."""
 
     softcap: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     temperature: float = 1.0
     tells_squares: bool = False
-    vocab_size: int = 0  # of the whole where logits are of a part of it; 0: they are of all
+    vocab_size: int = 0  # size of the whole vocabulary if the logits cover only a part; 0: the logits cover all
 
     @property
     def num_columns(self) -> int:
@@ -49,29 +49,34 @@ class Terms(NamedTuple):
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
-    """The type of the products with `weight`: its own, or autocast's."""
+    """Return the dtype of products with `weight`: autocast's if enabled, else the weight's."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def sum_dtype(weight: Tensor, accumulation_dtype: str) -> torch.dtype:
-    """The type of the weight's gradient while it is summed, as the setting `float32` or `weight` says."""
+    """Return the dtype in which the weight's gradient is summed; `accumulation_dtype` is `float32` or `weight`."""
     return weight.dtype if accumulation_dtype == "weight" else torch.promote_types(weight.dtype, torch.float32)
 
 
 def logits_in_chunks(hidden: Tensor, projection: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each chunk of hidden (N, D): where it lies, its rows (C, D) and its logits (C, V), in the type of `projection`
-    (V, D). The logits are the caller's to write over until the next chunk."""
+    """Yield each chunk of hidden (N, D): its slice, its rows (C, D) and its logits (C, V), in the dtype of `projection`
+    (V, D).
+
+    The caller may overwrite the logits. The next chunk reuses their memory.
+    """
     logits_of = ChunkLogits(projection)
-    for start in repeated(range(0, hidden.shape[0], chunk_tokens), shown=2):  # the first begins the sums
+    for start in repeated(range(0, hidden.shape[0], chunk_tokens), shown=2):  # the first chunk initializes the sums
         chunk = slice(start, start + chunk_tokens)
         chunk_hidden = hidden[chunk].to(projection.dtype)  # (C, D)
         yield chunk, chunk_hidden, logits_of(chunk_hidden)
 
 
 class ChunkLogits:
-    """The logits (C, V) of a chunk's hidden states (C, D), in one tensor for all chunks but a shorter last: mapping a fresh
-    one costs a CPU as much as the softmax."""
+    """Computes logits (C, V) from a chunk's hidden states (C, D) in one reused buffer.
+
+    On a CPU, mapping the memory of a new tensor takes as long as the softmax.
+    """
 
     def __init__(self, projection: Tensor) -> None:
         self._projection = projection  # (V, D)
@@ -84,9 +89,9 @@ class ChunkLogits:
 
 
 class WeightGradient:
-    """The running sum of the output weight's gradient, (V, D), in slices of the vocabulary.
+    """Running sum of the output weight's gradient, (V, D), in slices of the vocabulary.
 
-    In the weight's own type the slices are parts of one tensor, which becomes the gradient where it lies.
+    In the weight's own dtype the slices are views of one tensor, which becomes the gradient.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -95,7 +100,7 @@ class WeightGradient:
         self.slices: list[Tensor] = []
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Adds grad_logits.T (V, C) @ hidden (C, D)."""
+        """Add grad_logits.T (V, C) @ hidden (C, D)."""
         parts = grad_logits.split(VOCAB_SLICE, dim=1)
         if not self.slices:
             self._begin(parts, hidden)
@@ -120,7 +125,7 @@ class WeightGradient:
                 total.copy_(part.T @ hidden)
 
     def scaled(self, scale: Tensor | float) -> Tensor:
-        """The gradient times a scalar, in the weight's type; a sum in another is given up slice by slice."""
+        """Return the gradient times a scalar, in the weight's dtype. A sum in another dtype is freed slice by slice."""
         if not self.slices:
             return torch.zeros_like(self.weight)
         if self.gradient is not None:
@@ -133,7 +138,7 @@ class WeightGradient:
 
 
 def _add_narrower(total: Tensor, product: Tensor) -> None:
-    """total += product, both (S, D), in blocks: a CPU first copies an operand of another type, whole, to the wider."""
+    """Compute total += product, both (S, D), in blocks: a CPU first converts a whole operand of another dtype."""
     rows = len(total)
     if total.device.type == "cpu":
         rows = max(1, ADDED_ELEMENTS // total.shape[1])
@@ -141,16 +146,17 @@ def _add_narrower(total: Tensor, product: Tensor) -> None:
         block.add_(more)
 
 
-# The passes over a chunk's logits, capped already; terms that are off leave no trace in the code that is compiled. ------------
+# Passes over a chunk's logits, after the soft cap. Disabled terms are not part of the compiled code.
+# ---------------------
 
-# (logits (C, V), then what is known or told of each token, (C,) or (C, columns)): writes in place.
+# work(logits (C, V), then tensors with values of each token, (C,) or (C, columns)): writes in place.
 Work = Callable[..., None]
 
 
 def told_of(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Of values (C, V), what is told of each token (C, columns), and log Z (C, 1)."""
-    # The exponentials are computed twice, once to be summed and once to be written, so that a compiler has no
-    # reason to keep them in float32, which would take twice the memory of the logits.
+    """Return the values of each token (C, columns) and log Z (C, 1), from logits over the temperature, (C, V)."""
+    # The exponentials are computed twice, for the sum and for the gradient, so that a compiler does not store them in
+    # float32, which takes twice the memory of the logits.
     highest = values.amax(dim=1, keepdim=True)
     below = values - highest
     weights = below.exp()
@@ -167,13 +173,13 @@ def told_of(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tenso
         losses = losses + terms.label_smoothing * (of_label - values.mean(dim=1, keepdim=True))
     if terms.z_loss:
         losses = losses + terms.z_loss * log_total.square()
-    # Of several highest logits each counts as a share of the prediction: a model whose logits are all alike knows nothing.
-    num_highest = (below == 0).to(values.dtype).sum(dim=1, keepdim=True).clamp(min=1)  # of NaN none is
+    # Tied highest logits share the prediction, so a model with equal logits everywhere gets no credit.
+    num_highest = (below == 0).to(values.dtype).sum(dim=1, keepdim=True).clamp(min=1)  # 0 for NaN
     right = (of_label == highest).to(values.dtype) / num_highest
     return torch.cat([losses, right, total.log() - mean_below, log_total, *columns], 1), log_total
 
 
-NUM_PART_COLUMNS = 6  # told of each token by the part of the vocabulary whose logits are here: `_describe_part`
+NUM_PART_COLUMNS = 6  # values per token from one part of the vocabulary: `_describe_part`
 
 
 def _describe_part(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
@@ -191,8 +197,8 @@ def _describe_part(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -
 
 
 def whole_of_parts(parts: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Of what `describe_part` told of each token, parts (n, C, columns), what `describe` tells of the whole, (C, columns),
-    and log Z, (C,)."""
+    """Combine the output of `describe_part`, parts (n, C, columns), into the output of `describe`, (C, columns), and
+    log Z, (C,)."""
     highests, totals, weighted, of_label, sums, nums = parts.unbind(2)  # (n, C) each
     highest = highests.amax(dim=0)
     lower = highests - highest
@@ -212,7 +218,8 @@ def whole_of_parts(parts: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 def gradient_of(logits: Tensor, values: Tensor, labels: Tensor, log_total: Tensor, terms: Terms) -> Tensor:
-    """Of each token's loss over the logits, (C, V); `values` are those over the temperature."""
+    """Return the gradient of each token's loss with respect to the logits, (C, V). `values`: logits over the
+    temperature."""
     gradient = (values - log_total).exp()
     if terms.z_loss:
         gradient = gradient * (1 + 2 * terms.z_loss * log_total)
@@ -252,36 +259,40 @@ def _write_gradient(terms: Terms, logits: Tensor, labels: Tensor, log_total: Ten
 
 
 def _cap(logits: Tensor, softcap: float) -> None:
-    # A pass of its own: in one with the softmax, a compiler would keep the tanh of every logit in float32.
+    # A separate pass: if fused with the softmax, a compiler would store the tanh of every logit in float32.
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits.copy_((logits.to(wide) / softcap).tanh() * softcap)
 
 
 def capping(softcap: float, compile: bool) -> Work:
-    """work(logits): caps them, in place."""
+    """Return `work(logits)`, which caps logits in place."""
     return _compiled_cap(softcap) if compile else _in_blocks(lambda terms, logits: None, Terms(), softcap)
 
 
 def work_of(function: Callable[..., None], terms: Any, compile: bool, is_capped: bool = False) -> Work:
-    """The pass `function(terms, logits (C, V), what is known or told of each token ...)`, over capped logits; `is_capped` says
-    that another pass has been over them."""
+    """Return the pass `function(terms, logits (C, V), *values of each token)`, applied after the soft cap.
+
+    is_capped: an earlier pass has already capped the logits.
+    """
     softcap = None if is_capped else terms.softcap
     return _compiled(function, terms, softcap) if compile else _in_blocks(function, terms, softcap)
 
 
-# Of `Terms` and whether to compile. work(logits, labels (C,), rows (C, columns)): writes what is told of each token to the rows.
+# Each takes `Terms` and `compile` and returns a pass.
+# work(logits, labels (C,), rows (C, columns)): writes the values of each token to the rows.
 describe = partial(work_of, _describe)
-# The same, and writes the gradient of each token's loss over its logits.
+# The same; also overwrites the logits with the gradient of each token's loss.
 describe_with_gradient = partial(work_of, _describe_with_gradient)
-# work(logits, labels (C,), rows (C, NUM_PART_COLUMNS)): writes what a part of the vocabulary tells of each token; labels are
-# counted from its first word, and may lie outside of it.
+# work(logits, labels (C,), rows (C, NUM_PART_COLUMNS)): writes the values of one part of the vocabulary. Labels are
+# relative to the part's first id and may lie outside the part.
 describe_part = partial(work_of, _describe_part)
-# work(logits, labels (C,), log Z (C,), scale (C,)): writes the gradient of each loss, times its scale, over the logits.
+# work(logits, labels (C,), log Z (C,), scale (C,)): overwrites the logits with the gradient of each loss times its
+# scale.
 gradient = partial(work_of, _write_gradient)
 
 
 def _in_blocks(function: Callable[..., None], terms: Any, softcap: float | None) -> Work:
-    """Without a compiler: a few rows at a time, so that the float32 copies stay small."""
+    """Return the uncompiled pass, which processes a few rows at a time to keep the float32 copies small."""
 
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
         limit = EAGER_ELEMENTS["cpu" if device_type(logits.device) == "cpu" else "other"]
@@ -295,8 +306,8 @@ def _in_blocks(function: Callable[..., None], terms: Any, softcap: float | None)
     return work
 
 
-# The last chunk is shorter, so the number of rows is a symbol from the start: one compilation serves them all.
-# Not tuned on a GPU: for each run of a kernel that writes over the logits, tuning copies them to the host and back.
+# The number of rows is dynamic, since the last chunk is shorter: one compilation serves all chunks.
+# No autotuning on a GPU: it copies the logits to the host and back for each run of a kernel that overwrites them.
 _COMPILER: dict[str, Any] = {"dynamic": True, "fullgraph": True, "options": {"triton.autotune_pointwise": False}}
 
 

@@ -1,4 +1,4 @@
-"""The loss of text classification, and what its predictions are worth. Shapes: P texts, C labels."""
+"""Loss and metrics of text classification. Shapes: P texts, C labels."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from lean_ft.system.shards import ALONE, Ranks
 
 
 def classification_losses(scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The loss of each text, (P,), from its scores (P, C).
+    """Return the loss of each text, (P,), from scores (P, C), as transformers computes it.
 
     targets: (P,) int64, one label per text: cross-entropy of the softmax; or (P, C), 1 for each label of the text: mean
-    binary cross-entropy of the sigmoids. weights: (C,) factors of the labels' terms. As transformers computes them.
+    binary cross-entropy of the sigmoids; weights: (C,), factors of the labels' terms.
     """
     if targets.dim() == 1:
         return cross_entropy(scores, targets, weights, reduction="none")
@@ -19,7 +19,8 @@ def classification_losses(scores: Tensor, targets: Tensor, weights: Tensor | Non
 
 
 class Predictions:
-    """Counts predictions: the likeliest label of each text, or if texts have several, each label with a score above 0."""
+    """Counts of predictions: the likeliest label of each text, or each label with a score above 0 if texts have several
+    labels."""
 
     def __init__(self, num_labels: int, device: torch.device, ranks: Ranks = ALONE) -> None:
         self._ranks, self._num_right = ranks, torch.zeros(1, dtype=torch.float64, device=device)
@@ -27,7 +28,7 @@ class Predictions:
 
     @torch.no_grad()
     def add(self, scores: Tensor, targets: Tensor) -> None:
-        """scores: (P, C); targets: as `classification_losses` takes them."""
+        """scores: (P, C); targets: as in `classification_losses`."""
         actual, predicted = targets > 0, scores > 0
         if targets.dim() == 1:
             actual, predicted = (one_hot(label, scores.shape[1]) for label in (targets, scores.argmax(1)))
@@ -36,8 +37,11 @@ class Predictions:
         self._sums += torch.cat([actual.T @ predicted, actual.sum(0, True), predicted.sum(0, True)])
 
     def metrics(self, num_texts: int) -> tuple[dict[str, float], list[list[int]]]:
-        """`eval_accuracy`, of texts with exactly the right labels, and `eval_macro_f1`, over labels that occur; and the
-        confusion matrix (C, C): texts with the label of the row and the prediction of the column. Every rank calls it."""
+        """Return `eval_accuracy` and `eval_macro_f1`, and the confusion matrix (C, C). Call it on every rank.
+
+        `eval_accuracy` is the share of texts with exactly the right labels; `eval_macro_f1` is over labels that occur.
+        The confusion matrix counts texts with the row's label and the column's prediction.
+        """
         sums = self._ranks.sum(torch.cat([self._num_right, self._sums.flatten()])) / self._ranks.num_sharing
         *confusion, actual, predicted = sums[1:].view_as(self._sums)
         table, total = torch.stack(confusion), actual + predicted

@@ -21,10 +21,10 @@ _PLAIN = LossConfig.model_validate({})
 
 
 class CrossEntropy:
-    """Callable `cross_entropy(model, batch, statistics)` that returns the loss summed over a batch's targets, a scalar.
+    """`cross_entropy(model, batch, statistics)` returns the loss summed over a batch's targets, a scalar.
 
-    Divide the sum by the number of targets in the whole optimizer step: a mean of means overweights short completions. The
-    router loss of a mixture of experts is a mean, so it is multiplied by the batch's number of targets.
+    Divide the sum by the number of targets in the whole optimizer step: a mean of means overweights short completions.
+    The router loss of a mixture of experts is a mean, so it is multiplied by the batch's number of targets.
     """
 
     def __init__(self, model: Any, cfg: TrainingConfig, ranks: Ranks = ALONE) -> None:

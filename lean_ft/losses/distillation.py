@@ -21,10 +21,10 @@ Teacher = Callable[[Any], TeacherStates | TopLogProbs]
 
 
 class Distillation:
-    """Callable `distillation(model, batch, said, statistics)` that returns the loss summed over a batch's targets, a scalar.
+    """`distillation(model, batch, said, statistics)` returns the loss summed over a batch's targets, a scalar.
 
-    Divide the sum by the number of targets in the whole optimizer step. The router loss of a mixture of experts is a mean, so
-    it is multiplied by the batch's number of targets.
+    Divide the sum by the number of targets in the whole optimizer step. The router loss of a mixture of experts is a
+    mean, so it is multiplied by the batch's number of targets.
     """
 
     def __init__(self, model: Any, cfg: TaughtConfig, ranks: Ranks = ALONE) -> None:

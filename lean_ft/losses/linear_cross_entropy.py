@@ -1,18 +1,19 @@
 """Output projection and cross-entropy in one pass over chunks of tokens.
 
 Each chunk of tokens is processed completely, from hidden states to logits, loss and gradients, before the next chunk
-(`chunked_softmax`). Gradients are computed during the forward pass; backward only scales them. Positions without a label are
-dropped before the projection.
+(`chunked_softmax`). Gradients are computed during the forward pass; backward only scales them. Positions without a
+label are dropped before the projection.
 
 Relative error of a bfloat16 weight's gradient against float64, for 2,048 random targets: 3.0e-3 for the plain bfloat16
-computation, 3.4e-3 here with 16 chunks and float32 sums, 5.4e-3 with bfloat16 sums. Rounding the exact gradient to bfloat16
-costs 1.7e-3. The tests check these bounds.
+computation, 3.4e-3 here with 16 chunks and float32 sums, 5.4e-3 with bfloat16 sums. Rounding the exact gradient to
+bfloat16 costs 1.7e-3. The tests check these bounds.
 
-The same passes over a chunk apply the model's soft cap, label smoothing and the z-loss, which keeps the softmax normalizer
-near 1. They also sum the number of correct predictions and the entropy, without synchronizing with the device.
+The same passes over a chunk apply the model's soft cap, label smoothing and the z-loss, which keeps the softmax
+normalizer near 1. They also sum the number of correct predictions and the entropy, without synchronizing with the
+device.
 
-Source: Liger Kernel's fused linear cross-entropy (Hsu et al., 2024, arXiv:2410.10989) for gradients in the forward pass over
-chunks; PaLM (Chowdhery et al., 2022, arXiv:2204.02311) for the z-loss. Not supported: class weights.
+Source: Liger Kernel's fused linear cross-entropy (Hsu et al., 2024, arXiv:2410.10989) for gradients in the forward pass
+over chunks; PaLM (Chowdhery et al., 2022, arXiv:2204.02311) for the z-loss. Not supported: class weights.
 
 Shapes: N target tokens, C tokens per chunk, D hidden size, V vocabulary.
 """
@@ -64,7 +65,8 @@ def linear_cross_entropy(
         labels: the target token of each position, (...) int64; `IGNORED_LABEL` for untrained positions.
         num_targets: number of labels that are not ignored; None counts them, which synchronizes with a GPU.
         chunk_tokens: target tokens per chunk of logits; 0 processes all at once.
-        accumulation_dtype: dtype of the weight's gradient while it is summed over chunks: `float32` or the weight's own.
+        accumulation_dtype: dtype of the weight's gradient while it is summed over chunks: `float32` or the weight's
+            own.
         softcap: replace logits by `softcap * tanh(logit / softcap)` (Gemma 2); None leaves them unchanged.
         label_smoothing: share of each target's probability that is spread over the whole vocabulary.
         z_loss: coefficient of the squared log of the softmax normalizer, added to each token's loss.
@@ -120,8 +122,8 @@ def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> 
 class SumOfLosses(torch.autograd.Function):
     """Sum of token losses, with gradients computed in the forward pass.
 
-    `work` gets a chunk's logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C, columns). It
-    overwrites the logits with their gradient and writes each token's values to the rows, the loss first.
+    `work` gets a chunk's logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C,
+    columns). It overwrites the logits with their gradient and writes each token's values to the rows, the loss first.
     """
 
     @staticmethod

@@ -1,29 +1,32 @@
-"""How far a student's predictions are from a teacher's, with neither's logits in memory for more than a chunk of tokens.
+"""Divergence of a student's predictions from a teacher's, with logits of one chunk of tokens at a time.
 
-A chunk of tokens is projected twice, by the student's output layer and by the teacher's, whose hidden sizes may differ;
-what follows is `linear_cross_entropy`'s pass, gradients included (`chunked_softmax`). Divergences of the student's
-probabilities s from the teacher's t, both at one temperature, and their gradients over the student's logits times that:
+Each chunk is projected by the student's output layer and by the teacher's; their hidden sizes may differ. The rest is
+the same as in `linear_cross_entropy`, including gradients in the forward pass (`chunked_softmax`). Divergences of the
+student's probabilities s from the teacher's t at the same temperature, and their gradients with respect to the
+student's logits, times the temperature:
 
     forward_kl    sum t (log t - log s)                            s - t
     reverse_kl    sum s (log s - log t)                            s (log s - log t - KL(s || m)), m = t
     jsd           beta KL(t || m) + (1 - beta) KL(s || m)          (1 - beta) s (log s - log m - KL(s || m))
                   with m = (1 - beta) s + beta t
 
-jsd goes to 0 with beta at either end; there it is *defined* as forward_kl (0) and reverse_kl (1), as in its paper. A loss is
-not multiplied by the square of the temperature, as some do. It may be mixed with the cross-entropy of the labels.
+jsd tends to 0 as beta approaches 0 or 1. At these values it is defined as forward_kl (0) and reverse_kl (1), as in the
+paper. The loss is not multiplied by the squared temperature, unlike in some implementations. It can be mixed with the
+cross-entropy of the labels.
 
-Vocabularies of one tokenizer may be padded to different sizes: then the rows that both have are compared, and the
-others of the larger are left out, as if no softmax knew them.
+If the vocabularies are padded to different sizes, only the ids that both models have are compared; the softmax omits
+the rest.
 
-A teacher that does not fit beside the student can be asked beforehand (`top_log_probs`): for each token its k likeliest next
-ones are kept, and how likely it is to be any of the rest. The divergence is then over k + 1 outcomes. Without the last the
-student could gain by moving probability to where nobody looks, and a KL would fall below 0.
+If the teacher does not fit in memory next to the student, run it beforehand (`top_log_probs`): it stores the
+log-probabilities of the k likeliest tokens and of all others together, and the divergence is over these k + 1 outcomes.
+Without the last outcome, the student could lower the loss by moving probability to other tokens, and a KL could be
+negative.
 
-Source: Agarwal et al., On-Policy Distillation of Language Models, 2023 (arXiv:2306.13649), for the divergences; the chunks
-are our own. Left out: a symmetric KL, and weights of tokens.
+Source: Agarwal et al., On-Policy Distillation of Language Models, 2023 (arXiv:2306.13649), for the divergences; the
+chunking is our own. Not supported: a symmetric KL, and weights of tokens.
 
-Shapes: N target tokens, C tokens a chunk, D and E hidden sizes of student and teacher, V their shared vocabulary, k tokens
-kept, G outcomes that are compared (V or k + 1).
+Shapes: N target tokens, C tokens per chunk, D and E hidden sizes of student and teacher, V their shared vocabulary, k
+stored tokens, G compared outcomes (V or k + 1).
 """
 
 import math
@@ -50,7 +53,7 @@ from lean_ft.losses.chunked_softmax import (
 from lean_ft.losses.linear_cross_entropy import SumOfLosses, select_targets
 from lean_ft.losses.statistics import TokenStatistics
 
-# What is told of each token, behind its loss, IS_RIGHT and ENTROPY, and what one pass tells the next.
+# Columns of each token's values after LOSS, IS_RIGHT and ENTROPY, including those that one pass writes for the next.
 CROSS_ENTROPY, DIVERGENCE, KL, LOG_Z, LOG_Z_STUDENT, LOG_Z_TEACHER = range(3, 9)
 NUM_COLUMNS = 9
 
@@ -58,7 +61,7 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 class TeacherStates(NamedTuple):
-    """A teacher that is there: what its output layer makes its logits of."""
+    """Hidden states and output layer of a teacher in memory."""
 
     hidden: Tensor  # (..., E), at the student's positions
     weight: Tensor  # (V or more, E)
@@ -66,16 +69,16 @@ class TeacherStates(NamedTuple):
 
 
 class TopLogProbs(NamedTuple):
-    """What was kept of a teacher's predictions of N targets, at the temperature of the loss."""
+    """Stored top-k predictions of a teacher for N targets, at the temperature of the loss."""
 
-    # (N, k + 1) float32: of the k likeliest tokens, and of all others together; (N, k) where k is all.
+    # (N, k + 1) float32: the k likeliest tokens, then all others together; (N, k) if k is the whole vocabulary.
     log_probs: Tensor
     ids: Tensor  # (N, k) int64
-    vocab_size: int  # that the teacher chose from
+    vocab_size: int  # the teacher's
 
 
 class Mixture(NamedTuple):
-    """What a token's loss is made of."""
+    """Settings of the loss."""
 
     divergence: Divergence
     beta: float
@@ -101,32 +104,34 @@ def linear_distillation(
     statistics: TokenStatistics | None = None,
     compile: bool = False,
 ) -> Tensor:
-    """Sums over the positions that have a label the divergence of `softmax(hidden @ weight.T / temperature)` from the
-    teacher's, and the cross-entropy of the label, by their weights.
+    """Return the weighted sum of divergence and cross-entropy over the positions that have a label.
 
-    Divide the sum by the optimizer step's number of targets: a mean of means would overweight short answers.
+    The divergence is between `softmax(hidden @ weight.T / temperature)` and the teacher's probabilities. Divide the sum
+    by the number of targets in the optimizer step: a mean of means overweights short completions.
 
     Args:
         hidden: the student's last hidden states, (..., D).
-        weight: its output projection, (V or more, D); it may be tied to the embedding.
-        labels: the token that each position must predict, (...) of int64; `IGNORED_LABEL` where nothing is trained.
-        teacher: its hidden states and output projection, or what was kept of its predictions. Nothing of it gets gradients.
-        divergence: which, as the module says; beta is jsd's.
-        temperature: what the logits of both are divided by for the divergence. Of what was kept, that of the student's.
-        cross_entropy_weight: the share of the labels' cross-entropy, from 0 to 1; the divergence has the rest.
-        num_targets: how many labels are not ignored, if the caller knows it; else it is counted, which makes a GPU wait.
-        chunk_tokens: target tokens whose logits exist at a time; 0 takes all of them at once.
-        accumulation_dtype: what sums the weight's gradient over chunks, `float32` or the weight's own type.
-        softcap: the student's logits become `softcap * tanh(logit / softcap)` first; None leaves them.
-        statistics: where to add `divergence`, `cross_entropy`, `token_accuracy` (the number of right predictions) and
+        weight: the student's output projection, (V or more, D); may be tied to the embedding.
+        labels: the target token of each position, (...) int64; `IGNORED_LABEL` for untrained positions.
+        teacher: hidden states and output projection, or stored predictions. Neither gets gradients.
+        divergence: `forward_kl`, `reverse_kl` or `jsd`; only jsd uses beta.
+        temperature: divides the logits of both models in the divergence. Stored predictions must have the same
+            temperature.
+        cross_entropy_weight: share of the labels' cross-entropy, from 0 to 1; the divergence has the rest.
+        num_targets: number of labels that are not ignored; None counts them, which synchronizes with a GPU.
+        chunk_tokens: target tokens per chunk of logits; 0 processes all at once.
+        accumulation_dtype: dtype of the weight's gradient while it is summed over chunks: `float32` or the weight's
+            own.
+        softcap: replace the student's logits by `softcap * tanh(logit / softcap)`; None leaves them unchanged.
+        statistics: receives `divergence`, `cross_entropy`, `token_accuracy` (the number of correct predictions) and
             `entropy`, the last three at temperature 1; without gradients.
-        compile: fuse the passes over a chunk's logits with torch.compile. What was kept of a teacher is compared without.
+        compile: fuse the passes over a chunk's logits with torch.compile; ignored for stored predictions.
 
     Returns:
-        The sum, a float32 scalar (float64 for float64 inputs); an exact zero when no position has a label.
+        The sum, a float32 scalar (float64 for float64 inputs); exactly zero if no position has a label.
 
     Raises:
-        ValueError: when the shapes do not belong together, or a setting is out of its range.
+        ValueError: if shapes do not match or a setting is out of range.
     """
     mixture = _mixture(divergence, beta, temperature, cross_entropy_weight, softcap)
     if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
@@ -136,7 +141,7 @@ def linear_distillation(
         )
     vocab_size = min(len(weight), len(teacher.weight) if isinstance(teacher, TeacherStates) else teacher.vocab_size)
     if vocab_size < len(weight):
-        weight = weight[:vocab_size]  # its gradient is filled up with zeros
+        weight = weight[:vocab_size]  # the gradient of the other rows is zero
     if isinstance(teacher, TeacherStates):
         if teacher.hidden.shape[:-1] != labels.shape or teacher.hidden.shape[-1:] != teacher.weight.shape[1:]:
             raise ValueError(
@@ -158,7 +163,7 @@ def linear_distillation(
                 f"{' and '.join(str(tuple(tensor.shape)) for tensor in kept)}"
             )
         beside: Beside = lambda chunk: (kept[0][chunk], kept[1][chunk])  # noqa: E731
-        # A compiler would keep logits from which the kept tokens are taken out, in float32.
+        # Not compiled: a compiler would store the logits without the top k in float32.
         passes = [work_of(_compare_kept, mixture, compile=False)]
 
     def work(*of_chunk: Tensor) -> None:
@@ -197,16 +202,16 @@ def top_log_probs(
     num_targets: int | None = None,
     chunk_tokens: int = 1024,
 ) -> TopLogProbs:
-    """Of the teacher's predictions, where there is a label, the log-probabilities of the `top_k` likeliest tokens and of all
-    others together.
+    """Return the teacher's log-probabilities of the `top_k` likeliest tokens and of all others together, for each
+    target.
 
     Args:
-        teacher: its hidden states (..., E) and output projection (V, E).
-        labels: (...) of int64; `IGNORED_LABEL` where nothing is kept.
-        top_k: from 1 to V; of V nothing is left for the others.
+        teacher: hidden states (..., E) and output projection (V, E).
+        labels: (...) int64; `IGNORED_LABEL` for positions to skip.
+        top_k: from 1 to V; with V there is no column for the others.
 
     Raises:
-        ValueError: for a `top_k` or temperature out of range.
+        ValueError: if `top_k` or the temperature is out of range.
     """
     vocab_size = len(teacher.weight)
     if not 1 <= top_k <= vocab_size or temperature <= 0:
@@ -246,7 +251,7 @@ Beside = Callable[[slice], tuple[Tensor, ...]]
 
 
 def _logits_of(hidden: Tensor, weight: Tensor, softcap: float | None, compile: bool) -> Beside:
-    """The teacher's logits of a chunk, in its own type."""
+    """Return a function that computes the teacher's logits of a chunk, in the teacher's dtype."""
     logits_of = ChunkLogits(weight)
     cap: Work = capping(softcap, compile) if softcap is not None else lambda logits: None
 
@@ -258,14 +263,15 @@ def _logits_of(hidden: Tensor, weight: Tensor, softcap: float | None, compile: b
     return beside
 
 
-# The passes over a chunk's logits, capped already. --------------------------------------------------------------------------
+# Passes over a chunk's logits, after the soft cap.
+# ----------------------------------------------------------------------
 
-# Three where both have logits, each compiled by itself: of one that needed a probability in two of them, a compiler would keep
-# all probabilities in float32, which takes four times the memory of the logits.
+# With logits of both models there are 3 passes, compiled separately. If a probability were used twice in a fused pass,
+# the compiler would store all probabilities in float32, which takes 4x the memory of the logits.
 
 
 def _normalize(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
-    """What is told of the student's logits (C, V), and the logarithms of both softmaxes' normalisers."""
+    """Write the student's metrics, from logits (C, V), and the logs of both softmax normalizers."""
     wide = logits.to(rows.dtype)
     told, log_total = told_of(wide, labels[:, None], Terms())
     log_z = log_total if mixture.temperature == 1 else _log_z(wide / mixture.temperature)
@@ -277,7 +283,7 @@ def _normalize(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor
 
 
 def _compare_logits(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
-    """The divergence and the mixed loss."""
+    """Write the divergence and the mixed loss."""
     divergence, kl = _divergence(mixture, *_log_probs(mixture, logits, teacher, rows))
     share = mixture.cross_entropy_weight
     known = rows.split(1, 1)
@@ -286,7 +292,7 @@ def _compare_logits(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: T
 
 
 def _write_gradient(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
-    """The mixed loss's gradient over the student's logits, in their place."""
+    """Overwrite the student's logits with the gradient of the mixed loss."""
     gradient = _gradient(mixture, *_log_probs(mixture, logits, teacher, rows), rows[:, KL : KL + 1])
     logits.copy_(_mixed(mixture, gradient, logits.to(rows.dtype), labels, rows[:, LOG_Z : LOG_Z + 1]))
 
@@ -294,14 +300,14 @@ def _write_gradient(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: T
 def _compare_kept(
     mixture: Mixture, logits: Tensor, labels: Tensor, log_probs: Tensor, ids: Tensor, rows: Tensor
 ) -> None:
-    """All three of the student's logits, (C, V), and of what was kept of the teacher."""
+    """Do the work of all three passes for stored predictions; student logits (C, V)."""
     wide = logits.to(rows.dtype)
     values = wide / mixture.temperature
     top, rest, log_rest = _without_top(values, ids, has_rest=log_probs.shape[1] > ids.shape[1])
     student = (top if rest is None else torch.cat([top, log_rest], 1)).log_softmax(1)  # (C, G)
     divergence, kl = _divergence(mixture, student, log_probs.to(rows.dtype))
     of_outcomes = _gradient(mixture, student, log_probs.to(rows.dtype), kl)
-    # Of the rest's probability a token gets its share of the gradient.
+    # The gradient of the last outcome is divided among the other tokens by their probabilities.
     gradient = torch.zeros_like(values) if rest is None else rest.sub_(log_rest).exp_().mul_(of_outcomes[:, -1:])
     gradient.scatter_(1, ids, of_outcomes[:, : ids.shape[1]])
     told, log_total = told_of(wide, labels[:, None], Terms())
@@ -320,8 +326,11 @@ def _keep_top(mixture: Mixture, logits: Tensor, log_probs: Tensor, ids: Tensor) 
 
 
 def _without_top(values: Tensor, ids: Tensor, has_rest: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of values (C, V) those of `ids` (C, k); the others, with -inf in place of these; and the logarithm of the sum of the
-    others' exponentials (C, 1), which is exact however little that is."""
+    """Split values (C, V) into those at `ids` (C, k), a copy with -inf at `ids`, and the log-sum-exp of that copy (C,
+    1).
+
+    The log-sum-exp is exact even if the rest is tiny.
+    """
     top = values.gather(1, ids)
     if not has_rest:
         return top, None, top
@@ -335,20 +344,20 @@ def _log_z(values: Tensor) -> Tensor:
 
 
 def _log_probs(mixture: Mixture, logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the student and of the teacher at the temperature, (C, V)."""
+    """Return the log-probabilities of student and teacher at the temperature, (C, V)."""
     student, other = (of.to(rows.dtype) / mixture.temperature for of in (logits, teacher))
     return student - rows[:, LOG_Z_STUDENT : LOG_Z_STUDENT + 1], other - rows[:, LOG_Z_TEACHER : LOG_Z_TEACHER + 1]
 
 
 def _middle(mixture: Mixture, student: Tensor, teacher: Tensor) -> Tensor:
-    """What the student's log-probabilities are compared with, (C, G); not for forward_kl."""
+    """Return log m, (C, G); not for forward_kl."""
     if mixture.divergence == "reverse_kl":
         return teacher
     return torch.logaddexp(student + math.log1p(-mixture.beta), teacher + math.log(mixture.beta))
 
 
 def _divergence(mixture: Mixture, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log-probabilities (C, G) the divergence, and KL(s || m), which its gradient needs; (C, 1) each."""
+    """Return the divergence of log-probabilities (C, G), and KL(s || m) for its gradient; (C, 1) each."""
     if mixture.divergence == "forward_kl":
         divergence = (teacher.exp() * (teacher - student)).sum(1, keepdim=True)
         return divergence, torch.zeros_like(divergence)
@@ -361,7 +370,7 @@ def _divergence(mixture: Mixture, student: Tensor, teacher: Tensor) -> tuple[Ten
 
 
 def _gradient(mixture: Mixture, student: Tensor, teacher: Tensor, kl: Tensor) -> Tensor:
-    """The divergence's over the student's logits at the temperature, (C, G)."""
+    """Return the gradient of the divergence with respect to the student's logits at the temperature, (C, G)."""
     if mixture.divergence == "forward_kl":
         return student.exp() - teacher.exp()
     gradient = student.exp() * (student - _middle(mixture, student, teacher) - kl)
@@ -369,7 +378,8 @@ def _gradient(mixture: Mixture, student: Tensor, teacher: Tensor, kl: Tensor) ->
 
 
 def _mixed(mixture: Mixture, gradient: Tensor, wide: Tensor, labels: Tensor, log_total: Tensor) -> Tensor:
-    """The divergence's gradient (C, V) with its share, the cross-entropy's, and the way through the soft cap."""
+    """Mix the gradients of divergence (C, V) and cross-entropy by their weights, and apply the soft cap's
+    derivative."""
     share = mixture.cross_entropy_weight
     gradient = gradient * ((1 - share) / mixture.temperature)
     if share:

@@ -1,18 +1,19 @@
 """Log-probabilities of tokens, for any loss, without full logits.
 
-Input is a pair of position and token per label, not one label per position: the last position of a shared prompt predicts
-the first token of several completions. Logits exist one chunk of pairs at a time (`chunked_softmax`). The forward pass does
-not know the loss's gradient, so there are two schemes:
+Input is a pair of position and token per label, not one label per position: the last position of a shared prompt
+predicts the first token of several completions. Logits exist one chunk of pairs at a time (`chunked_softmax`). The
+forward pass does not know the loss's gradient, so there are two schemes:
 
-    trained output layer    log Z of each pair is kept, and backward computes each chunk of logits again: 4 products
-    frozen output layer     the gradient of each log-probability with respect to its hidden state, (N, D), is computed in the
-                            forward pass, and backward scales its rows: 2 products
+    trained output layer    forward stores log Z of each pair, backward recomputes each chunk of logits: 4 products
+    frozen output layer     forward computes the gradient of each log-probability with respect to its hidden state,
+                            (N, D), backward scales its rows: 2 products
 
 For a plain sum over tokens use `linear_cross_entropy`, with 3 and 2 products.
 
-Source: our own. Not done: computing the weight's gradient in the forward pass, since the loss weighs each pair differently.
+Source: our own. The weight's gradient cannot be computed in the forward pass, since the loss weights each pair
+differently.
 
-Shapes: N pairs, C pairs a chunk, D hidden size, V vocabulary.
+Shapes: N pairs, C pairs per chunk, D hidden size, V vocabulary.
 """
 
 from typing import Any, Literal
@@ -52,27 +53,28 @@ def linear_log_probs(
     statistics: TokenStatistics | None = None,
     compile: bool = False,
 ) -> Tensor:
-    """The log-probability of each token `label` under `softmax(hidden[index] @ weight.T / temperature)`.
+    """Return the log-probability of each token `label` under `softmax(hidden[index] @ weight.T / temperature)`.
 
     Args:
         hidden: the decoder's last hidden states, (..., D); flattened to positions.
-        weight: the output projection, (V, D); it may be tied to the embedding.
-        index: which position predicts, (N,) int64, of the flattened ones; one may come several times.
-        label: the token that it predicts there, (N,) int64.
-        temperature: what logits are divided by, after the soft cap.
-        chunk_tokens: pairs whose logits exist at a time; 0 takes all of them at once.
-        accumulation_dtype: what sums the weight's gradient over chunks, `float32` or the weight's own type.
-        softcap: logits become `softcap * tanh(logit / softcap)` first; None leaves them.
-        log_sum_squares: where to write, if given (N,), the logarithm of the sum of the squared probabilities of all tokens.
-        entropies: where to write, if given (N,), the entropy of each pair's distribution, in nats.
-        statistics: where to add `token_accuracy`, the number of right predictions, and `entropy`; without gradients.
+        weight: the output projection, (V, D); may be tied to the embedding.
+        index: the flattened position that predicts, (N,) int64; positions may repeat.
+        label: the predicted token, (N,) int64.
+        temperature: divides the logits, after the soft cap.
+        chunk_tokens: pairs per chunk of logits; 0 processes all at once.
+        accumulation_dtype: dtype of the weight's gradient while it is summed over chunks: `float32` or the weight's
+            own.
+        softcap: replace logits by `softcap * tanh(logit / softcap)`; None leaves them unchanged.
+        log_sum_squares: (N,), receives the log of the sum of the squared probabilities of all tokens.
+        entropies: (N,), receives the entropy of each pair's distribution, in nats.
+        statistics: receives `token_accuracy`, the number of correct predictions, and `entropy`; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile.
 
     Returns:
-        (N,) float32 (float64 for float64 inputs), at most 0. The same bits with gradients and without.
+        (N,) float32 (float64 for float64 inputs), at most 0. Bitwise equal with and without gradients.
 
     Raises:
-        ValueError: when the shapes do not belong together, or temperature or softcap is not above 0.
+        ValueError: if shapes do not match, or temperature or softcap is not above 0.
     """
     if (softcap is not None and softcap <= 0) or temperature <= 0:
         raise ValueError(
@@ -127,7 +129,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
         rows_dtype = torch.promote_types(compute_dtype, torch.float32)
         rows = torch.empty(hidden.shape[0], terms.num_columns, dtype=rows_dtype, device=hidden.device)
-        # One function with gradients and without: a compiler would round otherwise in another.
+        # Use the same function with and without gradients: a differently compiled one would round differently.
         told, with_gradient = describe(terms, compile), gradient(terms, compile, is_capped=True)
         minus_one = torch.full((min(chunk_tokens, len(label)),), -1.0, dtype=rows_dtype, device=hidden.device)
         for chunk, _, logits in logits_in_chunks(hidden, projection, chunk_tokens):
@@ -169,7 +171,7 @@ def recomputed_log_probs(
     compile: bool,
     needs_hidden: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """The gradients of the hidden states and of the weight, of logits that are made again."""
+    """Recompute the logits and return the gradients of the hidden states and of the weight."""
     projection, scale = weight.to(compute_dtype), grad.to(log_z.dtype).neg()
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     weight_sum, with_gradient = WeightGradient(weight, accumulation_dtype), gradient(terms, compile)

@@ -1,6 +1,7 @@
 """Hidden states and output-layer settings, shared by the losses of all objectives.
 
-float16 means mixed precision: the model and the matrix products of the loss run in float16, whatever the dtype of the weights.
+float16 means mixed precision: the model and the matrix products of the loss run in float16, whatever the dtype of the
+weights.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,8 +37,8 @@ class OutputLayer:
 def hidden_states(model: Any, batch: Any, *, of_rows: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the hidden states (B, T, D) and, for a mixture of experts, the router's auxiliary loss.
 
-    model: a `Decoder`; batch: a `lean_ft.data.Batch`, or any object with its `inputs`, on the model's device; of_rows: gather
-    the hidden states of all tokens if several ranks share a row.
+    model: a `Decoder`; batch: a `lean_ft.data.Batch`, or any object with its `inputs`, on the model's device; of_rows:
+    gather the hidden states of all tokens if several ranks share a row.
     """
     hidden, router_loss = model(**batch.inputs, return_hidden=True, return_router_loss=True)
     sharding = getattr(model, "sharding", None) if of_rows else None  # only a Decoder has one
@@ -50,7 +51,7 @@ def mean_losses(
 ) -> dict[str, Any]:
     """Return the statistics averaged over the targets of all batches, with `eval_` before their names.
 
-    add: called with each batch, on the device, and the statistics. If there is no target, return only `eval_loss`: None.
+    add: called with each batch, on the device, and the statistics. Without any target, return only `eval_loss`: None.
     """
     statistics, num_targets, device = TokenStatistics(ranks), 0, model.output_weight.device
     for batch in batches:

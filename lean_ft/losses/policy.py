@@ -1,12 +1,12 @@
 """Policy losses of sampled completions. To add one, copy a function and add it to `LOSSES`.
 
-A loss gets `Answers`: log-probabilities now and before the update, and advantages. It returns a value per token, (B, T); `LOSSES`
-states the denominator. Denominators are those of the whole step, also if a batch is a part of it.
+A loss gets `Answers`: log-probabilities now and before the update, and advantages. It returns a value per token, (B,
+T); `LOSSES` states the denominator. Denominators are those of the whole step, also if a batch is a part of it.
 
 In the formulas: r = exp(now - old), A the advantage, s the log of the ratio to the reference.
 
-Each function names its source. `grpo` and `gspo` divide by the number of completions with a token in their mask; TRL divides by
-all.
+Each function names its source. `grpo` and `gspo` divide by the number of completions with a token in their mask; TRL
+divides by all.
 
 Shapes: B completions, T tokens of the longest, P prompts, G completions of each.
 """
@@ -22,8 +22,8 @@ from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import check_shape, is_function_path, load_function
 
-# Added to a standard deviation, as TRL does. If only a divergence in the reward differs within a group, its rounding error (3e-6
-# over 8 tokens) then weighs 1% of a reward; with verl's 1e-6 it would weigh as much as a reward.
+# Added to a standard deviation, as TRL does. If only a divergence in the reward differs within a group, its rounding
+# error (3e-6 over 8 tokens) then weighs 1% of a reward; with verl's 1e-6 it would weigh as much as a reward.
 STD_FLOOR = 1e-4
 
 
@@ -45,53 +45,54 @@ def _clipped(ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: fl
 
 
 def grpo(answers: Answers, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A), a mean over each answer's tokens and then over answers. Shao et al. 2024, arXiv:2402.03300."""
+    """-min(r A, clip(r) A), averaged over each completion's tokens, then over completions. Shao et al. 2024,
+    arXiv:2402.03300."""
     ratio = answers.log_ratio.exp()
     return _clipped(ratio, answers.advantages, epsilon, epsilon_high), ratio
 
 
 def dapo(answers: Answers, epsilon: float = 0.2, epsilon_high: float = 0.28) -> tuple[Tensor, Tensor]:
-    """As grpo with more room upwards, a mean over all tokens of the step. Yu et al. 2025, arXiv:2503.14476."""
+    """grpo with a higher upper clip bound, averaged over all tokens of the step. Yu et al. 2025, arXiv:2503.14476."""
     return grpo(answers, epsilon, epsilon_high)
 
 
 def dr_grpo(answers: Answers, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
-    """As grpo, divided by answers times the longest that one may be, so that length gains nothing. Liu et al. 2025,
+    """grpo divided by the number of completions times `max_length`, which removes the length bias. Liu et al. 2025,
     arXiv:2503.20783."""
     return grpo(answers, epsilon, epsilon_high)
 
 
 def gspo(answers: Answers, epsilon: float = 3e-4, epsilon_high: float = 4e-4) -> tuple[Tensor, Tensor]:
-    """One ratio an answer, the geometric mean of its tokens'. Zheng et al. 2025, arXiv:2507.18071."""
+    """One ratio per completion, the geometric mean of its token ratios. Zheng et al. 2025, arXiv:2507.18071."""
     lengths = answers.mask.sum(1, keepdim=True).clamp(min=1)
     ratio = (answers.log_ratio.sum(1, keepdim=True) / lengths).exp()
     return _clipped(ratio, answers.advantages, epsilon, epsilon_high), ratio
 
 
 def cispo(answers: Answers, epsilon_max: float = 5.0) -> tuple[Tensor, Tensor]:
-    """-stop_gradient(min(r, epsilon_max)) A log p: the weight is clipped, and no token loses its gradient. MiniMax 2025,
-    arXiv:2506.13585; 5 is ScaleRL's, arXiv:2510.13786."""
+    """-stop_gradient(min(r, epsilon_max)) A log p: clips the weight, so every token keeps its gradient. MiniMax 2025,
+    arXiv:2506.13585; the default 5 is from ScaleRL, arXiv:2510.13786."""
     ratio = answers.log_ratio.exp()
     return -ratio.clamp(max=epsilon_max).detach() * answers.advantages * answers.log_probs, ratio
 
 
 def rloo(answers: Answers, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
-    """REINFORCE of whole answers with a clipped ratio, a sum over an answer's tokens and a mean over answers; with advantages
-    that leave one out. Ahmadian et al. 2024, arXiv:2402.14740."""
+    """REINFORCE of whole completions with a clipped ratio and leave-one-out advantages, averaged over completions.
+    Ahmadian et al. 2024, arXiv:2402.14740."""
     ratio = answers.log_ratio.sum(1, keepdim=True).exp()
     lengths = answers.mask.sum(1, keepdim=True).clamp(min=1)
-    # Its tokens add up to the answer's.
+    # The tokens' values add up to the completion's loss.
     return _clipped(ratio, answers.advantages, epsilon, epsilon_high) / lengths, ratio
 
 
 Divided = Literal["answers", "tokens", "longest", "sums"]
 LOSSES: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Divided]] = {
-    "grpo": (grpo, "answers"),  # by an answer's tokens, then answers
-    "dapo": (dapo, "tokens"),  # by the step's tokens
-    "dr_grpo": (dr_grpo, "longest"),  # by answers times max_length
+    "grpo": (grpo, "answers"),  # a completion's tokens, then the number of completions
+    "dapo": (dapo, "tokens"),  # the step's tokens
+    "dr_grpo": (dr_grpo, "longest"),  # completions times max_length
     "gspo": (gspo, "answers"),
     "cispo": (cispo, "tokens"),
-    "rloo": (rloo, "sums"),  # by answers alone
+    "rloo": (rloo, "sums"),  # completions
 }
 KINDS_OF_KL = ("corrected", "k1", "k2", "k3")
 
@@ -113,24 +114,25 @@ def policy_loss(
     statistics: TokenStatistics | None = None,
     **settings: float,
 ) -> Tensor:
-    """The loss `name` of a step, a scalar. The losses of the parts of a step add up to the step's loss.
+    """Return the loss `name` of a step, a scalar. The losses of the parts of a step add up to the step's loss.
 
     Args:
         name: one of `LOSSES`, or FILE.py:FUNCTION: a function from `Answers` to a value per token, (B, T); the loss is
             their mean over the step's tokens.
-        logps: log-probabilities of the sampled tokens, (B, T), with the temperature that they were sampled at.
-        old_logps: the same before the first update on these answers, (B, T).
-        advantages: of each answer, (B,), or of each token, (B, T).
+        logps: log-probabilities of the sampled tokens, (B, T), at the sampling temperature.
+        old_logps: log-probabilities before the first update on these completions, (B, T).
+        advantages: per completion, (B,), or per token, (B, T).
         mask: (B, T), true on trained tokens.
-        reference_logps: the same under the reference, (B, T), for `kl_weight` above 0.
+        reference_logps: log-probabilities under the reference, (B, T); required if `kl_weight` is above 0.
         kl_weight: weight of the divergence from the reference.
         kl: its estimate per token, with s = logps - reference_logps: `k1` s, `k2` s^2 / 2, `k3` exp(-s) - 1 + s, or
-            `corrected`, the ratio times k3, whose gradient alone is that of the divergence.
-        weights: factors on the losses of tokens, (B, T) or (B, 1), such as `correction` gives; not on the divergence.
-        max_length: the most tokens of a completion, for dr_grpo.
-        num_answers, num_tokens: completions with a trained token and trained tokens of the step; None counts the given ones.
-        statistics: where to add `kl` and `clip_share`, sums over tokens.
-        settings: the loss's own (`epsilon`, `epsilon_high`, `epsilon_max`); the default is the loss's.
+            `corrected`, the ratio times k3, the only estimate with the gradient of the divergence.
+        weights: factors on the token losses, (B, T) or (B, 1), such as those from `correction`; not on the divergence.
+        max_length: maximum tokens of a completion, for dr_grpo.
+        num_answers, num_tokens: the step's completions with a trained token, and its trained tokens; None counts the
+            given ones.
+        statistics: receives `kl` and `clip_share`, sums over tokens.
+        settings: the loss's own settings (`epsilon`, `epsilon_high`, `epsilon_max`); defaults are the loss's.
 
     Raises:
         ValueError: for an unknown loss, a setting that it does not read, or a missing argument.
@@ -194,12 +196,13 @@ def batch_loss(
     num_tokens: int,
     statistics: TokenStatistics | None = None,
 ) -> Tensor:
-    """The share of its step's loss that a batch has, as `cfg.loss` and `cfg.generation` say.
+    """Return a batch's part of the step's loss, with the settings of `cfg.loss` and `cfg.generation`.
 
-    batch: on the device, as `lean_ft.data.PolicyBatch` is; now: what `TokenLogProbs` makes of it; reference (B, T), where the
-    divergence from it stands in the loss; num_answers, num_tokens: of the step, the former for losses that are divided by it.
+    batch: like `lean_ft.data.PolicyBatch`, on the device; now: the output of `TokenLogProbs`; reference: (B, T), if the
+    loss includes the divergence; num_answers, num_tokens: counts of the step; num_answers only for losses that divide
+    by it.
     """
-    old = now.log_probs.detach() if batch.old is None else batch.old  # one update a round: they are the same
+    old = now.log_probs.detach() if batch.old is None else batch.old  # equal with one update per round
     weights = None
     if cfg.loss.correction != "none":
         weights = correction(old, batch.sampled, batch.counts, cfg.loss.correction, cfg.loss.correction_max)
@@ -220,8 +223,8 @@ def batch_loss(
 
 
 def _divergence(s: Tensor, ratio: Tensor, kind: str) -> Tensor:
-    """Schulman's estimates, http://joschu.net/blog/kl-approx.html; in a loss k1's gradient is zero in the mean and k3's
-    biased (Tang and Munos 2025, arXiv:2506.09477)."""
+    """Return Schulman's estimates of the divergence, http://joschu.net/blog/kl-approx.html. As a loss, k1's gradient
+    has mean zero and k3's is biased (Tang and Munos 2025, arXiv:2506.09477)."""
     if kind == "k1":
         return s
     if kind == "k2":
@@ -231,7 +234,7 @@ def _divergence(s: Tensor, ratio: Tensor, kind: str) -> Tensor:
 
 
 def _is_clipped(name: str, ratio: Tensor, advantages: Tensor, settings: dict[str, float]) -> Tensor:
-    """Which tokens (B, T) or answers (B, 1) the clip leaves without a gradient, or for cispo with a smaller one."""
+    """Mark the tokens (B, T) or completions (B, 1) whose gradient the clip removes, or for cispo reduces."""
     defaults = {p.name: p.default for p in inspect.signature(LOSSES[name][0]).parameters.values()}
     bounds = {**defaults, **settings}
     if "epsilon_max" in bounds:
@@ -241,16 +244,16 @@ def _is_clipped(name: str, ratio: Tensor, advantages: Tensor, settings: dict[str
 
 
 def settings_of(name: str) -> tuple[str, ...]:
-    """What a loss reads of its own."""
+    """Return the names of a loss's own settings."""
     return tuple(inspect.signature(LOSSES[name][0]).parameters)[1:]
 
 
 def advantages(rewards: Tensor, kind: Literal["group", "batch", "mean", "leave_one_out"]) -> Tensor:
-    """How much better each of G answers to P prompts is than the others to its prompt, (P, G).
+    """Return the advantages of G completions of each of P prompts within their group, (P, G).
 
-    rewards (P, G), NaN for an answer that has none: it is left out of the others' means and its own is 0. `group` divides by
-    the standard deviation in the group, `batch` by that of all P * G, `mean` by nothing (Dr. GRPO); `leave_one_out` takes
-    off the mean of the others, and divides by nothing.
+    rewards: (P, G), NaN for none: such a completion is excluded from the statistics, and its advantage is 0. `group`
+    subtracts the group's mean and divides by its standard deviation, `batch` divides by the standard deviation of all P
+    * G, `mean` does not divide (Dr. GRPO). `leave_one_out` subtracts the mean of the others and does not divide.
     """
     has_one = ~rewards.isnan()
     counts = has_one.sum(1, keepdim=True)
@@ -267,7 +270,7 @@ def advantages(rewards: Tensor, kind: Literal["group", "batch", "mean", "leave_o
 
 
 def _deviation(values: Tensor, counted: Tensor, dim: int) -> Tensor:
-    """Bessel's standard deviation of the values that count; 0 for one alone."""
+    """Return the Bessel-corrected standard deviation of the counted values; 0 for a single value."""
     counts = counted.sum(dim, keepdim=True)
     means = torch.where(counted, values, 0.0).sum(dim, keepdim=True) / counts.clamp(min=1)
     squares = torch.where(counted, values - means, 0.0).square().sum(dim, keepdim=True)
@@ -275,11 +278,12 @@ def _deviation(values: Tensor, counted: Tensor, dim: int) -> Tensor:
 
 
 def correction(old_logps: Tensor, sampler_logps: Tensor, mask: Tensor, kind: str, bound: float = 2.0) -> Tensor:
-    """Weights for answers that were sampled by other numbers than the trainer's (another engine, top-p), detached.
+    """Return importance weights for completions sampled with other probabilities than the trainer's (another engine,
+    top-p).
 
-    exp(old - sampler) of each token, (B, T), or of the whole answer, (B, 1), by the first word of `kind`, token or sequence;
-    where it is above `bound`, `truncate` makes it that and `mask` zero. Yao et al. 2025 (truncated importance sampling), and
-    TRL's names for it.
+    kind: LEVEL_ACTION, with TRL's names. The weight is exp(old - sampler) per token, (B, T), with the level `token`, or
+    per completion, (B, 1), with `sequence`. Above `bound`, `truncate` sets it to `bound` and `mask` to zero. Weights
+    have no gradient. Yao et al. 2025 (truncated importance sampling).
     """
     level, _, what = kind.partition("_")
     log_ratio = ((old_logps - sampler_logps) * mask).detach()

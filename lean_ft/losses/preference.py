@@ -1,13 +1,13 @@
 """Preference losses of a chosen and a rejected completion. To add one, copy a function and add it to `LOSSES`.
 
-A loss gets `Pairs`: sums of log-probabilities under the model and a frozen reference, and the number of summed tokens. Without
-a reference its sums are zeros. It also takes `beta` and its own settings with defaults, and returns (P,). `loss.name` is its name in
-`LOSSES`.
+A loss gets `Pairs`: sums of log-probabilities under the model and a frozen reference, and the number of summed tokens.
+Without a reference its sums are zeros. It also takes `beta` and its own settings with defaults, and returns (P,).
+`loss.name` is its name in `LOSSES`.
 
 In the formulas: s a sum of log-probabilities, n its tokens, d = s - the reference's, h = d_chosen - d_rejected.
 
-Each function names its source. ipo and sigmoid_norm divide by a completion's tokens. So do the terms of cpo and orpo for the
-chosen completion, which other implementations average over a batch including prompts.
+Each function names its source. ipo and sigmoid_norm divide by a completion's tokens. So do the terms of cpo and orpo
+for the chosen completion, which other implementations average over a batch including prompts.
 """
 
 import inspect
@@ -56,21 +56,22 @@ class Pairs(NamedTuple):
 
 
 def sigmoid(pairs: Pairs, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """DPO: -log sigmoid(beta h). Rafailov et al. 2023, arXiv:2305.18290; label_smoothing is the share of pairs that are
-    taken to be the wrong way round (conservative DPO, Mitchell 2023)."""
+    """DPO: -log sigmoid(beta h). Rafailov et al. 2023, arXiv:2305.18290. label_smoothing: assumed share of swapped
+    pairs (conservative DPO, Mitchell 2023)."""
     h = beta * pairs.margin
     return -(1 - label_smoothing) * logsigmoid(h) - label_smoothing * logsigmoid(-h)
 
 
 def robust(pairs: Pairs, beta: float, label_smoothing: float = 0.1) -> Tensor:
-    """DPO without the bias of a share of pairs that are the wrong way round. Chowdhury et al. 2024, arXiv:2403.00409."""
+    """DPO, unbiased if a share `label_smoothing` of pairs is swapped. Chowdhury et al. 2024, arXiv:2403.00409."""
     h = beta * pairs.margin
     biased = -(1 - label_smoothing) * logsigmoid(h) + label_smoothing * logsigmoid(-h)
     return biased / (1 - 2 * label_smoothing)
 
 
 def ipo(pairs: Pairs, beta: float) -> Tensor:
-    """(h a token - 1 / (2 beta))^2. Azar et al. 2023, arXiv:2310.12036; means, as its authors confirmed to TRL's."""
+    """(h per token - 1 / (2 beta))^2. Azar et al. 2023, arXiv:2310.12036; per token, as its authors confirmed to
+    TRL."""
     return (pairs.mean_margin - 1 / (2 * beta)).square()
 
 
@@ -80,67 +81,71 @@ def hinge(pairs: Pairs, beta: float) -> Tensor:
 
 
 def sigmoid_norm(pairs: Pairs, beta: float) -> Tensor:
-    """DPO of the margin a token. Lambert et al. 2024 (Tulu 3), arXiv:2411.15124."""
+    """DPO of the margin per token. Lambert et al. 2024 (Tulu 3), arXiv:2411.15124."""
     return -logsigmoid(beta * pairs.mean_margin)
 
 
 def apo_zero(pairs: Pairs, beta: float) -> Tensor:
-    """Chosen up, rejected down: for chosen answers better than the model's. D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    """Raise chosen and lower rejected completions; use it if the chosen ones are better than the model's. D'Oosterlinck
+    et al. 2024, arXiv:2408.06266."""
     chosen, rejected = pairs.gained
     return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
 
 
 def apo_down(pairs: Pairs, beta: float) -> Tensor:
-    """Both down, rejected more: for chosen answers worse than the model's. D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    """Lower both, rejected completions more; use it if the chosen ones are worse than the model's. D'Oosterlinck et al.
+    2024, arXiv:2408.06266."""
     chosen, _ = pairs.gained
     return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * pairs.margin)
 
 
 def nca(pairs: Pairs, beta: float) -> Tensor:
-    """Noise contrastive alignment: likelihoods and not their ratio alone. Chen et al. 2024, arXiv:2402.05369."""
+    """Noise contrastive alignment: optimizes likelihoods, not only their ratio. Chen et al. 2024, arXiv:2402.05369."""
     chosen, rejected = (beta * d for d in pairs.gained)
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
 def bco_pair(pairs: Pairs, beta: float) -> Tensor:
-    """Two classifications, chosen from rejected. Jung et al. 2024, arXiv:2404.04656, without its running mean."""
+    """Binary classification of chosen and rejected completions. Jung et al. 2024, arXiv:2404.04656, without its running
+    mean."""
     chosen, rejected = (beta * d for d in pairs.gained)
     return -logsigmoid(chosen) - logsigmoid(-rejected)
 
 
 def sppo(pairs: Pairs, beta: float) -> Tensor:
-    """Self-play: d of the chosen to 1 / (2 beta), of the rejected to minus that. Wu et al. 2024, arXiv:2405.00675."""
+    """Self-play: moves d to 1 / (2 beta) if chosen, to -1 / (2 beta) if rejected. Wu et al. 2024, arXiv:2405.00675."""
     chosen, rejected = pairs.gained
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
 def exo(pairs: Pairs, beta: float, label_smoothing: float = 1e-3) -> Tensor:
-    """Reverse KL of the model's preference to the data's, 1 - label_smoothing. Ji et al. 2024, arXiv:2402.00856."""
+    """Reverse KL between the model's preference and 1 - label_smoothing. Ji et al. 2024, arXiv:2402.00856."""
     h = beta * pairs.margin
     chosen = torch.sigmoid(h) * (logsigmoid(h) - math.log1p(-label_smoothing))
     return chosen + torch.sigmoid(-h) * (logsigmoid(-h) - math.log(label_smoothing))
 
 
 def simpo(pairs: Pairs, beta: float, gamma: float = 1.375) -> Tensor:
-    """-log sigmoid(beta (s_c/n_c - s_r/n_r) - gamma), for no reference. Meng et al. 2024, arXiv:2405.14734."""
+    """-log sigmoid(beta (s_c/n_c - s_r/n_r) - gamma), without a reference. Meng et al. 2024, arXiv:2405.14734."""
     return -logsigmoid(beta * (pairs.chosen / pairs.num_chosen - pairs.rejected / pairs.num_rejected) - gamma)
 
 
 def cpo(pairs: Pairs, beta: float, alpha: float = 1.0) -> Tensor:
-    """DPO for no reference, and alpha times the chosen answer's loss a token. Xu et al. 2024, arXiv:2401.08417."""
+    """DPO without a reference, plus alpha times the chosen completion's loss per token. Xu et al. 2024,
+    arXiv:2401.08417."""
     return -logsigmoid(beta * (pairs.chosen - pairs.rejected)) - alpha * pairs.chosen / pairs.num_chosen
 
 
 def orpo(pairs: Pairs, beta: float) -> Tensor:
-    """The chosen answer's loss a token, less beta times the log-sigmoid of the odds' log-ratio, for no reference. Hong et
-    al. 2024, arXiv:2403.07691."""
+    """The chosen completion's loss per token minus beta times the log-sigmoid of the log odds ratio, without a
+    reference. Hong et al. 2024, arXiv:2403.07691."""
     chosen, rejected = pairs.chosen / pairs.num_chosen, pairs.rejected / pairs.num_rejected
     return -chosen - beta * logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 
 def log_odds(log_probability: Tensor) -> Tensor:
-    """log(p / (1 - p)), finite with its gradient where p is 1 to rounding, and as exact there as where p is small."""
-    # 1 - p loses its digits near p = 1, and log1p near p = 0: each branch is taken, and computed, where it is good.
+    """Return log(p / (1 - p)), accurate for all p, with finite value and gradient if p rounds to 1."""
+    # expm1 is accurate near p = 1, log1p near p = 0. Each branch is evaluated only where it is accurate.
     x = log_probability.clamp(max=-torch.finfo(log_probability.dtype).eps)
     is_near_one = x > -math.log(2)
     near_one = torch.log(-torch.expm1(torch.where(is_near_one, x, -0.1)))
@@ -170,21 +175,21 @@ def preference_loss(
     beta: float = 0.1,
     **settings: float,
 ) -> Tensor:
-    """The loss `name` of each of P pairs.
+    """Return the loss `name` of each of P pairs.
 
     Args:
-        name: one of `LOSSES`, or FILE.py:FUNCTION, called as these are.
-        chosen, rejected: sums of the answers' log-probabilities, (P,); they may have gradients.
-        reference_chosen, reference_rejected: the same under the reference, (P,); zeros where there is none.
-        num_chosen, num_rejected: tokens that were summed, (P,).
-        beta: how far the model may go from the reference; larger is nearer.
-        settings: what the loss reads beside it (`label_smoothing`, `gamma`, `alpha`); left out, the loss's own default.
+        name: one of `LOSSES`, or FILE.py:FUNCTION with the same signature.
+        chosen, rejected: summed log-probabilities of the completions, (P,); may have gradients.
+        reference_chosen, reference_rejected: the same under the reference, (P,); zeros without a reference.
+        num_chosen, num_rejected: numbers of summed tokens, (P,).
+        beta: larger values keep the model closer to the reference.
+        settings: the loss's own settings (`label_smoothing`, `gamma`, `alpha`); defaults are the loss's.
 
     Returns:
-        (P,), in the type of `chosen`.
+        (P,), in the dtype of `chosen`.
 
     Raises:
-        ValueError: for a loss that is not there, a setting that the loss does not read, or one out of its range.
+        ValueError: for an unknown loss, a setting that it does not read, or a setting out of range.
     """
     loss = load_function(name) if is_function_path(name) else LOSSES.get(name)
     if loss is None:
@@ -208,11 +213,10 @@ def preference_loss(
 def pair_losses(
     loss: PreferenceLossConfig, answers: Answers, reference: Tensor, lengths: Tensor, statistics: TokenStatistics
 ) -> Tensor:
-    """The loss of each of P pairs, (P,), by what the settings say and what `AnswerLogProbs` made of the answers.
+    """Return the loss of each of P pairs, (P,), and add their metrics, summed over pairs, to the statistics.
 
-    reference, lengths (P, 2): log-probabilities under the reference, and tokens. What the metrics tell is added to the
-    statistics, sums over pairs: an answer's reward is beta times what its log-probability gained on the reference; a margin of
-    exactly 0 is half right.
+    answers: from `AnswerLogProbs`; reference: log-probabilities under the reference, (P, 2); lengths: tokens, (P, 2). A
+    completion's reward is beta times its log-probability minus the reference's. A margin of 0 counts as half correct.
     """
     beta = loss.beta_of_loss
     columns = [column for both in (answers.log_probs, reference, lengths) for column in both.unbind(1)]
@@ -224,5 +228,5 @@ def pair_losses(
 
 
 def settings_of(name: str) -> tuple[str, ...]:
-    """What a loss reads beside beta."""
+    """Return the names of a loss's settings other than beta."""
     return tuple(inspect.signature(LOSSES[name]).parameters)[2:]

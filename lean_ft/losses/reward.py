@@ -1,8 +1,8 @@
 """Sequence scores of a reward model, and the loss of a pair of scores.
 
-A sequence's score is read at its last token, like transformers' sequence classification models. With per-token rewards, the
-score is the mean over the completion's tokens (Yang et al. 2023, arXiv:2306.00398). Scores are computed in float32, whatever
-the model's dtype.
+A sequence's score is read at its last token, like transformers' sequence classification models. With per-token rewards,
+the score is the mean over the completion's tokens (Yang et al. 2023, arXiv:2306.00398). Scores are computed in float32,
+whatever the model's dtype.
 
 Shapes: P pairs, N tokens of their completions, D hidden size.
 """
@@ -22,8 +22,9 @@ def scores_of(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the scores (P, 2) of a batch's pairs, and the router loss of a mixture of experts or None.
 
-    model: a `Decoder` with a score layer; batch: like `lean_ft.data.PairBatch`, on the model's device; per_token: average over
-    completion tokens, only if prompts are not shared; is_float16: compute in float16, whatever the dtype of the weights.
+    model: a `Decoder` with a score layer; batch: like `lean_ft.data.PairBatch`, on the model's device; per_token:
+    average over completion tokens, only if prompts are not shared; is_float16: compute in float16, whatever the dtype
+    of the weights.
     """
     # batch.index has the position that predicts a token, which is 1 before the token.
     places = batch.index + 1 if per_token else batch.last
@@ -48,10 +49,11 @@ def output_scores(model: Any, batch: Any, places: Tensor, *, is_float16: bool = 
 
 
 def reward_loss(scores: Tensor, margins: Tensor, *, centering: float = 0.01) -> Tensor:
-    """Return -log sigmoid(r_chosen - r_rejected - margin) + centering (r_chosen + r_rejected)^2 of each of P pairs, (P,).
+    """Return -log sigmoid(r_chosen - r_rejected - margin) + centering (r_chosen + r_rejected)^2 of each of P pairs,
+    (P,).
 
-    scores: (P, 2), chosen and rejected; margins: (P,), required lead of the chosen completion. Bradley-Terry model; margin from
-    Touvron et al. 2023, arXiv:2307.09288; centering from Eisenstein et al. 2023, arXiv:2312.09244.
+    scores: (P, 2), chosen and rejected; margins: (P,), required lead of the chosen completion. Bradley-Terry model;
+    margin from Touvron et al. 2023, arXiv:2307.09288; centering from Eisenstein et al. 2023, arXiv:2312.09244.
     """
     chosen, rejected = scores.unbind(1)
     return -logsigmoid(chosen - rejected - margins) + centering * (chosen + rejected).square()

@@ -1,7 +1,7 @@
 """Log-probabilities of completion tokens without full logits, for policy losses.
 
-The model runs on a `PolicyBatch`, at the sampling temperature. Results are bitwise equal with and without gradients, so every
-ratio is exactly 1 before the first update.
+The model runs on a `PolicyBatch`, at the sampling temperature. Results are bitwise equal with and without gradients, so
+every ratio is exactly 1 before the first update.
 
 Shapes: B completions, A tokens of the longest, N tokens of all.
 """
@@ -33,7 +33,7 @@ def on_grid(values: Tensor, batch: Any) -> Tensor:
 
 
 class TokenLogProbs:
-    """Callable `log_probs(model, batch, statistics)` that computes the `AnswerTokens` of a batch, with gradients if enabled."""
+    """`log_probs(model, batch, statistics)` returns the `AnswerTokens` of a batch, with gradients if enabled."""
 
     def __init__(self, model: Any, cfg: SampledConfig) -> None:
         """Read the settings of sampling, memory and dtype from `cfg`. `model` is a `Decoder`."""

@@ -1,7 +1,7 @@
 """Losses of single completions labeled desirable or not. To add one, copy a function.
 
-A loss gets, for P completions, d (the sum of log-probabilities minus the reference's) and a baseline b, and returns (P,). It moves
-desirable completions above the baseline and others below it.
+A loss gets, for P completions, d (the sum of log-probabilities minus the reference's) and a baseline b, and returns
+(P,). It moves desirable completions above the baseline and others below it.
 
     kto                b = max(0, the mean of d over the micro-batch's prompts, each with another prompt's completion)
     apo_zero_unpaired  b = 0: kto without a baseline
@@ -88,7 +88,7 @@ class RunningMean:
         self._count = 0
 
     def add(self, mean: Tensor, count: int) -> None:
-        """Add `count` values by their mean, a scalar. A mean that is not finite (a skipped step) leaves the mean unchanged."""
+        """Add `count` values by their mean, a scalar. A mean that is not finite (a skipped step) is ignored."""
         self._count += count
         moved = self.mean + (mean - self.mean) * (count / self._count)
         self.mean = torch.where(moved.isfinite(), moved, self.mean)
@@ -101,7 +101,7 @@ class RunningMean:
 
 
 class Baseline(RunningMean):
-    """Callable `baseline(model, batch)` that returns a batch's baseline b, a scalar without gradients.
+    """`baseline(model, batch)` returns a batch's baseline b, a scalar without gradients.
 
     The trainer adds the mean of d over each step's completions.
     """
@@ -163,8 +163,8 @@ class UnpairedStatistics(TokenStatistics):
         )
 
     def answer_means(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return `loss`, `baseline` and `gain` averaged over all completions, and the rewards and log-probabilities of each kind
-        that occurs."""
+        """Return `loss`, `baseline` and `gain` averaged over all completions, and the rewards and log-probabilities of
+        each kind that occurs."""
         num_answers = self.num_desirable + self.num_undesirable
         counts = {"chosen": self.num_desirable, "rejected": self.num_undesirable, "accuracies": self.num_compared}
         means: dict[str, Tensor] = {}
