@@ -1,7 +1,7 @@
-"""Every setting a recipe takes: its name, default, unit and meaning, stated here and nowhere else.
+"""All settings of recipes, with names, defaults, units and meaning.
 
-A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it uses. `lean_ft.settings.text` turns
-YAML and `key=value` overrides into one of these; `leanft cat RECIPE` prints them all.
+A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it uses. `lean_ft.settings.text` builds a
+`Config` from YAML and `key=value` overrides. `leanft cat RECIPE` prints all settings.
 """
 
 from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConfig, Reward, SamplingConfig

@@ -1,4 +1,4 @@
-"""Settings of answers: those that a model gives while it learns, what judges them, and those of a model that is asked."""
+"""Settings of sampled completions: generation during training, rewards, and recipes that run a model."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from lean_ft.settings.base import Device, PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
 
-# Which tokens are drawn among.
+# Settings that restrict the tokens to sample from.
 TopK = Annotated[PositiveInt | None, Field(description="Sample from this many likeliest tokens only.")]
 TopP = Annotated[
     PositiveShare | None, Field(description="Sample from the fewest tokens whose probabilities add up to this share.")
@@ -76,12 +76,12 @@ class GenerationConfig(Settings):
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """How long answers may be and which tokens can be in them, as `Sampling` is told."""
+        """Arguments of `Sampling` for the length of completions and the tokens to sample from."""
         return self.model_dump(include={"max_new_tokens", "top_k", "top_p", "min_p"})
 
     @property
     def narrows(self) -> bool:
-        """Whether some tokens are never drawn, so that the sampler's probabilities are not the model's."""
+        """Whether some tokens are never sampled, so that the sampling probabilities differ from the model's."""
         return self.top_k is not None or (self.top_p or 1.0) < 1 or self.min_p is not None
 
 
@@ -165,5 +165,5 @@ class AskConfig(Settings):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How tokens are chosen and what ends an answer."""
+        """Arguments of `Sampling`."""
         return self.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed"})

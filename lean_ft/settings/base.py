@@ -1,4 +1,4 @@
-"""What every group of settings is: strict, frozen, and its values' common types."""
+"""Base class of the groups of settings, and common types of values."""
 
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -9,13 +9,13 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 
-# Other spellings of a value -> ours.
+# Alternative spellings of values -> lean_ft's spelling.
 _SAME_VALUE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "gpu": "cuda"}
 
 
 def spelled_out(value: Any) -> Any:
-    """Our spelling of a dtype or a device: `bf16` and `torch.bfloat16` are `bfloat16`, `gpu` is `cuda`. Other values are
-    returned as they are."""
+    """Return lean_ft's spelling of a dtype or a device: `bf16` and `torch.bfloat16` become `bfloat16`, `gpu` becomes
+    `cuda`. Return other values unchanged."""
     text = str(value).removeprefix("torch.") if str(value).startswith("torch.") else value
     return _SAME_VALUE.get(text, text) if isinstance(text, str) else text
 
@@ -27,7 +27,7 @@ Device = Annotated[
     Field(description="`auto` takes cuda, then mps, then cpu."),
 ]
 
-# Optimizer steps, or what they are of an epoch.
+# Number of optimizer steps, a fraction of an epoch, or every epoch.
 Every = NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["epoch"]
 
 
@@ -42,12 +42,12 @@ def _is_regular_expression(pattern: str) -> str:
 RegularExpression = Annotated[str, AfterValidator(_is_regular_expression)]
 
 
-# FILE.py:FUNCTION, a function of the user's own; a union that has it ends in AfterValidator(check_function).
+# FILE.py:FUNCTION, a user's function. A union with this type needs AfterValidator(check_function).
 OwnFunction = Annotated[str, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
 
 
 class Settings(BaseModel):
-    """A group of settings: unknown keys are errors, values are checked and never silently converted."""
+    """A group of settings. Unknown keys are errors. Values are checked and never converted."""
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 

@@ -1,8 +1,8 @@
-"""Settings that contradict each other: one table, checked when a recipe's configuration is built.
+"""Table of conflicting settings, checked when a recipe's configuration is built.
 
-Recipes, `leanft validate` and `leanft plan` therefore refuse the same combinations. A row applies to recipes that have all
-of its groups. Contradictions within one group are checked by that group; contradictions with the model, the data or the
-machine are checked where those are known.
+Recipes, `leanft validate` and `leanft plan` therefore reject the same combinations. A row applies to recipes that have all
+of its groups. Each group checks conflicts among its own settings. Conflicts with the model, the data or the machine are
+checked when those are loaded.
 """
 
 import inspect
@@ -33,7 +33,7 @@ from lean_ft.settings.optimizer import (
     OptimizerConfig,
 )
 
-# What the rows below call a group. `recipe` is the whole configuration.
+# Names of groups in the rows below. `recipe` is the whole configuration.
 _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
@@ -57,10 +57,10 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
 
 
 class Conflict(NamedTuple):
-    """Settings that contradict each other if `applies`; its parameters name the groups that it reads."""
+    """Conflicting settings, if `applies` returns True. The parameters of `applies` name the groups that it reads."""
 
     applies: Callable[..., bool]
-    message: str  # a format of the same groups
+    message: str  # format string with the same groups
 
 
 def _names(rules: tuple[str, ...]) -> str:
@@ -72,7 +72,7 @@ def _differs(group: Settings, name: str) -> bool:
 
 
 def _is_multiple(every: int | float | str, other: int | float | str) -> bool:
-    """Whether every save comes with an evaluation, for any number of steps in an epoch."""
+    """Whether every save coincides with an evaluation, for any number of steps per epoch."""
     long, short = (1.0 if value == "epoch" else value for value in (every, other))
     if isinstance(long, str) or isinstance(short, str) or type(long) is not type(short) or not short:
         return False
@@ -80,7 +80,7 @@ def _is_multiple(every: int | float | str, other: int | float | str) -> bool:
 
 
 CONFLICTS = [
-    # Settings that are read only with another
+    # Settings that need another setting
     *(
         Conflict(
             lambda recipe, name=name, switch=switch: _differs(recipe, name) and not getattr(recipe, switch),
@@ -300,7 +300,7 @@ CONFLICTS = [
 
 
 def check_conflicts(recipe: BaseModel) -> None:
-    """Raises ValueError with every row of the table that applies to a recipe's configuration."""
+    """Raise ValueError with the messages of all conflicts in a recipe's configuration."""
     groups: dict[str, Any] = {"recipe": recipe}
     for name, kinds in _GROUPS.items():
         if (group := next((value for _, value in recipe if isinstance(value, kinds)), None)) is not None:

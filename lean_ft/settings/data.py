@@ -1,4 +1,4 @@
-"""Settings of data: where rows come from, how long they may be, and what each objective makes of them."""
+"""Settings of data: sources, lengths, packing, and the data of each objective."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -155,13 +155,13 @@ class PromptDataConfig(RowsConfig):
 class DataConfig(RowsConfig):
     """Settings of every objective's data: sources, lengths and batches.
 
-    A recipe's `data` is an instance of a subclass, which names its objective, or of the recipe's own subclass of one.
+    A recipe's `data` is an instance of a subclass, which sets the objective.
     """
 
     objective: ClassVar[str] = ""
-    """Module of lean_ft.data that reads the rows and makes the batches."""
+    """Module of lean_ft.data that reads rows and builds batches."""
     sides: ClassVar[tuple[str, ...]] = ("",)
-    """Names of the sequences that a row of data becomes; they stay together in one batch."""
+    """Names of the sequences of a row. They stay in the same batch."""
 
     max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Maximum sequence length in tokens.")
     overflow: Literal["truncate", "drop", "raise"] = Field(
@@ -196,12 +196,12 @@ class DataConfig(RowsConfig):
 
     @property
     def packs_rows(self) -> bool:
-        """Whether rows of one length are filled with documents."""
+        """Whether documents are packed into rows of max_length tokens."""
         return self.packing not in ("none", "padding_free")
 
     @property
     def longest(self) -> int | None:
-        """Tokens that one sequence may have; None where packing takes any length."""
+        """Maximum tokens of a sequence; None if packing accepts any length."""
         return self.max_length if self.packing in ("none", "bfd") else None
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Settings of memory and of many devices."""
+"""Settings of memory and parallelism."""
 
 from typing import Annotated, Literal
 

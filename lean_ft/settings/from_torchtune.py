@@ -1,8 +1,7 @@
-"""torchtune's configurations as presets of ours: what each key is called here, and what of it there is not.
+"""Conversion of torchtune configurations into lean_ft presets.
 
-The tables have torchtune 0.6's names. What is null or false there says nothing. What has no equivalent, or is another thing
-here, is told; nothing is left out silently. Defaults that differ (AdamW's weight decay, a schedule that is absent) are
-written out.
+The tables use the names of torchtune 0.6. Keys that are null or false are ignored. Every other key without an exact
+equivalent gets a remark. Defaults that differ (AdamW's weight decay, a missing schedule) are written out.
 """
 
 import re
@@ -17,7 +16,7 @@ from lean_ft.system import catalog
 
 Values = dict[str, Any]  # dotted key -> value
 
-# The last part of a component's name -> the recipe, and what it means in our settings.
+# Last part of a component's name -> recipe and lean_ft settings.
 _LOSSES: dict[str, tuple[str, Values]] = {
     **dict.fromkeys(("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss"), ("finetune", {})),
     **dict.fromkeys(("ForwardKLLoss", "ForwardKLWithChunkedOutputLoss"), ("distill", {})),
@@ -28,7 +27,7 @@ _LOSSES: dict[str, tuple[str, Values]] = {
     "RSOLoss": ("dpo", {"loss.name": "hinge"}),
     **dict.fromkeys(("GRPOLoss", "GRPOSimpleLoss"), ("grpo", {"loss.name": "grpo", "loss.kl": "k3"})),
 }
-_DECAYED: Values = {"optimizer.weight_decay": 0.01}  # their default
+_DECAYED: Values = {"optimizer.weight_decay": 0.01}  # torchtune's default
 _OPTIMIZERS: dict[str, Values] = {
     "torch.optim.AdamW": _DECAYED,
     "bitsandbytes.optim.PagedAdamW": _DECAYED,
@@ -54,10 +53,10 @@ _DATASETS: dict[str, Values] = {
     },
     "gsm8k_dataset": {"path": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question"}},
 }
-_COLUMNS = {"input": "prompt", "output": "completion"}  # of instruct_dataset; elsewhere they are called as here
+_COLUMNS = {"input": "prompt", "output": "completion"}  # of instruct_dataset; other datasets use lean_ft's names
 _LOGGERS = {"DiskLogger": [], "StdoutLogger": [], "WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"]}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
-# How the names of folders begin that `tune download` makes -> whose they are on the hub.
+# Prefix of a folder made by `tune download` -> organization on the Hub.
 _OWNERS = {"Llama": "meta-llama", "Meta-Llama": "meta-llama", "Qwen": "Qwen", "gemma": "google", "Mistral": "mistralai"}
 _OWNERS |= dict.fromkeys(("Phi", "phi"), "microsoft")
 
@@ -93,7 +92,7 @@ _RENAMED = {
     "ppo_epochs": "generation.passes",
     "num_steps": "max_steps",
 }
-# Keys that need no setting here; docs/coming_from_torchtune.md says why.
+# Keys that need no lean_ft setting; see docs/coming_from_torchtune.md.
 _NEEDLESS = """
     *checkpointer._component_ *checkpointer.checkpoint_files* *checkpointer.model_type *checkpointer.output_dir
     resume_from_checkpoint save_adapter_weights_only tokenizer._component_ tokenizer.path tokenizer.*_file tokenizer.*_path
@@ -105,14 +104,14 @@ _NEEDLESS = """
 
 @dataclass
 class Preset:
-    """What a configuration becomes: a recipe, its settings, and what is to be said about the rest."""
+    """A converted configuration: a recipe, its settings, and remarks on the other keys."""
 
     recipe: str = "finetune"
     settings: Values = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     def text(self, source: str) -> str:
-        """As a preset's YAML, without what is the default anyway; the remarks are comments."""
+        """Return the preset as YAML without default values. Remarks become comments."""
         defaults = {s.key: s.default for s in describe(catalog.load_recipe(catalog.recipes()[self.recipe]).Config)}
         nested: Values = {RECIPE: self.recipe}
         for key, value in self.settings.items():
@@ -125,9 +124,9 @@ class Preset:
 
 
 def convert_config(file: Path) -> Preset:
-    """Reads a configuration of torchtune's that trains: full, LoRA and QLoRA finetuning, QAT, DPO, distillation, GRPO.
+    """Convert a torchtune training configuration: full, LoRA and QLoRA fine-tuning, QAT, DPO, distillation or GRPO.
 
-    Raises ValueError for one that is none, or that trains what there is no converting of (images, PPO).
+    Raise ValueError for other files, and for images and PPO, which cannot be converted.
     """
     read, _ = read_yaml_file(file)
     if not isinstance(read, dict) or not {"optimizer", "checkpointer", "model", "dataset"} <= read.keys():
@@ -156,7 +155,7 @@ def convert_config(file: Path) -> Preset:
             "gradient_accumulation_steps: theirs is each process's; on N processes set N times as many"
         )
     told |= {_RENAMED[key]: left.pop(key) for key in list(left) if key in _RENAMED and left[key] is not None}
-    if preset.recipe == "grpo":  # their batches are of prompts, ours of answers
+    if preset.recipe == "grpo":  # torchtune's batches count prompts, lean_ft's count completions
         prompts, of_a_pass = told.pop("batch_size", 1), left.pop("forward_batch_size", None) or 1
         told["batch_size"] = of_a_pass * told.get("generation.num_answers", 8)
         told["gradient_accumulation_steps"] = -(-prompts // of_a_pass)
@@ -199,7 +198,7 @@ def _convert_model(left: Values, preset: Preset) -> None:
     told, builder = preset.settings, _component(left, "model")
 
     def folder_of(key: str, builder: str) -> str:
-        """The folder where it is there; else its repository on the hub by its name, or that of the builder's preset."""
+        """Return the folder if it exists, otherwise the Hub repository by its name or by the builder's preset."""
         folder = str(left.pop(f"{key}.checkpoint_dir", None) or "").rstrip("/")
         name, shipped = Path(folder).name, catalog.presets().get(f"{re.sub('^q?lora_', '', builder)}/full")
         owner = next((owner for start, owner in _OWNERS.items() if name.startswith(start)), None)
@@ -256,7 +255,7 @@ def _convert_data(left: Values, preset: Preset) -> None:
 
 
 def _source(theirs: Values, preset: Preset) -> Values:
-    """A data set as an entry of data.source, with `train_on_input`, `packed` and `system` beside."""
+    """Convert a dataset into an entry of data.source, with the extra keys `train_on_input`, `packed` and `system`."""
     name = _component({"dataset._component_": theirs.pop("_component_", "")}, "dataset")
     if name not in _DATASETS:
         preset.remarks.append(f"dataset: there is no {name} here; give data.source and data.format, see docs/data.md")

@@ -1,4 +1,4 @@
-"""Settings of what is learned from: the losses, their reference, and a teacher."""
+"""Settings of losses, reference models, value models and teachers."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,7 +23,7 @@ class LossConfig(Settings):
 
 
 def _check_read(given: dict[str, float], loss: str, reads: dict[str, tuple[str, ...]]) -> None:
-    """Raises ValueError where one of the settings that are given is read by other losses alone."""
+    """Raise ValueError if a given setting is used only by other losses."""
     for name, value in given.items():
         if name not in reads.get(loss, ()):
             whose = ", ".join(other for other, settings in reads.items() if name in settings)
@@ -32,7 +32,7 @@ def _check_read(given: dict[str, float], loss: str, reads: dict[str, tuple[str, 
             )
 
 
-# What a preference loss reads beside beta.
+# Settings of each preference loss in addition to beta.
 LOSS_READS = {
     "sigmoid": ("label_smoothing",),
     "robust": ("label_smoothing",),
@@ -103,7 +103,7 @@ class PreferenceLossConfig(Settings):
 
     @property
     def own_settings(self) -> dict[str, float]:
-        """What is given of the settings that some losses alone read."""
+        """The given settings that only some losses use."""
         return self.model_dump(include={"label_smoothing", "gamma", "alpha"}, exclude_none=True)
 
     @property
@@ -141,7 +141,7 @@ class UnpairedLossConfig(Settings):
 
     @property
     def needs_mismatched(self) -> bool:
-        """Whether it looks at prompts with answers of others."""
+        """Whether the loss compares prompts with completions of other prompts."""
         return self.name == "kto"
 
 
@@ -180,7 +180,7 @@ class ReferenceConfig(Settings):
     )
 
 
-# What a policy loss reads of its own.
+# Settings that only some policy losses use.
 POLICY_LOSS_READS = {
     **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo", "rloo"), ("epsilon", "epsilon_high")),
     "cispo": ("epsilon_max",),
@@ -241,7 +241,7 @@ class PolicyLossConfig(Settings):
 
     @property
     def own_settings(self) -> dict[str, float]:
-        """What is given of the settings that some losses alone read."""
+        """The given settings that only some losses use."""
         return self.model_dump(include={"epsilon", "epsilon_high", "epsilon_max"}, exclude_none=True)
 
     @property
@@ -250,7 +250,7 @@ class PolicyLossConfig(Settings):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the divergence stands in the rewards, and not in the loss."""
+        """Whether the KL divergence is part of the rewards instead of the loss."""
         return self.kl == "in_reward" and self.needs_reference
 
     @property
@@ -261,7 +261,7 @@ class PolicyLossConfig(Settings):
 
     @property
     def of_tokens(self) -> dict[str, Any]:
-        """What `policy_loss` is told beside its name: the divergence that stands in the loss, and the loss's own."""
+        """Arguments of `policy_loss` after the name: the KL term of the loss, and the loss's own settings."""
         in_loss = self.kl != "in_reward" and self.needs_reference
         divergence = {"kl": self.kl, "kl_weight": self.kl_weight} if in_loss else {"kl": "corrected", "kl_weight": 0.0}
         return divergence | self.own_settings
@@ -295,12 +295,12 @@ class PPOLossConfig(Settings):
     )
     mask_truncated: bool = Field(False, description="Do not train on completions that max_new_tokens cut.")
 
-    name: ClassVar[str] = "dapo"  # of the policy's loss, a mean over the step's tokens
+    name: ClassVar[str] = "dapo"  # name of the policy loss: a mean over the step's tokens
     correction: ClassVar[str] = "none"
 
     @property
     def of_tokens(self) -> dict[str, Any]:
-        """What `policy_loss` is told beside its name."""
+        """Arguments of `policy_loss` after the name."""
         return {"epsilon": self.epsilon, "epsilon_high": self.epsilon}
 
     @property

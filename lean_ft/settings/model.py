@@ -1,4 +1,4 @@
-"""Settings of the model that trains, and of the adapters on it."""
+"""Settings of the trained model, its adapters and its quantization."""
 
 from typing import Annotated, Any, Literal
 
@@ -73,7 +73,7 @@ class LoRAConfig(Settings):
     )
 
 
-# What torchao has and lean_ft does not -> why.
+# torchao's kinds that lean_ft does not support -> reason.
 _NOT_QUANTIZED_TO = {
     **dict.fromkeys(
         ("nvfp4", "mxfp4", "mxfp8"), "torchao's is a prototype, and its products are for GPUs from Blackwell on"

@@ -1,4 +1,4 @@
-"""Settings of the update rule and of the learning rate's schedule."""
+"""Settings of the optimizer and the learning rate schedule."""
 
 from typing import Annotated, Literal
 
@@ -7,10 +7,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 from lean_ft.settings.base import Fraction, Settings
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
-CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # every tensor has AdamW's second moment
+CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # rules that keep AdamW's second moment for every tensor
 MATRIX_RULES = ("muon", "apollo_mini")
 ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # rules that use betas and eps
-MUON_MOMENTUM = 0.95  # where optimizer.momentum is null
+MUON_MOMENTUM = 0.95  # if optimizer.momentum is null
 
 
 class OptimizerConfig(Settings):

@@ -1,4 +1,4 @@
-"""Settings of a run as a whole, and what is asked of all groups together."""
+"""Settings of a whole run, and protocols for functions that read several groups."""
 
 import importlib.util
 from pathlib import Path
@@ -184,12 +184,12 @@ class RecipeConfig(Settings):
 
     @property
     def most_kept(self) -> int | None:
-        """Checkpoints kept for being the newest; None keeps all."""
+        """Number of newest checkpoints to keep; None keeps all."""
         return 2 if self.keep_last is None and self.save_every == "auto" else self.keep_last
 
     @property
     def row_tokens(self) -> int | None:
-        """Tokens that a row of a batch may have; None where the recipe has no data of ours."""
+        """Maximum tokens per row of a batch; None if the recipe does not use lean_ft's data settings."""
         if (data := self.group(DataConfig)) is not None:
             return data.max_length
         prompts, generation = self.group(PromptDataConfig), self.group(GenerationConfig)
@@ -197,14 +197,14 @@ class RecipeConfig(Settings):
 
     @property
     def pass_tokens(self) -> int | None:
-        """Tokens that a forward pass may have; None where the recipe has no data of ours."""
+        """Maximum tokens per forward pass; None if the recipe does not use lean_ft's data settings."""
         data, row_tokens = self.group(DataConfig), self.row_tokens
         if data is not None and data.batch_tokens is not None:
             return data.batch_tokens
         return None if row_tokens is None else self.batch_size * row_tokens
 
     def group(self, kind: type[GroupT]) -> GroupT | None:
-        """The recipe's group of settings of this kind, the first of several; None where it has none."""
+        """Return the recipe's first group of settings of this class, or None."""
         return next((value for _, value in self if isinstance(value, kind)), None)
 
 
@@ -212,7 +212,7 @@ class AnswersConfig(RecipeConfig):
     """Settings of recipes that train on completions and a frozen reference model, except for data and loss."""
 
     model: ModelConfig
-    lora: LoRAConfig | None = None  # null: all parameters train
+    lora: LoRAConfig | None = None  # null: train all parameters
     reference: ReferenceConfig = ReferenceConfig.model_validate({})
     optimizer: OptimizerConfig = OptimizerConfig.model_validate({"lr": 1e-6})
     schedule: ScheduleConfig = ScheduleConfig.model_validate({})
@@ -258,7 +258,7 @@ _NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig:
 
 
 def models_of(cfg: BaseModel) -> dict[tuple[str, str], str]:
-    """Every model that settings name, by its group and name there: {("model", "path"): "tiny"}."""
+    """Return every model path in the settings by (group, setting): {("model", "path"): "tiny"}."""
     found: dict[tuple[str, str], str | None] = {
         (group, name): getattr(value, name)
         for group, value in cfg
@@ -269,7 +269,7 @@ def models_of(cfg: BaseModel) -> dict[tuple[str, str], str]:
 
 
 class TrainingConfig(Protocol):
-    """What the Config of a recipe that trains has, whatever its objective: for calls that take the whole of it."""
+    """Settings that the Config of every training recipe has."""
 
     model: ModelConfig
     optimizer: OptimizerConfig
@@ -281,7 +281,7 @@ class TrainingConfig(Protocol):
 
 
 class LogitsConfig(Protocol):
-    """Settings that the pass from a model to its loss reads."""
+    """Settings that a forward pass with a loss reads."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -292,21 +292,21 @@ class LogitsConfig(Protocol):
 
 
 class ComparisonConfig(LogitsConfig, Protocol):
-    """Those of a loss that compares whole completions."""
+    """Settings for losses that compare whole completions."""
 
     @property
     def loss(self) -> PreferenceLossConfig | UnpairedLossConfig: ...
 
 
 class SampledConfig(LogitsConfig, Protocol):
-    """Those of a loss on sampled completions."""
+    """Settings for losses on sampled completions."""
 
     @property
     def generation(self) -> GenerationConfig: ...
 
 
 class TaughtConfig(LogitsConfig, Protocol):
-    """Those of a distillation."""
+    """Settings for distillation."""
 
     @property
     def distill(self) -> DistillConfig: ...

@@ -1,9 +1,9 @@
 """YAML for settings: the 1.2 core schema, as plain values with the lines of their keys.
 
-`no` is text, `1e-5` is a number, `12:30` and dates are text (PyYAML's 1.1 reads a boolean, text, a number and a
-date). What has no quotes is kept as it was written, since whether `007` is a number depends on what it is for.
-Anchors, tags, repeated keys, deep nesting and large files are refused: no preset needs them, and with the first
-three a file says something else than it seems to say.
+`no` is text, `1e-5` is a number, `12:30` and dates are text. (PyYAML follows YAML 1.1 and reads a boolean, text, a number
+and a date.) Scalars without quotes keep their spelling, because the type of `007` depends on the setting. Anchors, tags,
+repeated keys, deep nesting and large files raise ValueError: presets do not need them, and the first three make a file
+misleading.
 """
 
 import re
@@ -15,7 +15,7 @@ import yaml
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 
-_CORE_SCHEMA = (  # what a scalar without quotes stands for; it is read without its underscores
+_CORE_SCHEMA = (  # pattern of a scalar without quotes -> its value; underscores are removed before conversion
     (r"~|null|Null|NULL|", lambda text: None),
     (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
     (r"[-+]?0x[0-9a-fA-F][0-9a-fA-F_]{0,15}", lambda text: int(text, 16)),
@@ -27,10 +27,10 @@ _CORE_SCHEMA = (  # what a scalar without quotes stands for; it is read without 
 
 
 class Plain(str):
-    """A scalar without quotes, as it was written."""
+    """A scalar without quotes, in its original spelling."""
 
     def value(self) -> bool | int | float | str | None:
-        """What it stands for."""
+        """Return the value under the core schema."""
         for pattern, read in _CORE_SCHEMA:
             if re.fullmatch(pattern, self):
                 return read(self.replace("_", ""))
@@ -38,7 +38,7 @@ class Plain(str):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would read as something else, so that any reader reads it back."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type, so that any YAML parser reads it back."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -56,15 +56,15 @@ _Dumper.add_representer(Plain, _Dumper.represent_plain)
 
 
 def to_yaml(value: Any, flow: bool = False) -> str:
-    """A value as YAML, in the order it has; `flow` puts it on one line, as in `[0.9, 0.999]`."""
+    """Return a value as YAML with its order kept. With `flow`, write one line, such as `[0.9, 0.999]`."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
 def read_yaml_file(path: Path) -> tuple[Any, dict[str, int]]:
-    """The values of a YAML file and the lines of its keys, as `parse_yaml` does.
+    """Return the values of a YAML file and the lines of its keys; see `parse_yaml`.
 
-    Raises ValueError, or OSError where it cannot be read.
+    Raise ValueError for invalid content, and OSError if the file cannot be read.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected a YAML file with settings.")
@@ -80,10 +80,10 @@ def read_yaml_file(path: Path) -> tuple[Any, dict[str, int]]:
 
 
 def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]]:
-    """The values of one YAML document, and dotted key -> line.
+    """Return the values of one YAML document, and a dict of dotted key -> line.
 
-    A value is a dict, a list, text that had quotes (`str`), or `Plain`; None where the document is empty. `path` is
-    named in errors. Raises ValueError.
+    A value is a dict, a list, quoted text (`str`) or `Plain`; None for an empty document. Raise ValueError with `path` in
+    the message for invalid content.
     """
     lines: dict[str, int] = {}
 
@@ -131,7 +131,7 @@ def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]
 
 
 def kind(value: Any) -> str:
-    """What a parsed value is, for messages: `a list`, `a mapping`, or itself."""
+    """Return a description of a parsed value for messages: `a list`, `a mapping`, or the value."""
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     value = value.value() if isinstance(value, Plain) else value

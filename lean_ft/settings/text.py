@@ -1,13 +1,11 @@
-"""Settings as text: a YAML preset and `key=value` overrides become one validated pydantic model, and back.
+"""Conversion between text and settings: a YAML preset and `key=value` overrides become a validated pydantic model.
 
-What a recipe's settings are is read from the JSON schema that pydantic makes of its `Config`. A value is read with
-its setting's schema in hand. Where only text fits, the text stays as it was written, so `data.source=007` names a
-file; elsewhere `optimizer.lr=1e-5` is a number (see `lean_ft.settings.strict_yaml`). Nothing is converted after that: neither
-`"4"` nor `2.0` is a whole number. Everything that is wrong with one config is told in one message, each with where
-it came from.
+The settings of a recipe come from the JSON schema of its `Config`. The schema decides how a value is read. If a setting
+accepts only text, the value keeps its spelling, so `data.source=007` names a file. Otherwise `optimizer.lr=1e-5` is a
+number (see `lean_ft.settings.strict_yaml`). Values are not converted further: neither `"4"` nor `2.0` is an integer. One
+error message lists all problems of a config with their locations.
 
-Left out on purpose: includes, interpolation, environment variables. A preset states what differs from the
-defaults, and what it states is what one reads.
+Presets deliberately support no includes, interpolation or environment variables, so that a file shows its exact values.
 """
 
 import json
@@ -27,11 +25,11 @@ from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file
 from lean_ft.system.spelling import did_you_mean
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
-Schema = dict[str, Any]  # JSON schema of a setting, or of a group of them
+Schema = dict[str, Any]  # JSON schema of a setting or a group
 
 COMMAND_LINE = "command line"
-MAX_PROBLEMS = 20  # that one message lists
-RECIPE = "recipe"  # what a preset may say beside settings
+MAX_PROBLEMS = 20  # listed in one message
+RECIPE = "recipe"  # key of a preset that is not a setting
 
 
 def load_config(
@@ -39,14 +37,13 @@ def load_config(
 ) -> ConfigT:
     """Read a preset (a YAML file, or None), apply `key=value` overrides in order, and validate the result.
 
-    Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. A group's
-    default instance supplies the keys that are not given. A single value for a list is a list of one (`freeze=mlp`). An
-    item of a list in an override may begin with `*` and hold paired brackets: `lora.targets=[model.layers.[0-3].*]`.
-    Messages name `given_by` as the place of an override; "" leaves the place out.
+    Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. Missing keys of a
+    group come from its default instance. A single value for a list becomes a list with one item (`freeze=mlp`). An
+    item of a list in an override may begin with `*` and contain paired brackets: `lora.targets=[model.layers.[0-3].*]`.
+    Messages name `given_by` as the location of an override; "" omits the location.
 
-    Raises ValueError with every problem in one message: unknown keys with the nearest valid one, values of the
-    wrong type with what was expected, and the required settings that are missing. A preset that cannot be opened
-    raises its OSError.
+    Raise ValueError with all problems in one message: unknown keys with the nearest valid key, values of the wrong type
+    with the expected type, and missing required settings. Raise OSError if the preset cannot be opened.
     """
     reader = _Reader(config_class, given_by)
     if preset is not None:
@@ -57,7 +54,7 @@ def load_config(
 
 
 def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
-    """Whether a recipe takes what a preset sets. Required settings may still be missing: they can be given later."""
+    """Whether a recipe accepts the settings of a preset. Required settings may be missing."""
     reader = _Reader(config_class)
     try:
         reader.read_preset(preset)
@@ -68,14 +65,14 @@ def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
 
 
 def preset_recipe(preset: Path) -> str | None:
-    """The recipe that a preset names as its own, in `recipe: NAME` beside its settings; None where it names none."""
+    """Return the recipe that a preset names with `recipe: NAME`, or None."""
     values, _ = read_yaml_file(preset)
     name = values.get(RECIPE) if isinstance(values, dict) else None
     return str(name) if isinstance(name, str) else None
 
 
 def preset_values(preset: Path) -> dict[str, str]:
-    """What a preset sets, as dotted key -> value on one line as written, whichever recipe it is for."""
+    """Return the settings of a preset as dotted key -> value on one line, without validation against a recipe."""
 
     values, _ = read_yaml_file(preset)
     settings = dotted(values) if isinstance(values, dict) else ()
@@ -83,7 +80,7 @@ def preset_values(preset: Path) -> dict[str, str]:
 
 
 def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values as (`group.name`, value), in their order; a group with nothing in it is a value."""
+    """Yield nested values as (`group.name`, value) in order. An empty group is a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from dotted(value, f"{prefix}{name}.")
@@ -92,15 +89,15 @@ def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def dump(config: BaseModel) -> str:
-    """The settings as YAML, every one of them; `load_config` reads it back to an equal config."""
+    """Return all settings as YAML. `load_config` reads them back into an equal config."""
     return to_yaml(config.model_dump(mode="json"))
 
 
-# What the settings are ---------------------------------------------------------------------------------------
+# Descriptions of settings ------------------------------------------------------------------------------------
 
 
 class _PresetSchema(GenerateJsonSchema):
-    """Requires nothing, since the command line may give it; knows the default that a factory makes."""
+    """Marks no field as required, because the command line may set it, and includes defaults from factories."""
 
     def field_is_required(self, field: Any, total: bool) -> bool:
         return False
@@ -111,40 +108,40 @@ class _PresetSchema(GenerateJsonSchema):
 
 
 def config_schema(config_class: type[BaseModel]) -> Schema:
-    """JSON schema of a recipe's presets, for editors. Nothing in it is required: the command line may give it."""
+    """Return the JSON schema of a recipe's presets, for editors. It requires no key: the command line may set the rest."""
     schema = config_class.model_json_schema(schema_generator=_PresetSchema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a recipe, or a group of them, for people to read."""
+    """Description of a setting or a group of settings."""
 
     key: str  # dotted
     type: str  # in words: `whole number > 0 or null`
     required: bool
-    default: Any  # as YAML holds it; None where required
+    default: Any  # as a YAML value; None if required
     description: str  # unit and meaning
     schema: Schema = field(repr=False)
-    group: Schema | None = field(repr=False)  # the schema of what is in a group; None for a single setting
+    group: Schema | None = field(repr=False)  # schema of the group's settings; None for a single setting
 
 
 def describe(config_class: type[BaseModel]) -> list[Setting]:
-    """Every setting of a recipe, in the order they are declared."""
+    """Return all settings of a recipe in declaration order."""
     return [setting for setting in _settings(config_class).values() if setting.group is None]
 
 
 def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequence[str] = ()) -> str:
-    """Every setting as YAML to cut a preset from, with its meaning above it and its type after it. A group that is off by
-    default is in comments. `only` keeps these settings and groups.
+    """Return all settings as YAML, each with its meaning above and its type after it. Groups that are off by default are
+    commented out. `only` selects settings and groups.
 
-    Raises ValueError with the nearest name for one in `only` that does not exist.
+    Raise ValueError with the nearest name for an unknown name in `only`.
     """
     settings, lines = _settings(config_class), list[str]()
     for name in only:
         if name not in settings:
             raise ValueError(f"no setting and no group is called '{name}'.{did_you_mean(name, settings)}")
-    off = ""  # the group that the settings are in, if it is off
+    off = ""  # the current group, if it is off
     for setting in settings.values():
         if only and not any(f"{one}.".startswith(f"{setting.key}.") or _is_in(setting.key, one) for one in only):
             continue
@@ -168,23 +165,23 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequen
 
 
 def one_line_each(config_class: type[BaseModel]) -> str:
-    """Every setting as `key=default`, or `key=...` where it is required, with its type in words."""
+    """Return a line per setting: `key=default`, or `key=...` for a required setting, and its type in words."""
     found = [(s.key, "..." if s.required else to_yaml(s.default, flow=True), s.type) for s in describe(config_class)]
     return "".join(f"  {f'{key}={default}':<44} {kind_of}\n" for key, default, kind_of in found)
 
 
 def _is_in(key: str, group: str) -> bool:
-    """Whether a key is in a group, or is it."""
+    """Whether a key equals a group or is inside it."""
     return f"{key}.".startswith(f"{group}.")
 
 
 @cache
 def _settings(config_class: type[BaseModel]) -> dict[str, Setting]:
-    """Every setting and every group by its key, a group before what is in it."""
+    """Return all settings and groups by key, each group before its settings."""
     schema = config_schema(config_class)
     definitions, settings = schema.get("$defs", {}), {}
 
-    def follow(part: Any) -> None:  # puts what a `$ref` refers to in its place
+    def follow(part: Any) -> None:  # replaces each `$ref` by its definition
         for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
             follow(inner)
         if isinstance(part, dict) and "$ref" in part:
@@ -207,18 +204,18 @@ def _settings(config_class: type[BaseModel]) -> dict[str, Setting]:
 
 
 def _members(schema: Schema) -> list[Schema]:
-    """The alternatives of a union; a type that is no union is its only one."""
+    """Return the alternatives of a union, or the schema itself for another type."""
     members = schema.get("anyOf") or schema.get("oneOf")
     return [inner for member in members for inner in _members(member)] if members else [schema]
 
 
 def _member(schema: Schema, *types: str) -> Schema | None:
-    """The first alternative that is of one of these types."""
+    """Return the first alternative with one of these types, or None."""
     return next((member for member in _members(schema) if member.get("type") in types), None)
 
 
 def _entry(mapping: Schema) -> Schema:
-    """What the values of a mapping are; anything where it does not tell."""
+    """Return the schema of a mapping's values; {} accepts anything."""
     values = mapping.get("additionalProperties")
     return values if isinstance(values, dict) else {}
 
@@ -234,7 +231,7 @@ _BOUNDS = {
 
 
 def _type_text(schema: Schema) -> str:
-    """A type in words, with its bounds: `number >= 0 and < 1`, `none | bfd`, `text or list of text`."""
+    """Return a type in words with its bounds: `number >= 0 and < 1`, `none | bfd`, `text or list of text`."""
     members, kind_of = _members(schema), schema.get("type", "any value")
     if len(members) > 1:
         return " or ".join(map(_type_text, members))
@@ -255,25 +252,25 @@ def _type_text(schema: Schema) -> str:
     return f"{text} {' and '.join(bounds)}".rstrip()
 
 
-# How they are read -------------------------------------------------------------------------------------------
+# Reading -----------------------------------------------------------------------------------------------------
 
 
 class _Reader:
-    """Gathers what a preset and overrides give, and everything that is wrong with it."""
+    """Collects the values of a preset and overrides, and their problems."""
 
     def __init__(self, config_class: type[BaseModel], given_by: str = COMMAND_LINE) -> None:
         self.config_class, self.given_by = config_class, given_by
         self.settings = _settings(config_class)
         self.values: dict[str, Any] = {}
-        self.given: dict[str, tuple[Any, str]] = {}  # key -> a value and where it came from
+        self.given: dict[str, tuple[Any, str]] = {}  # key -> value and its location
         self.problems: list[str] = []
         for setting in self.settings.values():
             if setting.group and setting.required:
-                self._inside(setting.key)  # so that what is missing is named setting by setting
+                self._inside(setting.key)  # so that errors name each missing setting
 
     def read_preset(self, preset: Path) -> None:
         values, lines = read_yaml_file(preset)
-        if values is None:  # nothing differs from the defaults
+        if values is None:  # an empty preset
             return
         if not isinstance(values, dict):
             raise ValueError(
@@ -281,7 +278,7 @@ class _Reader:
                 "`leanft cat RECIPE` prints the settings of a recipe as YAML."
             )
         for name, value in values.items():
-            if name == RECIPE and name not in self.settings:  # whose preset it is: for who starts the recipe
+            if name == RECIPE and name not in self.settings:  # the preset's recipe, which the caller reads
                 continue
             self._take(name, value, lambda key: f"{preset}, line {lines[key]}")
 
@@ -295,14 +292,14 @@ class _Reader:
         setting, entry = self.settings.get(owner), key.removeprefix(owner).removeprefix(".")
         mapping = _member(setting.schema, "object") if setting and not setting.group else None
         try:
-            if setting and mapping and entry:  # one entry is set, the others stay
+            if setting and mapping and entry:  # set one entry and keep the others
                 before, _ = self.given.get(owner, (setting.default, ""))
                 value = _read(_override_value(text, _entry(mapping)), _entry(mapping))
                 self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, self.given_by)
             else:
                 value = _override_value(text, setting.schema) if setting and not entry else None
                 self._take(key, value, lambda _: self.given_by)
-        except ValueError as error:  # not valid YAML
+        except ValueError as error:  # invalid YAML
             self.problems.append(f"{_at(override, self.given_by)}: {error}")
 
     def _take(self, key: str, value: Any, where: Callable[[str], str]) -> None:
@@ -314,11 +311,11 @@ class _Reader:
         elif setting.group is None or (is_null and _member(setting.schema, "null")):
             self._give(key, _read(value, setting.schema), where(key))
         elif isinstance(value, dict):
-            self._inside(key)  # the group is there, whatever it held before
+            self._inside(key)  # turns the group on
             self.given[key] = value, where(key)
             for name, inner in value.items():
                 self._take(f"{key}.{name}", inner, where)
-        elif not is_null:  # a group with nothing under it sets nothing
+        elif not is_null:  # an empty group sets nothing
             example = f"{key}.{next(iter(setting.group['properties']))}"
             self.problems.append(
                 f"{_at(key, where(key))}: expected its settings one by one, such as {example}, came {kind(value)}"
@@ -330,7 +327,7 @@ class _Reader:
         self.given[key] = value, where
 
     def _inside(self, group: str) -> dict[str, Any]:
-        """The values of a group, which is there from now on. They begin as those of its default instance."""
+        """Return the values of a group. If the group is off, turn it on with the values of its default instance."""
         if not group:
             return self.values
         above, _, name = group.rpartition(".")
@@ -340,17 +337,17 @@ class _Reader:
         return values[name]
 
     def _owner(self, names: list[str]) -> str:
-        """The key of the setting or group that names lead to or into: `data.columns` for data.columns.prompt."""
+        """Return the longest key of a setting or group that is a prefix: `data.columns` for data.columns.prompt."""
         keys = (".".join(names[:count]) for count in range(len(names), 0, -1))
         return next((key for key in keys if key in self.settings), "")
 
     def _nearest(self, key: str) -> str:
-        if len(self.problems) >= MAX_PROBLEMS:  # not shown, and a search takes milliseconds
+        if len(self.problems) >= MAX_PROBLEMS:  # the hint would not be shown, and a search takes milliseconds
             return ""
         return did_you_mean(key, (setting.key for setting in self.settings.values() if setting.group is None))
 
     def config(self) -> Any:
-        """The validated config; raises ValueError with all problems."""
+        """Return the validated config. Raise ValueError with all problems."""
         config, missing = self.validate()
         blocks = list(self.problems)
         if missing:
@@ -371,9 +368,9 @@ class _Reader:
         return config
 
     def validate(self) -> tuple[BaseModel | None, list[Setting]]:
-        """The config, if the values given fit; adds what does not fit to `problems` and returns what is missing."""
+        """Return the config, or None for invalid values, and the missing settings. Add invalid values to `problems`."""
         try:
-            # Through JSON, because pydantic's strict mode then still takes text for a path and a list for a tuple.
+            # Validate JSON, because pydantic's strict mode then accepts text for a path and a list for a tuple.
             return self.config_class.model_validate_json(json.dumps(self.values), strict=True), []
         except ValidationError as error:
             first_details: dict[str, Any] = {}
@@ -386,7 +383,7 @@ class _Reader:
             place = _at(key, where)
             if setting and detail["type"] == "missing" and key not in self.given:
                 missing.append(setting)
-            elif setting is None or setting.group or reason is not None:  # a validator of the recipe's own
+            elif setting is None or setting.group or reason is not None:  # from a validator of the recipe or a group
                 self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
             else:
                 is_choice = isinstance(came, str) and " | " in setting.type
@@ -397,8 +394,8 @@ class _Reader:
         return None, missing
 
 
-# In a list on the command line, an item that begins with a wildcard or holds brackets, in pairs: as text, where YAML
-# sees an alias or another list. What has quotes is passed over.
+# List items on the command line that begin with a wildcard or contain paired brackets. They are text, but YAML would read
+# an alias or a nested list. Quoted items are skipped.
 _TEXT = r"(?:(?!:\s)[^\[\]{},])*"
 _WILDCARDS = re.compile(
     rf"""(?<=[\[,{{:\s])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')"""
@@ -407,12 +404,12 @@ _WILDCARDS = re.compile(
 
 
 def _takes_only_text(schema: Schema) -> bool:
-    """Whether every single value that fits is text: a string, a path, or one of some words."""
+    """Whether text is the only scalar that fits: a string, a path or a choice."""
     return {member.get("type") for member in _members(schema)} - {"array", "object", "null"} == {"string"}
 
 
 def _override_value(text: str, schema: Schema) -> Any:
-    """The value of an override; where only text fits it is taken as it stands, unless quoted or a [list]."""
+    """Return the value of an override. If only text fits, keep it as written, unless it is quoted or a [list]."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_container = text[:1] in ("[", "{") and _member(schema, "array", "object")
     if _takes_only_text(schema) and not is_quoted and not is_container:
@@ -428,15 +425,15 @@ def _override_value(text: str, schema: Schema) -> Any:
 
 
 def _items_of_list(schema: Schema) -> Schema | None:
-    """What a list holds, where only a list fits and it may have any number of items."""
+    """Return the schema of a list's items if only a list of any length fits, otherwise None."""
     array = _member(schema, "array")
     only = {member.get("type") for member in _members(schema)} <= {"array", "null"}
     return array.get("items") if array and only and "prefixItems" not in array else None
 
 
 def _read(value: Any, schema: Schema) -> Any:
-    """The JSON value of a parsed one; scalars stay text where only text fits `schema`, and a single value for a list
-    becomes a list of one."""
+    """Return the JSON value of a parsed value. Scalars stay text if only text fits `schema`. A single value for a list
+    becomes a list with one item."""
     if isinstance(value, str | int | float) and _items_of_list(schema):
         is_null = isinstance(value, Plain) and value.value() is None
         value = value if is_null else [value]
@@ -453,11 +450,11 @@ def _read(value: Any, schema: Schema) -> Any:
 
 
 def _at(what: str, where: str) -> str:
-    """`optimizer.lr (command line)`; what came from Python has no place."""
+    """Return a key with its location, such as `optimizer.lr (command line)`. Values from Python have no location."""
     return f"{what} ({where})" if where else what
 
 
 def _shown(value: Any) -> str:
-    """A value as a message shows it, cut where it is long."""
+    """Return a value for a message, truncated if long."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:76]} ..."
