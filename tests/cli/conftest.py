@@ -1,4 +1,4 @@
-"""A toy recipe that needs no torch, toy folders of recipes and presets, and ways to call `leanft`."""
+"""Fixtures: a toy recipe that needs no torch, folders of recipes and presets, and functions that call `leanft`."""
 
 import os
 import subprocess
@@ -66,7 +66,7 @@ def main(cfg: Config) -> None:
 
 @dataclass
 class Answer:
-    """What a command printed and exited with."""
+    """Output and exit code of a command."""
 
     code: int
     out: str
@@ -82,7 +82,7 @@ def toy_recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with `recipes/` and `configs/` that this process takes for those of lean_ft."""
+    """A folder whose `recipes/` and `configs/` replace lean_ft's in this process."""
     root = tmp_path / "shipped"
     (root / "recipes").mkdir(parents=True)
     (root / "recipes" / "toy_single_device.py").write_text(TOY_RECIPE)
@@ -97,7 +97,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def leanft(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
-    """Calls `leanft` in this process."""
+    """Return a function that runs `leanft` in this process."""
 
     def call(*arguments: str | Path) -> Answer:
         capsys.readouterr()
@@ -112,7 +112,7 @@ def leanft(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
 
 @pytest.fixture
 def leanft_process(tmp_path: Path) -> Callable[..., Answer]:
-    """Calls `leanft` in a process of its own, from an empty folder."""
+    """Return a function that runs `leanft` in a new process in an empty folder."""
 
     def call(*arguments: str | Path, **variables: str) -> Answer:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "COLUMNS"))}

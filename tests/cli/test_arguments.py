@@ -1,4 +1,4 @@
-"""Settings for many processes: a step has a batch for each, unless the user chose their number."""
+"""gradient_accumulation_steps with several processes: one batch per process, unless the user sets the number."""
 
 import pytest
 
@@ -7,7 +7,7 @@ NOTE = "note: gradient_accumulation_steps=4 instead of 1, so that each of {} pro
 
 @pytest.fixture
 def launched(leanft, monkeypatch, tmp_path):
-    """What `leanft run` would start processes with, and what it printed."""
+    """Return the arguments that `leanft run` would launch processes with, and its output."""
     calls = []
     monkeypatch.setattr("lean_ft.cli.run.launch", lambda plan, arguments, minutes: calls.append(arguments))
 

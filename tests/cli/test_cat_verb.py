@@ -1,4 +1,4 @@
-"""`leanft cat`: presets as they are, recipes as settings to paste."""
+"""`leanft cat`: the text of presets, and the settings of recipes as YAML."""
 
 import json
 

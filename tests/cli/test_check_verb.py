@@ -1,4 +1,4 @@
-"""`leanft check`: its table, its exit codes and what it refuses."""
+"""`leanft check`: table, exit codes and input errors."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_a_model_that_passes(leanft):
     assert lines[0].split() == ["check", "what", "was", "compared", "result", "allowed", "verdict"]
     names = [line.split("  ")[0] for line in lines[1:]]
     assert names[:3] == ["token ids", "chat template", "save and read back"]
-    assert names[-2:] == ["memory.tile_mlp=2", "3 training steps"]  # compile=true is not quick
+    assert names[-2:] == ["memory.tile_mlp=2", "3 training steps"]  # --quick skips compile=true
     assert "checking memory.tile_mlp=2" in answer.err
 
 
@@ -20,7 +20,7 @@ def test_a_difference_or_a_crash_exits_with_1_and_a_refusal_does_not(leanft, mon
     monkeypatch.setattr(check, "TEXTS", ())
     monkeypatch.setattr(check.Check, "_plain", lambda self: iter([("plain step", "", "2", "1", "DIFFERS")]))
     monkeypatch.setattr(check.Check, "_against_transformers", lambda self: iter([]))
-    # The first technique has no plain step to be compared with, and the second none on a CPU.
+    # The first technique fails without a plain step to compare with. The second is refused on a CPU.
     answer = leanft("check", "tiny", "--quick", "memory.tile_mlp=2", "memory.activation_offload=true", "device=cpu")
     assert answer.code == 1
     verdicts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in answer.out.splitlines()}
@@ -32,7 +32,7 @@ def test_a_difference_or_a_crash_exits_with_1_and_a_refusal_does_not(leanft, mon
 
 
 def test_a_preset_gives_its_techniques_and_the_training_steps(leanft, monkeypatch):
-    """Each of the preset's, and all but the rounding together."""
+    """Each technique of the preset alone, and all except stochastic rounding together."""
     made = {}
 
     def note(self, folder, configure, techniques, command):

@@ -1,4 +1,4 @@
-"""`leanft convert-config`: a configuration of torchtune's as a preset that `leanft validate` takes."""
+"""`leanft convert-config`: conversion of a torchtune configuration into a preset that `leanft validate` accepts."""
 
 from lean_ft.hub.paths import resolve_model_path
 from tests.settings.test_from_torchtune import BASE
@@ -12,7 +12,7 @@ def test_what_it_writes_is_valid_and_what_it_leaves_out_is_told(leanft, tmp_path
         "torchtune.datasets.alpaca_cleaned_dataset": "torchtune.datasets.chat_dataset, conversation_style: openai, "
         "conversation_column: messages, source: json, data_files: tiny/train.jsonl",
     }
-    # It is valid where it would start: no activations can be moved off a CPU.
+    # Activation offloading is not valid on a CPU.
     here["enable_activation_offloading: True"] = "enable_activation_offloading: False"
     text = BASE
     for there, path in here.items():
@@ -27,5 +27,5 @@ def test_what_it_writes_is_valid_and_what_it_leaves_out_is_told(leanft, tmp_path
     assert leanft("convert-config", theirs).out == ours.read_text()
     valid = leanft("validate", "--config", ours)
     assert valid.code == 0, valid.err
-    assert leanft("convert-config", theirs, "-o", ours).code == 2  # nothing is overwritten
-    assert leanft("convert-config", ours).code == 2  # none of theirs
+    assert leanft("convert-config", theirs, "-o", ours).code == 2  # no overwriting
+    assert leanft("convert-config", ours).code == 2  # not a torchtune configuration

@@ -1,4 +1,4 @@
-"""`leanft cp`: a copy of a recipe or preset, which runs."""
+"""`leanft cp`: copies of recipes and presets run."""
 
 import pytest
 

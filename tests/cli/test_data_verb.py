@@ -1,4 +1,4 @@
-"""`leanft data`: lengths and rows of a run, without its model."""
+"""`leanft data`: lengths and rows of a run, without the model's weights."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def main(cfg):
 
 @pytest.fixture
 def run(tmp_path):
-    """The arguments of a run on three rows, with a tokenizer and no weights."""
+    """Arguments of a run on 3 rows, with a tokenizer and no weights."""
     folder = tmp_path / "model"
     folder.mkdir()
     for file in resolve_model_path("tiny").iterdir():
@@ -60,7 +60,7 @@ def main(cfg):
 
 @pytest.fixture
 def run_on_pairs(run, tmp_path):
-    """As `run`, of a recipe that learns from pairs."""
+    """Like `run`, for a recipe that trains on preference pairs."""
     (tmp_path / "recipe.py").write_text(PREFERENCE_RECIPE)
     rows = [{"prompt": "Say it", "chosen": "yes " * count, "rejected": "no"} for count in (1, 2, 300)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -75,7 +75,7 @@ def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
     batches, _ = preference_batches(data, tokenizer, batch_size=1, seed=0, share_prompts=True)
     assert f"both answers of a pair: {batches.layout.shared.sum()} (" in answer.out
     cut = [line.split()[:2] for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)]
-    assert cut[2:4] == [["512", "1"], ["1,024", "0"]]  # of six sequences, the long answer
+    assert cut[2:4] == [["512", "1"], ["1,024", "0"]]  # the long completion, 1 of 6 sequences
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
@@ -109,7 +109,7 @@ def test_stats(leanft, run, tmp_path):
     assert "█" in answer.out
     header, *table = [line for line in answer.out.splitlines() if re.match(r" *(max_length|[\d,]+ +\d+ \()", line)]
     assert header.split("  ")[0] == "max_length"
-    # 256 to 32k, and the length that is set, where the long row is cut in two places of the table.
+    # 256 to 32k and the configured length. The 3 shortest lengths truncate the long row.
     lengths = ["256", "300", "512", "1,024", "2,048", "4,096", "8,192", "16,384", "32,768"]
     assert [line.split()[:2] for line in table] == [[length, "1" if i < 3 else "0"] for i, length in enumerate(lengths)]
     beyond = "beyond the model's context of 512"
@@ -124,7 +124,7 @@ def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
     settings = ["data.max_length=300", "data.batch_tokens=512"]
     answer = leanft("data", "stats", *run, *settings, "--peak")
     assert answer.code == 0
-    # A line where there is no terminal tells what it is at.
+    # Without a terminal, each progress message is a line.
     assert answer.err.splitlines() == [f"rehearsing a step with rows of {length} tokens" for length in (256, 300, 512)]
     said = {line.split()[0]: line for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)}
     planned = leanft("plan", *run, *settings, f"output_dir={tmp_path}/run").out
@@ -146,7 +146,7 @@ def test_preview(leanft, run, tmp_path):
     page = tmp_path / "pages" / "rows.html"
     answer = leanft("data", "preview", *run, "--html", page, "data.packing=bfd")
     assert (answer.code, "⟦" in answer.out) == (0, False)
-    assert page.read_text().count("<article>") == 3 + 1  # and a stretch of padding
+    assert page.read_text().count("<article>") == 3 + 1  # and an article for padding
 
 
 def test_a_folder_where_the_run_would_write_is_not_needed_and_not_made(leanft, run, tmp_path, monkeypatch):

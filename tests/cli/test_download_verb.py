@@ -1,4 +1,4 @@
-"""`leanft download`, and models by name in `leanft run`: what is printed and exited with, tried as a user would."""
+"""`leanft download`, and Hub models in `leanft run`: output and exit codes."""
 
 import shlex
 import signal
@@ -16,7 +16,7 @@ COMMIT = "c" * 40
 
 @pytest.fixture
 def repository(hub_server):
-    """`org/tiny`: the embedded model, and weights that are not read."""
+    """`org/tiny`: the embedded model, plus weight files that lean_ft does not read."""
     files = {file.name: file.read_bytes() for file in resolve_model_path("tiny").iterdir()}
     repository = Repository({COMMIT: {**files, "pytorch_model.bin": b"pickle"}}, {"main": COMMIT, "v1": COMMIT})
     hub_server.repositories["org/tiny"] = repository
@@ -39,7 +39,7 @@ def test_what_came_and_what_to_run_next(leanft, repository):
     program, *arguments = shlex.split(lines["next"])
     assert (program, arguments[0]) == ("leanft", "run")
     assert "model.path=org/tiny" in arguments
-    assert leanft("validate", *arguments[1:]).code == 0  # it runs as it stands
+    assert leanft("validate", *arguments[1:]).code == 0  # the command is valid as printed
 
 
 @pytest.mark.parametrize("arguments", [["org/tiny@v1"], ["org/tiny", "--revision", "v1"]])

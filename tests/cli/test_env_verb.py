@@ -1,4 +1,4 @@
-"""`leanft env`: facts, and no secrets."""
+"""`leanft env`: facts without secrets."""
 
 import json
 

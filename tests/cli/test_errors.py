@@ -1,4 +1,4 @@
-"""What an error means, told by its type and its words alone."""
+"""Classification of errors by type and message."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from lean_ft.cli.errors import is_out_of_memory
 
 
 class AcceleratorError(RuntimeError):
-    """As torch names an error of the CUDA runtime: of pinned memory, for one, where no OutOfMemoryError comes."""
+    """Named like torch's error of the CUDA runtime, which replaces OutOfMemoryError for pinned memory, for example."""
 
 
 @pytest.mark.parametrize(

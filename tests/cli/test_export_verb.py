@@ -1,4 +1,4 @@
-"""`leanft export`: what it prints, and how it refuses."""
+"""`leanft export`: output and input errors."""
 
 import shutil
 
@@ -42,7 +42,7 @@ def test_wrong_input_is_one_message(leanft, tmp_path, monkeypatch, arguments, me
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """A random adapter of the embedded model, as a run saves it."""
+    """A random adapter of the embedded model, in the format of a run."""
     from lean_ft.models import load_model
     from lean_ft.peft import apply_lora, save_adapter
     from lean_ft.settings import LoRAConfig
@@ -75,7 +75,7 @@ def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
 
 
 def test_merging_and_converting_in_one_step_is_both(leanft, tmp_path, adapter):
-    """The very file that the merged folder makes; the adapter has no tokenizer, so the model's is in it."""
+    """The file equals the export of the merged folder. It has the model's tokenizer, because the adapter has none."""
     assert leanft("export", adapter, tmp_path / "merged", "--merge").code == 0
     assert leanft("export", tmp_path / "merged", tmp_path / "two" / "model.gguf", "--gguf", "q8_0").code == 0
     for base in ([], ["--base", "tiny"]):

@@ -1,6 +1,6 @@
-"""Files that somebody made to break `leanft`: each is one message with exit code 2, and nothing outside is written.
+"""Malicious files: each gives one message and exit code 2, and no file outside the run directory is written.
 
-Every case once hung, filled the memory, wrote through a link, or ended with a traceback or with the words of a library.
+Each case once hung, exhausted memory, wrote through a link, or printed a traceback or a library's message.
 """
 
 import json
@@ -24,7 +24,7 @@ DEEP = "[" * 100_000
 
 
 def in_json(name: str, **fields: Any) -> Callable[[Path], Any]:
-    """A change of fields of a JSON file of the model."""
+    """Return a function that changes fields of one of the model's JSON files."""
     return lambda model: (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), **fields}))
 
 
@@ -153,7 +153,7 @@ def test_a_run_folder(leanft, tmp_path, case):
     ("name", "expected"), [("metrics.jsonl", "the reward .* failed"), ("samples.jsonl", "samples.jsonl is a link")]
 )
 def test_what_a_run_appends_to_is_no_link(leanft, tmp_path, name, expected):
-    """The metrics of an earlier attempt get another name, link or not."""
+    """The metrics file of an earlier start is renamed, whether or not it is a link."""
     link(name)(tmp_path / "run")
     os.mkfifo(tmp_path / "run" / "loggers.json")
     (tmp_path / "run" / "run.json").write_text('{"starts": []}')

@@ -1,4 +1,4 @@
-"""`leanft ls`: what there is, and what one recipe needs."""
+"""`leanft ls`: the list of recipes and presets, and the settings that a recipe needs."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_recipes_and_presets_are_listed(leanft, shipped):
 
 
 def test_the_columns_of_presets_are_what_their_comments_say(leanft, monkeypatch):
-    """The real catalogue of this checkout, in which every comment is made by the same rule."""
+    """Use the shipped presets, whose comments all have the same form."""
     lines = {line.split()[0]: line.split()[1:] for line in leanft("ls").out.splitlines() if line.startswith("  ")}
     for name, recipe in (("llama3_1_8b/qlora", "finetune"), ("qwen3_0_6b/full", "full_finetune_single_device")):
         text = catalog.presets()[name].read_text()
@@ -38,7 +38,7 @@ def test_the_columns_of_presets_are_what_their_comments_say(leanft, monkeypatch)
     ("recipe", "has", "lacks"),
     [
         ("full_finetune_single_device", "tiny/full", "tiny/lora"),
-        ("finetune", "tiny/lora", "tiny/full"),  # it would take the other as well
+        ("finetune", "tiny/lora", "tiny/full"),  # it accepts tiny/full too
         ("lora_finetune_single_device", "tiny/lora", "tiny/full"),
         ("generate", "none", "tiny/"),
     ],

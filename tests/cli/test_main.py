@@ -1,4 +1,4 @@
-"""`leanft` itself: help, versions, mistyped words, and what it may import."""
+"""`leanft`: help, version, typos and imports."""
 
 import subprocess
 import sys
@@ -138,7 +138,7 @@ def test_what_needs_no_recipe_imports_no_torch(arguments):
 
 
 def test_a_reader_that_stops_reading_is_no_error(toy_recipe):
-    """`leanft cat RECIPE | head -1`, with more output than a pipe holds."""
+    """`leanft cat RECIPE | head -1` with more output than a pipe's buffer."""
     script = f"{sys.executable} -m lean_ft cat {toy_recipe.with_suffix('.yaml')} | head -n 1; echo ${{PIPESTATUS[0]}}"
     toy_recipe.with_suffix(".yaml").write_text("# a comment\n" * 20_000)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
@@ -156,7 +156,7 @@ def test_a_run_whose_reader_is_gone_has_failed(toy_recipe):
 
 
 def test_every_shipped_recipe_is_listed_with_a_docstring(leanft):
-    """The real catalogue of this checkout."""
+    """Uses the shipped recipes."""
     answer = leanft("ls")
     assert answer.code == 0
     for name, file in catalog.recipes().items():

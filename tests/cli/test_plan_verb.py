@@ -1,4 +1,4 @@
-"""`leanft plan`: what it says while it works and afterwards, and what its picture has in it."""
+"""`leanft plan`: progress, results and picture."""
 
 import re
 
@@ -27,7 +27,7 @@ def test_progress_is_told_and_the_time_is_that_of_all_of_it(leanft, monkeypatch)
     assert answer.code == 0
     assert "885,888 parameters, 128 tokens a step, planned for cpu in 1 min 23 s\n" in answer.out
     assert "nothing fits 1.0 MiB" in answer.out
-    first, *others = answer.err.splitlines()  # a line each, where there is no terminal
+    first, *others = answer.err.splitlines()  # without a terminal, one line per message
     assert first == "rehearsing a step on shapes"
     assert any("optimizer.name=adamw_8bit" in line for line in others)
     assert all(re.match(r"peak [\d.]+ MiB as it is; rehearsing [a-z_.]+=[a-z0-9_]+", line) for line in others)
@@ -74,11 +74,11 @@ def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path
     assert told[:3] == ["weights: 1.00 GiB at the peak", "loss: 1.00 GiB at the peak", "peak: 2.00 GiB"]
     assert told[3:] == (["budget: 3.00 GiB"] if budget_bytes else [])
     top = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
-    assert top == [1.0, 2.0]  # one on the other
+    assert top == [1.0, 2.0]  # the areas are stacked
 
 
 def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
-    monkeypatch.setattr(search, "search", lambda *arguments, **named: None)  # a test of its own has that
+    monkeypatch.setattr(search, "search", lambda *arguments, **named: None)  # the search has its own tests
     tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
     answer = leanft("plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2")
     assert answer.code == 0, answer.err

@@ -1,4 +1,4 @@
-"""`leanft plot`: where its files go, and what it refuses."""
+"""`leanft plot`: output files and input errors."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Commands that lean_ft prints for the user to run next: each one runs as printed, also next to earlier runs."""
+"""Commands that lean_ft prints for the user run as printed, also if earlier runs exist."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from tests.cli.conftest import CHECKOUT
 from tests.hub.hub_server import Repository
 from tests.settings.test_from_torchtune import BASE
 
-PRINTS_COMMANDS = {  # each has a test below, or where it says
+PRINTS_COMMANDS = {  # each has a test below or in the named file
     "cli/arguments.py",
     "cli/cp.py",
     "cli/download.py",
@@ -26,7 +26,7 @@ COMMIT = "c" * 40
 
 @pytest.fixture
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a space in its name, where earlier runs have taken every shipped preset's output_dir."""
+    """The current directory, with a space in its name. Earlier runs use the presets' output_dir."""
     folder = tmp_path / "a user"
     for name in ("tiny", "tiny_lora", "taken"):
         (folder / "runs" / name).mkdir(parents=True)
@@ -37,7 +37,7 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def validated(leanft):
-    """Checks that a printed training command would start."""
+    """Return a function that checks that a printed training command would start."""
 
     def check(command: str) -> list[str]:
         program, verb, *arguments = shlex.split(command)

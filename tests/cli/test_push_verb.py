@@ -1,4 +1,4 @@
-"""`leanft push`, by the hub's own client against a hub on loopback."""
+"""`leanft push`, with the Hub's client and a server on loopback."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(hub_server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the hub's own storage has no stand-in
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the test server does not implement Xet storage
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub_server
 

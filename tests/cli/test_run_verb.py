@@ -1,4 +1,4 @@
-"""`leanft run`: settings reach the recipe, and each kind of end has its exit code and message."""
+"""`leanft run`: settings reach the recipe, and every outcome has its exit code and message."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_a_recipe_runs_with_preset_and_overrides(leanft, shipped, toy_recipe):
     ],
 )
 def test_how_a_run_ends(leanft, toy_recipe, shipped, act, code, message):
-    """In the user's own file with its line; a shipped recipe's line means nothing to them."""
+    """Errors name the line in the user's own recipe, but not in a shipped recipe."""
     raising = {"refuse": "raise ValueError(", "fail": "raise RuntimeError(", "fail silently": "raise RuntimeError"}
     raising |= {"fail inside a library": "statistics.quantiles(", "open": "open("}
     answer = leanft("run", toy_recipe, "model.path=m", f"act={act}")
@@ -59,7 +59,7 @@ def test_how_a_run_ends(leanft, toy_recipe, shipped, act, code, message):
 
 
 def test_the_whole_traceback_is_in_the_run_directory(leanft, tmp_path):
-    """Of every failure, in what lies beside the recipe too, and not in a folder that is no run's."""
+    """Written for every failure, also in files beside the recipe, but not into a folder that is not a run directory."""
     recipe, output = tmp_path / "mine.py", tmp_path / "run"
     recipe.write_text(TRAINING_RECIPE + "    import my_loss_of_this_test\n    my_loss_of_this_test.compute(cfg.seed)\n")
     beside = tmp_path / "my_loss_of_this_test.py"
@@ -81,7 +81,7 @@ def test_the_whole_traceback_is_in_the_run_directory(leanft, tmp_path):
 
 
 def test_the_library_error_of_the_table_is_a_value_error(leanft, toy_recipe):
-    """So that what tells 2 from 1 is who raised, not the class."""
+    """The exit code therefore depends on the module that raised, not on the class."""
     import statistics
 
     assert issubclass(statistics.StatisticsError, ValueError)
@@ -99,7 +99,7 @@ def test_out_of_memory_says_what_takes_less(leanft, toy_recipe, monkeypatch):
     answer = leanft("run", toy_recipe, "model.path=m", "act=exhaust")
     assert answer.code == 1
     assert "MemoryError" in answer.err
-    assert "A smaller batch_size" in answer.err  # its settings are no training recipe's: nothing to rehearse
+    assert "A smaller batch_size" in answer.err  # not a training recipe, so no rehearsal
 
 
 def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, tmp_path, monkeypatch):

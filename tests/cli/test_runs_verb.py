@@ -1,4 +1,4 @@
-"""`leanft runs`: which runs it lists, in which settings they differ, and how they ended."""
+"""`leanft runs`: the listed runs, their differing settings and their results."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Two runs that differ in two settings, one of them below another folder, and one that has made no step."""
+    """A folder with 2 runs that differ in 2 settings, one of them in a subfolder, and a run without any step."""
     monkeypatch.chdir(tmp_path)
     for name, lr, losses in [("a", 1e-4, [3.0, 2.0]), ("sweep/b", 1e-3, [3.0, 1.5]), ("sweep/new", 1e-3, [])]:
         run = tmp_path / "runs" / name

@@ -1,4 +1,4 @@
-"""`leanft score --top-k`: what a teacher says of the rows of a file, on disk for `leanft run distill`."""
+"""`leanft score --top-k`: store a teacher's predictions on disk for `leanft run distill`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`leanft slurm`: the job's script, run here with stand-ins for Slurm's commands."""
+"""`leanft slurm`: run the job script with fake Slurm commands."""
 
 import os
 import signal

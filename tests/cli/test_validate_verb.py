@@ -1,4 +1,4 @@
-"""`leanft validate`: settings and files, without a run."""
+"""`leanft validate`: check settings and files without a run."""
 
 import json
 import re
@@ -143,14 +143,14 @@ def test_a_reference_is_told_or_refused(leanft, tmp_path):
     ],
 )
 def test_what_the_run_would_find_of_the_model_is_refused(leanft, tmp_path, recipe, override, message):
-    """A rope whose frequencies change with a text's length, beyond 16 tokens."""
+    """The model's rotary frequencies change with the text length beyond 16 tokens."""
     folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config |= {"max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     (folder / "config.json").write_text(json.dumps(config))
     given = ("--config", f"tiny/{recipe}", "device=cpu", f"model.path={folder}", f"output_dir={tmp_path / 'run'}")
     assert leanft("validate", recipe, *given).code == 0
-    assert leanft("validate", recipe, *given, "parallel.tensor=2").code == 0  # as two processes would begin
+    assert leanft("validate", recipe, *given, "parallel.tensor=2").code == 0  # rehearsed with 2 ranks
     answer = leanft("validate", recipe, *given, *override.split())
     assert (answer.code, answer.out) == (2, "")
     assert message in answer.err

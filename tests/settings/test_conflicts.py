@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused when a recipe's configuration is built, with every reason in one message."""
+"""Conflicting settings raise an error when a recipe's configuration is built, with all reasons in one message."""
 
 import pytest
 
@@ -11,7 +11,7 @@ REQUIRED = {
     "distill": ("distill.teacher=tiny",),
     **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",)),
 }
-# For each row of the table: a recipe, settings that it refuses, and part of the message.
+# For each row of the table: a recipe, settings that it rejects, and part of the message.
 REFUSED = [
     ("finetune", "profile_steps=[1,1,1]", "is used only with profile"),
     ("dpo", "eval_tasks_every=2", "eval_tasks_every=2 is used only with eval_tasks"),

@@ -1,9 +1,9 @@
 """Every setting of every recipe has an effect: changing it changes a run, its plan, or raises an error that names it.
 
-Each case runs a recipe twice on the embedded model and a few rows: as it is, and with one setting changed. The two must
-differ in what a user gets: numbers of the metrics, files of the run directory, printed text. Echoes of the settings do not
-count: config.yaml, the log's lines and recorded settings are left out. Settings of a GPU, of several devices and of the
-compiler are compared by the planner's trace of a step instead.
+Each case runs a recipe twice on the embedded model and a few rows: unchanged, and with one setting changed. The two runs
+must differ in their metrics, the files of the run directory or the printed text. Copies of the settings do not count:
+config.yaml, log lines and recorded settings are excluded. For settings of GPUs, several devices and the compiler, the test
+compares the planner's trace of a step instead.
 """
 
 import contextlib
@@ -61,18 +61,18 @@ BASE = {
 
 @dataclass(frozen=True)
 class Case:
-    """`value` replaces the setting's value in a run with `companions`; `plan` names the cards to plan for instead."""
+    """`value` replaces the setting's value in a run with `companions`. `plan` names cards to plan for instead of running."""
 
     value: str
     companions: str = ""
     plan: str = ""  # such as `2 x A100 80GB`
-    counts: tuple[str, ...] = ()  # what else is compared: `log`, errors or calls
+    counts: tuple[str, ...] = ()  # other outputs to compare: `log`, errors or calls
     refused: str = ""  # part of the error, if it names neither the setting nor the value
 
 
 GPU, TWO_GPUS = "1 x A100 80GB", "2 x A100 80GB"
 SAMPLED = "temperature=2 seed=3"
-# Where the setting's type does not tell a value, or the effect needs another setting.
+# Settings whose type does not imply a test value, or whose effect needs another setting.
 CASES = {
     "model.path": Case("IN/other"),
     "model.dtype": Case("bfloat16"),
@@ -220,7 +220,7 @@ CASES = {
     "kind": Case("int4"),
     "system": Case("Answer."),
 }
-# Exceptions of a recipe; None if the setting is read only with another one that this recipe refuses.
+# Exceptions per recipe; None if the setting needs another setting that this recipe rejects.
 OF_RECIPE: dict[str, Case | None] = {
     "ppo loss.gamma": Case("0.5"),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
@@ -247,8 +247,8 @@ OF_RECIPE: dict[str, Case | None] = {
     "classify loss.class_weights": Case("balanced"),
     "classify memory.loss_accumulation_dtype": Case("weight"),
     **{f"{recipe} compile": Case("true", "", GPU) for recipe in ("classify", "reward")},
-    "evaluate seed": None,  # for tasks that sample
-    "evaluate data.shuffle": None,  # all rows are asked, in any order and batch
+    "evaluate seed": None,  # used only by tasks that sample
+    "evaluate data.shuffle": None,  # all rows are evaluated, in any order and batch
     "evaluate data.batch_tokens": None,
     # Rounding to bfloat16 rarely changes a sampled token.
     **{f"{recipe} model.dtype": Case("bfloat16", counts=("load",)) for recipe in ("generate", "chat")},
@@ -280,13 +280,13 @@ doc_to_choice: ["wide", "long", "Rakora"]
 doc_to_target: "{{answer}}"
 metric_list: [{metric: brier_score}]
 """
-VOLATILE = re.compile(r"seconds|per_second|memory|rss")  # fields of metrics.jsonl that differ between equal runs
+VOLATILE = re.compile(r"seconds|per_second|memory|rss")  # fields of metrics.jsonl that differ between identical runs
 RECORDS_OF_SETTINGS = ("config.yaml", "run.json", "manifest.json", ".lock", "metrics.jsonl", "loggers.json")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The folder that IN in the settings stands for."""
+    """Create the folder that replaces IN in the settings."""
     global INPUTS
     INPUTS = folder = tmp_path_factory.mktemp("inputs")
     tiny, other = resolve_model_path("tiny"), folder / "other"
@@ -339,14 +339,14 @@ FILES_OF = {**dict.fromkeys(("dpo", "kto", "reward"), "pairs"), "classify": "tex
 
 
 def _files_of(recipe: str, settings: str) -> str:
-    """The same settings with the files of the recipe's kind of rows."""
+    """Return the settings with files in the recipe's row format."""
     kind = FILES_OF[recipe]
     settings = re.sub(r"IN/(held_out|bad)\.jsonl", rf"IN/\1_{kind}.jsonl", settings)
     return settings.replace("IN/rows.jsonl", f"IN/{kind}.jsonl").replace("IN/others.jsonl", f"IN/other_{kind}.jsonl")
 
 
 def case_of(recipe: str, setting: Setting) -> Case:
-    """The row of the tables above, or a value that the setting's type tells."""
+    """Return the case in the tables above, or a case with a value for the setting's type."""
     case = CASES.get(setting.key)
     if recipe in FILES_OF and case and "data." in f"{setting.key} {case.companions}":
         case = replace(case, value=_files_of(recipe, case.value), companions=_files_of(recipe, case.companions))
@@ -374,7 +374,7 @@ def settings_of(recipe: str) -> dict[str, Setting]:
 
 @cache
 def observed(recipe: str, settings: str, plan: str, counts: tuple[str, ...]) -> dict[str, Any]:
-    """What a run of the recipe, or its plan, gives its user; or the error that it raises."""
+    """Return the outputs of a run of the recipe or of its plan, or the error that it raises."""
     module = catalog.load_recipe(catalog.find_recipe(recipe))
     given = [word.strip().replace("IN/", f"{INPUTS}/") for word in re.split(r" +(?=[\w.]+=)", settings)]
     try:
@@ -392,7 +392,7 @@ def observed(recipe: str, settings: str, plan: str, counts: tuple[str, ...]) -> 
 
 
 def spies() -> dict[str, Any]:
-    """Calls to what a test cannot watch from outside: a service, workers, a cache that is full, a process group."""
+    """Return mocks for effects that outputs do not show: a service, workers, a full cache, a process group."""
     workers = mock.patch("lean_ft.data.documents.map_in_processes", side_effect=lambda f, items, number: map(f, items))
     return {
         "wandb": mock.patch("wandb.init", return_value=mock.MagicMock(id="run")),
@@ -416,7 +416,7 @@ def planned(module: Any, cfg: Any, plan: str) -> dict[str, Any]:
 
 
 def ran(module: Any, cfg: Any, counts_log: bool) -> dict[str, Any]:
-    """Numbers of the metrics, checksums of the files, and what was printed to stdout."""
+    """Run a recipe and return its metrics, the checksums of its files, and its stdout."""
     torch.manual_seed(0)
     printed = io.StringIO()
     with (
@@ -449,7 +449,7 @@ def ran(module: Any, cfg: Any, counts_log: bool) -> dict[str, Any]:
     return seen
 
 
-# Fields of a list's items: the setting before and after.
+# Fields of list items: a setting, its value before and after.
 ITEMS = [
     ("data.source", "[{path: IN/rows.jsonl}]", f"[{{path: IN/rows.jsonl, {field}}}]")
     for field in ("weight: 2", "format: text", "columns: {prompt: completion}", "subset: a", "split: 'train[:50%]'")
@@ -470,12 +470,12 @@ def test_a_field_of_a_lists_item_has_an_effect_or_is_refused(key: str, before: s
     assert first != second
 
 
-# Each takes seconds of CPU time: a compiler, a profiler or lm-evaluation-harness.
+# These take seconds of CPU time for a compiler, a profiler or lm-evaluation-harness.
 SLOW = {"compile", "memory.activation_budget", "profile", "profile_steps", "eval_tasks_every", "eval_tasks_limit"}
 
 
 def walk() -> Iterator[Any]:
-    """Every setting of every recipe. Those that an earlier recipe has too, with the same default, are marked `long`."""
+    """Yield every setting of every recipe. A setting that an earlier recipe has with the same default is marked `long`."""
     seen = set()
     for recipe in BASE:
         for key, setting in settings_of(recipe).items():

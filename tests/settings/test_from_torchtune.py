@@ -1,4 +1,4 @@
-"""What becomes of torchtune's configurations: their own keys in, a preset that the recipe takes out, and the rest told."""
+"""Conversion of torchtune configurations into presets that the recipes accept, with remarks on the other keys."""
 
 import copy
 from pathlib import Path
@@ -12,7 +12,7 @@ from lean_ft.settings.from_torchtune import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 
-# What all of torchtune's configurations have, as in its llama3_2/1B_full_single_device.yaml.
+# Keys that all torchtune configurations have, from llama3_2/1B_full_single_device.yaml.
 BASE = """
 output_dir: runs/here
 tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/Llama-3.2-1B-Instruct/tokenizer.model, max_seq_len: 512}
@@ -82,7 +82,7 @@ COSINE = (
 )
 TEACHER = "{_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/Meta-Llama-3.1-8B-Instruct/}"
 
-# what differs from BASE in a configuration -> what differs in the preset (None: is not there), and what is said of it
+# Differences of a configuration from BASE -> differences of the preset (None: missing key), and the remark.
 CASES = {
     "full_single": ("", {}, "checkpointer.checkpoint_dir: /tmp/Llama-3.2-1B-Instruct is not here|device, "),
     "full_distributed": (
@@ -223,7 +223,7 @@ CASES = {
 
 
 def presets_of(text: str, folder: Path) -> tuple[dict[str, Any], str]:
-    """What BASE with `text` over it becomes, which its recipe takes; and the comments in it."""
+    """Convert BASE updated by `text`, load the preset, and return its values and comments."""
     theirs, ours = folder / "theirs.yaml", folder / "ours.yaml"
     comments = [line for line in text.splitlines() if line.startswith("#")]
     theirs.write_text("\n".join([yaml.safe_dump(yaml.safe_load(BASE) | (yaml.safe_load(text) or {})), *comments]))

@@ -1,4 +1,4 @@
-"""YAML for settings: the core schema, and what a preset may not hold. Reference: the table of YAML 1.2.2, 10.3.2."""
+"""YAML for settings: the core schema, and syntax that presets reject. Reference: the table of YAML 1.2.2, 10.3.2."""
 
 from pathlib import Path
 

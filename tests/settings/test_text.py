@@ -1,6 +1,6 @@
-"""Settings: what is read, what is refused, and what the message says.
+"""Settings as text: reading, errors and writing.
 
-Independent references: pydantic's own construction of the config, and PyYAML's reading of what is dumped.
+Independent references: configs constructed with pydantic, and PyYAML for dumped YAML.
 """
 
 import json
@@ -37,14 +37,14 @@ class Config(RecipeConfig):
 
 
 class Extra(Settings):
-    """A group that may be absent."""
+    """An optional group."""
 
     rank: PositiveInt = Field(8, description="Rank.")
     names: list[str] = Field(default_factory=list, description="Names.")
 
 
 class Odd(Settings):
-    """Kinds of settings that the shipped ones lack."""
+    """Types of settings that no shipped recipe has."""
 
     extra: Extra | None = None
     count_or_name: int | str = Field(1, description="A number, or a name.")
@@ -84,7 +84,7 @@ def write(tmp_path: Path):
     return write_preset
 
 
-# What is read ----------------------------------------------------------------
+# Reading ---------------------------------------------------------------------
 
 
 def test_defaults_are_those_of_the_settings():
@@ -196,7 +196,7 @@ def test_a_setting_that_takes_text_and_numbers_takes_each_as_written():
     assert load_config(Odd, None, ["note='null'"]).note == "null"
 
 
-# What is refused -------------------------------------------------------------
+# Errors ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_all_problems_come_in_one_message_with_where_they_come_from(write):
     assert "'nonsense': expected key=value" in message
     assert "data.source" in message
     assert "output_dir" in message
-    assert "seed" not in message  # the override put it right
+    assert "seed" not in message  # the override corrected it
 
 
 def test_a_recipes_own_validator_speaks_for_itself():
@@ -349,9 +349,9 @@ def test_a_preset_that_is_not_there_raises_its_own_error(tmp_path):
         load_config(Config, tmp_path, [])
 
 
-# What is written -------------------------------------------------------------
+# Writing ---------------------------------------------------------------------
 
-# Everything but surrogates and control characters, which no UTF-8 YAML file holds as they are.
+# No surrogates and control characters, which a UTF-8 YAML file cannot contain unescaped.
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20) | st.sampled_from(
     [
         "",
@@ -398,7 +398,7 @@ def test_what_is_dumped_is_read_back(tmp_path_factory, path, source, columns, lr
     file = tmp_path_factory.getbasetemp() / "dumped.yaml"
     file.write_text(dump(config), encoding="utf-8")
     assert load_config(Config, file, []) == config
-    # Any other reader of YAML sees the same.
+    # Other YAML parsers read the same values.
     assert yaml.safe_load(dump(config)) == config.model_dump(mode="json")
 
 
@@ -433,7 +433,7 @@ def test_the_commented_yaml_is_a_preset_of_the_defaults(write):
     assert "lr: 0.0003  # number >= 0" in text
     assert "path:  # required: text" in text
     for setting in describe(Config):
-        # Comments are folded, so compare words.
+        # Comments are wrapped, so compare words.
         words = " ".join(line.strip().removeprefix("# ") for line in text.splitlines())
         assert " ".join(setting.description.split()) in words
     assert max(len(line) for line in text.splitlines() if line.lstrip().startswith("#")) <= 60
@@ -462,14 +462,14 @@ def test_preset_values_are_what_the_file_sets(write):
     values = preset_values(preset)
     assert list(values) == ["model.path", "optimizer.lr", "optimizer.betas", "data.columns", "data.source"]
     assert values["optimizer.betas"] == "[0.9, 0.95]"
-    # They can be given as overrides, one by one.
+    # The values work as overrides.
     overrides = [f"{key}={value}" for key, value in values.items()]
     rest = ["output_dir=o"]
     assert load_config(Config, None, [*overrides, *rest]) == load_config(Config, preset, rest)
 
 
 def test_preset_fits_tells_another_recipes_preset(write):
-    assert preset_fits(Config, write("optimizer: {lr: 1}"))  # what is required may come later
+    assert preset_fits(Config, write("optimizer: {lr: 1}"))  # required settings may be missing
     assert not preset_fits(Odd, write("optimizer: {lr: 1}"))
     assert not preset_fits(Config, write("optimizer: {lr: fast}"))
     assert not preset_fits(Config, write("- a list"))
