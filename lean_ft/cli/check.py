@@ -30,11 +30,14 @@ def check(
 ) -> None:
     """Verify a model on this machine with its own weights, tokenizer and chat template.
 
-    Compares logits, gradients, greedy tokens and token ids with transformers, if installed. Compares a training step with each
-    technique to a plain step. Saves, exports and reads the model back. Times 3 training steps. With --config, checks the
-    preset's techniques, each alone and all together. KEY=VALUE settings of techniques replace the default list; other
-    settings apply to the timed steps. Uses 8 rows of data.source, by default the embedded data. Exits with 1 if anything
-    differs.
+    Compares logits, gradients, greedy tokens and token ids with transformers, if installed.
+    Compares a training step with each technique to a plain step.
+    Saves, exports and reads the model back. Times 3 training steps.
+    With --config, checks the preset's techniques, each alone and all together.
+    KEY=VALUE settings of techniques replace the default list.
+    Other settings apply to the timed steps.
+    Uses 8 rows of data.source, by default the embedded data.
+    Exits with 1 if anything differs.
     """
     path, preset, overrides = find("finetune", config, overrides)
     recipe = catalog.load_recipe(path)

@@ -31,9 +31,9 @@ def download(
 ) -> None:
     """Download a model from the Hugging Face Hub.
 
-    Downloads the files that training needs. Skips other formats (.bin, .pth, .gguf, onnx) and original/ unless you add them
-    with --include. Resumes an earlier download. A gated model needs a token: run `hf auth login` or set the variable
-    HF_TOKEN.
+    Skips formats that training does not read (.bin, .pth, .gguf, onnx) and original/.
+    Use --include to download them. Resumes an earlier download.
+    A gated model needs a token: run `hf auth login` or set the variable HF_TOKEN.
     """
     name = hub.parse_name(repo)
     if name is not None and name.revision is not None:

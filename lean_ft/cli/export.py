@@ -56,8 +56,8 @@ def export(
 ) -> None:
     """Export a model as a Hugging Face folder, a GGUF file or a DCP folder.
 
-    An adapter is exported merged into its model (--merge) or alone (--adapter). The export is read back and compared with the
-    source before DEST appears.
+    An adapter is exported merged into its model (--merge) or alone (--adapter).
+    The export is read back and compared with the source before DEST appears.
     """
     from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf
 

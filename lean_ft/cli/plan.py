@@ -43,9 +43,9 @@ def plan(
 ) -> None:
     """Predict a run's peak memory and when it occurs.
 
-    Simulates one step of the recipe on tensor shapes. This needs no weights, data or GPU, only the model's config.json. The
-    batch is the longest that the settings allow. With --gpus, one process simulates a step of
-    `leanft run --nproc-per-node N --nnodes M`.
+    Simulates one step of the recipe on tensor shapes, with the longest batch that the settings allow.
+    Needs the model's config.json, but no weights, data or GPU.
+    With --gpus, one process simulates a step of `leanft run --nproc-per-node N --nnodes M`.
     """
     if gpus is None and nodes > 1:
         raise ValueError(f"--nodes {nodes} needs --gpus N, the GPUs that each of the machines has.")

@@ -56,8 +56,9 @@ def run(
 ) -> None:
     """Run a recipe.
 
-    RECIPE is a name from `leanft ls` or your own file. KEY=VALUE overrides the preset, which overrides the recipe's
-    defaults. `leanft cat RECIPE` prints all settings.
+    RECIPE is a name from `leanft ls` or your own file.
+    KEY=VALUE overrides the preset, which overrides the recipe's defaults.
+    `leanft cat RECIPE` prints all settings.
     """
     if nproc_per_node is not None or nnodes != "1":
         if rdzv_backend not in ("c10d", "static"):

@@ -52,8 +52,8 @@ def score(
 
     A preference pair gets a `chosen_score` and a `rejected_score`. Rows are never truncated.
 
-    With --top-k, MODEL is a teacher, and its likeliest next tokens at each target are stored in the folder DEST. Set KEY=VALUE
-    to the `data.*` settings of the distillation run.
+    With --top-k, MODEL is a teacher, and its likeliest next tokens at each target are stored in the folder DEST.
+    Set KEY=VALUE to the `data.*` settings of the distillation run.
     """
     from lean_ft.frozen.scoring import open_reward_model, score_lines
     from lean_ft.settings.text import load_config

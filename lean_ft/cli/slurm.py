@@ -46,8 +46,9 @@ def slurm(
 ) -> None:
     """Print a Slurm job that runs a recipe: leanft slurm RECIPE ... > job.sbatch
 
-    Before the time limit, the run saves a checkpoint and the job is queued again. It then resumes from the newest
-    checkpoint. output_dir must be on a disk that all machines share.
+    Before the time limit, the run saves a checkpoint and the job is queued again.
+    The run then resumes from the newest checkpoint.
+    output_dir must be on a disk that all machines share.
     """
     # Report invalid settings now instead of when the job starts.
     _, cfg = load_run(recipe, config, overrides, processes=(num_processes := nodes * gpus_per_node))
