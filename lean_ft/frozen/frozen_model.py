@@ -23,11 +23,12 @@ def load_frozen(
     parallel: ParallelConfig | None = None,
     ranks: Ranks = ALONE,
 ) -> Decoder:
-    """Return a model without gradients; `nf4` quantizes its linear layers to 4 bits, and a `link` streams its layers from host
-    memory.
+    """Return a model without gradients; `nf4` quantizes its linear layers to 4 bits, and a `link` streams its layers
+    from host memory.
 
-    Memory settings apply as far as they concern forward passes. The model is sharded over the ranks like the one that trains, unless it
-    is quantized or streamed; then each rank has all of it. Raises as `load_model` and `quantize_as_loaded` do.
+    Memory settings apply as far as they concern forward passes. The model is sharded over the ranks like the one that
+    trains, unless it is quantized or streamed; then each rank has all of it. Raises as `load_model` and
+    `quantize_as_loaded` do.
     """
     is_cut_first = ranks.size > 1 and not nf4 and link is None
     quantize = quantize_as_loaded(LoRAConfig.model_validate({"quantize": "nf4" if nf4 else "none"}))

@@ -1,25 +1,25 @@
-"""The frozen model that preferences are measured against, and where its log-probabilities come from.
+"""The frozen reference model of preference and policy losses, and the cache of its log-probabilities.
 
-It is the model that training begins with: that of model.path, whatever checkpoint the run goes on from. So it is loaded,
-or its log-probabilities are computed, before `Run` restores a checkpoint.
+The reference is the model at `model.path`, also if the run resumes from a checkpoint. So it is loaded, or its
+log-probabilities are computed, before `Run` restores a checkpoint.
 
-    cached        two float32 a pair, computed once with the model itself, on disk beside the prepared data
-    adapter_off   the model without its adapter: another forward pass a batch, and no memory
-    model, nf4    a second model in memory, whole or with its linear layers in 4 bits
-    streamed      a second model in the host's memory, whose layers travel to the GPU as they compute
+    cached        two float32 per pair, computed once with the model itself, on disk with the prepared data
+    adapter_off   the model without its adapter: one more forward pass per batch, no memory
+    model, nf4    a second model in memory, in full or with 4-bit linear layers
+    streamed      a second model in host memory; its layers are copied to the GPU one at a time
     none          zeros
 
-The cache holds a NaN where nothing was computed yet. It is filled in the order in which the first epoch takes its
-batches, and no further than the run goes, so a start that is broken off loses nothing, and the first step's margins are
-exactly 0: the same products in the same batches. Its key covers the weights and their dtype, the device's type, the
-documents as they were cut, and what `loss.ld_alpha` makes of their tokens. It draws no random number.
+A NaN in the cache marks a value that is not computed yet. The cache is filled in the batch order of the first epoch, up
+to the run's last step, so an interrupted start can continue. The first step's margins are exactly 0, since the cache
+uses the same batches and matrix products. The cache key covers the weights and their dtype, the device type, the
+truncated documents, and `loss.ld_alpha`. Filling the cache draws no random numbers.
 
-Where a loss looks at prompts with answers of others (`UnpairedBatch.mismatched`), which answers these are is drawn with the
-batches. The cache then has a value for each of an epoch's, its key the seed and the rows of a batch as well.
-Many ranks share out the batches to fill it, and each keeps on its disk what any of them found. A second model is cut over
-them as the first is.
+If a loss uses mismatched prompts and completions (`UnpairedBatch.mismatched`), these are drawn with the batches. The
+cache then has a value for each epoch's mismatched pairs, and its key includes the seed and the batch size. Ranks divide
+the batches among them to fill the cache, and each rank writes all values to its disk. A second model is sharded like
+the first.
 
-Source: our own; TRL and torchtune keep whole columns of log-probabilities, under no key.
+Source: our own; TRL and torchtune store whole columns of log-probabilities without a key.
 """
 
 import hashlib
@@ -50,13 +50,14 @@ from lean_ft.training.progress import shown
 from lean_ft.training.run_directory import facts_that_ranks_share
 
 Reference = Callable[[PairBatch], Tensor]
-"""Of a batch on the model's device the log-probabilities (P, 2), without gradients; (P, 1) of an `UnpairedBatch`."""
+"""Returns log-probabilities (P, 2) of a batch on the model's device, without gradients; (P, 1) for an
+`UnpairedBatch`."""
 
-SECOND_MODELS = ("model", "streamed", "nf4")  # the kinds that are
-FORMAT = 1  # of the cache's values; part of their key
-SAMPLED_VALUES = 4096  # of every tensor, in the key; beside them the sum of all its bits
-SLICE_VALUES = 2**22  # summed at a time: 32 MiB as int64
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+SECOND_MODELS = ("model", "streamed", "nf4")  # kinds with a second model
+FORMAT = 1  # version of the cache format; part of the key
+SAMPLED_VALUES = 4096  # values of each tensor in the key, next to the sum of all its bits
+SLICE_VALUES = 2**22  # values summed at a time: 32 MiB as int64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 def load_reference(
@@ -67,10 +68,10 @@ def load_reference(
     held_out: EvalBatches | None = None,
     ranks: Ranks = ALONE,
 ) -> Reference:
-    """Returns the reference that `cfg.reference` asks for and `cfg.loss` needs, and says which.
+    """Return the reference for `cfg.reference` and `cfg.loss`, and log its kind.
 
-    `model` is the one that is about to train, with the memory settings applied and cut over `ranks`; `log_probs` is of its
-    settings. `batches` are what is cached; where the answers are sampled there are none.
+    model: the model to train, sharded over `ranks` and with the memory settings applied; log_probs: built from the same
+    settings; batches: the training batches to cache, or None for sampled completions.
     """
     kind, why = choose_kind(cfg)
     say("reference", f"{kind}{why}")
@@ -92,10 +93,10 @@ def load_reference(
 def load_policy_reference(
     cfg: Any, model: Decoder, log_probs: TokenLogProbs, ranks: Ranks = ALONE
 ) -> Callable[[PolicyBatch], Tensor] | None:
-    """Returns what gives the reference's log-probabilities of sampled tokens, (B, A), without gradients; None where
-    `cfg.loss` measures no divergence from it.
+    """Return a function that computes the reference's log-probabilities of sampled tokens, (B, A), without gradients.
 
-    `auto` is adapter_off for an adapter, and else a second model: answers are new in every round, so nothing is cached.
+    Return None if `cfg.loss` does not use a reference. `auto` means adapter_off with an adapter, else a second model:
+    completions are new in every round, so caching does not help.
     """
     kind, why = choose_kind(cfg)
     if kind == "none":
@@ -122,7 +123,7 @@ def _of_second_model(cfg: Any, kind: str, device: torch.device, log_probs: Calla
     @torch.no_grad()
     def ask(batch: Any) -> Tensor:
         values = log_probs(frozen, batch).log_probs
-        ranks.gather_no_more(frozen)  # as no backward pass does
+        ranks.gather_no_more(frozen)  # no backward pass frees the gathered weights
         return values
 
     return ask
@@ -138,7 +139,7 @@ def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Any:
 
 
 def choose_kind(cfg: Any) -> tuple[str, str]:
-    """The kind of reference, and why if it was not the user's choice."""
+    """Return the kind of reference, and the reason if the user did not choose it."""
     asked, loss = cfg.reference.kind, cfg.loss
     if not loss.needs_reference:
         unread = "loss.kl_weight=0" if hasattr(loss, "kl_weight") else f"loss.name={loss.name}"
@@ -162,9 +163,11 @@ def _filled(
     held_out: EvalBatches | None,
     ranks: Ranks,
 ) -> Tensor:
-    """The cached values (pairs, 2): those trained on, then those held out, as far as the run is going to need them; of
-    single answers (answers, 1), with those of mismatched ones behind them where the loss needs such."""
-    ranks.check_same(facts_that_ranks_share(cfg, batches))  # before they compute together
+    """Fill the cache as far as the run needs it, and return its values (pairs, 2): training pairs, then held-out pairs.
+
+    For single completions the shape is (completions, 1), followed by the mismatched ones if the loss needs them.
+    """
+    ranks.check_same(facts_that_ranks_share(cfg, batches))  # before the first collective operation
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     sides = batches.layout.sides
     num_pairs = sum(len(layout.starts) // sides for layout in layouts)
@@ -183,7 +186,7 @@ def _filled(
         ]
     key = hash_of(FORMAT, _weights_digest(model, ranks), [layout.content() for layout in layouts], settings)
     kept = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", sides * num_pairs))
-    kept = kept.view(-1, sides)  # what is written to it lies in the file
+    kept = kept.view(-1, sides)  # memory-mapped: writes go to the file
     device = model.device
 
     num_batches = batches.batches_per_epoch * num_epochs
@@ -191,7 +194,7 @@ def _filled(
         num_batches = min(num_batches, cfg.max_steps * cfg.gradient_accumulation_steps)
     all_batches: Any = chain(batches.first(num_batches), held_out or ())
     total = num_batches + len(held_out or ())
-    # All ranks have to see the same, while each of them writes to a file that others may have mapped as well.
+    # Merge the values of all ranks first: each rank writes to its file, which other ranks may have mapped too.
     values = ranks.highest_of(kept.nan_to_num(nan=-math.inf))
     is_missing = values.isinf()
     parts = (
@@ -219,13 +222,15 @@ def _filled(
 
 
 def _weights_digest(model: Decoder, ranks: Ranks) -> str:
-    """Tells the frozen model from others: what config.json says, the sum of every tensor's bits, and some of its values.
-    The same on all ranks, however many they are."""
+    """Fingerprint of the frozen weights: config.json, the sum of each tensor's bits, and some of its values.
+
+    The fingerprint is the same on all ranks, and for any number of ranks.
+    """
     digest = hashlib.blake2b(json.dumps(model.source.config, sort_keys=True, default=str).encode(), digest_size=16)
     found: list[Tensor] = []  # int64
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLayer | TrainedRows):
-            continue  # its own tensors are the adapter's
+            continue  # its own tensors belong to the adapter
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
             part = part_of(tensor)
             size = math.prod(part.shape)
@@ -233,10 +238,10 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
             bits = part.values.flatten().view(_INTEGERS[tensor.element_size()])
             step = max(1, size // SAMPLED_VALUES)
             sampled = torch.zeros(-(-size // step) + 1, dtype=torch.int64, device=bits.device)
-            if local(tensor) is not tensor or ranks.shard == 0:  # of a tensor that is not cut each rank has all
-                # In slices: a sum in another type begins with a copy in it, four times a bfloat16 tensor.
+            if local(tensor) is not tensor or ranks.shard == 0:  # a replicated tensor counts once
+                # In slices: a sum with another dtype first converts its input, which takes 4x a bfloat16 tensor.
                 sampled[-1] = sum(s.sum(dtype=torch.int64) for s in bits.split(SLICE_VALUES))
-                # Of the values sampled those that are here, in runs of which each begins a stride behind the one before.
+                # The sampled values that are on this rank. Its values are in runs that start `stride` apart.
                 place = torch.arange(0, size, step, device=bits.device) - part.first
                 run, stride = part.run or bits.numel(), part.stride or size
                 is_here = (place >= 0) & (place % stride < run) & (place // stride * run < bits.numel())

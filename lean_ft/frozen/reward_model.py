@@ -1,4 +1,4 @@
-"""Reward models: loading, scoring, and judging sampled completions as a reward function does."""
+"""Reward models: loading, scoring, and use as a reward function."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +26,12 @@ TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 def open_reward_model(
     path: str | Path, device: str = "auto", dtype: str | None = None, chat_template: Path | None = None
 ) -> tuple[Decoder, Tokenizer]:
-    """Returns the reward model that `path` names with its tokenizer: a folder, a run (its newest whole checkpoint), a
-    checkpoint of one or of an adapter beside one, or a repository of the hub. dtype: None takes that of its files;
-    chat_template: a file of one to write chats with, in place of its own.
+    """Return a reward model and its tokenizer.
 
-    Raises ValueError where it is not there, not whole, or no reward model.
+    path: a folder, a run (its newest complete checkpoint), a checkpoint of a model or an adapter, or a Hub repository;
+    dtype: None uses the dtype of the files; chat_template: a file that replaces the tokenizer's template.
+
+    Raises ValueError if the model is missing, incomplete, or not a reward model.
     """
     folder = adapter = find_finished(path, QUICK_BYTES)
     if is_adapter(folder):
@@ -53,9 +54,10 @@ def open_reward_model(
 def score(
     model: Decoder, sequences: Sequence[Sequence[int]], tokens_at_a_time: int = TOKENS_AT_A_TIME
 ) -> list[list[float]]:
-    """The score at every token of each of the sequences of ids; the last one is the sequence's.
+    """Return the score at every token of each sequence of ids. The last score is the sequence's.
 
-    At most `tokens_at_a_time` positions are computed together, or one sequence. Raises ValueError for an empty sequence.
+    Each forward pass has at most `tokens_at_a_time` positions, or one sequence. Raises ValueError for an empty
+    sequence.
     """
     return [scores[:, 0].tolist() for scores in token_scores(model, sequences, tokens_at_a_time)]
 
@@ -64,7 +66,7 @@ def score(
 def token_scores(
     model: Decoder, sequences: Sequence[Sequence[int]], tokens_at_a_time: int = TOKENS_AT_A_TIME
 ) -> list[Tensor]:
-    """The C scores at each token of each of the sequences, (T, C) on the CPU; see `score`."""
+    """Return C scores at each token of each sequence, (T, C) on the CPU; see `score`."""
     if not all(len(ids) for ids in sequences):
         raise ValueError("a sequence without a token has no score.")
     weight, found = model.output_weight.float(), dict[int, Tensor]()
@@ -77,14 +79,14 @@ def token_scores(
 
 
 class JudgingModel:
-    """A reward model as a reward function: of each prompt and its answer the score at the last token.
+    """A reward model as a reward function: the reward is the score at the last token of prompt and completion.
 
-    Where its tokenizer is the policy's, it reads the very tokens. Else it reads their texts as its own tokenizer writes them: by
-    its chat template, or without one as one text that ends with its eos.
+    If the reward model has the policy's tokenizer, it reads the sampled token ids. Otherwise it encodes the texts with
+    its own tokenizer: with the chat template, or without a template as one text that ends with eos.
     """
 
     def __init__(self, path: str, device: str, asked_with: Tokenizer) -> None:
-        """Raises ValueError as `open_reward_model` does."""
+        """Raise ValueError as `open_reward_model` does, and for a model with more than one score."""
         self._model, self._tokenizer = open_reward_model(path, device)
         if self._model.config.scores != 1:
             raise ValueError(f"{path} is a classifier of {self._model.config.scores} labels; a reward is one score.")

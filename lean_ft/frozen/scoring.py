@@ -1,7 +1,7 @@
-"""Scoring files with a reward model, and the pad token that a reward model needs.
+"""Scoring files with a reward model, and the pad token of a reward model.
 
-transformers' sequence classifiers read the rightmost token of a padded row that is not the pad token. So a reward model needs a
-pad token that no sequence ends with.
+transformers' sequence classifiers read the rightmost token of a padded row that is not the pad token. So the pad token
+of a reward model must not end a sequence.
 """
 
 import json
@@ -22,13 +22,13 @@ from lean_ft.tokenizers import Tokenizer
 
 __all__ = ["open_reward_model", "score", "score_lines", "score_rows", "set_padding_apart"]
 
-ROWS_AT_A_TIME = 256  # of a file, read, scored and written together
+ROWS_AT_A_TIME = 256  # rows of a file that are read, scored and written together
 
 
 def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | EvalBatches | None) -> None:
-    """Writes the tokenizer's pad token into the config.json that the model is saved with.
+    """Set the tokenizer's pad token in the model's config.json.
 
-    Raises ValueError where that token ends a sequence, in these batches or by its meaning.
+    Raises ValueError if the pad token is the eos token or ends a sequence of these batches.
     """
     if stage() is not None:
         return
@@ -53,10 +53,10 @@ def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | 
 def score_rows(
     model: Decoder, tokenizer: Tokenizer, data: str | DataConfig, per_token: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a file, or what else `data.source` names or the settings `data` say, each with its `score`; a pair with
-    `chosen_score` and `rejected_score`. With `per_token` also `token_scores` (of a pair two), those of the answer's tokens.
+    """Yield the rows of `data`, each with its `score`, or for pairs `chosen_score` and `rejected_score`.
 
-    Sequences are not cut. Raises ValueError for a row that cannot be read, with its place.
+    data: a value of `data.source`, or data settings; per_token: also add `token_scores` of the completion's tokens (for
+    pairs, one list per side). Sequences are not truncated. Raises ValueError for an unreadable row, with its place.
     """
     settings = {"source": data} if isinstance(data, str) else data.model_dump()
     if "problem_type" in model.source.config:
@@ -83,8 +83,10 @@ def score_rows(
 
 
 def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationDataConfig) -> Iterator[dict[str, Any]]:
-    """The rows, each with the `probabilities` of its labels and the likeliest as `prediction`; with several labels per text,
-    `predictions` are those of 50 % or more."""
+    """Yield the rows with the `probabilities` of the labels, and the likeliest label as `prediction`.
+
+    With several labels per text, `predictions` are the labels with a probability of 50% or more.
+    """
     config, names = config.model_copy(update={"labels": []}), label_names(model.source.config)  # rows need no labels
     is_multi = model.source.config["problem_type"].startswith("multi")
     render, rows = renderer_of(config, tokenizer, config.source), read_rows(config.source, None, config)
@@ -102,6 +104,6 @@ def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationData
 
 
 def score_lines(model: Decoder, tokenizer: Tokenizer, data: str | DataConfig, per_token: bool = False) -> Iterator[str]:
-    """`score_rows` as JSON, a line each."""
+    """Yield the rows of `score_rows` as lines of JSON."""
     for row in score_rows(model, tokenizer, data, per_token):
         yield json.dumps(row, ensure_ascii=False, default=str)

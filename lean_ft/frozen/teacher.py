@@ -1,7 +1,7 @@
 """The teacher of a distillation: a frozen model, or the cached outputs of one for the same rows.
 
-`teacher(batch)` returns the input of `linear_distillation`. A teacher with another tokenizer is refused, since token ids must mean
-the same for both models.
+`teacher(batch)` returns the input of `linear_distillation`. A teacher with another tokenizer is refused, since token
+ids must mean the same for both models.
 """
 
 from typing import Any
@@ -67,7 +67,7 @@ def load_teacher(
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
-    """Raises ValueError unless each id that the student's tokenizer has is the same token to the teacher at `path`."""
+    """Raise ValueError if an id of the student's tokenizer is another token for the teacher at `path`."""
     other = load_tokenizer(path)
     for token_id in range(tokenizer.vocab_size):
         token, to_teacher = tokenizer.token_text(token_id), other.token_text(token_id)
@@ -80,7 +80,7 @@ def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
 
 
 def check_cached(cfg: Any) -> dict[str, Any]:
-    """Returns what `cfg.distill.cached` tells of itself; raises ValueError where it cannot teach with these settings."""
+    """Return the metadata of `cfg.distill.cached`. Raise ValueError if it does not fit these settings."""
     distill: DistillConfig = cfg.distill
     assert distill.cached is not None
     about = read_about(distill.cached)
@@ -96,7 +96,7 @@ def check_cached(cfg: Any) -> dict[str, Any]:
 def _cached(cfg: Any, device: torch.device, batches: Batches, held_out: EvalBatches | None) -> Teacher:
     about = check_cached(cfg)
     top_k, num_columns, vocab_size = about["top_k"], about["num_columns"], about["vocab_size"]
-    if stage() is not None:  # as many as the largest batch has targets
+    if stage() is not None:  # planning: tensors without contents
 
         def shapes(batch: Batch) -> TopLogProbs:
             num_targets = batch.num_targets

@@ -1,15 +1,16 @@
-"""What a teacher said of every target of prepared documents, on disk: its likeliest tokens, and how likely all others are.
+"""On-disk cache of a teacher's top-k predictions for every target of prepared documents.
 
-A teacher that does not fit beside its student reads the rows once, alone, on whatever machine it fits. For each target its
-k likeliest tokens are kept with their log-probabilities, and the logarithm of what is left for the rest: 8 bytes for each
-token and 4 more, so 0.5 KB a target at k = 64.
+Use it if the teacher does not fit in memory next to the student: the teacher runs once, alone, on any machine. For each
+target the cache has the k likeliest tokens with their log-probabilities, and the log-probability of all others
+together. That is 8 bytes per token plus 4, or 0.5 KB per target at k = 64.
 
-A document is known by its content, the ids and which of them are trained, and not by its place: rows may be shuffled, packed
-and weighed otherwise, or be fewer, when the student reads them. Cut otherwise it is another document, and refused.
+A document is identified by its content (ids, and which of them are trained), not by its place. When the student trains,
+rows may be shuffled, packed or weighted differently, or be fewer. A document that is truncated differently is missing
+in the cache.
 
-The folder is written under another name and renamed when it is whole (`lean_ft.data.cache`).
+The folder is written under a temporary name and renamed when it is complete (`lean_ft.data.cache`).
 
-Legend: N targets of all documents, k tokens kept, M documents.
+Shapes: N targets of all documents, k stored tokens, M documents.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.device import check_dtype, resolve_device
 from lean_ft.training.progress import shown
 
-# How rows are laid out, and how many of them there are, changes nothing in a document.
+# Settings that change the layout or number of rows, but no document.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {
     "validation_fraction",
     "packing",
@@ -46,9 +47,9 @@ NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {
 
 @torch.no_grad()
 def keep_teacher(cfg: KeepTeacherConfig) -> None:
-    """Writes to `cfg.destination` what the model says of every target of the rows, those held out too.
+    """Write the model's top-k predictions for every target of the training and held-out rows to `cfg.destination`.
 
-    Raises ValueError where the folder is there already, and as the model and the data do.
+    Raises ValueError if the folder exists, and for invalid models or data.
     """
     if cfg.destination.exists():
         raise ValueError(f"{cfg.destination} is there already; choose another place, or delete it.")
@@ -113,13 +114,13 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
 
 
 class Documents:
-    """Of the documents of a layout what they are known by, in its order: (M,) each."""
+    """Digests and numbers of targets of a layout's documents, in order, (M,) each."""
 
     def __init__(self, layout: Layout) -> None:
         digests, num_targets = [], []
         for start, length in zip(layout.starts.tolist(), layout.lengths.tolist(), strict=True):
             ids, trained = (values[start : start + length] for values in (layout.tokens, layout.trained))
-            # Nothing predicts the first token, so that it is trained says nothing.
+            # No position predicts the first token, so its training mask does not count.
             targets = np.ascontiguousarray(trained[1:])
             digest = hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8)
             digest.update(targets.data)
@@ -130,10 +131,10 @@ class Documents:
 
 
 class TeacherCache:
-    """A folder that `keep_teacher` wrote, for the documents of some layouts; `Batch.documents` number them on."""
+    """A folder written by `keep_teacher`, for the documents of several layouts, numbered like `Batch.documents`."""
 
     def __init__(self, folder: Path, layouts: Sequence[Layout], data: DataConfig) -> None:
-        """Raises ValueError where there is no such folder, or it lacks a document."""
+        """Raise ValueError if the folder is missing or damaged, or lacks a document."""
         self.about = read_about(folder)
         entry = read_entry(folder.parent, folder.name)
         if entry is None:
@@ -157,7 +158,7 @@ class TeacherCache:
         self._starts = (np.cumsum(counts) - counts)[place]
 
     def rows_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """The log-probabilities (N, k + 1) and ids (N, k) of the batch's targets, in their order."""
+        """Return the log-probabilities (N, k + 1) and ids (N, k) of the batch's targets, in order."""
         assert batch.documents is not None
         numbers = batch.documents if batch.num_targets else batch.documents[:0]
         spans = [slice(start, start + n) for start, n in zip(self._starts[numbers], self._counts[numbers], strict=True)]
@@ -170,7 +171,7 @@ class TeacherCache:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What a folder that `keep_teacher` wrote tells of itself. Raises ValueError where it is none."""
+    """Return the metadata of a folder written by `keep_teacher`. Raise ValueError for any other folder."""
     file = folder / ABOUT
     try:
         about = json.loads(file.read_bytes())
@@ -189,7 +190,7 @@ def _settings_of(data: DataConfig) -> dict[str, Any]:
 
 
 def _differences(then: dict[str, Any], data: DataConfig) -> str:
-    """What of the settings differs from those of the folder, as a sentence."""
+    """Return a sentence that lists the settings that differ from the folder's."""
     now = _settings_of(data)
     changed = [f"data.{key}={then[key]} there, {now[key]} here" for key in now if key in then and then[key] != now[key]]
     return f" Settings differ: {'; '.join(changed)}." if changed else ""

@@ -1,8 +1,8 @@
 """On-policy distillation: in some steps the student trains on its own completions instead of the data's.
 
-The seed and the step alone determine which steps these are and what they sample, so a resumed run samples the same completions.
-A prompt is everything before the last trained span of a document, as in `answers`. Each rank samples the completions of all
-prompts of a step; they are the same on all ranks.
+The seed and the step alone determine which steps these are and what they sample, so a resumed run samples the same
+completions. A prompt is everything before the last trained span of a document, as in `answers`. Each rank samples the
+completions of all prompts of a step; they are the same on all ranks.
 
 Source: Agarwal et al. 2023, arXiv:2306.13649. As there, no gradient flows through the sampling.
 """
@@ -24,8 +24,7 @@ from lean_ft.training.answers import questions_of
 
 
 class OnPolicy:
-    """`on_policy.samples(step)`: whether the student samples in this step; `on_policy.answered(step, micro_batches)`: the
-    prompts of the batches with its completions."""
+    """Replaces completions of the data by the student's own in some steps."""
 
     def __init__(self, cfg: Any, model: Decoder, tokenizer: Tokenizer) -> None:
         """cfg: of a recipe that has `distill`, `generation` and `data`."""
@@ -33,11 +32,11 @@ class OnPolicy:
         self._model, self._tokenizer = model, tokenizer
 
     def samples(self, step: int) -> bool:
-        """True for the fraction `distill.on_policy` of all steps, drawn by the seed."""
+        """Return True for a random fraction `distill.on_policy` of the steps, drawn by the seed."""
         return stage() is None and np.random.default_rng([self._seed, step]).random() < self._share
 
     def answered(self, step: int, micro_batches: Sequence[Batch]) -> list[Batch]:
-        """The prompts of the batches, each followed by the student's completion, whose tokens are trained.
+        """Return the prompts of the batches, each followed by the student's completion, whose tokens are trained.
 
         Prompt and completion have at most `data.max_length` tokens. Raises ValueError for a document without a prompt.
         """
@@ -45,7 +44,7 @@ class OnPolicy:
         prompts = [prompt for of_batch in asked for prompt, _ in of_batch]
         if not prompts:
             return list(micro_batches)
-        if min(map(len, prompts)) < 2:  # a bos token alone is no prompt
+        if min(map(len, prompts)) < 2:  # a bos token alone is not a prompt
             raise ValueError(
                 "a document is trained from its start, so the student has no prompt to answer. Set distill.on_policy=0 for "
                 "plain text and for data.train_on=all."
@@ -68,7 +67,7 @@ class OnPolicy:
         return [self._batch(mine) if mine else batch for mine, batch in zip(own, micro_batches, strict=True)]
 
     def _known(self, answer: list[int]) -> list[int]:
-        """The completion up to the first id without a token: the student's vocabulary may be padded."""
+        """Return the completion up to the first id without a token: the student's vocabulary may be padded."""
         return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
 
     def _batch(self, texts: list[tuple[list[int], list[int]]]) -> Batch:

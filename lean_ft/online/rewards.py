@@ -1,9 +1,9 @@
 """Rewards of completions: the user's functions, built-in functions, and reward models.
 
-A function takes the lists `prompts` and `completions` and returns a number for each completion, or None if it cannot judge one. It
-gets further arguments by name: columns of the rows (`answer`), `prompt_ids`, `completion_ids`, `ended` (whether the completion
-was not cut). It may be `async`; async functions run concurrently. A completion's reward is the weighted sum of all functions, or None
-if no function judges it.
+A function takes the lists `prompts` and `completions` and returns a number for each completion, or None if it cannot
+judge one. It gets further arguments by name: columns of the rows (`answer`), `prompt_ids`, `completion_ids`, `ended`
+(whether the completion was not cut). It may be `async`; async functions run concurrently. A completion's reward is the
+weighted sum of all functions, or None if no function judges it.
 
     def right(prompts, completions, answer):
         return [float(said.strip() == expected) for said, expected in zip(completions, answer)]
@@ -56,8 +56,8 @@ class Scores:
 
 
 def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 if the last match of `pattern` in the completion equals its match in the column `answer`. Without a pattern, or without a
-    match in the column, the whole text is compared."""
+    """1 if the last match of `pattern` in the completion equals its match in the column `answer`. Without a pattern, or
+    without a match in the column, the whole text is compared."""
 
     def right(said: str, expected: str) -> bool:
         if pattern is None:
@@ -76,7 +76,8 @@ def format_found(pattern: str, completions: Sequence[str], **_: Any) -> list[flo
 def length(
     pattern: str | None, completion_ids: Sequence[Sequence[int]], ended: Sequence[bool], **_: Any
 ) -> list[float]:
-    """From 0 down to -1 for the longest completion of the round, in proportion to its tokens; -1 for a cut completion."""
+    """From 0 down to -1 for the longest completion of the round, in proportion to its tokens; -1 for a cut
+    completion."""
     longest = max(len(ids) for ids in completion_ids)
     return [-len(ids) / longest if done else -1.0 for ids, done in zip(completion_ids, ended, strict=True)]
 
@@ -99,7 +100,7 @@ def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
 
 
 def check_rewards(settings: Sequence[Reward | str]) -> None:
-    """Raises ValueError as `Rewards` does, without opening a model."""
+    """Raise ValueError as `Rewards` does, without loading a model."""
     for one in rewards_of(settings):
         if one.model is None:
             _load(one)
@@ -113,7 +114,8 @@ class Rewards:
     def __init__(
         self, settings: Sequence[Reward | str], tokenizer: Tokenizer, device: str = "auto", ranks: Ranks = ALONE
     ) -> None:
-        """Load functions, and models onto `device`. Rank 0 judges for all `ranks`. Raises ValueError for an invalid reward."""
+        """Load functions, and models onto `device`. Rank 0 judges for all `ranks`. Raises ValueError for an invalid
+        reward."""
         self._settings, self._tokenizer, self._ranks = rewards_of(settings), tokenizer, ranks
         self._functions: list[Function] = []
         if ranks.rank == 0:
@@ -122,8 +124,8 @@ class Rewards:
                 self._functions.append(JudgingModel(one.name, device, tokenizer) if own else _load(one))
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
-        """prompts, samples: N of each. Raises TrainingFailed, with the row's place, if a function raises, or returns anything
-        but a finite number or None for each completion."""
+        """prompts, samples: N of each. Raises TrainingFailed, with the row's place, if a function raises, or returns
+        anything but a finite number or None for each completion."""
         if stage() is not None:
             return Scores([0.0] * len(samples), [[]] * len(samples), [""] * len(samples))
         return self._ranks.on_rank_zero(lambda: self._judged(prompts, samples))
@@ -239,7 +241,7 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
         try:
             one = value.item() if hasattr(value, "item") else value  # numpy's and torch's numbers
             number = None if one is None or isinstance(one, str | bytes) else float(one)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several, or 10**400
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor with several values, or 10**400
             number = None
         if value is not None and (number is None or not math.isfinite(number)):
             raise TrainingFailed(

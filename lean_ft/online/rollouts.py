@@ -1,14 +1,15 @@
 """Rollouts: completions sampled from the policy, used as training batches.
 
-`Rounds` is the base class. `Rollouts` compares the completions of a prompt with each other, `ValuedRollouts` each token with a value
-model's prediction, and `PairRollouts` makes preference pairs.
+`Rounds` is the base class. `Rollouts` compares the completions of a prompt with each other, `ValuedRollouts` each token
+with a value model's prediction, and `PairRollouts` makes preference pairs.
 
-A round is sampled (`sample`), prepared (`begin`), and read one step's micro-batches at a time (`take`). `state_dict` holds the
-whole round (prompts, tokens, log-probabilities, rewards, advantages), so a killed run resumes with the same completions; if it was
-killed before it had them, it samples the same ones again. Completions are in the order of their prompts, and each pass has the same
-micro-batches.
+A round is sampled (`sample`), prepared (`begin`), and read one step's micro-batches at a time (`take`). `state_dict`
+holds the whole round (prompts, tokens, log-probabilities, rewards, advantages), so a killed run resumes with the same
+completions; if it was killed before it had them, it samples the same ones again. Completions are in the order of their
+prompts, and each pass has the same micro-batches.
 
-Source: our own; the order of sampling follows TRL's GRPOTrainer, dynamic sampling DAPO (Yu et al. 2025, arXiv:2503.14476).
+Source: our own; the order of sampling follows TRL's GRPOTrainer, dynamic sampling DAPO (Yu et al. 2025,
+arXiv:2503.14476).
 """
 
 import math
@@ -73,8 +74,8 @@ class Answer:
 class Rounds(Generic[BatchT]):
     """The completions that a run trains on, round after round; `lean_ft.training.Run` saves their state.
 
-    cfg: of a recipe that samples completions. All `ranks` have the same completions. `share_prompts`: compute a prompt once for
-    those of its completions that are in one micro-batch. Raises ValueError if a round does not consist of
+    cfg: of a recipe that samples completions. All `ranks` have the same completions. `share_prompts`: compute a prompt
+    once for those of its completions that are in one micro-batch. Raises ValueError if a round does not consist of
     whole groups, or if `data.shared_prompt=true` and not `share_prompts`.
     """
 
@@ -123,10 +124,11 @@ class Rounds(Generic[BatchT]):
         return self._step == self._steps
 
     def sample(self, answer: Callable[[list[Prompt], int], list[Sample]], score: Rewards) -> None:
-        """Fill the next round. `answer`: a `Sampler`, or another function of prompts and a seed; with dynamic sampling it is called
-        several times.
+        """Fill the next round. `answer`: a `Sampler`, or another function of prompts and a seed; with dynamic sampling
+        it is called several times.
 
-        All tokens of a completion are trained, or none: none without a reward, and with `loss.mask_truncated` none of a cut one.
+        All tokens of a completion are trained, or none: none without a reward, and with `loss.mask_truncated` none of a
+        cut one.
         """
         started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
@@ -154,7 +156,8 @@ class Rounds(Generic[BatchT]):
         return self._prompts.take(self._place, missing)
 
     def _add(self, samples: Sequence[Sample], scores: Scores) -> list[Answer]:
-        """Add the completions of `_ask`'s prompts with their rewards. Return those of prompts that dynamic sampling replaces."""
+        """Add the completions of `_ask`'s prompts with their rewards. Return those of prompts that dynamic sampling
+        replaces."""
         if self._planned is not None:
             self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
             return []
@@ -190,7 +193,7 @@ class Rounds(Generic[BatchT]):
     # Overridden by subclasses --------------------------------------------------------------------
 
     def _counts(self, answer: Answer) -> bool:
-        """Whether its tokens are trained."""
+        """Return whether the completion's tokens are trained."""
         return answer.reward is not None
 
     def _work_out(self) -> None:
@@ -284,27 +287,28 @@ class Rounds(Generic[BatchT]):
 class Rollouts(Rounds[PolicyBatch]):
     """Completions compared with the others of the same prompt.
 
-    Raises ValueError as `Rounds` does, for a single completion per prompt, and if the sampler's probabilities differ from the
-    model's without `loss.correction`.
+    Raises ValueError as `Rounds` does, for a single completion per prompt, and if the sampler's probabilities differ
+    from the model's without `loss.correction`.
     """
 
     def __init__(
         self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
     ) -> None:
         super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
-        self._known: dict[int, dict[str, list[float]]] = {}  # of each answer's tokens, before the first update
+        self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
 
     # Log-probabilities before the first update ------------------------------------------------------------------------
 
     @property
     def _looks_back(self) -> bool:
-        """Whether the trainer's log-probabilities are needed before the first update: for several updates, for the entropies of
-        all tokens, or for a divergence in the rewards."""
+        """Whether the trainer's log-probabilities are needed before the first update: for several updates, for the
+        entropies of all tokens, or for a divergence in the rewards."""
         loss = self._cfg.loss
         return self._steps > 1 or loss.entropy_share < 1 or loss.kl_in_reward
 
     def to_remember(self) -> list[PolicyBatch]:
-        """All micro-batches of the sampled round, as in the first pass; none if no log-probabilities are needed beforehand."""
+        """All micro-batches of the sampled round, as in the first pass; none if no log-probabilities are needed
+        beforehand."""
         if not self._looks_back:
             return []
         if self._planned is not None:
@@ -316,8 +320,8 @@ class Rollouts(Rounds[PolicyBatch]):
     ) -> None:
         """Store the trainer's log-probabilities and entropies for a batch of the round.
 
-        reference (G, A): the reference's log-probabilities, if the divergence is part of the reward; values (G, A): the value
-        model's predictions, with a value model.
+        reference (G, A): the reference's log-probabilities, if the divergence is part of the reward; values (G, A): the
+        value model's predictions, with a value model.
         """
         if self._planned is not None:
             return
@@ -329,7 +333,7 @@ class Rollouts(Rounds[PolicyBatch]):
             self._known[i] = {name: rows[row][:length] for name, rows in told.items()}
 
     def _take_what_is_known(self) -> list[list[float]]:
-        """Give each completion what any rank stored for it; return the entropies of its tokens."""
+        """Merge the stored token values of all ranks into the completions. Return the entropies of their tokens."""
         for known in self._ranks.on_every_rank(lambda: self._known):
             self._known = self._known | known
         entropies = []
@@ -433,8 +437,8 @@ class Rollouts(Rounds[PolicyBatch]):
 
 
 class ValuedRollouts(Rollouts):
-    """Completions with generalized advantages from a value model, normalized over a round to mean 0 and deviation 1. The reward is
-    at the last token, and the divergence's cost at each token."""
+    """Completions with generalized advantages from a value model, normalized over a round to mean 0 and deviation 1.
+    The reward is at the last token, and the divergence's cost at each token."""
 
     _has_values = True
 
@@ -476,7 +480,7 @@ class PairRollouts(Rounds[PairBatch]):
             worst = min(judged, key=lambda one: one.reward or 0.0, default=None)
             if best is not None and worst is not None and best.reward != worst.reward:
                 pairs.append((best, worst))
-        if not pairs:  # the step is taken all the same, without targets
+        if not pairs:  # the step still runs, without targets
             one = self._answers[first * rows * size]
             return [self._batch([(one, one)]).without_targets()]
         return [self._batch(pairs[i : i + rows]) for i in range(0, len(pairs), rows)]

@@ -20,8 +20,11 @@ from lean_ft.tokenizers import Tokenizer
 
 
 class Sampler:
-    """`sampler(prompts, seed)`: a completion of each prompt. It depends only on the weights, the prompt, the seed and the number of
-    equal prompts before it. Ranks divide the prompts among them, and each rank gets all completions."""
+    """`sampler(prompts, seed)` returns a completion of each prompt.
+
+    A completion depends only on the weights, the prompt, the seed and the number of equal prompts before it. Ranks
+    divide the prompts among them, and each rank gets all completions.
+    """
 
     def __init__(
         self, cfg: OnlineConfig, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, ranks: Ranks = ALONE
@@ -62,8 +65,8 @@ class Sampler:
         if self._generation.engine == "vllm":
             return self._server(self._model, asked, how) if self._server is not None else [Sample() for _ in asked]
         numbers = sample_numbers(asked)
-        # Consecutive prompts, and all completions of a prompt on one rank, which reads it once. Ranks that share attention
-        # heads sample for the same prompts.
+        # Consecutive prompts, and all completions of a prompt on one rank, which reads it once. Ranks that share
+        # attention heads sample for the same prompts.
         groups, alike = -(-len(asked) // generation.num_answers), self._ranks.num_alike
         share = -(-groups * alike // self._ranks.size) * generation.num_answers
         place = self._ranks.rank // alike
@@ -84,8 +87,8 @@ class Sampler:
         return [one for answers in self._ranks.on_every_rank(answer)[::alike] for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
-        """The mean reward and length of completions of held-out prompts, at `generation.eval_temperature`, with the same seed
-        each time."""
+        """Return the mean reward and length of completions of held-out prompts, sampled at
+        `generation.eval_temperature` with a fixed seed."""
         answers = self(held_out, self._seed, self._generation.eval_temperature)
         worth = [total for total in rewards(held_out, answers).totals if total is not None]
         num_tokens = sum(len(answer.ids) for answer in answers)

@@ -1,8 +1,8 @@
 """PPO's value model: predicts, before each token of a completion, the reward still to come.
 
-In full training it is a separate model with an output layer of one number. With an adapter it is such a layer on the policy's
-hidden states: policy, value model and reference then share one base, it needs no forward pass of its own, and its loss also trains
-the adapter. It is sharded as the policy is.
+In full training it is a separate model with an output layer of one number. With an adapter it is such a layer on the
+policy's hidden states: policy, value model and reference then share one base, it needs no forward pass of its own, and
+its loss also trains the adapter. It is sharded as the policy is.
 
 Shapes: G completions, A tokens of the longest, N tokens of all, D hidden size.
 """
@@ -25,8 +25,8 @@ class ValueModel(nn.Module):
     """`value(batch, now)`: (G, A) float32, 0 after a completion's end."""
 
     def __init__(self, cfg: Any, model: Decoder, ranks: Ranks = ALONE) -> None:
-        """cfg: of a recipe with `model`, `value`, `lora`, `memory` and `parallel`; model: the policy. Raises ValueError for
-        `value.path` with an adapter, or as `load_with_adapter`, `cut` and `parallelize` do."""
+        """cfg: of a recipe with `model`, `value`, `lora`, `memory` and `parallel`; model: the policy. Raises ValueError
+        for `value.path` with an adapter, or as `load_with_adapter`, `cut` and `parallelize` do."""
         super().__init__()
         self._is_float16, device = cfg.model.dtype == "float16", model.device
         self.own: Decoder | None = None

@@ -1,11 +1,12 @@
 """Sampling by a vLLM server, in its own processes and on its own devices, with the weights that are trained here.
 
-Before each round, the weights are written to a folder that both processes see, one layer at a time with the adapter merged, and the
-server loads them: vLLM's weight transfer with the backend `disk`, which needs neither vLLM nor NCCL in this process. The server
-returns token ids with their log-probabilities. These differ from the trainer's at least by rounding; `loss.correction` weighs
-tokens by the ratio.
+Before each round, the weights are written to a folder that both processes see, one layer at a time with the adapter
+merged, and the server loads them: vLLM's weight transfer with the backend `disk`, which needs neither vLLM nor NCCL in
+this process. The server returns token ids with their log-probabilities. These differ from the trainer's at least by
+rounding; `loss.correction` weighs tokens by the ratio.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "disk"}' --logprobs-mode processed_logprobs
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "disk"}' --logprobs-mode
+    processed_logprobs
 
 Source: vLLM, docs/training/weight_transfer/disk.md, and its routes in entrypoints/serve/dev/rlhf and openai/completion.
 """
@@ -34,8 +35,8 @@ class VLLMServer:
     """`server(model, prompts, how)`: a completion of each prompt by the current weights."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        """folder: for the weights; the server must see it under the same absolute path. Raises ValueError if no server answers,
-        or it does not follow this protocol."""
+        """folder: for the weights; the server must see it under the same absolute path. Raises ValueError if no server
+        answers, or it does not follow this protocol."""
         self._url, self._folder = url.rstrip("/"), folder.absolute()
         # The server is on this machine or network, so the environment's proxy does not apply.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -68,7 +69,7 @@ class VLLMServer:
             "prompt": prompts,
             "n": number,
             "max_tokens": how.max_new_tokens,
-            # All of them, as the server takes what is left out from the model's generation_config.json.
+            # Send every setting: the server takes missing ones from the model's generation_config.json.
             "temperature": how.temperature,
             "top_p": 1.0 if how.top_p is None else how.top_p,
             "top_k": how.top_k or 0,
@@ -77,7 +78,7 @@ class VLLMServer:
             "seed": how.seed,
             "stop": list(how.stop_texts),
             "stop_token_ids": sorted(how.stop_ids),
-            "logprobs": 0,  # of the token that was drawn alone
+            "logprobs": 0,  # only for the sampled token
             "return_token_ids": True,
         }
 
@@ -90,14 +91,14 @@ class VLLMServer:
                 for place, part in parameters_on_disk(model.source.config, name, tensor.detach())
             }
             write_file(self._folder / f"{layer}.safetensors", of_layer, {"format": "pt"})
-        self._ask("pause?mode=wait", {})  # forgets what was cached of prompts, too
+        self._ask("pause?mode=wait", {})  # also clears the prefix cache
         self._ask("start_weight_update", {})
         self._ask("update_weights", {"update_info": {"path": str(self._folder)}})
         self._ask("finish_weight_update", {})
         self._ask("resume", {})
 
     def _ask(self, route: str, content: dict[str, Any] | None = None) -> Any:
-        """What the server answers to a POST of `content`, or to a GET."""
+        """Return the response to a POST of `content`, or to a GET if it is None."""
         body = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(f"{self._url}/{route}", body, {"Content-Type": "application/json"})
         try:
@@ -111,7 +112,7 @@ class VLLMServer:
 
 
 def _layer_of(name: str) -> str:
-    """What of a tensor's name is that of its file: a layer's, or the module's that is none."""
+    """Return the file name of a tensor: its layer's name, or outside of layers its module's."""
     parts = name.split(".")
     return ".".join(parts[:3] if parts[:2] == ["model", "layers"] else parts[:-1])
 
