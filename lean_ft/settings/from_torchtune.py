@@ -159,6 +159,9 @@ def convert_config(file: Path) -> Preset:
         prompts, of_a_pass = told.pop("batch_size", 1), left.pop("forward_batch_size", None) or 1
         told["batch_size"] = of_a_pass * told.get("generation.num_answers", 8)
         told["gradient_accumulation_steps"] = -(-prompts // of_a_pass)
+        if "generation.top_k" in told:
+            told["loss.correction"] = "token_truncate"
+            preset.remarks.append("top_k: theirs is not corrected for in the loss; loss.correction does it here")
         if (length := told.pop("data.max_length", None)) is not None:
             preset.remarks.append(
                 f"tokenizer.max_seq_len: {length} is of data.max_prompt_length and the answer together"

@@ -25,10 +25,7 @@ def shares_prompts(cfg: Any) -> bool:
     models = [empty_model(path, torch.float32, cfg.model.router_aux_loss_coef) for path in paths]
     why_not = next((reason for model in models if (reason := _why_not(model, cfg.row_tokens))), "")
     if cfg.data.shared_prompt is True and why_not:
-        raise ValueError(
-            f"data.shared_prompt=true, but {why_not}. Set data.shared_prompt=false, or shorter texts within which the "
-            "frequencies are the same."
-        )
+        raise ValueError(f"data.shared_prompt=true, but {why_not}. Set data.shared_prompt=false.")
     if cfg.data.shared_prompt == "auto" and not why_not and models[0].router_aux_loss_coef:
         why_not = "the router's loss is a mean over all positions"
     say("prompts", f"computed for each completion: {why_not}" if why_not else "computed once for all completions")

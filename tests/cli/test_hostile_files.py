@@ -104,7 +104,7 @@ def in_run(name: str, text: str) -> Callable[[Path], Any]:
 
 RUNS: dict[str, Case] = {
     "lock is a link": (link(".lock"), "[.]lock is a link, so the run does not write to it"),
-    "starts that are none": (in_run("run.json", '{"starts": 5}'), "run.json is not the record of a run's starts"),
+    "starts that are none": (in_run("run.json", '{"starts": 5}'), "run.json is not a list of a run's starts"),
     "deep run.json": (in_run("run.json", DEEP), "run.json is not valid JSON"),
     "a name too long": (lambda run: None, "File name too long"),
     "a zero byte": (lambda run: None, "zero byte"),

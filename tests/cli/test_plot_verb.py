@@ -24,7 +24,7 @@ def test_one_run_keeps_its_curves_and_several_have_them_here(leanft, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere",), "nowhere has no metrics.jsonl: expected the output_dir of a run"),
+        (("nowhere",), "nowhere has no metrics.jsonl. Expected the output_dir of a run"),
         (("a", "-o", "nowhere/x"), "a name in nowhere, which is no folder"),
         (("a", "-o", "a"), "--output a is a folder; expected the files' name"),
     ],

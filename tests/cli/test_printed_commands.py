@@ -19,6 +19,7 @@ PRINTS_COMMANDS = {  # each has a test below or in the named file
     "cli/run.py",  # for a signal before training: tests/training/test_interrupts.py
     "cli/slurm.py",  # tests/cli/test_slurm_verb.py
     "system/launch.py",  # tests/parallel/test_launch.py
+    "training/continuation.py",
     "training/summary.py",  # and how to resume: tests/training/test_summary.py
 }
 COMMIT = "c" * 40

@@ -52,7 +52,7 @@ def test_what_cannot_be_is_refused(leanft, tmp_path, arguments, message):
     ("override", "message"),
     [
         ("distill.teacher=DIR/none", "DIR/none"),
-        ("distill.teacher=tiny distill.on_policy=0.5 data.packing=bfd", "fills rows with as many documents as fit"),
+        ("distill.teacher=tiny distill.on_policy=0.5 data.packing=bfd", "samples completions of unknown length"),
         ("distill.teacher=null distill.cached=DIR", "is no folder of a teacher's likeliest tokens"),
         ("distill.teacher=null", "came neither"),
     ],

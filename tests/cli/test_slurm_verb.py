@@ -79,7 +79,7 @@ def test_what_the_run_would_refuse_is_refused_now(leanft, shipped):
         (
             "full_finetune_single_device",
             "gradient_accumulation_steps=8",
-            "this recipe is for one process, and 8 were started",
+            "so it is for one process, and 8 were started",
         ),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_skipped_or_rejected(run_directory, destination,
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("nowhere", "does not exist"), ("", "neither a config.json.* nor checkpoints")],
+    [("nowhere", "does not exist"), ("", "neither a config.json.* nor step_")],
 )
 def test_a_source_that_is_not_a_model(tmp_path, destination, source, message):
     with pytest.raises(ValueError, match=message):

@@ -161,7 +161,7 @@ def test_without_a_compiler_it_is_refused_or_left_out_with_the_reason(monkeypatc
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.setattr("lean_ft.memory.host_memory.return_freed_memory", lambda: True)
     reason = "the C++ compiler no-such-compiler does not start"
-    with pytest.raises(ValueError, match=f"memory.host_pool=true cannot be had: {re.escape(reason)}"):
+    with pytest.raises(ValueError, match=f"memory.host_pool=true is not possible: {re.escape(reason)}"):
         start(Config(memory=MemoryConfig(host_pool=True), device="cpu", output_dir=tmp_path / "run"))
     start(Config(device="cpu", output_dir=tmp_path / "run"))
     assert f"no memory.host_pool: {reason}" in " ".join(capsys.readouterr().out.split())

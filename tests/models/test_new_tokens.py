@@ -178,7 +178,7 @@ def test_an_adapter_with_new_tokens_trains_resumes_and_is_exported(lora, tmp_pat
         whole / "adapter_model.safetensors"
     ).read_bytes()
     start = load_model(ModelConfig(path="tiny", new_tokens=NEW)).model.embed_tokens.weight
-    exported = export_folder(whole, tmp_path / "exported", merge=True).folder
+    exported = export_folder(whole, tmp_path / "exported", merge=True).destination
     rows = load_file(exported / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(rows[:-2], start[:-2]) and (rows[-2:] - start[-2:]).abs().max() > 1e-3
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
@@ -207,7 +207,7 @@ def test_a_full_model_with_new_tokens_trains_resumes_and_is_exported(tmp_path):
     start = load_model(ModelConfig(path="tiny", dtype="float32", new_tokens=NEW)).model.embed_tokens.weight
     rows = load_file(whole / "model.safetensors")["model.embed_tokens.weight"]
     assert rows.shape == start.shape and (rows[-2:] - start[-2:]).abs().max() > 1e-3
-    exported = export_folder(whole, tmp_path / "exported").folder
+    exported = export_folder(whole, tmp_path / "exported").destination
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     assert theirs(TEXT, add_special_tokens=False)["input_ids"] == load_tokenizer(whole).encode(TEXT)
     assert json.loads((exported / "config.json").read_text())["vocab_size"] == len(rows) == 770

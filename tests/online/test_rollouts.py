@@ -130,7 +130,7 @@ def test_pairs_of_a_round_share_their_prompts() -> None:
     [
         ("llama_dynamic_rope", 24, ""),
         ("llama_dynamic_rope", 25, r"rotary frequencies \(dynamic\) change"),
-        ("granitemoehybrid", 24, "keep a state"),
+        ("granitemoehybrid", 24, "recurrent layers"),
         ("llama4_text", 24, "within chunks"),
     ],
 )

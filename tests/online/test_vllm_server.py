@@ -118,8 +118,12 @@ def server() -> Iterator[Server]:
 def train(tmp_path: Path, server: Server) -> Callable[..., Path]:
     def run(*settings: str, output: str = "run") -> Path:
         module, folder = load_recipe(find_recipe("grpo")), tmp_path / output
-        url = f"generation.engine_url=http://127.0.0.1:{server.server_port}"
-        module.main(load_config(module.Config, None, [*SETTINGS, f"output_dir={folder}", url, *settings]))
+        url = (
+            [f"generation.engine_url=http://127.0.0.1:{server.server_port}"]
+            if "generation.engine=vllm" in settings
+            else []
+        )
+        module.main(load_config(module.Config, None, [*SETTINGS, f"output_dir={folder}", *url, *settings]))
         return folder
 
     return run

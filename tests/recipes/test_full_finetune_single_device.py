@@ -79,7 +79,7 @@ def test_evaluation_is_weighted_by_tokens_and_samples_completions(train, capsys)
     out = capsys.readouterr().out
     assert "at step 0: " in out
     assert "at step 8: " in out
-    assert out.count("right is what (.) finds last") == 2
+    assert out.count("exact match of the text that (.) finds last") == 2
 
 
 def test_a_complete_run_answers_with_its_trained_weights(train, capsys):

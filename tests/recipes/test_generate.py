@@ -211,7 +211,7 @@ class TestWhatIsAsked:
         (elsewhere / "manifest.json").unlink()
         assert ask(f"adapter={elsewhere}") == expected
         shutil.rmtree(elsewhere / "training_state")
-        with pytest.raises(ValueError, match=r"it is of /gone/away, which is not here; give the model's folder"):
+        with pytest.raises(ValueError, match=r"its base model /gone/away is not here"):
             ask(f"adapter={elsewhere}")
 
     def test_a_model_or_an_adapter_is_required(self, ask) -> None:

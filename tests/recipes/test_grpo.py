@@ -219,7 +219,7 @@ def test_what_is_wrong_with_a_reward_is_said(
     [
         (("generation.num_answers=3",), "16 answers, which are no whole groups of generation.num_answers=3"),
         (("generation.num_answers=1",), "leaves nothing to compare a completion with"),
-        (("generation.offload_training_state=true",), "to the host's, but the model is on cpu"),
+        (("generation.offload_training_state=true",), "to host memory, but the model is on cpu"),
         (("generation.top_k=5",), "set loss.correction=token_truncate"),
         (("reference.kind=model",), "with loss.kl_weight=0 nothing reads a reference"),
         (("reference.kind=cached", "loss.kl_weight=0.1"), "completions are sampled anew"),
@@ -412,4 +412,4 @@ def test_the_planner_counts_it(tmp_path: Path) -> None:
     # 4 layers of 2 heads of 32 features, keys and values, in float32, of 512 answers of 40 tokens; not while it learns
     bytes_of_cache = 2 * 4 * 2 * 32 * 4 * 40 * 512
     assert peak("generation.steps_per_round=32", "generation.num_answers=512")[1] >= bytes_of_cache
-    assert peak()[1] == 0
+    assert peak()[1] < 1024  # only the lists of the round

@@ -148,7 +148,7 @@ CASES = {
         "num_steps: 200\ndataset: {_component_: torchtune.dev.grpo.gsm8k.gsm8k_dataset, partition: 1-9/10}",
         {
             "recipe": "grpo",
-            "loss": {"name": "grpo", "kl": "k3", "kl_weight": 0.01, "epsilon": 0.1},
+            "loss": {"name": "grpo", "kl": "k3", "kl_weight": 0.01, "epsilon": 0.1, "correction": "token_truncate"},
             "generation": {"num_answers": 16, "max_new_tokens": 64, "temperature": 0.9, "top_k": 50, "passes": 2},
             "batch_size": 16,
             "gradient_accumulation_steps": 3,
@@ -157,7 +157,7 @@ CASES = {
             "schedule": None,
             "data": {"source": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question"}},
         },
-        "rewards: theirs|dataset.partition: 1-9/10 has no equivalent|512 is of data.max_prompt_length",
+        "rewards: theirs|top_k: theirs|dataset.partition: 1-9/10 has no equivalent|512 is of data.max_prompt_length",
     ),
     "qat": (
         "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer, groupsize: 64}",
