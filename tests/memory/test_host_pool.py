@@ -164,4 +164,4 @@ def test_without_a_compiler_it_is_refused_or_left_out_with_the_reason(monkeypatc
     with pytest.raises(ValueError, match=f"memory.host_pool=true is not possible: {re.escape(reason)}"):
         start(Config(memory=MemoryConfig(host_pool=True), device="cpu", output_dir=tmp_path / "run"))
     start(Config(device="cpu", output_dir=tmp_path / "run"))
-    assert f"no memory.host_pool: {reason}" in " ".join(capsys.readouterr().out.split())
+    assert f"memory.host_pool=false: {reason}" in " ".join(capsys.readouterr().out.split())
