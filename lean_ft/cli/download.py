@@ -31,7 +31,7 @@ def download(
 ) -> None:
     """Download a model from the Hugging Face Hub.
 
-    Skips formats that training does not read (.bin, .pth, .gguf, onnx) and original/.
+    Skips original/ and formats that training does not read, such as .bin, .pth, .gguf and onnx.
     Use --include to download them. Resumes an earlier download.
     A gated model needs a token: run `hf auth login` or set the variable HF_TOKEN.
     """
