@@ -1,4 +1,4 @@
-"""Data: files of rows to batches of token ids and labels."""
+"""Data pipeline: from files of rows to batches of token ids and labels."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that processes which only tokenize do not load torch."""
+    """Import on first use, so that tokenizing processes do not load torch."""
     if name not in __all__:
         raise AttributeError(f"module 'lean_ft.data' has no attribute {name!r}")
     return getattr(import_module(f"lean_ft.data.{_HOMES.get(name, 'prepare')}"), name)

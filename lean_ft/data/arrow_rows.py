@@ -1,9 +1,8 @@
-"""Rows of Parquet files and of Hugging Face datasets, which both hold columns. Needs the `datasets` extra.
+"""Read rows from Parquet files and Hugging Face datasets. Needs the `datasets` extra.
 
-A column has one type for all rows, so an object that lacks a name gets it with null there. In what a chat template
-writes out (tools, tool calls) such nulls were never said, and are taken out again. Dates and decimal numbers become
-text, as CSV has them; bytes, pictures and the like are no values that a row of text can have, and become an object that
-names their type.
+Arrow fills missing names of nested objects with null. These nulls are removed, so that a chat template does not write
+them into tools or tool calls. Dates and decimal numbers become strings, as in CSV. Values that are not text, such as
+bytes and images, become an object that names their type.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
-    """Rows of a Parquet file, a group at a time. Raises ValueError for a file that cannot be read."""
+    """Yield the rows of a Parquet file, read in groups. Raises ValueError if the file cannot be read."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -59,9 +58,9 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
 
 
 def read_dataset(name: str, digest: Digest | None, *, subset: str | None, split: str, streaming: bool) -> Iterator[Row]:
-    """Rows of the Hugging Face dataset `name`, on the hub (`org/name`) or in a folder that `save_to_disk` wrote.
+    """Yield the rows of a Hugging Face dataset: a Hub id (`org/name`) or a folder written by `save_to_disk`.
 
-    Raises ValueError where it is not there, or has no such subset or split.
+    Raises ValueError if the dataset, subset or split does not exist.
     """
     with _explained(name, subset, split):
         for number, fields in enumerate(_open(name, subset, split, streaming), start=1):
@@ -71,7 +70,7 @@ def read_dataset(name: str, digest: Digest | None, *, subset: str | None, split:
 
 
 def dataset_files(name: str, *, subset: str | None, split: str) -> list[Path]:
-    """The files on the disk that the dataset's rows lie in, in order, fetched if need be; none where it has no files.
+    """Return the dataset's local files in order, downloading them if needed; [] if it has none.
 
     Raises ValueError as `read_dataset` does.
     """
@@ -97,7 +96,7 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
 
 @contextlib.contextmanager
 def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
-    """Says of any error which dataset it is about."""
+    """Context manager that adds the dataset's name to errors."""
     try:
         import datasets  # noqa: F401
     except ImportError:
@@ -106,7 +105,7 @@ def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
         ) from None
     try:
         yield
-    # What a hub, its files and their formats can raise has no common ancestor.
+    # Errors of the Hub, its files and their formats have no common base class.
     except Exception as error:
         raise ValueError(
             f"data source {name} could not be read as a Hugging Face dataset (data.split={split}, "
@@ -115,7 +114,7 @@ def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
 
 
 def as_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` as JSON would have them, without the entries of nested objects that are null; a row keeps its own."""
+    """Convert values to JSON types and remove null entries of nested objects. Null fields of the row stay."""
     return {name: _value_as_json(value) for name, value in fields.items()}
 
 

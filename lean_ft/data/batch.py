@@ -1,8 +1,7 @@
 """The input of one forward pass: token ids, labels, positions and document boundaries.
 
-Labels are shifted: labels[b, t] is the token that position t predicts, so a loss compares position by position. A
-document's first token is never a label, except in `wrapped` rows, which are one text. Padding has no label because of
-its place; its id does not matter.
+Labels are shifted: labels[b, t] is the token that position t predicts. The first token of a document is never a label,
+except in `wrapped` rows, which are one text. Padding is identified by its position, not by its token id.
 
 Legend: B rows of a batch, T positions of a row.
 """
@@ -31,27 +30,28 @@ class Batch:
     labels: Tensor  # (B, T) int64, shifted; -100 where nothing is trained
     positions: Tensor  # (B, T) int64, from 0 in each document
     cu_seqlens: Tensor | None
-    """int32, if packed: where documents begin in the B * T flattened positions, then B * T once or more often. It has the
-    same length in all batches of a run, so that compiled code sees one shape; repeats are documents without tokens.
-    None: each row is one document, padded on the right."""
+    """int32, if packed: start of each document in the B * T flattened positions, then B * T, repeated to a fixed
+    length. All batches of a run have the same length, so that compiled code sees one shape; repeats are empty
+    documents. None: each row is one document, padded on the right."""
     num_targets: int
     """Number of labels that are not -100."""
     num_tokens: int
-    """B * T: all computed positions."""
+    """Number of computed positions, B * T."""
     is_token: Tensor | None = None
     """(B, T) bool: False on padding. None: no padding."""
     documents: np.ndarray | None = None
-    """The numbers of its documents in the prepared data, row after row; held-out documents follow the training ones. None
-    if documents are cut or joined, or do not come from prepared data."""
+    """Document numbers in the prepared data, row after row; held-out documents follow the training documents. None if
+    documents are cut or joined, or do not come from prepared data."""
     prefixes: Tensor | None = None
-    """(documents, 2) int32, with shared prompts: start and end of the flattened positions that each document of cu_seqlens
-    continues. The last position of a shared prompt predicts the first token of several completions; `labels` has the
-    first completion's."""
+    """(documents, 2) int32, with shared prompts: start and end of the flattened positions that each document of
+    cu_seqlens continues. The last position of a shared prompt predicts the first token of several completions; `labels`
+    has the first completion's."""
     num_prefix_tokens: int = 0
     """Sum of the lengths of all prefixes."""
 
     labels_whole_rows: ClassVar[bool] = False
-    """Whether the subclass's fields describe whole sequences. Ranks that share a row's tokens then all get these fields."""
+    """Whether the subclass's fields describe whole sequences. If so, ranks that shard a row's tokens all get these
+    fields."""
 
     @property
     def built(self) -> Batch:
@@ -65,7 +65,7 @@ class Batch:
         return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str) -> Self:
-        """The batch on `device`. Copies to a GPU start from pinned memory and are not waited for."""
+        """Move the batch to `device`. Copies to a GPU use pinned memory and are asynchronous."""
         import torch
 
         device = torch.device(device)
@@ -78,7 +78,7 @@ class Batch:
         return replace(self, **{k: move(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor | Batch)})
 
     def without_targets(self) -> Self:
-        """The same positions without labels, for a pass that only keeps ranks in step."""
+        """Return a copy without labels, for a pass that only keeps ranks synchronized."""
         return replace(self, labels=self.labels.new_full(self.labels.shape, IGNORED), num_targets=0)
 
 

@@ -1,8 +1,8 @@
-"""Chats as data sets write them, made into messages that a chat template takes.
+"""Convert chats of data sets to messages for a chat template.
 
-A message has `role` and `content` (OpenAI) or `from` and `value` (ShareGPT). Content may be a list of text parts,
-a tool call's arguments an object or JSON in a string, the tools JSON in a string. `train: false` and `weight: 0`
-keep an assistant's message out of the loss.
+A message has `role` and `content` (OpenAI) or `from` and `value` (ShareGPT). Content may be a list of text parts.
+Arguments of a tool call may be an object or a JSON string. Tools may be a JSON string. `train: false` and `weight: 0`
+exclude an assistant message from the loss.
 """
 
 from dataclasses import dataclass
@@ -23,20 +23,20 @@ SHAREGPT_ROLES = {
     "function": "tool",
     "function_call": "assistant",
 }
-"""ShareGPT's names, in `from` and in `conversations`; elsewhere a role is one of the chat template's."""
+"""ShareGPT roles, used in `from` and in `conversations`. Elsewhere, roles are those of the chat template."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages as a chat template takes them."""
+    """Messages for a chat template."""
 
     messages: list[dict[str, Any]]
     untrained: frozenset[int] = frozenset()
-    """Indices of the messages that say that they are not trained."""
+    """Indices of messages marked as not trained."""
 
 
 def read_chat(value: Any, field: str) -> Chat:
-    """The messages in `value`, the content of `field`. Raises ValueError with the message and what is wrong."""
+    """Return the chat in `value`, the content of `field`. Raises ValueError that names the invalid message."""
     value = parse_if_json(value, field)
     if not isinstance(value, list) or not value:
         found = "empty" if value == [] else kind(value)
@@ -49,7 +49,7 @@ def read_chat(value: Any, field: str) -> Chat:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """JSON schemas of functions, or None. Raises ValueError for anything else."""
+    """Return the JSON schemas of functions, or None if there are none. Raises ValueError for other values."""
     tools = parse_if_json(value, "tools")
     if tools is None or tools == []:
         return None
@@ -59,7 +59,8 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def parse_if_json(value: Any, field: str) -> Any:
-    """The value of a string that holds a JSON array, as CSV files and uniform columns have it; others as they are."""
+    """Parse a string that contains a JSON array, as in CSV files; return None for blank strings, other values
+    unchanged."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -73,7 +74,7 @@ def parse_if_json(value: Any, field: str) -> Any:
 
 
 def check_text(value: Any, what: str) -> str:
-    """`value` if it is text. Raises ValueError that names `what`."""
+    """Return `value` if it is valid text. Raises ValueError that names `what`."""
     if not isinstance(value, str):
         raise ValueError(f"{what} is {kind(value)}; expected a string.")
     try:
@@ -139,7 +140,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         return {**call, "function": _tool_call(call["function"], where)}
     if not isinstance(call.get("arguments"), str):
         return call
-    # OpenAI sends arguments as JSON in a string, and some of its servers nothing for none.
+    # OpenAI's API returns arguments as a JSON string; some compatible servers return an empty string for no arguments.
     arguments = call["arguments"] if call["arguments"].strip() else "{}"
     try:
         parse_json(arguments)

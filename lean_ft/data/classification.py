@@ -1,6 +1,6 @@
-"""Text classification: a row is a text with a `label`, or with `data.multi_label` a list of `labels`.
+"""Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
-A label is a name or an integer. Texts are encoded as transformers' pipelines encode them, and classified at the last token.
+A label is a name or an integer. Texts are encoded as in transformers' pipelines, and classified at the last token.
 
 Legend: P texts of a batch, C labels.
 """
@@ -34,9 +34,9 @@ KNOWN = {"classification": Fields(("text",), ("label", "labels"))}
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
-    """The settings with `labels`: those given, or else all labels of the rows of `source`, sorted.
+    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted.
 
-    Raises ValueError, with its place, for a row whose labels cannot be read.
+    Raises ValueError with the place of a row whose labels cannot be read.
     """
     names = config.labels
     if names is None and stage() is not None:  # the planner reads no rows
@@ -56,10 +56,10 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
 
 
 def label_weights(given: dict[str, float] | str | None, batches: Batches, names: list[str]) -> list[float] | None:
-    """The weight of each label; None if all weigh 1. Raises ValueError for an unknown label."""
+    """Return the weight of each label, or None if all weights are 1. Raises ValueError for an unknown label."""
     if given is None or stage() is not None:
         return None
-    if isinstance(given, str):  # balanced: each label weighs the same in all
+    if isinstance(given, str):  # balanced: each label has the same total weight
         values = batches.layout.row_values(np.arange(len(batches.layout.starts)))
         counts = values.sum(0) if values.shape[1] > 1 else np.bincount(values[:, 0].astype(int), minlength=len(names))
         return (counts.sum() / (len(counts) * np.maximum(counts, 1))).tolist()
@@ -69,7 +69,7 @@ def label_weights(given: dict[str, float] | str | None, batches: Batches, names:
 
 
 def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) -> list[str]:
-    """The names of a row's labels. Raises ValueError with the row's place."""
+    """Return the label names of a row. Raises ValueError with the row's place."""
     with reading(row):
         fields, name = format.fields_of(row), "labels" if config.multi_label else "label"
         if name not in fields:
@@ -84,7 +84,7 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) ->
 
 
 class LabelReader(RowReader):
-    """Turns a row into its text and its label or labels."""
+    """Converts a row to its text and labels."""
 
     known = KNOWN
     takes = tuple(KNOWN)
@@ -97,9 +97,10 @@ class LabelReader(RowReader):
             return [Passage(text, [(0, len(text))], add_bos=True)]
 
     def values(self, row: Row) -> list[Any]:
-        """The number of the label, or with `data.multi_label` 1 for each label of the row and 0 for the others."""
+        """Return the label's index, or with `data.multi_label` a list with 1 for each label of the row and 0 for
+        others."""
         names = self.config.labels
-        if names == []:  # texts to score
+        if names == []:  # unlabeled texts to score
             return [0.0]
         labels = _labels_of(row, self.formats[row.source], self.config)
         if names is None:  # a preview
@@ -126,8 +127,8 @@ class LabelReader(RowReader):
 class TextBatch(Batch):
     """A batch of P texts."""
 
-    last: Tensor  # (P,) int64: the flattened position of each text's last token
-    targets: Tensor  # (P,) int64: the label; or (P, C) float32: 1 for each label of the text
+    last: Tensor  # (P,) int64: flattened position of each text's last token
+    targets: Tensor  # (P,) int64: label index; with multi_label (P, C) float32: 1 for each label of the text
     num_texts: int
 
     labels_whole_rows: ClassVar[bool] = True

@@ -1,9 +1,9 @@
-"""What an objective makes of data: the sequences of a row, and the fields of its batches beside the tokens.
+"""Data interface of an objective: how it renders rows, and which fields it adds to batches.
 
-Each objective has one file here (sft.py, pairs.py, unpaired.py) with a subclass of `RowReader`, a subclass of `Batch`
-if it needs one, and `OBJECTIVE`, an instance of a subclass of `Objective`. The settings class names the file
-(`DataConfig.objective`); nothing else lists the objectives. Processes that tokenize load these files, so they return
-NumPy arrays and do not import torch.
+Each objective has one file in this package, such as sft.py or pairs.py. The file defines a subclass of `RowReader`, a
+subclass of `Batch` if needed, and `OBJECTIVE`, an instance of a subclass of `Objective`. The settings class names the
+file (`DataConfig.objective`); there is no other registry. Tokenizing processes load these files, so they return
+NumPy arrays and do not import torch at module level.
 
 Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M their sequences, N labels.
 """
@@ -29,54 +29,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the sequences of a batch stand in its B * T flattened positions."""
+    """Sequences of a batch and their positions, flattened to B * T."""
 
-    documents: np.ndarray  # (M,) their numbers in the layout
+    documents: np.ndarray  # (M,) document numbers in the layout
     num_labels: np.ndarray  # (M,)
-    index: np.ndarray  # (N,) the position that predicts each label, sequence after sequence
+    index: np.ndarray  # (N,) position that predicts each label, sequence after sequence
     label: np.ndarray  # (N,)
-    last: np.ndarray  # (M,) the position of each sequence's last token
+    last: np.ndarray  # (M,) position of each sequence's last token
 
 
 class Objective:
-    """One objective's data. The base class describes plain batches, in which a row of data is a sequence."""
+    """Data of an objective. The base class describes plain batches, with one sequence per row of data."""
 
     reader: type[RowReader]
     batch_type: type[Batch] = Batch
     unit: str = "sequences"
-    """What reports count."""
+    """Unit in reports."""
     worse: ClassVar[tuple[str, ...]] = ()
-    """Names of sequences that the model learns to avoid; previews color them."""
+    """Names of rejected or undesirable sequences, colored in previews."""
     shares_prompts: ClassVar[bool] = False
     """Whether the sequences of a row can share their prompt."""
 
     def check(self, config: Any, share_prompts: bool) -> None:
-        """Raise ValueError for settings that the recipe does not honor."""
+        """Raise ValueError for settings that the recipe does not support."""
 
     def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
-        """Fields of a batch that need no tokens, so they are known before the batch is built.
+        """Return the batch fields that need no tokens, so that they are available before the batch is built.
 
-        documents: (M,) their numbers in the layout; num_labels: (M,).
+        documents: (M,) document numbers in the layout; num_labels: (M,).
         """
         return {}
 
     def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
-        """The other fields of a batch, for subclasses with a `batch_type`."""
+        """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
 
     def longest(self, config: Any, batch_size: int, share_prompts: bool = False) -> Batch:
-        """The largest batch, without contents: each row has `max_length` tokens, and each token is a label."""
+        """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label."""
         sides = len(config.sides)
         number = batch_size if config.batch_tokens is None else config.batch_tokens // (config.max_length * sides)
         num_documents = None if config.packing == "none" else number * sides
         return empty_batch((number * sides, config.max_length), num_documents)
 
     def names(self, config: Any, values: Sequence[Any]) -> Sequence[str]:
-        """A name for each sequence of a row, for previews; values: as `RowReader.values` returns them."""
+        """Return a name for each sequence of a row, for previews; values: from `RowReader.values`."""
         return config.sides
 
     def fitted(self, config: Any, batches: Batches) -> dict[str, Any]:
-        """Settings under which `longest` is as large as the largest of `batches`, for the planner."""
+        """Return settings that make `longest` as large as the largest of `batches`, for the planner."""
         longest = batches.longest if config.longest is None else min(config.longest, batches.longest)
         update: dict[str, Any] = {"max_length": longest}
         if config.batch_tokens is not None:
@@ -84,7 +84,8 @@ class Objective:
         return update
 
     def remarks(self, lengths: np.ndarray, num_targets: np.ndarray) -> list[str]:
-        """Lines for `leanft data stats`; lengths, num_targets: of all sequences, before truncation."""
+        """Return extra lines for `leanft data stats`; lengths, num_targets: (N,) for all N sequences before
+        truncation."""
         return []
 
 
@@ -92,7 +93,7 @@ PLAIN = Objective()
 
 
 def objective_of(config: DataConfig) -> Objective:
-    """The objective that the class of `config` names. Raises ValueError if it names none."""
+    """Return the objective named by the class of `config`. Raises ValueError if there is none."""
     if not config.objective:
         raise ValueError(
             f"data settings of the class {type(config).__name__} do not say how rows are rendered; expected a subclass of "
@@ -102,12 +103,12 @@ def objective_of(config: DataConfig) -> Objective:
 
 
 def settings_class(config: DataConfig) -> type[DataConfig]:
-    """The class of lean_ft.settings that a recipe's own class of settings extends."""
+    """Return the class of lean_ft.settings that the recipe's settings class extends."""
     return next(kind for kind in type(config).__mro__ if kind.__module__ == DataConfig.__module__)
 
 
 def empty_batch(shape: tuple[int, int], num_documents: int | None, num_targets: int | None = None) -> Batch:
-    """A batch of `shape` (B, T) without contents; num_documents: None if rows are padded; num_targets: B * T if None."""
+    """Return a zero batch of `shape` (B, T). num_documents: None for padded rows; num_targets: None for B * T."""
     num_tokens = shape[0] * shape[1]
     return Batch(
         input_ids=zeros(*shape),

@@ -1,23 +1,22 @@
-"""Packing: documents into rows of a fixed length, with little waste.
+"""Packing of documents into rows of a fixed length.
 
 | packing       | documents                                    | rows                                            |
 |---------------|----------------------------------------------|-------------------------------------------------|
-| bfd           | whole, overlong ones by `data.overflow`      | packed as below                                 |
-| bfd_split     | overlong ones cut, nothing lost              | packed as below                                 |
-| wrapped       | all of them one text, cut every `max_length` | full, and documents in one row see each other   |
-| padding_free  | whole, however long                          | a batch is one row: nothing to pack             |
+| bfd           | whole; `data.overflow` applies if too long   | packed as below                                 |
+| bfd_split     | cut if too long, without loss                | packed as below                                 |
+| wrapped       | joined into one text, cut at `max_length`    | full; documents in a row attend to each other   |
+| padding_free  | whole, of any length                         | a batch is one row: nothing to pack             |
 
-`bfd` and `bfd_split` pack in two ways, of which the one with fewer rows is taken. *Best-fit decreasing* places the
-longest document first, each into the fullest row that still holds it (Johnson 1974). It is bad at the last few tokens
-of a row, since all short documents come last; so *filling* completes one row at a time instead: to the longest document
-left it searches the lengths that together use up the room (minimum bin slack, Gupta and Ho 1999), and repeats the
-combination while documents of these lengths last. On 7,473 GSM8K rows at 1,024 tokens the first wastes 1.5 %, the
-second 0.4 % (Llama 2 tokens). Either takes about a second for a million documents, since all documents of one length
-are placed together.
+`bfd` and `bfd_split` run two algorithms and use the result with fewer rows. *Best-fit decreasing* places documents from
+longest to shortest, each into the fullest row with enough room (Johnson 1974). It leaves small gaps, since short
+documents come last. *Filling* completes one row at a time: it combines the longest remaining document with the lengths
+that best use up the rest of the row (minimum bin slack, Gupta and Ho 1999), and repeats the combination while such
+documents remain. On 7,473 GSM8K rows at 1,024 tokens (Llama 2 tokenizer), best-fit decreasing wastes 1.5% and filling
+0.4%. Each takes about 1 s per million documents, since documents of equal length are placed together.
 
-The names and what they do are TRL's, whose packing works on a thousand rows at a time; here it is the whole data
-set. Two differences: a token that `bfd_split` cuts off is still predicted, by the last token before the cut, and of
-two packings the better is taken.
+Names and behavior follow TRL, which packs 1,000 rows at a time instead of the whole data set. Two differences: the
+first token after a cut of `bfd_split` is still predicted, by the last token before the cut; and the better of two
+packings is used.
 """
 
 from bisect import bisect_left, bisect_right
@@ -29,29 +28,29 @@ import numpy as np
 from lean_ft.data.documents import Documents
 from lean_ft.settings import DataConfig
 
-MAX_STEPS_A_ROW = 500  # of the search in `fill_rows`; more gains nothing on GSM8K
-MAX_STEPS = 2_000_000  # of all its searches, a few seconds; rows after that take what fits first
-ACCEPTED_WASTE = 0.002  # share of a packing's positions for which no search is made
+MAX_STEPS_A_ROW = 500  # search steps per row in `fill_rows`; more steps do not help on GSM8K
+MAX_STEPS = 2_000_000  # search steps in total, a few seconds; later rows use the first combination found
+ACCEPTED_WASTE = 0.002  # share of unused positions below which `fill_rows` is skipped
 
 Packing = tuple[np.ndarray, np.ndarray]
-"""`documents` (N,), indices row after row, and `offsets` (R + 1,): where rows begin in it, and N."""
+"""`documents` (N,): indices, row after row; `offsets` (R + 1,): start of each row in it, then N."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Stretches of documents, P of them."""
+    """P contiguous pieces of documents."""
 
-    documents: np.ndarray  # (P,) int64: of which document
-    firsts: np.ndarray  # (P,) int64: its token where the piece begins
+    documents: np.ndarray  # (P,) int64: document index
+    firsts: np.ndarray  # (P,) int64: first token of the piece within its document
     lengths: np.ndarray  # (P,) int64
-    goes_on: np.ndarray  # (P,) bool: the document has tokens behind the piece
+    goes_on: np.ndarray  # (P,) bool: the document continues after the piece
 
 
 def pack_documents(documents: Documents, config: DataConfig, shared: np.ndarray | None = None) -> dict[str, np.ndarray]:
-    """The packing's `order` and `offsets`, and the `starts` and `lengths` of the pieces that it made, if it cut documents.
+    """Return the packing's `order` and `offsets`, and the pieces' `starts` and `lengths` if documents were cut.
 
-    What a row of data became is packed as one, into rows that have room for `max_length` tokens of each of its `sides`;
-    `shared` (N,) tokens of each document take no room, where prompts are shared.
+    All documents of a row of data stay together, in rows of `max_length` tokens times `sides`. With shared prompts,
+    `shared` (N,) tokens of each document take no room.
     """
     sides = len(config.sides)
     if config.packing == "bfd":
@@ -70,7 +69,7 @@ def pack_documents(documents: Documents, config: DataConfig, shared: np.ndarray 
 
 
 def split(lengths: np.ndarray, capacity: int) -> Pieces:
-    """Cuts each document of `lengths` (N,) every `capacity` tokens; the pieces stay in order."""
+    """Cut each document of `lengths` (N,) every `capacity` tokens; return the pieces in order."""
     num_pieces = -(-lengths // capacity)
     documents = np.repeat(np.arange(len(lengths)), num_pieces)
     nth = np.arange(len(documents)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
@@ -80,12 +79,12 @@ def split(lengths: np.ndarray, capacity: int) -> Pieces:
 
 
 def wrap(lengths: np.ndarray, capacity: int) -> tuple[Pieces, np.ndarray]:
-    """Lays documents of `lengths` (N,) end to end and cuts every `capacity` tokens: rows that are full but the last.
+    """Concatenate documents of `lengths` (N,) and cut every `capacity` tokens; all rows but the last are full.
 
-    Returns the pieces, in order, and `offsets` (R + 1,): where rows begin among them, and their number.
+    Returns the pieces in order, and `offsets` (R + 1,): the first piece of each row, then the number of pieces.
     """
     ends = np.cumsum(lengths)
-    cuts = np.union1d(ends, np.arange(capacity, ends[-1], capacity))  # one past the last token of every piece
+    cuts = np.union1d(ends, np.arange(capacity, ends[-1], capacity))  # end of each piece
     begins = np.concatenate([[0], cuts[:-1]])
     documents = np.searchsorted(ends, begins, side="right")
     pieces = Pieces(documents, begins - (ends - lengths)[documents], cuts - begins, cuts < ends[documents])
@@ -94,7 +93,7 @@ def wrap(lengths: np.ndarray, capacity: int) -> tuple[Pieces, np.ndarray]:
 
 
 def pack(lengths: np.ndarray, capacity: int) -> Packing:
-    """Packs documents of `lengths` (N,), each from 1 to `capacity` tokens, into rows of `capacity`."""
+    """Pack documents of `lengths` (N,), each from 1 to `capacity` tokens, into rows of `capacity` tokens."""
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths) > 0
     assert lengths.min() >= 1
@@ -107,11 +106,11 @@ def pack(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def fill_rows(lengths: np.ndarray, capacity: int) -> Packing:
-    """Packs by completing one row at a time; see the module."""
+    """Pack by completing one row at a time (*filling* in the module docstring)."""
     counts = Counter(lengths.tolist())
-    left = sorted(counts)  # lengths of which there are documents
+    left = sorted(counts)  # lengths of the remaining documents
     longest_first = np.argsort(-lengths, kind="stable")
-    # The documents of n tokens that are left are the counts[n] from longest_first[next_of[n]].
+    # The remaining documents of n tokens are the counts[n] entries of longest_first from next_of[n] on.
     next_of = dict(zip(left, np.searchsorted(-lengths[longest_first], -np.array(left)).tolist(), strict=True))
     rows: list[np.ndarray] = []
     steps_left = MAX_STEPS
@@ -138,14 +137,14 @@ def fill_rows(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _company(room: int, left: list[int], counts: dict[int, int], max_steps: int) -> tuple[list[int], int]:
-    """Lengths among those `left` that use up most of `room`, and the number of steps taken to find them.
+    """Return the lengths in `left` that use most of `room`, and the number of search steps.
 
-    Searches depth first, longest first; goes back for something better in the first `max_steps` only.
+    Depth-first search, longest first, with backtracking in the first `max_steps` steps only.
     """
     chosen: list[int] = []
     best: list[int] = []
     best_room = room
-    longest = room  # that may be chosen next; never longer than the one before, so no set is tried twice
+    longest = room  # limit for the next length; it never increases, so no set is tried twice
     step = 0
     while room > 0:
         step += 1
@@ -172,20 +171,20 @@ def _company(room: int, left: list[int], counts: dict[int, int], max_steps: int)
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
-    """Packs the longest first, each into the fullest row that holds it: the result of doing so one by one.
+    """Pack documents from longest to shortest, each into the fullest row with enough room.
 
-    Documents of one length go together: while a row holds more of them it stays the fullest that does, so a
-    row with room r takes r // length at once. A Python integer with bit r set where there are rows with room
-    r finds the fullest in one shift.
+    Documents of equal length are placed together: a row with room r takes r // length at once, because it stays the
+    fullest row with enough room. A Python integer, with bit r set if a row has room r, finds the fullest row in one
+    shift.
     """
     longest_first = np.argsort(-lengths, kind="stable")
-    row_of = np.empty(len(lengths), dtype=np.int64)  # of every document, in order of placing
+    row_of = np.empty(len(lengths), dtype=np.int64)  # row of each document, in placement order
     rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r: rows_with_room[r] is not empty
     num_rows = 0
 
     def place(rows: list[int], room: int, length: int, first: int, last: int) -> None:
-        """Fills documents [first, last) into `rows`, each with `room`; the last row may stay partly full."""
+        """Place documents [first, last) into `rows`, each with `room`; the last row may keep room for more."""
         nonlocal rooms
         per_row = room // length
         row_of[first:last] = np.repeat(rows, per_row)[: last - first]

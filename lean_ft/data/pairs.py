@@ -1,14 +1,14 @@
-"""Pairs of a chosen and a rejected answer to one prompt, rendered and cut to length.
+"""Preference pairs: a chosen and a rejected answer to one prompt, rendered and truncated.
 
-A row has its prompt explicitly, or both answers begin with it: messages by their common messages, strings by their
-common characters up to the last space. An answer given as messages may repeat the prompt. What both sides share is
-one list of ids: where a token straddles the end of the prompt it belongs to the answers.
+The prompt is a field of the row, or the common beginning of both answers: the common messages of chats, or the common
+characters of strings up to the last space. Answers given as messages may repeat the prompt. The prompt is the common
+prefix of the token ids, so a token that straddles the end of the prompt belongs to the answers.
 
-Cutting goes in this order: the end of the sequence is appended (to a chat by its template, to a text as eos); the
-prompt is cut to its last `max_prompt_length` tokens; each answer to its first `max_completion_length`; then the pair to
-`max_length`, as `overflow` says. A pair of which a side has no token left is dropped and counted, as is one whose sides
-are the same. A pair becomes two documents, the prompt with the chosen answer and the prompt with the rejected one, of
-which the answers are trained. `lean_ft.data.unpaired` reads and cuts single completions with a label the same way.
+Truncation happens in this order. First the end of the sequence is appended, by the chat template or as eos. Then the
+prompt is cut to its last `max_prompt_length` tokens, each answer to its first `max_completion_length` tokens, and the
+pair to `max_length` according to `overflow`. A pair is dropped and counted if an answer has no token left or both
+answers are equal. A pair becomes two documents, prompt + chosen answer and prompt + rejected answer, with labels on the
+answers only. `lean_ft.data.unpaired` reads and truncates single completions with a label in the same way.
 
 Legend: P pairs of a batch, N labels of their completions, B rows of T positions.
 """
@@ -52,12 +52,12 @@ class Pair:
     """Two answers to one prompt."""
 
     prompt: np.ndarray  # (P,) int32
-    chosen: Document  # (C,) ids and which of them the assistant wrote
-    rejected: Document  # (R,) the same
+    chosen: Document  # (C,) ids and trained mask
+    rejected: Document  # (R,) ids and trained mask
 
     @classmethod
     def of(cls, chosen: Document, rejected: Document) -> Pair:
-        """The pair of two sequences: their prompt is what both share before either answer begins."""
+        """Build a pair from two sequences. The prompt is their common prefix before either answer starts."""
         most = min(int(chosen[1].argmax()), int(rejected[1].argmax()))
         differing = np.flatnonzero(chosen[0][:most] != rejected[0][:most])
         length = int(differing[0]) if len(differing) else most
@@ -65,20 +65,20 @@ class Pair:
         return cls(chosen[0][:length], answers[0], answers[1])
 
     def documents(self) -> list[Document]:
-        """The two sequences, each trained on its answer."""
+        """Return both sequences, with labels on the answers."""
         masked = np.zeros(len(self.prompt), dtype=bool)
         answers = (self.chosen, self.rejected)
         return [(np.concatenate([self.prompt, ids]), np.concatenate([masked, mask])) for ids, mask in answers]
 
     @property
     def num_tokens(self) -> int:
-        """Of both sequences, each with the prompt."""
+        """Total length of both sequences, each with the prompt."""
         return 2 * len(self.prompt) + len(self.chosen[0]) + len(self.rejected[0])
 
 
 @dataclass(frozen=True)
 class PairReader(RowReader):
-    """Turns rows into the two texts of a pair."""
+    """Converts a row to the two texts of a pair."""
 
     takes: ClassVar[tuple[str, ...]] = ("preference",)
     expected: ClassVar[str] = (
@@ -86,7 +86,7 @@ class PairReader(RowReader):
     )
 
     def passages(self, row: Row) -> list[Passage | Document]:
-        """Each side as one text, of which the answer is trained. Raises ValueError with the row's place."""
+        """Return each side as one text with a trained answer. Raises ValueError with the row's place."""
         with reading(row):
             sides = self._passages(self.fields_of(row))
             if not all(side.trained for side in sides):
@@ -94,18 +94,18 @@ class PairReader(RowReader):
             return [*sides]
 
     def values(self, row: Row) -> list[float]:
-        """The margin of the pair, for each of its sequences; 0 without one, and for recipes that read none."""
+        """Return the pair's margin for each sequence; 0 without a margin or for recipes that do not use margins."""
         if not isinstance(self.config, RewardDataConfig):
             return [0.0, 0.0]
         with reading(row):
             margin = self.fields_of(row).get("margin", 0.0)
-            number = float(margin) if re.fullmatch(NUMBER, str(margin)) else math.nan  # CSV has text alone
+            number = float(margin) if re.fullmatch(NUMBER, str(margin)) else math.nan  # CSV values are strings
             if not math.isfinite(number):
                 raise ValueError(f"`margin` is {kind(margin)} ({margin!r:.40}); expected a number, or none.")
             return [number] * 2
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """The chosen and the rejected sequence within their lengths, or none if the pair is dropped."""
+        """Return the truncated chosen and rejected sequences, or [] if the pair is dropped."""
         chosen, rejected = map(until_the_answer_ends, documents)
         pair = fit_pair(Pair.of(chosen, rejected), self.config, place, report)
         return [] if pair is None else pair.documents()
@@ -121,7 +121,7 @@ class PairReader(RowReader):
             if prompt is None:
                 prompt = _shared_text(chosen, rejected)
                 chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-                # Whoever wrote both as one text rendered them, too.
+                # Answers that contain the prompt as plain text are already rendered.
                 return [_plain(prompt, answer) for answer in (chosen, rejected)]
             if not writes_chats(self.config, self.tokenizer):
                 separator = self.config.separator or ""
@@ -158,11 +158,11 @@ class PairReader(RowReader):
 
 
 def fit_pair(pair: Pair, config: AnswerDataConfig, place: str, report: DataReport) -> Pair | None:
-    """The pair within the lengths of `config`, or None if it is dropped; `report` counts what was lost.
+    """Truncate a pair to the lengths in `config`, or return None if it is dropped; `report` counts lost tokens.
 
-    Of the pair, `truncation_side=right` cuts each sequence behind max_length, as long as a prompt allows; `left` cuts
-    the beginning of the prompt until the longer answer fits, and the end of an answer only where no prompt is left.
-    Raises ValueError, with `place`, for one that is longer than max_length under `overflow=raise`.
+    `truncation_side=right` cuts the end of each sequence. `left` cuts the start of the prompt until the longer answer
+    fits, and the end of an answer only if no prompt is left. Raises ValueError that starts with `place` for a pair
+    longer than max_length under `overflow=raise`.
     """
     if np.array_equal(pair.chosen[0], pair.rejected[0]):
         report.drop("chosen equals rejected")
@@ -182,7 +182,7 @@ def fit_pair(pair: Pair, config: AnswerDataConfig, place: str, report: DataRepor
 def fit_answers(
     prompt: np.ndarray, answers: list[Document], config: AnswerDataConfig, place: str, report: DataReport
 ) -> tuple[np.ndarray, list[Document]] | None:
-    """A prompt and its answers within the lengths; None, counted, where one of them has no token left."""
+    """Truncate a prompt and its answers; return None and count a drop if an answer has no trained token left."""
     if config.max_prompt_length is not None:
         prompt = prompt[max(0, len(prompt) - config.max_prompt_length) :]
     if config.max_completion_length is not None:
@@ -193,7 +193,7 @@ def fit_answers(
     if config.truncation_side == "left":
         prompt = prompt[max(0, too_many) :]
     answers = [_first(answer, config.max_length - len(prompt)) for answer in answers]
-    # Without a prompt nothing predicts an answer's first token.
+    # Without a prompt, nothing predicts the first token of an answer.
     if not all(mask[0 if len(prompt) else 1 :].any() for _, mask in answers):
         report.drop("no answer left on a side" if len(answers) > 1 else "no answer left")
         return None
@@ -209,14 +209,14 @@ def _plain(prompt: str, answer: str) -> Passage:
 
 
 def until_the_answer_ends(document: Document) -> Document:
-    """Without what a template writes behind the answer, such as a line break."""
+    """Remove tokens that the template writes after the answer, such as a line break."""
     ids, mask = document
     end = len(mask) - int(mask[::-1].argmax())
     return ids[:end], mask[:end]
 
 
 def _shared_text(chosen: str, rejected: str) -> str:
-    """The characters that both begin with, up to the last space: a word is not cut in two."""
+    """Return the common prefix up to the last space, so that no word is split."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     shared = chosen[: next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(chosen), len(rejected)))]
     end = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
@@ -224,30 +224,30 @@ def _shared_text(chosen: str, rejected: str) -> str:
 
 
 def _num_shared_messages(chosen: Chat, rejected: Chat) -> int:
-    """Messages that both begin with, of which an answer is left to each."""
+    """Return the number of common first messages, leaving at least one answer to each side."""
     count = 0
     for ours, theirs in zip(chosen.messages, rejected.messages, strict=False):
         if ours != theirs:
             break
         count += 1
-    # Sides that are the same to the end, or whose one continues the other, still end with an answer of their own.
+    # Equal sides, or a side that continues the other, still keep their last message as the answer.
     most = min(len(chosen.messages), len(rejected.messages)) - 1
     return min(count, most)
 
 
-# Batches ------------------------------------------------------------------------------------------------------------------
+# Batches --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch(Batch):
-    """A batch of P pairs. Its N labels stand pair after pair, those of the chosen completion first."""
+    """A batch of P pairs. The N labels are ordered by pair, the chosen completion first."""
 
-    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts the label
+    index: Tensor  # (N,) int64: flattened position (0 to B * T - 1) that predicts the label
     label: Tensor  # (N,) int64
     answer_tokens: Tensor  # (P, 2) int64: number of labels of the chosen and the rejected completion
-    pairs: Tensor  # (P,) int64: the pairs' numbers in the prepared data; held-out pairs follow the training ones
-    last: Tensor  # (2 P,) int64: the flattened position of each sequence's last token
-    margins: Tensor  # (P,) float32: by how much the chosen completion is better, 0 if the rows do not say
+    pairs: Tensor  # (P,) int64: pair numbers in the prepared data; held-out pairs follow the training pairs
+    last: Tensor  # (2 P,) int64: flattened position of each sequence's last token
+    margins: Tensor  # (P,) float32: margin of the chosen over the rejected completion; 0 if not given
     num_pairs: int
 
     labels_whole_rows: ClassVar[bool] = True
@@ -259,8 +259,8 @@ class PairBatch(Batch):
 
 
 class Pairs(Objective):
-    """Preference pairs. With `share_prompts`, a pair is one row or a part of one: the rejected completion stands behind the
-    chosen one and continues the prompt (`Batch.prefixes`)."""
+    """Preference pairs. With `share_prompts`, both completions are in one row: the rejected completion follows the
+    chosen completion and continues the prompt (`Batch.prefixes`)."""
 
     reader = PairReader
     batch_type = PairBatch
@@ -288,12 +288,12 @@ class Pairs(Objective):
         return {"index": placed.index, "label": placed.label, "last": placed.last}
 
     def longest(self, config: AnswerDataConfig, batch_size: int, share_prompts: bool = False) -> PairBatch:
-        """As in the base class; if prompts are shared, a row is a sequence of `max_length` and the longest completion."""
+        """As in the base class. With shared prompts, a row has `max_length` tokens plus the longest completion."""
         sides, length, answer = len(config.sides), config.max_length, config.max_length
         if share_prompts and config.max_completion_length is not None:
             answer = min(answer, config.max_completion_length)
         shares_padded = share_prompts and not config.packs_rows
-        taken = length + answer if shares_padded else length * sides  # positions of a row of data
+        taken = length + answer if shares_padded else length * sides  # positions per row of data
         number = batch_size if config.batch_tokens is None else config.batch_tokens // taken
         num_documents = number * (3 if share_prompts else sides)
         num_targets = number * 2 * answer if shares_padded else number * taken
@@ -322,7 +322,7 @@ class Pairs(Objective):
     def remarks(self, lengths: np.ndarray, num_targets: np.ndarray) -> list[str]:
         if not self.shares_prompts:
             return []
-        spared = int((lengths - num_targets)[1::2].sum())  # prompts, which stand in front of the labels
+        spared = int((lengths - num_targets)[1::2].sum())  # prompt tokens
         return [
             f"tokens of prompts that stand in both answers of a pair: {spared:,} ({spared / lengths.sum():.1%}), computed "
             "once with data.shared_prompt"

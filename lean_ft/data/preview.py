@@ -1,7 +1,7 @@
-"""Rows as the model will see them: every token with its text, and whether it carries a label.
+"""Preview of training rows: the text of each token, and whether the token is trained.
 
-The first rows of the source are read, tokenised, cut and packed as for training; only shuffling is left out. They can be
-written as one HTML page to share: no script, nothing loaded, and whatever is in the data is text.
+The first rows of the source are read, tokenized, truncated and packed as for training, but not shuffled. A preview can
+be written as an HTML page without scripts or external resources; all data is escaped.
 """
 
 import re
@@ -24,31 +24,31 @@ from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
 MOST_ROWS_READ = 10_000
-ENOUGH_TO_PACK = 4  # times as many tokens as the rows shown hold: packing has something to choose from
+ENOUGH_TO_PACK = 4  # read this many times the tokens of the shown rows, so that packing has a choice
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens in a row that are alike."""
+    """Consecutive tokens with equal flags."""
 
     text: str
     trained: bool
     control: bool
-    """Control tokens, which no text spells."""
+    """Whether these are control tokens, such as eos."""
 
 
 @dataclass(frozen=True)
 class ShownDocument:
-    """A document, or what packing cut of one."""
+    """A document, or a piece of a document cut by packing."""
 
     place: str
     stretches: list[Stretch]
     num_tokens: int
     num_trained: int
     begins_before: bool
-    """Whether this goes on with a document that began in another row."""
+    """Whether this piece continues a document from another row."""
     is_rejected: bool = False
-    """Whether it is the answer of a pair that is learned from as the worse one."""
+    """Whether this is a rejected or undesirable answer."""
 
     @property
     def heading(self) -> str:
@@ -62,24 +62,24 @@ class ShownRow:
 
     documents: list[ShownDocument]
     padding: int | None
-    """Positions behind the last document; None where that depends on the batch."""
+    """Number of padding positions after the last document; None if it depends on the batch."""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """Rows to look at."""
+    """The first rows of a source."""
 
     rows: list[ShownRow]
     report: DataReport
-    """What became of the rows that were read."""
+    """Counts of the rows that were read."""
     notes: list[str]
-    """A line for each row that was read and then cut or left out."""
+    """One line per truncated or dropped row."""
 
 
 def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_size: int) -> Preview:
-    """The first `num_rows` rows of `config.source`, as training would have them in batches of `batch_size`.
+    """Return the first `num_rows` rows of `config.source` as in training batches of `batch_size`.
 
-    Raises ValueError for a row that cannot be read unless `on_bad_row` skips it, and where nothing is left.
+    Raises ValueError for an unreadable row unless `on_bad_row` skips it, and if no row is left.
     """
     objective, render = objective_of(config), renderer_of(config, tokenizer, config.source)
     report, documents, places, notes = render.empty_report(), list[Document](), list[str](), list[str]()
@@ -128,7 +128,7 @@ def _rows(
             number = int(np.searchsorted(documents.starts, start, side="right")) - 1
             ids, trained = layout.tokens[start : start + length], layout.trained[start : start + length].copy()
             begins_before = start != documents.starts[number]
-            # Nothing predicts a document's first token, unless the row is one text; nor a row's, then.
+            # Nothing predicts the first token of a document, or of a row whose documents are joined.
             if (used == 0) if layout.joined else not begins_before:
                 trained[0] = False
             stretches = stretches_of(tokenizer, ids, trained)
@@ -140,15 +140,15 @@ def _rows(
 
 
 def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> list[Stretch]:
-    """The text of `ids` (T,), cut where `trained` (T,) changes and around control tokens."""
+    """Return the text of `ids` (T,), split where `trained` (T,) changes and around control tokens."""
     tokens = [tokenizer.token_text(int(token_id)) for token_id in ids]
     is_control = [token in tokenizer.control_tokens for token in tokens]
     stretches, end, before = [], 0, ""
     for (is_trained, is_controls), group in groupby(range(len(ids)), key=lambda i: (bool(trained[i]), is_control[i])):
         indices = list(group)
         end = indices[-1] + 1
-        # The text up to here less the text before: some tokenizers drop the space that a text begins with. Where a
-        # character's bytes are divided, it belongs to the stretch that completes it.
+        # Decode the whole prefix and subtract the previous text: some tokenizers drop a leading space. A character
+        # split across stretches belongs to the stretch that completes it.
         text = tokenizer.decode(ids[:end].tolist())
         if is_controls:
             stretches.append(Stretch("".join(tokens[i] for i in indices), is_trained, True))
@@ -158,7 +158,7 @@ def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> 
     return stretches
 
 
-# For people to see ----------------------------------------------------------------------------------------------------------
+# HTML and terminal output ---------------------------------------------------------------------------------------------
 
 NEWLINE = "↵\n"
 _OTHERS = re.compile(
@@ -167,8 +167,8 @@ _OTHERS = re.compile(
 
 
 def visible(text: str) -> str:
-    """`text` with a sign at each line's end, and a picture or a code in place of control characters, of characters
-    without width and of those that reverse the direction of a line."""
+    """Return `text` with visible line ends, and symbols or codes for control, zero-width and bidirectional
+    characters."""
     return _OTHERS.sub(_sign, text).replace("\n", NEWLINE)
 
 
@@ -197,12 +197,12 @@ small { color: #666; }
   .trained { background: #1f4d26; } .rejected .trained { background: #5c2420; } .control { color: #e39be3; } section { border-color: #444; }
 }
 """
-# Even if something were not escaped, a browser would run and load nothing.
+# Second line of defense after escaping: the browser runs no scripts and loads nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def preview_page(preview: Preview, title: str) -> str:
-    """The page. `title` is plain text, as is everything in `preview`."""
+    """Return the HTML page. `title` and the preview's texts are escaped."""
     notes = "".join(f"<li>{_text(note)}</li>" for note in preview.notes)
     rows = "".join(_row(row, i) for i, row in enumerate(preview.rows, start=1))
     return (

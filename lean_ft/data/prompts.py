@@ -1,8 +1,8 @@
-"""Prompts that a model answers itself, each with the other columns of its row, which its answers are judged by.
+"""Prompts for sampling completions, with the other columns of each row as inputs for rewards.
 
-A row has its `prompt`, as a text or as messages; or `messages`, whose last answer, if they end in one, becomes the column
-`answer`. A text is a user's message where there is a chat template, unless `data.chat` says otherwise. Prompts are few beside
-what is made of them, so they stay in memory.
+A row has a `prompt` (text or messages) or `messages`. If `messages` end with an assistant message, that message becomes
+the column `answer`. With a chat template, a plain-text prompt is wrapped as a user message unless `data.chat=false`.
+All prompts are kept in memory.
 """
 
 import hashlib
@@ -24,24 +24,24 @@ from lean_ft.settings import PromptDataConfig, Sources
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
-OF_THE_PROMPT = ("prompt", "messages", "tools")  # columns that no answer is judged by
+OF_THE_PROMPT = ("prompt", "messages", "tools")  # columns not passed to rewards
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and what is known of the right answer."""
+    """A tokenized prompt with the columns of its row."""
 
     ids: list[int]
     asked: Any
-    """As the row has it: a text, or messages."""
+    """The prompt as in the row: text or messages."""
     columns: dict[str, Any]
     place: str
-    """`train.jsonl, line 12`: for messages to the user."""
+    """Location of the row for messages, such as `train.jsonl, line 12`."""
 
 
 @dataclass
 class PromptReport:
-    """What became of the rows of a source."""
+    """Counts of the rows of a source."""
 
     rows: int = 0
     kept: int = 0
@@ -57,21 +57,21 @@ class PromptReport:
 
 
 class Prompts:
-    """Endless prompts. Their order depends on the seed and the epoch, or with `shuffle=False` on the files alone; the caller
-    keeps the place."""
+    """Endless prompts. The order depends on the seed and the epoch; with `shuffle=False`, it is the file order. The
+    caller tracks the position."""
 
     def __init__(
         self, prompts: list[Prompt], *, seed: int, report: PromptReport, fingerprint: str, shuffle: bool = True
     ) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self.report, self.fingerprint = report, fingerprint
-        self._orders: dict[int, np.ndarray] = {}  # of the epoch under way
+        self._orders: dict[int, np.ndarray] = {}  # the current epoch only
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def take(self, first: int, count: int) -> list[int]:
-        """Which prompts come from place `first` on, counted over all epochs."""
+        """Return the numbers of `count` prompts from position `first`, counted across epochs."""
         return [self._at(place) for place in range(first, first + count)]
 
     def __getitem__(self, number: int) -> Prompt:
@@ -87,8 +87,11 @@ class Prompts:
 
 
 def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, list[Prompt] | None]:
-    """The prompts of `config.source`, and those that are held out, if any are: of `validation_source`, or a share that `seed`
-    draws. Raises ValueError for unreadable files and rows, with their place, and where nothing is left."""
+    """Return the prompts of `config.source`, and the held-out prompts, if any.
+
+    Held-out prompts come from `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError
+    with the place for unreadable files and rows, and if no prompt is left.
+    """
     if stage() is not None:
         longest = Prompt([0] * config.max_prompt_length, "", {}, "")
         return Prompts([longest], seed=seed, report=PromptReport(), fingerprint=""), None
@@ -161,30 +164,30 @@ def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokeniz
     return Prompt(ids, asked, further, row.place)
 
 
-# Batches ------------------------------------------------------------------------------------------------------------------
+# Batches --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(Batch):
     """A batch of G sampled completions; A is the length of the longest completion in tokens.
 
-    Each completion follows its prompt in a row of its own. With shared prompts the batch is one row: each prompt once,
-    followed by its completions (`prefixes`).
+    Each row holds a prompt and its completion. With shared prompts, the batch is one row: each prompt once, followed by
+    its completions (`prefixes`).
     """
 
-    index: Tensor  # (N,) int64: which of the B * T flattened positions predicts a token of a completion
+    index: Tensor  # (N,) int64: flattened position (0 to B * T - 1) that predicts a completion token
     label: Tensor  # (N,) int64
-    place: Tensor  # (N,) int64: the token's place in the G * A flattened tokens of completions
-    counts: Tensor  # (G, A) bool: the trained tokens
-    sampled: Tensor  # (G, A) float32: log-probabilities at sampling; 0 behind a completion
-    old: Tensor | None  # (G, A) float32: the trainer's log-probabilities before the update; None: the current ones
+    place: Tensor  # (N,) int64: flattened position (0 to G * A - 1) of the token in (G, A)
+    counts: Tensor  # (G, A) bool: trained tokens
+    sampled: Tensor  # (G, A) float32: log-probabilities at sampling; 0 after the end of a completion
+    old: Tensor | None  # (G, A) float32: log-probabilities of the policy before the update; None: current ones
     advantages: Tensor  # (G, A) float32
     answers: range
-    """Which completions of the round they are."""
+    """Indices of the completions in the rollout."""
     num_answers: int
-    """Completions with a trained token; `num_targets` counts the tokens."""
-    values: Tensor | None = None  # (G, A) float32: a value model's prediction before each token, if the loss needs one
-    returns: Tensor | None = None  # (G, A) float32: the prediction's target
+    """Number of completions with a trained token; `num_targets` counts the tokens."""
+    values: Tensor | None = None  # (G, A) float32: value model's prediction before each token, if the loss needs it
+    returns: Tensor | None = None  # (G, A) float32: target of the prediction
 
     labels_whole_rows: ClassVar[bool] = True
 

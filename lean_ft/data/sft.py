@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a row becomes one sequence, of which completions or the whole text are trained."""
+"""Supervised fine-tuning: a row becomes one sequence, with labels on completions or on the whole text."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from lean_ft.tokenizers import Passage
 
 @dataclass(frozen=True)
 class SFTReader(RowReader):
-    """Turns a row into one text, or into the ids that it holds."""
+    """Converts a row to one text, or to its token ids."""
 
     takes: ClassVar[tuple[str, ...]] = tuple(name for name in FORMATS if name != "preference")
     expected: ClassVar[str] = (
@@ -28,7 +28,7 @@ class SFTReader(RowReader):
             return [self._read(self.formats[row.source].name, self.fields_of(row))]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """As in the base class. A document without a label is dropped, before and after truncation."""
+        """As in the base class. Documents without a label, before or after truncation, are dropped."""
         [(ids, mask)] = documents
         if not mask[1:].any():
             report.drop("nothing to train on")
@@ -81,10 +81,11 @@ class SFTReader(RowReader):
 
 
 def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
-    """The ids in `input_ids`, trained where `labels` repeat them; all of them without labels.
+    """Return the ids in `input_ids`, trained where `labels` equal them, or everywhere without `labels`.
 
-    Labels are Hugging Face's: at the position of their own token, -100 where nothing is trained. Positions at either
-    end whose `attention_mask` is 0 are padding and left out. Raises ValueError for labels that are something else.
+    Labels follow Hugging Face: not shifted, -100 where nothing is trained. Positions at either end with
+    `attention_mask` 0 are padding and are removed. Raises ValueError for other labels, masks with zeros in the middle,
+    or ids outside the vocabulary.
     """
     ids = _integers(fields["input_ids"], "input_ids")
     labels = _integers(fields["labels"], "labels") if "labels" in fields else ids
@@ -125,7 +126,7 @@ def _integers(value: Any, name: str) -> np.ndarray:
 
 
 class SFT(Objective):
-    """Batches are plain: `lean_ft.data.Batch`."""
+    """SFT data, with plain `lean_ft.data.Batch` batches."""
 
     reader = SFTReader
 

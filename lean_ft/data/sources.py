@@ -1,4 +1,4 @@
-"""What `data.source` names, and its rows in order: files, globs and Hugging Face datasets, one after another."""
+"""Read the rows of `data.source`, in order: files, globs and Hugging Face datasets."""
 
 import glob
 import re
@@ -15,15 +15,15 @@ from lean_ft.settings import RowsConfig, Source, Sources
 from lean_ft.system.user_functions import file_digest, is_function_path, line_in, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
-OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # what `data` says for sources that do not say it themselves
-SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # what save_to_disk leaves in a folder
+OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # sources inherit these from `data`
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files written by save_to_disk
 
 
 def read_rows(source: Sources, digest: Digest | None = None, config: RowsConfig | None = None) -> Iterator[Row]:
-    """Rows of `source`, one source after another, each in its order; `digest` is fed everything read.
+    """Yield the rows of each source in order; update `digest` with all content read.
 
-    `config` says which part of a Hugging Face dataset is meant. A row that cannot be read comes with its problem. Raises
-    ValueError for a source that is missing, empty or cannot be read to its end, with its name and the reason.
+    `config` holds the defaults of sources, such as the split. An unreadable row has a `problem`. Raises ValueError with
+    the name and the reason for a source that is missing, empty or cannot be read to its end.
     """
     for number, one in enumerate(_checked_sources(source, config)):
         for row in _read_source(one, digest, streaming=config is not None and config.streaming):
@@ -31,7 +31,7 @@ def read_rows(source: Sources, digest: Digest | None = None, config: RowsConfig 
 
 
 def first_rows(source: Sources, count: int, config: RowsConfig | None = None) -> list[Row]:
-    """The first `count` rows of every source, to tell their formats by."""
+    """Return the first `count` rows of every source, for format detection."""
     rows: list[Row] = []
     for number, one in enumerate(_checked_sources(source, config)):
         some = _read_source(one, None, streaming=config is not None and config.streaming)
@@ -40,7 +40,7 @@ def first_rows(source: Sources, count: int, config: RowsConfig | None = None) ->
 
 
 def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Source]:
-    """`source` as a list; what one does not say of itself is as `config` says."""
+    """Return `source` as a list, with settings that a source omits filled in from `config`."""
     given = [source] if isinstance(source, str) else source
     if not given:
         raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or several.")
@@ -54,7 +54,7 @@ def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Sour
 
 
 def _checked_sources(source: Sources, config: RowsConfig | None) -> list[Source]:
-    """`list_sources`. Raises ValueError if `data.streaming` is set and no source is a dataset to stream."""
+    """Call `list_sources`. Raises ValueError if `data.streaming` is set and no source is a Hugging Face dataset."""
     sources = list_sources(source, config)
     if config is not None and config.streaming and all(source_files(one.path) is not None for one in sources):
         raise ValueError(
@@ -64,9 +64,9 @@ def _checked_sources(source: Sources, config: RowsConfig | None) -> list[Source]
 
 
 def source_files(source: str) -> list[Path] | None:
-    """The existing files that one path or glob names, in order; None where it names a Hugging Face dataset.
+    """Return the files of a path or glob in order, or None for a Hugging Face dataset.
 
-    Raises ValueError where there is no such thing.
+    Raises ValueError if nothing is found, or for a folder that is not a saved dataset.
     """
     path = resolve_data_path(source)
     if path.is_file():
@@ -92,8 +92,7 @@ def source_files(source: str) -> list[Path] | None:
 
 
 def files_of(source: Source) -> list[Path] | None:
-    """`source_files` of a source. Raises ValueError if files are given a subset, or a split other than `train` and its
-    slices."""
+    """Call `source_files`. Raises ValueError if files have a subset, or a split other than `train` or a slice of it."""
     files, split = source_files(source.path), "train" if source.split is None else source.split
     if files is None or (source.subset is None and (read_split(split) or ("",))[0] == "train"):
         return files
@@ -115,7 +114,7 @@ def _read_source(source: Source, digest: Digest | None, *, streaming: bool) -> I
 
 
 def _converted(rows: Iterator[Row], name: str) -> Iterator[Row]:
-    """What the user's function makes of each row: fields, a text or messages; a row of which it makes None is left out."""
+    """Apply the user's function to each row. It returns fields, a text, messages, or None to skip the row."""
     convert = load_function(name)
     for row in rows:
         if row.problem is not None:

@@ -1,4 +1,5 @@
-"""Which rows `data.split` names: `train`, or a part of it as the `datasets` library writes one: `train[:95%]`."""
+"""Parse `data.split`: a split such as `train`, or a slice in the syntax of the `datasets` library, such as
+`train[:95%]`."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +8,7 @@ _SPLIT = re.compile(r"(\w[\w.-]*)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
 def read_split(split: str) -> tuple[str, str, str] | None:
-    """The name of a split and the two bounds of its slice, "" for a bound that is left out; None for another text."""
+    """Return a split's name and slice bounds, "" for an omitted bound; None if `split` is invalid."""
     match = _SPLIT.fullmatch(split)
     if match is None or any(abs(int(bound[:-1])) > 100 for bound in match.groups("")[1:] if bound.endswith("%")):
         return None
@@ -19,11 +20,11 @@ def is_sliced(split: str) -> bool:
 
 
 def rows_of_split(split: str, count: Callable[[], int]) -> tuple[int, int | None]:
-    """The first row that a slice has and the row after its last; None has no end.
+    """Return a slice's first row and the row after its last; None means no end.
 
-    Bounds mean what they mean in `datasets`: rows, counted from the end if negative, or percents rounded to the nearest
-    row. `count` returns the number of all rows, and is called only for a percent or a negative bound. Raises ValueError
-    for a text that is not a split.
+    Bounds are those of `datasets`: rows, counted from the end if negative, or percentages rounded to the nearest row.
+    `count` returns the total number of rows, and is called only for a percentage or a negative bound. Raises ValueError
+    if `split` is invalid.
     """
     if (found := read_split(split)) is None:
         raise ValueError(f"data.split={split}: expected a split such as train, train[:95%] or train[100:200].")

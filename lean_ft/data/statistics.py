@@ -1,7 +1,7 @@
-"""How long the rows of a source are, and what each maximum length would cost: told before anything is trained.
+"""Length statistics of a source, and the cost of each maximum length.
 
-Legend: N sequences, none of them cut to max_length. Those of one row of data (`sides` of them, as a pair's two) stand
-one behind the other.
+Legend: N sequences, not truncated to max_length. The `sides` sequences of a row of data, such as a pair, are
+consecutive.
 """
 
 from collections.abc import Sequence
@@ -19,39 +19,39 @@ from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
 CANDIDATES = [256 << i for i in range(8)]  # 256 to 32,768 tokens
-ANY_LENGTH = 1 << 40  # tokens; no row is as long
+ANY_LENGTH = 1 << 40  # tokens; longer than any row
 NUM_BINS = 16
-NUM_BARS = 60  # of a picture
+NUM_BARS = 60  # bars of the figure
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """The lengths of a source's sequences."""
+    """Lengths of a source's sequences."""
 
     report: DataReport
-    """What became of the rows, before any was cut."""
-    lengths: np.ndarray  # (N,) int64 tokens
-    num_targets: np.ndarray  # (N,) int64 of them trained
+    """Counts of the rows, without truncation."""
+    lengths: np.ndarray  # (N,) int64: tokens
+    num_targets: np.ndarray  # (N,) int64: trained tokens
 
 
 @dataclass(frozen=True)
 class AtLength:
-    """What a maximum length does to sequences."""
+    """Effects of a maximum length."""
 
     max_length: int
     rows_cut: int
     lost_tokens: int
-    """Behind max_length."""
+    """Number of tokens after max_length."""
     padding: float
-    """Share of positions that padding takes without packing, in the first epoch's batches."""
+    """Share of padding without packing, in the first epoch's batches."""
     packed_rows: int
-    """Rows of max_length (for each of the `sides`) after best-fit-decreasing packing."""
+    """Number of packed rows of max_length times `sides` tokens."""
     packing_efficiency: float
-    """Share of their positions that hold a token."""
+    """Share of packed positions that hold a token."""
 
 
 def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
-    """Reads and tokenises all of `config.source`, keeping lengths alone. Raises ValueError as preparation does."""
+    """Read and tokenize `config.source`, keeping only lengths. Raises ValueError as `prepare_batches` does."""
     uncut = config.model_copy(update={"max_length": ANY_LENGTH, "overflow": "truncate", "packing": "none"})
     parts = Parts(uncut, tokenizer, config.source)
     counted = [(part.lengths.copy(), part.num_targets.copy()) for part in parts]
@@ -60,11 +60,12 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
 
 
 def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: int, sides: int = 1) -> AtLength:
-    """What `max_length` does to sequences of `lengths` (N,), in batches of `batch_size` rows shuffled by `seed`."""
+    """Compute the effects of `max_length` on sequences of `lengths` (N,), in batches of `batch_size` rows shuffled with
+    `seed`."""
     cut = np.minimum(lengths, max_length).reshape(-1, sides)
     tokens = int(cut.sum())
     longest = cut.max(axis=1)
-    rows = row_order(longest, np.random.default_rng([seed, 0]), longest_first=True)  # as a run's first epoch begins
+    rows = row_order(longest, np.random.default_rng([seed, 0]), longest_first=True)  # the order of a run's first epoch
     widths = np.minimum(rounded_up(longest), max_length)
     firsts = np.arange(0, len(rows), batch_size)
     positions = int((np.maximum.reduceat(widths[rows], firsts) * np.diff(firsts, append=len(rows))).sum()) * sides
@@ -81,8 +82,8 @@ def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: in
 
 
 def histogram(lengths: np.ndarray, num_bins: int = NUM_BINS) -> list[tuple[int, int | None, int]]:
-    """(first length, last length, sequences) of about `num_bins` equal bins; the last may be open, with None for its
-    end, so that a few very long sequences do not flatten the others."""
+    """Return (first length, last length, number of sequences) for about `num_bins` equal bins. The last bin may be
+    open-ended (None), so that a few very long sequences do not flatten the histogram."""
     width = _round_number(np.quantile(lengths, 0.99) / num_bins)
     longest = int(lengths.max())
     num_full = min(num_bins, longest // width + 1)
@@ -95,19 +96,19 @@ def histogram(lengths: np.ndarray, num_bins: int = NUM_BINS) -> list[tuple[int, 
 
 
 def quantiles(lengths: np.ndarray, shares: Sequence[float]) -> list[int]:
-    """The length that this share of the sequences does not exceed, for each of `shares`."""
+    """Return the quantile of `lengths` for each of `shares`."""
     return [int(value) for value in np.quantile(lengths, shares, method="inverted_cdf")]
 
 
 def _round_number(at_least: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50 ... that is not less."""
+    """Return the smallest of 1, 2, 5, 10, 20, 50 ... that is >= `at_least`."""
     return next(int(step * 10**power) for power in range(12) for step in (1, 2, 5) if step * 10**power >= at_least)
 
 
 def save_figure(statistics: Statistics, max_length: int, path: Path) -> None:
-    """Draws how many sequences have which length, with their quantiles and `max_length`, into the picture `path`.
+    """Save a histogram of lengths with quantiles and `max_length` to `path`.
 
-    Raises ValueError where matplotlib is not installed or does not know the file's ending.
+    Raises ValueError if matplotlib is not installed or does not support the file format.
     """
     try:
         from matplotlib.figure import Figure
@@ -121,7 +122,7 @@ def save_figure(statistics: Statistics, max_length: int, path: Path) -> None:
     axes.hist(statistics.lengths, bins=NUM_BARS, color="#4c78a8")
     for share, length in zip((0.5, 0.95), quantiles(statistics.lengths, [0.5, 0.95]), strict=True):
         axes.axvline(length, color="#54a24b", linestyle=":", label=f"{share:.0%} have at most {length:,} tokens")
-    if max_length < 1.5 * statistics.lengths.max():  # further off it would squeeze what there is to see
+    if max_length < 1.5 * statistics.lengths.max():  # a distant line would squeeze the histogram
         axes.axvline(max_length, color="#e45756", label=f"max_length {max_length:,}")
     axes.set_xlabel("tokens of a sequence")
     axes.set_ylabel("sequences")

@@ -1,6 +1,7 @@
-"""Single completions with a label: desirable or not. A preference pair counts as two of them.
+"""Single completions labeled as desirable or undesirable. A preference pair counts as two completions.
 
-A loss may compare completions with mismatched ones: each prompt of a batch with the completion of the sequence before it.
+A loss may compare them with mismatched completions: each prompt of a batch, followed by the completion of the previous
+sequence.
 
 Legend: P completions of a batch.
 """
@@ -31,7 +32,7 @@ LABELS: dict[Any, bool] = {True: True, False: False, "true": True, "false": Fals
 
 @dataclass(frozen=True)
 class UnpairedReader(PairReader):
-    """Turns rows of a prompt, an answer and a label into a text, and pairs into the texts of a good and a bad answer."""
+    """Converts a labeled completion to one text, and a preference pair to two texts."""
 
     known: ClassVar[dict[str, Fields]] = {
         "unpaired": Fields(("prompt", "completion", "label"), ("tools",), holds_strings=True),
@@ -54,7 +55,7 @@ class UnpairedReader(PairReader):
             return [answer]
 
     def values(self, row: Row) -> list[float]:
-        """1 for what is desirable, 0 for what is not."""
+        """Return 1 for each desirable and 0 for each undesirable completion."""
         with reading(row):
             fields = self.fields_of(row)
             if self.formats[row.source].name == "preference":
@@ -69,7 +70,7 @@ class UnpairedReader(PairReader):
             return [float(LABELS[label])]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """The sequences within their lengths, or none if the row is dropped."""
+        """Return the truncated sequences, or [] if the row is dropped."""
         if len(documents) == 2:
             return super().fit(documents, place, report)
         ids, mask = until_the_answer_ends(documents[0])
@@ -82,7 +83,7 @@ class UnpairedReader(PairReader):
         return [(np.concatenate([prompt, answer]), np.concatenate([np.zeros(len(prompt), dtype=bool), trained]))]
 
 
-# Batches ------------------------------------------------------------------------------------------------------------------
+# Batches --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,8 @@ class UnpairedBatch(PairBatch):
 
     is_desirable: Tensor  # (P,) bool
     mismatched: UnpairedBatch | None = None
-    """Each prompt with the completion of the sequence before it, the first with the last one's; None in this batch itself.
-    Its `pairs` are numbers behind those of all completions, and differ in each epoch."""
+    """Each prompt with the completion of the previous sequence (the first prompt with the last completion). None in the
+    mismatched batch itself. Its `pairs` follow the numbers of all completions, and differ in each epoch."""
 
     def without_targets(self) -> UnpairedBatch:
         return replace(super().without_targets(), is_desirable=self.is_desirable[:0])  # pyright: ignore[reportReturnType]
@@ -127,11 +128,13 @@ class Unpaired(Pairs):
         return ["desirable" if value else "undesirable" for value in values]
 
     def num_numbers(self, layout: Layout, num_epochs: int) -> int:
-        """How many numbers `pairs` has, with those of mismatched completions in so many epochs; layout: the training one."""
+        """Return the count of numbers in `pairs`, including mismatched completions of `num_epochs`; layout: of
+        training."""
         return _first_mismatched(layout) + num_epochs * len(layout.starts)
 
     def _mismatched(self, layout: Layout, documents: np.ndarray, epoch: int) -> UnpairedBatch | None:
-        """Each of the documents with the completion of the one before it; one row if the documents are packed."""
+        """Combine each document's prompt with the completion of the previous document; one row if documents are
+        packed."""
         if not self.adds_mismatched:
             return None
         spans = [slice(layout.starts[i], layout.starts[i] + layout.lengths[i]) for i in documents]
@@ -161,8 +164,8 @@ class Unpaired(Pairs):
 
 
 def _first_mismatched(layout: Layout) -> int:
-    """Numbers of mismatched completions follow those of all rows: first the held-out ones, then the training ones of epoch
-    after epoch."""
+    """Return the first number of the layout's mismatched completions. They are numbered after all rows: held-out ones
+    first, then training ones epoch by epoch."""
     return 2 * layout.num_rows_in_all - layout.first_row - len(layout.starts)
 
 

@@ -1,7 +1,7 @@
-"""Work shared out to processes: results in order, and no more items alive than are under way.
+"""Parallel map over worker processes: results in order, with a bounded number of items in memory.
 
-The processes are spawned, so threads and devices of this process are no danger to them. Unlike those that
-`multiprocessing` spawns they do not run the user's script again, and Ctrl-C is not theirs to answer.
+Workers are spawned, so threads and devices of the parent process are safe. Unlike `multiprocessing` workers, they do
+not run the user's script again, and they ignore Ctrl-C.
 """
 
 import os
@@ -18,17 +18,17 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
-UNDER_WAY = 2  # items a process has: one that it works on, one that waits for it
+UNDER_WAY = 2  # items per process: one in progress, one queued
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], num_processes: int) -> Iterator[Result]:
-    """What `function`, which is pickled once for each process, makes of `items`, in order.
+    """Yield `function(item)` for each item, in order. `function` is pickled once per process.
 
-    A ValueError of its is raised here, in its place in the order; whatever else goes wrong in a process is a
-    RuntimeError with what it said. However this ends, the processes end with it.
+    A ValueError of `function` is raised here at its item's position; any other failure in a process raises RuntimeError
+    with its traceback. The processes always end with this generator.
     """
     context = _Context()
     pool = ProcessPoolExecutor(num_processes, context, _begin, (function,))
@@ -40,7 +40,7 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
             return future.result()
         except ValueError as error:
             raise ValueError(str(error)) from None
-        except RecursionError:  # an item that is nested too deeply to be sent
+        except RecursionError:  # the item is nested too deeply to be pickled
             return function(item)
 
     try:
@@ -53,11 +53,11 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
     except BrokenProcessPool:
         pool.shutdown()
         codes = [process.exitcode for process in context.processes]
-        # The pool has ended those that were left.
+        # The pool terminates the remaining processes (SIGTERM).
         code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
         killed = " (killed: is memory full? Try a smaller data.num_processes)" if code == -signal.SIGKILL else ""
         raise RuntimeError(f"a process that prepares data ended with exit code {code}{killed}.") from None
-    finally:  # all is done, an error, Ctrl-C, or a caller that has enough
+    finally:  # also after an error, Ctrl-C, or if the caller stops early
         for process in filter(_Process.is_alive, context.processes):
             process.kill()
         pool.shutdown(cancel_futures=True)
@@ -65,7 +65,7 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
 
 class _Process(SpawnProcess):
     def start(self) -> None:
-        # What the child would run again is the module that is `__main__` now; a blocked signal stays so in the child.
+        # Replace `__main__`, since the child would run it again. The child inherits the blocked SIGINT.
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -76,7 +76,7 @@ class _Process(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    """Where a pool gets its processes from."""
+    """Creates and records the pool's processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Context(SpawnContext):
         return process
 
 
-# In the processes ---------------------------------------------------------------------------------------------------------
+# Worker processes -----------------------------------------------------------------------------------------------------
 
 _function: Callable[[Any], Any]
 
@@ -96,8 +96,8 @@ _function: Callable[[Any], Any]
 def _begin(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
-    os.dup2(2, 1)  # what a library prints is not the parent's answer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.dup2(2, 1)  # keep libraries' prints out of the parent's stdout
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
 
 
