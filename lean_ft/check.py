@@ -1,14 +1,14 @@
 """Prove a checkpoint on this machine, with its own weights, tokenizer and chat template.
 
-The plain step runs each document alone, in float32, with all logits at once and torch's own cross-entropy. Its logits and
-gradients are compared with transformers, if it is installed, and each technique is compared with the plain step. Techniques of
-the optimizer are compared with AdamW's closed form: with constant gradients g, step 3 moves a weight by lr * g / (|g| + eps).
-Steps 1 and 2 have learning rate 0, so step 3 uses the quantized state that they left. An adapter that has learned nothing
-computes the plain model, so the gradient of its B is scaling * G A^T.
+The plain step runs each document alone, in float32, with all logits at once and torch's own cross-entropy. Its logits
+and gradients are compared with transformers, if it is installed, and each technique is compared with the plain step.
+Techniques of the optimizer are compared with AdamW's closed form: with constant gradients g, step 3 moves a weight by
+lr * g / (|g| + eps). Steps 1 and 2 have learning rate 0, so step 3 uses the quantized state that they left. An adapter
+that has learned nothing computes the plain model, so the gradient of its B is scaling * G A^T.
 
-Tolerances follow from the dtype and the model. The plain step is repeated with every weight changed at random by float32's
-rounding (relative 1.2e-7). The change of each result is its rounding noise, and float32 results may differ by `MARGIN` times
-that. 16-bit results have no such bound, so both sides' distances to float32 are reported and compared.
+Tolerances follow from the dtype and the model. The plain step is repeated with every weight changed at random by
+float32's rounding (relative 1.2e-7). The change of each result is its rounding noise, and float32 results may differ by
+`MARGIN` times that. 16-bit results have no such bound, so both sides' distances to float32 are reported and compared.
 """
 
 import gc
@@ -82,8 +82,8 @@ Tensors = dict[str, Tensor]
 class Check:
     """The checks of one model folder.
 
-    `configure` returns the settings of the recipe `finetune` for overrides; `techniques` are overrides by name, several in one
-    text separated by spaces; `command` is a `leanft run` without `output_dir` to time, or None.
+    `configure` returns the settings of the recipe `finetune` for overrides; `techniques` are overrides by name, several
+    in one text separated by spaces; `command` is a `leanft run` without `output_dir` to time, or None.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Check:
             self.transformers.utils.logging.disable_progress_bar()
 
     def run(self) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
-        """Yield each check by name. Calling it, in this order, returns its rows of the table, or raises ValueError if the model or
-        the device does not have what it checks."""
+        """Yield each check by name. Calling it, in this order, returns its rows of the table, or raises ValueError if
+        the model or the device does not have what it checks."""
         needed = 20 * sum(math.prod(tensor.shape) for tensor in stored_tensors(self.folder).values())
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_bytes()
         absent = "" if self.transformers else "transformers is not installed"
@@ -196,14 +196,14 @@ class Check:
 
     @torch.no_grad()
     def _greedy(self, model: nn.Module) -> Row:
-        """Whether each of our tokens is the likeliest to transformers, too, or ties with it within the rounding noise."""
+        """Check that each of our tokens is transformers' likeliest token, or ties with it within the rounding noise."""
         prompt = self.ids[: self.documents.lengths[0]]
         if self.tokenizer.chat_template is not None:
             prompt, _ = self.tokenizer.render([USER], add_generation_prompt=True)
         ours = sample(load_model(self.cfg.model, self.device), [prompt], Sampling(NUM_GREEDY_TOKENS))[0].ids
         logits = self._logits(model, [*prompt, *ours[:-1]])[-len(ours) :]
         gaps = logits.amax(-1) - logits.gather(1, torch.tensor(ours, device=self.device)[:, None])[:, 0]
-        tie = 2 * MARGIN * self.noise[""] / self.logits.numel() ** 0.5  # each of two logits may be off
+        tie = 2 * MARGIN * self.noise[""] / self.logits.numel() ** 0.5  # both logits may be off
         same = int((gaps <= tie).long().cumprod(0).sum())
         return _row("greedy tokens", "equal to transformers' in float32", f"{same}", f"{len(ours)}", same == len(ours))
 
@@ -244,7 +244,7 @@ class Check:
         weights = {n: p.detach().float() for n, p in start.named_parameters()}
         expected = {n: -lr * g.float() / (g.float().abs() + self.eps) for n, g in gradients.items()}
         found = {n: moved[n].float() - weights[n] for n in weights}
-        if rounds:  # to one of the two neighbors, and small updates are not lost; bfloat16 moments are up to 1% off
+        if rounds:  # to one of the two neighbors, without losing small updates; bfloat16 moments are up to 1% off
             w, e, d = (torch.cat([tensors[n].flatten() for n in weights]) for tensors in (weights, expected, found))
             spacing = torch.exp2(torch.maximum(w + e, w + d).abs().clamp(min=SMALLEST).log2().floor() - 7)
             off = (d - e) / (spacing + e.abs() / 100)
@@ -272,12 +272,13 @@ class Check:
     # ----------------------------------------------------------------------------------------------------------------
 
     def _logits(self, model: nn.Module, ids: Sequence[int]) -> Tensor:
-        """(T, V) float32, by either side's model."""
+        """Return logits (T, V) in float32, of our model or transformers'."""
         output = model(torch.tensor([ids], device=self.device))
         return getattr(output, "logits", output)[0].float()
 
     def _results(self, model: nn.Module) -> tuple[Tensor, Tensors, float]:
-        """The logits of all rows as one text; gradients and loss of the plain step. Parameters are named as ours."""
+        """Return the logits of all rows as one text, and gradients (with our parameter names) and loss of the plain
+        step."""
         total = 0.0
         for ids, trained in self.documents:
             labels = torch.from_numpy(ids[1:]).long().masked_fill(~torch.from_numpy(trained[1:]), IGNORED)
@@ -303,7 +304,7 @@ class Check:
         return model
 
     def _prepared(self, cfg: Any) -> tuple[Decoder, list[tuple[Any, bool]]]:
-        """The model as a recipe prepares it; its batches, each with whether it is the last."""
+        """Return the model as a recipe prepares it, and its batches, each with a flag for the last."""
         model = load_with_adapter(cfg.model, cfg.lora, self.device)
         apply_memory(model, cfg.memory, compile=cfg.compile)
         packed = pack_documents(self.documents, cfg.data) if cfg.data.packs_rows else {}
@@ -319,7 +320,7 @@ class Check:
         return model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def _stepped(self, cfg: Any, lr: float) -> Tensors:
-        """The weights after 3 steps on the same rows, of which only the last moves them."""
+        """Return the weights after 3 steps on the same rows. Only the 3rd step changes them."""
         model, batches = self._prepared(cfg)
         optimizer, cross_entropy = build_optimizer(model, cfg), CrossEntropy(model, cfg)
         for lr_of_step in (0.0, 0.0, lr):
@@ -334,7 +335,7 @@ class Check:
     def _compared(
         self, name: str, what: str, found: Tensors, exact: Tensors, noise: Mapping[str, float] | None = None
     ) -> Row:
-        """The row of the tensor that is furthest off, relative to what it is allowed."""
+        """Return the row of the tensor with the largest error relative to its tolerance."""
         errors = _distances(found, exact)
         allowed = {n: MARGIN * (noise or self.noise)[n] for n in errors}
         worst = max(errors, key=lambda n: math.inf if math.isnan(errors[n]) else errors[n] / max(allowed[n], SMALLEST))
@@ -350,7 +351,7 @@ def _row(check: str, compared: str, result: str, allowed: str, passed: bool) -> 
 def _or_refused(render: Callable[..., Any], chat: Any, **settings: Any) -> Any:
     try:
         return render(chat, **settings)
-    except Exception:  # each side has its own error for what a template refuses
+    except Exception:  # the two sides raise different errors
         return None
 
 
@@ -363,7 +364,7 @@ def _distances(found: Tensors, exact: Tensors) -> dict[str, float]:
 
 
 def _relative(found: Any, exact: Any) -> float:
-    """The relative distance of a tensor, or the mean of several tensors'."""
+    """Return the relative distance of a tensor, or the mean over several tensors."""
     found, exact = (x if isinstance(x, dict) else {"": x} for x in (found, exact))
     errors = _distances(found, {n: exact[n] for n in found})
     return sum(error / max(exact[n].norm().item(), SMALLEST) for n, error in errors.items()) / len(errors)

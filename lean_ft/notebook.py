@@ -1,8 +1,7 @@
-"""lean_ft from Python, such as a notebook: what `leanft run` does, as a call.
+"""Functions for notebooks and Python programs: run recipes, read metrics and plot curves.
 
-Settings are those of the command line, with groups as dicts. They take the same way, so the same settings are refused
-with the same messages. Rows in memory become a file in the cache, named by its content, and from there on are data like
-any other.
+Settings are those of `leanft run`, with groups as dicts, and are validated by the same code. Rows in memory are written
+to a file in the cache, named by a hash of its content.
 """
 
 import hashlib
@@ -21,13 +20,15 @@ from lean_ft.system.before_torch import prepare_torch
 
 
 def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Path | None:
-    """Runs a recipe, given by name or path, with the settings of a preset and of one's own; returns its `output_dir`.
+    """Run a recipe, by name or path, with a preset and settings. Return its `output_dir`.
 
-    A group of settings is a dict or its pydantic model: `run("finetune", model={"path": "tiny"}, ...)`; dotted keys do as
-    well (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source` may be rows
-    in memory: a list of dicts, a generator, a datasets.Dataset or a pandas.DataFrame; a dict with `path` is a source and
-    not a row. Raises ValueError where a setting is wrong, and
-    what the recipe raises; a run that is stopped by a signal ends in SystemExit, as everything is saved.
+    A group of settings is a dict or its pydantic model: `run("finetune", model={"path": "tiny"}, ...)`. Dotted keys
+    work too (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source`
+    may be rows in memory: a list of dicts, a generator, a datasets.Dataset or a pandas.DataFrame. A dict with `path` is
+    a source, not a row.
+
+    Raises ValueError for an invalid setting, and the errors of the recipe. A run stopped by a signal saves its state
+    and raises SystemExit.
     """
     from lean_ft.cli.arguments import load_run
     from lean_ft.cli.run import run_recipe
@@ -40,16 +41,18 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
 
 
 def load_recipe(name_or_path: str | Path) -> ModuleType:
-    """Returns a recipe as a module, with its `Config` and `main`: `main(Config(...))` trains. Raises ValueError where
-    there is none of that name, or its file cannot be run."""
+    """Return a recipe as a module with `Config` and `main`; `main(Config(...))` trains.
+
+    Raises ValueError if there is no such recipe, or its file cannot be imported.
+    """
     return catalog.load_recipe(catalog.find_recipe(str(name_or_path)))
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl: one dict for each optimizer step and each evaluation, in order.
 
-    Lines of evaluations have `eval_loss` and no `loss`. `pandas.DataFrame(read_metrics(run))` is a table of them. Raises
-    ValueError if the directory is no run or has no line yet.
+    Lines of evaluations have `eval_loss` and no `loss`. `pandas.DataFrame(read_metrics(run))` is a table of them.
+    Raises ValueError if the directory is no run or has no line yet.
     """
     from lean_ft.training.curves import read_curves
 
@@ -59,8 +62,8 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
 def plot(runs: str | Path | Sequence[str | Path]) -> Any:
     """Draw the curves of a run, or of several in one picture, as `leanft plot` does; returns a matplotlib figure.
 
-    A notebook shows the figure; `plot(...).savefig("curves.png")` writes a file. Raises ValueError if a directory is no run
-    or matplotlib is missing.
+    A notebook shows the figure; `plot(...).savefig("curves.png")` writes a file. Raises ValueError if a directory is no
+    run or matplotlib is missing.
     """
     from lean_ft.training.curves import figure_of
 
@@ -68,7 +71,7 @@ def plot(runs: str | Path | Sequence[str | Path]) -> Any:
 
 
 def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """`key=value` for every setting, as the command line has them."""
+    """Yield every setting as `key=value`, like on the command line."""
     for name, value in settings.items():
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json", exclude_unset=True)
@@ -84,7 +87,7 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _rows(value: Any, key: str) -> Iterable[Any] | None:
-    """The rows in memory that a value of `key` holds; None for paths and sources."""
+    """Return the in-memory rows of a value of `key`, or None for paths and sources."""
     if hasattr(value, "iterrows"):  # a pandas.DataFrame
         return value.to_dict("records")
     if isinstance(value, Mapping) and value and all(hasattr(one, "features") for one in value.values()):
@@ -99,10 +102,10 @@ def _rows(value: Any, key: str) -> Iterable[Any] | None:
 def _write_rows(rows: Iterable[Any], key: str) -> Path:
     """Write rows to a JSONL file in the cache, named by its content. Raises ValueError for a row that is not JSON."""
     from lean_ft.data.arrow_rows import as_json
-    from lean_ft.data.cache import cache_folder  # here, as it brings numpy
+    from lean_ft.data.cache import cache_folder  # imported here, because it imports numpy
 
     folder, digest = cache_folder(None) / "rows", hashlib.blake2b(digest_size=16)
-    convert = as_json if hasattr(rows, "features") else dict  # a datasets.Dataset has dates, and nulls of other rows
+    convert = as_json if hasattr(rows, "features") else dict  # a datasets.Dataset has dates, and nulls for missing keys
     temporary = folder / f".rows.tmp-{threading.get_native_id()}"
     folder.mkdir(exist_ok=True)
     try:

@@ -1,11 +1,13 @@
 """Every private name of PyTorch that lean_ft uses, in one table.
 
-A private name can change in any release of torch. `PRIVATE_NAMES` says where each one lives, what lean_ft needs it for, and what
-happens in a torch without it. `leanft env --check` reports the names that the installed torch lacks, a test exercises each one,
-and the lint fails on a private name of torch anywhere else. lean_ft uses no private name of torchao or bitsandbytes.
+A private name can change in any release of torch. `PRIVATE_NAMES` says where each one lives, what lean_ft needs it for,
+and what happens in a torch without it. `leanft env --check` reports the names that the installed torch lacks, a test
+exercises each one, and the lint fails on a private name of torch anywhere else. lean_ft uses no private name of torchao
+or bitsandbytes.
 
-Import a name from here: `from lean_ft.torch_private import FakeTensorMode`. It is looked up at that moment and not earlier,
-because the compiler takes a second to import. Attributes of objects, such as a tensor's version, have a function below.
+Import a name from here: `from lean_ft.torch_private import FakeTensorMode`. It is looked up at that moment and not
+earlier, because the compiler takes a second to import. Attributes of objects, such as a tensor's version, have a
+function below.
 """
 
 import contextlib
@@ -195,8 +197,9 @@ def uncompiled(modules: "list[nn.Module]") -> Iterator[None]:
 def wrapped_gathering(wrap: Callable[[Callable[..., Any], bool], Callable[..., Any]]) -> Iterator[None]:
     """Context manager in which FSDP2's functions that allocate and free gathered weights are `wrap(function, resizes)`.
 
-    FSDP2 resizes storages, which no operator and no public hook shows, so the planner would miss that memory. This is the only
-    place where lean_ft replaces functions of another library. `resizes` is True for functions that resize their argument.
+    FSDP2 resizes storages, which no operator and no public hook shows, so the planner would miss that memory. This is
+    the only place where lean_ft replaces functions of another library. `resizes` is True for functions that resize
+    their argument.
     """
     parameter, group = (resolve_name(PRIVATE_NAMES[name].path) for name in ("fsdp_param", "fsdp_param_group"))
     places = [

@@ -1,7 +1,7 @@
-"""Sampling: `sample` from token ids for whoever trains and evaluates, and above that texts and chats, of whatever training
-left.
+"""Sampling from token ids (`sample`, for training and evaluation), and text generation from runs and checkpoints
+(`generate`).
 
-The second part knows runs and checkpoints and comes on first use, as training itself samples by the first.
+Text generation is imported on first use: it depends on `lean_ft.training`, which itself uses `sample`.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
-"""A step of generation with compiled layers.
+"""Generation steps with compiled layers.
 
-The cache grows with every token, and rows leave as they end: neither is a constant of the code. So a kind of layer is compiled
-once, and once more for a single row, for more rows than `few_rows` is for, and for texts of different lengths. What gives other
-layers something or is given it stays as it is written, and so do layers that keep a state and mixtures of experts and
-attention to latents, which would be compiled anew for other numbers of rows.
+The cache length and the number of rows are dynamic, since the cache grows and finished rows leave the batch. Each kind
+of layer is compiled once, and again for a single row, for more rows than `FewRows` supports, and for texts of different
+lengths. Some layers stay uncompiled: layers that share keys and values with other layers, and layers with a recurrent
+state, a mixture of experts or latent attention, which would be recompiled for each number of rows.
 """
 
 from functools import partial
@@ -15,11 +15,11 @@ from torch import nn
 from lean_ft.models import Decoder, DecoderConfig
 from lean_ft.torch_private import dynamo, uncompiled
 
-MOST_KINDS = 64  # of layers and batches; beyond that the compiler would let them run as they are written
+MOST_KINDS = 64  # compiled kinds of layers and batches; beyond this number the compiler falls back to eager mode
 
 
 class CompiledLayers:
-    """While entered, a model's layers compute tokens that go on from a cache compiled, and not as they are compiled for training."""
+    """Context manager in which the layers use code compiled for generation, not the code compiled for training."""
 
     def __init__(self, model: Decoder) -> None:
         self._layers: list[Any] = list(model.layers)
@@ -49,14 +49,14 @@ def _is_plain(config: DecoderConfig, i: int) -> bool:
 def _forward(layer: nn.Module, *args: Any, **others: Any) -> Any:
     attention: Any = layer.self_attn
     kept, _ = args[4]
-    # A mask that layers share: it is there before the first of them.
+    # Create the mask before the first of the layers that share it.
     kept.owner.visible(attention.scoring.window, attention.scoring.chunk)
     with dynamo.config.patch(recompile_limit=MOST_KINDS):
         return _compiled(layer, *args, **others)
 
 
 def _run(layer: nn.Module, *args: Any, **others: Any) -> Any:
-    return type(layer).forward(layer, *args, **others)  # without what checkpointing has put in its place
+    return type(layer).forward(layer, *args, **others)  # without the wrapper of activation checkpointing
 
 
 _compiled = torch.compile(_run, dynamic=True)

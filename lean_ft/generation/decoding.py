@@ -1,14 +1,15 @@
-"""Generates tokens: one pass over the prompts fills the KV cache, then each pass computes one token of every running row.
+"""Generates tokens: one pass over the prompts fills the KV cache, then each pass computes one token of every running
+row.
 
-Prompts of different lengths are computed together, padded on the right, where the causal mask hides the padding. Completions of one
-prompt share its pass. A row that has ended leaves the batch, and another row takes its place in the cache. Rows that do not fit
-into the cache's memory wait for the next wave.
+Prompts of different lengths are computed together, padded on the right, where the causal mask hides the padding.
+Completions of one prompt share its pass. A row that has ended leaves the batch, and another row takes its place in the
+cache. Rows that do not fit into the cache's memory wait for the next wave.
 
-A row's tokens depend on its prompt, its sample number and the seed (`choosing`), not on its batch. Another batch size can
-round logits differently in the last bits, which changes a token only if two tokens are equal up to that rounding.
+A row's tokens depend on its prompt, its sample number and the seed (`choosing`), not on its batch. Another batch size
+can round logits differently in the last bits, which changes a token only if two tokens are equal up to that rounding.
 
-If rotary frequencies depend on the length of the text, the text is read again when they change: with `longrope` once, when a text
-outgrows the original context; with `dynamic` at every token after that.
+If rotary frequencies depend on the length of the text, the text is read again when they change: with `longrope` once,
+when a text outgrows the original context; with `dynamic` at every token after that.
 
 Source: our own; a preallocated cache and shared prompts as in vLLM (Kwon et al. 2023, arXiv:2309.06180), without pages.
 
@@ -76,22 +77,23 @@ def sample(
     cache_gib: float | None = None,
     compile: bool = False,
 ) -> list[Sample]:
-    """Returns an answer to each of `prompts`, in their order.
+    """Return a completion of each prompt, in order.
 
     Args:
-        model: on any device. Its layers run as they are, without gradients.
-        prompts: lists of token ids, of any lengths, without padding; or a tensor (B, T) int64. One that is to have several
-            answers stands here several times; it is read once.
-        sampling: how tokens are chosen and what ends an answer.
-        numbers: which sample of its prompt each is, so that they differ; where left out the first, second ... of those here.
-        decode: of ids their text, for `sampling.stop_texts`.
-        cache_gib: the most memory that keys and values take, in GiB; what does not fit is generated after the others. None
-            is a quarter of what the weights leave on the device.
-        compile: the layers for the tokens behind the prompts (`CompiledLayers`), which rounds otherwise.
+        model: on any device; runs without gradients.
+        prompts: lists of token ids of any length, without padding; or a tensor (B, T) int64. Repeat a prompt to get
+            several completions; it is read once.
+        sampling: sampling settings and stop conditions.
+        numbers: sample number of each prompt, so that equal prompts get different completions; None counts equal
+            prompts from 0.
+        decode: converts ids to text; needed for `sampling.stop_texts`.
+        cache_gib: maximum memory of the KV cache, in GiB; rows that do not fit are generated later. None uses a quarter
+            of the memory that the weights leave on the device.
+        compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
 
     Raises:
-        ValueError: for an empty prompt, stop texts without `decode`, and where not even one row fits.
-        FloatingPointError: where the model's logits are not finite.
+        ValueError: for an empty prompt, for stop texts without `decode`, or if the cache cannot hold one row.
+        FloatingPointError: if the model's logits are not finite.
     """
     rows = _rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
@@ -109,11 +111,10 @@ def sample_steps(
     *,
     prompt_part: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yields each step as it is computed: a token that follows each prompt, None for rows that have ended; else as `sample`,
-    all in one wave.
+    """Yield each step's tokens, one per prompt, None for rows that have ended. Arguments are those of `sample`.
 
-    With `prompt_part`, a single prompt is read so many tokens at a time, and each of these parts but the last is a step
-    without a token.
+    All rows run in one wave. With `prompt_part`, a single prompt is read that many tokens at a time, and each part
+    except the last is a step without a token.
     """
     rows = _rows(prompts, sampling, None)
     if sampling.max_new_tokens and rows:
@@ -133,7 +134,7 @@ def _rows(prompts: Tensor | Sequence[Sequence[int]], sampling: Sampling, numbers
 
 
 def sample_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Which sample of its prompt each is: the first, second ... of those that are the same."""
+    """Return the sample number of each prompt: the number of equal prompts before it."""
     seen, numbers = Counter[tuple[int, ...]](), list[int]()
     for prompt in map(tuple, prompts):
         numbers.append(seen[prompt])
@@ -142,8 +143,8 @@ def sample_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def longest_first(lengths: Sequence[int], positions: int) -> Iterator[list[int]]:
-    """Indices of rows of these lengths, the longest first, as many at a time as have so many positions, padding included, or
-    one."""
+    """Yield batches of row indices, longest rows first, with at most `positions` positions including padding, or one
+    row."""
     waiting = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while waiting:
         count = max(1, positions // lengths[waiting[0]])
@@ -152,7 +153,7 @@ def longest_first(lengths: Sequence[int], positions: int) -> Iterator[list[int]]
 
 
 def _waves(model: Decoder, rows: list[_Row], sampling: Sampling, cache_gib: float | None) -> Iterator[list[_Row]]:
-    """The rows, as many at a time as the cache has room for, those of one prompt and of one length together."""
+    """Yield the rows in groups that fit in the cache, sorted so that equal prompts and equal lengths are together."""
     limit = _most_bytes(model, cache_gib)
     waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
     while waiting:
@@ -171,7 +172,7 @@ def _waves(model: Decoder, rows: list[_Row], sampling: Sampling, cache_gib: floa
 def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
     if cache_gib is not None:
         return cache_gib * 2**30
-    # Of the device's size, and not of what is free: waves are the same whenever a run is resumed.
+    # A share of the device's total memory, not of its free memory, so that a resumed run has the same waves.
     total = memory_bytes(model.device)
     if total is None:
         return None
@@ -187,7 +188,7 @@ def _decode_rows(
     compile: bool = False,
     prompt_part: int | None = None,
 ) -> Iterator[dict[int, int]]:
-    """Fills the rows' samples; yields after each step its tokens, by the rows' places, and nothing after a part of a prompt."""
+    """Fill the rows' samples. Yield each step's tokens by the rows' places; empty after a part of a prompt."""
     if sampling.stop_texts and decode is None:
         raise ValueError("stop_texts are looked for in the text of an answer: give `decode` too.")
     capacity, context = (
@@ -207,7 +208,7 @@ def _decode_rows(
         if sampling.temperature > 0:
             keys = torch.tensor([row.key.at(position) for row in running], dtype=torch.int32, device=hidden.device)
         chosen, log_probs = choose(model.logits(hidden), keys, sampling)
-        # One transfer for both; float64 holds either exactly.
+        # One transfer for both; float64 represents both exactly.
         tokens, told = torch.stack((chosen.double(), log_probs.double())).tolist()
         goes_on = [
             _take(row, int(token), log_prob, sampling, decode)
@@ -223,14 +224,14 @@ def _decode_rows(
             chosen = chosen[order]
         length = [len(row.prompt) + position + 1 for row in running]
         if all(rope.same_frequencies(n - 1, n) for rope in model.rotary for n in length):
-            with few_rows, compiled or _as_written():  # and between two steps the model is as it was
+            with few_rows, compiled or _as_written():  # the model is restored between two steps
                 hidden = model(chosen[:, None], cache=caches, return_hidden=True)[:, 0]
         else:
             caches, hidden = yield from _read(model, running, capacity, prompt_part)
 
 
 def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: Decode | None) -> bool:
-    """Adds a token to a row; returns whether the row goes on."""
+    """Add a token to a row. Return whether the row continues."""
     if log_prob != log_prob or log_prob == float("-inf"):
         raise FloatingPointError(
             f"the logits behind token {len(row.prompt) + len(row.sample.ids)} are not finite, so no token can be chosen: the "
@@ -242,7 +243,7 @@ def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: De
     found.ended = token in sampling.stop_ids
     if sampling.stop_texts and not found.ended:
         assert decode is not None
-        # A token is a byte at least, so a stop text that ends with this one is in so many last tokens.
+        # A token has at least one byte, so the last `longest` tokens contain any stop text that ends here.
         longest = max(len(text.encode()) for text in sampling.stop_texts)
         tail = decode(found.ids[-longest - 4 :])
         found.ended = any(text in tail for text in sampling.stop_texts)
@@ -250,15 +251,18 @@ def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: De
 
 
 @cache
-def _say_too_long(context: int | None) -> None:  # once, however many texts are
+def _say_too_long(context: int | None) -> None:  # once per process
     say("WARNING", f"a text is longer than the model's context of {context:,} tokens: it was not made for what follows")
 
 
 def _read(
     model: Decoder, rows: list[_Row], capacity: int, prompt_part: int | None
 ) -> Generator[dict[int, int], None, tuple[KVCache, Tensor]]:
-    """Fills a new cache with the texts of rows, equal neighbours once; returns it and the hidden state (B, D) of each
-    one's last token. A single text is read `prompt_part` tokens at a time, with a yield between two."""
+    """Fill a new cache with the rows' texts. Return the cache and the hidden state (B, D) of each row's last token.
+
+    Equal neighboring texts are read once. A single text is read `prompt_part` tokens at a time, with a yield between
+    parts.
+    """
     device = model.device
     groups = [(text, len(list(same))) for text, same in groupby(row.text for row in rows)]
     caches = model.new_cache(len(rows), capacity)
@@ -271,7 +275,7 @@ def _read(
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)  # (B, T)
         part = caches.part(start, start + len(texts))
         if prompt_part is not None and len(texts) == 1:
-            # Not where the frequencies of a part would be those of a shorter text.
+            # Only if the rotary frequencies do not depend on the length of the text.
             while longest > prompt_part and all(rope.same_frequencies(1, longest) for rope in model.rotary):
                 _forward(model, padded[:, :prompt_part], part)
                 padded, longest, lengths = padded[:, prompt_part:], longest - prompt_part, lengths - prompt_part
@@ -286,7 +290,7 @@ def _read(
 
 
 def _as_written() -> Any:
-    """Inside, what is compiled for training is not: it would be compiled anew for prompts of every length."""
+    """Context manager that disables code compiled for training, which would be recompiled for each prompt length."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -296,7 +300,7 @@ def _forward(model: Decoder, ids: Tensor, caches: KVCache, lengths: Tensor | Non
 
 
 def rehearse_generation(model: Decoder, rows: list[_Row], capacity: int) -> None:
-    """What generation takes on shapes alone: the cache, the prompts' pass, and the last token's."""
+    """Run generation for the planner, without values: the cache, the prompts' pass, and the pass of the last token."""
     longest = max(len(row.prompt) for row in rows)
     caches = model.new_cache(len(rows), capacity)
     texts = min(len({tuple(row.prompt) for row in rows}), max(1, PROMPT_TOKENS // longest))

@@ -1,8 +1,8 @@
-"""Our model and generator as EleutherAI's lm-evaluation-harness asks them (the extra `eval`).
+"""Adapter of models and sampling to EleutherAI's lm-evaluation-harness (the extra `eval`).
 
-Batches are made here, of rows of like lengths up to so many tokens; logits exist for the tokens that are asked about alone. What the
-harness's own class for transformers does is done likewise: texts are cut on the left to the model's context, one without a
-beginning stands behind bos, and an answer ends where a task says.
+Rows of similar lengths are batched up to a number of tokens, and logits are computed only for the scored tokens. The
+rest follows the harness's class for transformers: texts are truncated on the left to the model's context, an empty
+context becomes bos, and a completion ends at the task's stop texts.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
-LOGITS_AT_A_TIME = 512  # positions whose logits exist
-_DEFAULT_CONTEXT = 2048  # tokens, as in the harness, where config.json does not tell
+LOGITS_AT_A_TIME = 512  # positions whose logits are in memory
+_DEFAULT_CONTEXT = 2048  # tokens, as in the harness, if config.json has no context length
 _SAMPLED = {"temperature", "top_p", "top_k", "min_p"}
 
 
 class HarnessModel(TemplateLM):
-    """A model for `lm_eval.simple_evaluate`. Raises ValueError for generation settings of a task that are not known here."""
+    """A model for `lm_eval.simple_evaluate`. Raises ValueError for unknown generation settings of a task."""
 
     def __init__(
         self, model: Decoder, tokenizer: Tokenizer, seed: int = 0, tokens_at_a_time: int = TOKENS_AT_A_TIME
@@ -64,13 +64,13 @@ class HarnessModel(TemplateLM):
         return self._tokens.passage(list(chat_history), add_generation_prompt=True).text
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **unused: Any) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation behind its context, and whether it is the likeliest at every token."""
+        """Return each continuation's log-probability given its context, and whether it is the greedy one."""
         found = dict[int, tuple[float, bool]]()
         asked = [((list(context) + list(told))[-self.max_length - 1 :], len(told)) for _, context, told in requests]
         for rows in longest_first([len(ids) for ids, _ in asked], self._tokens_at_a_time):
             texts = [torch.tensor(asked[i][0][:-1], dtype=torch.int64) for i in rows]
             input_ids = pad_sequence(texts, batch_first=True)
-            # A model in training may be compiled for rows of one shape, and what it keeps has to serve its backward pass too.
+            # A model in training may be compiled for fixed shapes and for a backward pass.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 hidden = self.model(input_ids.to(self.model.device), return_hidden=True)  # (B, T, D)
                 for row, i in enumerate(rows):
@@ -79,7 +79,8 @@ class HarnessModel(TemplateLM):
         return [found[i] for i in range(len(asked))]
 
     def _told(self, hidden: torch.Tensor, ids: list[int]) -> tuple[float, bool]:
-        """Of tokens `ids` behind the hidden states (N, D) before them."""
+        """Return the log-probability of `ids`, and whether they are greedy, from the hidden states (N, D) that predict
+        them."""
         total, is_greedy = 0.0, True
         for start in range(0, len(ids), LOGITS_AT_A_TIME):
             some = hidden[start : start + LOGITS_AT_A_TIME]
@@ -90,7 +91,7 @@ class HarnessModel(TemplateLM):
         return total, is_greedy
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in windows where it is longer than the context."""
+        """Return the log-probability of each text; a text longer than the context is scored in windows."""
         windows = []
         for place, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
@@ -102,7 +103,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to what its task ends answers with."""
+        """Return the text generated after each context, up to the task's stop texts."""
         answers, decode = dict[int, str](), self._tokens.decode
         eos = decode([self.eot_token_id])
         for settings, places in _alike([request.args[1] for request in requests]):
@@ -129,7 +130,7 @@ class HarnessModel(TemplateLM):
 
 
 def _alike(settings: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
-    """Each different value, with the places that have it."""
+    """Group equal settings: each distinct value with the indices that have it."""
     found: list[tuple[dict[str, Any], list[int]]] = []
     for place, one in enumerate(settings):
         places = next((places for other, places in found if other == one), None)

@@ -111,7 +111,7 @@ class ChatRequest(_Fields):
 
     @property
     def num_characters(self) -> int:
-        """Of all messages."""
+        """Characters in all messages."""
         texts = [part.text for message in self.messages for part in message.content]
         return sum(map(len, texts)) + sum(len(message.reasoning_content or "") for message in self.messages)
 

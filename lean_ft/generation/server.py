@@ -3,10 +3,10 @@
 POST /v1/chat/completions   a completion, whole or streamed (server-sent events)
 GET  /v1/models             the model
 
-One thread computes up to `MOST_AT_ONCE` completions in turns. A turn is one token or one part of a prompt. A long prompt
-therefore delays others by one part, and a completion ends at its next turn after its client disconnects. Unsupported requests
-get an error that names the field (`lean_ft.generation.requests`). Without a token, the server only accepts requests to a
-loopback address with a JSON content type, so that no web page can call it.
+One thread computes up to `MOST_AT_ONCE` completions in turns. A turn is one token or one part of a prompt. A long
+prompt therefore delays others by one part, and a completion ends at its next turn after its client disconnects.
+Unsupported requests get an error that names the field (`lean_ft.generation.requests`). Without a token, the server only
+accepts requests to a loopback address with a JSON content type, so that no web page can call it.
 """
 
 import asyncio
@@ -52,8 +52,9 @@ _End = Exception | None  # the error that ended a completion, if any
 class ChatServer:
     """Serves `model` as `name` at `host` and `port` (0: a free port); `serve_forever` runs until `shutdown` or Ctrl-C.
 
-    `max_new_tokens` applies to requests without a length. With a `token`, requests must send it. Raises ValueError for a model
-    without a chat template, for a host other than loopback without a token, and for an address that cannot be used.
+    `max_new_tokens` applies to requests without a length. With a `token`, requests must send it. Raises ValueError for
+    a model without a chat template, for a host other than loopback without a token, and for an address that cannot be
+    used.
     """
 
     def __init__(
@@ -362,8 +363,8 @@ async def _events(
 
 
 async def _body(request: Request) -> bytes:
-    """The request's body. The rest of a body that is too long is read and dropped, since clients read the response only after
-    they sent everything; a body that is much too long is not read to its end."""
+    """The request's body. The rest of a body that is too long is read and dropped, since clients read the response only
+    after they sent everything; a body that is much too long is not read to its end."""
     too_long = Refused(413, f"the body is longer than {MOST_BODY_BYTES} bytes.")
     if int(request.headers.get("Content-Length", 0)) > 16 * MOST_BODY_BYTES:
         raise too_long

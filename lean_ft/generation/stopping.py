@@ -1,4 +1,4 @@
-"""What ends an answer."""
+"""Token ids that end a completion."""
 
 import json
 
@@ -7,7 +7,7 @@ from lean_ft.tokenizers import Tokenizer
 
 
 def stop_ids(model: Decoder, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that end a text: the tokenizer's eos, and those that the model's generation_config.json adds to it."""
+    """Return the ids that end a completion: the tokenizer's eos and those in the model's generation_config.json."""
     configured = json.loads(model.source.generation_config or b"{}").get("eos_token_id")
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(token for token in (*ids, tokenizer.eos_id) if token is not None)

@@ -1,4 +1,5 @@
-"""Tasks of lm-evaluation-harness (the extra `eval`) on a model in memory, by name or as YAML files of one's own."""
+"""Evaluation of a model in memory with tasks of lm-evaluation-harness (the extra `eval`), by name or from YAML
+files."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ Results = dict[str, dict[str, float]]  # task -> metric -> value
 
 
 def find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
-    """The harness's manager of tasks, and the tasks as it is asked for them. Raises ValueError where one is not there, or
-    the harness is not."""
+    """Return the harness's task manager, and the tasks' names or absolute paths.
+
+    Raises ValueError if a task does not exist or the harness is not installed.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("tasks are lm-evaluation-harness's: pip install 'lean-ft[eval]', or leave them out.")
     from lm_eval.tasks import TaskManager
@@ -38,17 +41,18 @@ def run_tasks(
     seed: int = 0,
     tokens_at_a_time: int | None = None,
 ) -> Results:
-    """What the model gets in each task; `limit` questions of each, and at most `tokens_at_a_time` positions a pass.
+    """Return the model's metrics in each task.
 
-    Seeds the process's random number generators, as the harness does. Raises ValueError as `find_tasks` does.
+    limit: number of questions per task; tokens_at_a_time: maximum positions per forward pass. The harness seeds the
+    process's random number generators. Raises ValueError as `find_tasks` does.
     """
     manager, names = find_tasks(tasks)
     from lm_eval import evaluator
 
     from lean_ft.generation.harness import TOKENS_AT_A_TIME, HarnessModel
 
-    harness: Any = evaluator  # whose wrappers hide its parameters
-    # It would ask git for a commit, which says "fatal" where the working folder is no checkout.
+    harness: Any = evaluator  # its decorators hide the parameters from type checkers
+    # The harness runs git, which prints "fatal" outside of a checkout.
     harness.get_git_commit_hash = lambda: None
     found = harness.simple_evaluate(
         HarnessModel(model, tokenizer, seed, tokens_at_a_time or TOKENS_AT_A_TIME),
@@ -63,7 +67,7 @@ def run_tasks(
         task: {
             name.partition(",")[0]: value
             for name, value in told.items()
-            if isinstance(value, int | float) and name != "sample_len"  # how many questions were asked
+            if isinstance(value, int | float) and name != "sample_len"  # the number of questions
         }
         for task, told in found["results"].items()
     }

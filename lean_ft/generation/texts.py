@@ -1,7 +1,7 @@
-"""Text in, text out: opens whatever training left, and answers prompts and chats with it.
+"""Text generation: opens models, runs and adapters, and completes prompts and chats.
 
-What samples tokens is `lean_ft.generation.decoding`; here are the questions around it: which folders, how a prompt is
-written, what ends an answer, and where a character is whole.
+`lean_ft.generation.decoding` samples the tokens. This module finds folders, renders prompts, sets stop conditions and
+decodes text.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from lean_ft.training.finished_models import find_base, find_finished, tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]
-"""A text; the messages of a chat; or a row: {"prompt": either} or {"messages": ...}, and `tools` where there are any."""
+"""A text; a chat's messages; or a row {"prompt": text or messages} or {"messages": ...}, optionally with `tools`."""
 
 _ROWS = {".jsonl", ".json", ".csv", ".tsv", ".parquet"}
 
@@ -36,11 +36,11 @@ def open_model(
     dtype: str | torch.dtype = "bfloat16",
     random_init: bool = False,
 ) -> tuple[Decoder, Tokenizer]:
-    """Returns the model that `path` names with its tokenizer, ready to be asked.
+    """Return a model for generation, and its tokenizer.
 
-    `path` is a model's folder, a checkpoint, a run (its newest whole checkpoint), a repository of the hub, `tiny`, or an
-    adapter or a run that trained one, which is put on its own model. Adapters in `adapter` add up; `auto` is the model
-    of the first. Raises ValueError where one of them is not there or not whole, and as `start` does for the device.
+    path: a model folder, a checkpoint, a run (its newest complete checkpoint), a Hub repository, `tiny`, or an adapter
+    or a run that trained one, which is loaded on its base model; `auto` is the base model of the first adapter. Several
+    adapters add up. Raises ValueError if a folder is missing or incomplete, or for an invalid device.
     """
     adapters = [find_finished(one, QUICK_BYTES) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:
@@ -67,9 +67,11 @@ def answers(
     chat: Literal["auto"] | bool = "auto",
     **sampling: Any,
 ) -> Iterator[str]:
-    """Yields the text that follows each prompt, in order, of `batch_size` prompts at a time; the rest is as in `generate`.
+    """Yield the completion of each prompt, in order, `batch_size` prompts at a time. Other arguments are those of
+    `generate`.
 
-    What is drawn does not depend on the batches: prompts that are the same are samples of one, counted over all of them."""
+    Samples do not depend on the batches: equal prompts are numbered across all batches.
+    """
     how, ids = asked_of(model, tokenizer, prompts, chat, sampling)
     numbers = sample_numbers(ids)
     for start in range(0, len(ids), batch_size):
@@ -92,12 +94,12 @@ def generate(
     chat: Literal["auto"] | bool = "auto",
     seed: int = 0,
 ) -> list[str]:
-    """Returns the text that follows each prompt; all are computed together, as far as the memory goes.
+    """Return the completion of each prompt. All prompts run together, as far as they fit in memory.
 
-    model: one that is loaded, or what `open_model` opens; tokenizer: None takes the one in its folder. chat: whether a
-    text is a user's message, written with the chat template; auto: where there is one. Of messages that end in an
-    answer, that answer is what is asked for. stop: texts that end an answer, and are left out of it. The rest is as in
-    `Sampling`. Raises ValueError as these do, and for a prompt that is none.
+    model: a loaded model, or a path for `open_model`; tokenizer: None loads the one in the model's folder; chat: render
+    a text as a user message with the chat template; `auto` does so if there is a template; stop: texts that end a
+    completion and are removed from it. If messages end with an assistant message, that message is generated. Other
+    arguments are those of `Sampling`. Raises ValueError as `open_model` and `Sampling` do, and for an invalid prompt.
     """
     if not isinstance(model, Decoder):
         model, own = open_model(model)
@@ -115,8 +117,8 @@ def generate(
 def stream(
     model: Decoder, tokenizer: Tokenizer, prompt: Prompt, *, chat: Literal["auto"] | bool, **sampling: Any
 ) -> Iterator[str]:
-    """The text that `generate` returns, as it grows. A character cut between two tokens waits for its second part, and what
-    may be the beginning of a stop text until it is told."""
+    """Yield the text of `generate` in pieces. Incomplete characters and possible beginnings of a stop text are held
+    back."""
     how, ids = asked_of(model, tokenizer, [prompt], chat, sampling)
     tokens = (token for (token,) in sample_steps(model, ids, how, tokenizer.decode))
     return (text for text in text_of(tokenizer, tokens, how.stop_texts) if text)
@@ -134,7 +136,7 @@ def text_of(tokenizer: Tokenizer, tokens: Iterable[int | None], stop_texts: Sequ
         if token is not None:
             ids.append(token)
             text = _text_after(tokenizer, ids, start, end)
-            if text and not text.endswith("\ufffd"):  # a character that is cut between two tokens waits
+            if text and not text.endswith("\ufffd"):  # hold back a character that is split between two tokens
                 pending += text
                 start, end, text = end, len(ids), ""
         piece = _before(pending, stop_texts, or_a_beginning=True)
@@ -145,13 +147,14 @@ def text_of(tokenizer: Tokenizer, tokens: Iterable[int | None], stop_texts: Sequ
 
 
 def _text_after(tokenizer: Tokenizer, ids: list[int], start: int, end: int) -> str:
-    """The text that ids[end:] add to that of ids[start:end]."""
+    """Return the text that ids[end:] add to the text of ids[start:end]."""
     before = tokenizer.decode(ids[start:end], skip_special_tokens=True)
     return tokenizer.decode(ids[start:], skip_special_tokens=True)[len(before) :]
 
 
 def _before(text: str, stop_texts: Sequence[str], or_a_beginning: bool = False) -> str:
-    """The part of `text` before the first stop text or, with `or_a_beginning`, before a beginning of one at its end."""
+    """Return `text` up to the first stop text, or with `or_a_beginning` up to the beginning of a stop text at its
+    end."""
     end = min((at for stop in stop_texts if (at := text.find(stop)) >= 0), default=len(text))
     if or_a_beginning and end == len(text):
         lengths = (n for stop in stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
@@ -160,8 +163,10 @@ def _before(text: str, stop_texts: Sequence[str], or_a_beginning: bool = False) 
 
 
 def read_prompts(file: Path) -> list[dict[str, Any]]:
-    """The prompts of a file, as rows: JSON, JSONL, CSV or Parquet of {"prompt"} or {"messages"}; one chat's messages as
-    JSON; any other text has a prompt a line. Raises ValueError for a row that is none, with its place.
+    """Return the prompts of a file as rows.
+
+    The file is JSON, JSONL, CSV, TSV or Parquet with the columns `prompt` or `messages`, JSON with the messages of one
+    chat, or a text file with one prompt per line. Raises ValueError for an invalid row, with its place.
     """
     if not _ROWS & set(file.suffixes):
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -182,7 +187,7 @@ def _is_chat(messages: Any) -> bool:
 
 
 def _asked(prompt: Prompt) -> Any:
-    """The text or the messages of a prompt. Raises ValueError where there are none."""
+    """Return the text or the messages of a prompt. Raise ValueError if it has neither."""
     asked = prompt.get("messages", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
     if isinstance(asked, str) or _is_chat(asked):
         return asked
@@ -199,7 +204,7 @@ def asked_of(
     chat: Literal["auto"] | bool,
     settings: dict[str, Any],
 ) -> tuple[Sampling, list[list[int]]]:
-    """How to sample, and the ids of the prompts."""
+    """Return the sampling settings and the ids of the prompts."""
     chat = tokenizer.chat_template is not None if chat == "auto" else chat
     settings = dict(settings)
     stop_texts = tuple(settings.pop("stop", ()))
