@@ -128,8 +128,8 @@ class Unpaired(Pairs):
         return ["desirable" if value else "undesirable" for value in values]
 
     def num_numbers(self, layout: Layout, num_epochs: int) -> int:
-        """Return the count of numbers in `pairs`, including mismatched completions of `num_epochs`; layout: of
-        training."""
+        """Number of values that `pairs` can take in `num_epochs`, with mismatched completions; layout: training
+        rows."""
         return _first_mismatched(layout) + num_epochs * len(layout.starts)
 
     def _mismatched(self, layout: Layout, documents: np.ndarray, epoch: int) -> UnpairedBatch | None:

@@ -18,7 +18,7 @@ CHATML = """\
 
 
 def bytes_tokenizer() -> HFTokenizer:
-    """One token a byte, so that tests can count tokens by hand."""
+    """Tokenizer with one token per byte, so that tests can count tokens by hand."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = HFTokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -30,14 +30,14 @@ def bytes_tokenizer() -> HFTokenizer:
 def build(folder: Path, **config: Any) -> Tokenizer:
     folder.mkdir()
     bytes_tokenizer().save(str(folder / "tokenizer.json"))
-    # Padding has the id of the token that ends a text: nothing may be told by that id.
+    # The padding token is the eos token, so the code must not identify padding by its id.
     config = {"eos_token": "<|end|>", "pad_token": "<|end|>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return load_tokenizer(folder)
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer) -> tuple[Documents, DataReport]:
-    """All documents of the source, in memory and without the cache."""
+    """Render all documents of the source in memory, without the cache."""
     parts = Parts(config, tokenizer, config.source)
     documents = [document for part in parts for document in part]
     return Documents.join(documents), parts.report
@@ -60,7 +60,7 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    """Writes rows as JSONL (or a string as it is) and returns the path."""
+    """Write rows as JSONL, or a string unchanged, and return the path."""
 
     def write(rows: list[Any] | str | bytes, name: str = "rows.jsonl") -> str:
         path = tmp_path / name
@@ -74,7 +74,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def config(write: Callable[..., str]) -> Callable[..., SFTDataConfig]:
-    """Settings for rows that are written to a file."""
+    """Write rows to a file and return settings for them."""
 
     def make(rows: list[Any] | str, **settings: Any) -> SFTDataConfig:
         return SFTDataConfig(**{"source": write(rows), "max_length": 64, **settings})

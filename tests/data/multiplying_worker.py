@@ -1,4 +1,4 @@
-"""A worker for test_workers.py: multiplies, and does as it is told."""
+"""Worker function for test_workers.py: multiplies items and executes commands."""
 
 import os
 import signal

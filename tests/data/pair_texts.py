@@ -1,4 +1,4 @@
-"""The texts that a batch of pairs stands for, wherever it keeps their prompts."""
+"""Reconstruct the texts of a batch of pairs, with or without shared prompts."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -8,11 +8,11 @@ import torch
 from lean_ft.data import PairBatch
 
 Text = tuple[list[int], list[int]]
-"""Ids, and what each has to predict: -100 where that is nothing."""
+"""Ids, and the label that each id predicts; -100 without a label."""
 
 
 def texts_of(batch: PairBatch) -> Iterator[tuple[int, Text, Text]]:
-    """Of each pair its number, and the texts with the chosen and the rejected answer, without padding."""
+    """Yield each pair's number and its chosen and rejected texts, without padding."""
     assert batch.is_token is not None
     width = batch.input_ids.shape[1]
     bounds = range(0, batch.num_tokens + 1, width) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()

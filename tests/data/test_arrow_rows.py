@@ -1,4 +1,4 @@
-"""Rows of Parquet files and of Hugging Face datasets, which come from folders here: nothing is downloaded."""
+"""Rows of Parquet files and Hugging Face datasets. Datasets are local folders; nothing is downloaded."""
 
 import hashlib
 import importlib
@@ -25,7 +25,7 @@ ROWS: list[dict[str, Any]] = [{"messages": [CALL], "note": None}, {"messages": [
 
 
 def expected() -> list[dict[str, Any]]:
-    # Columns hold one type: what a row lacks comes as null, and inside of objects that is not told from absence.
+    # Arrow fills missing names with null; nulls in nested objects are treated as absent.
     return [{"messages": [{k: v for k, v in CALL.items() if v is not None}], "note": None}, ROWS[1]]
 
 
@@ -77,7 +77,7 @@ def test_a_saved_dataset(tmp_path: Path):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch) -> str:
-    """A dataset in the layout of the hub's repositories, with two subsets, named as by somebody in its parent."""
+    """A local dataset in the layout of a Hub repository, with two subsets, loaded as `org/name`."""
     folder = tmp_path / "org" / "name"
     for subset, rows in (("main", ROWS), ("other", ROWS[1:])):
         (folder / subset).mkdir(parents=True)
@@ -88,7 +88,7 @@ def hub(tmp_path: Path, monkeypatch) -> str:
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    load = datasets.load_dataset  # the boundary: `org/name` is on no hub here, but in a folder
+    load = datasets.load_dataset  # mocked boundary: `org/name` is a local folder, not on the Hub
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *a, **k: load(str(tmp_path / name), *a, **k))
     return "org/name"
 
@@ -128,7 +128,7 @@ def test_a_dataset_is_prepared_once(tmp_path: Path, plain_tokenizer, monkeypatch
     datasets.DatasetDict(train=first, test=first.select([1])).save_to_disk(tmp_path / "data")
     made = prepare("data")
     assert made.key is not None
-    monkeypatch.setattr(arrow_rows.Row, "__init__", None)  # from here on no row can be read
+    monkeypatch.setattr(arrow_rows.Row, "__init__", None)  # fails if a row is read
     again = prepare("data")
     assert again.key == made.key and len(again.documents) == 2
     monkeypatch.undo()

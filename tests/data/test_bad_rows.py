@@ -1,4 +1,4 @@
-"""Rows that cannot be read stop the preparation, or are left out, counted and capped."""
+"""Unreadable rows raise an error, or are skipped and counted up to a limit."""
 
 import json
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_bad_rows_are_capped(config: Config, chat_tokenizer):
     ):
         prepare(config(rows, on_bad_row="skip", max_bad_rows=2), chat_tokenizer)
     assert prepare(config(rows, on_bad_row="skip", max_bad_rows=3), chat_tokenizer)[1].kept == 3000
-    # Over all parts that are read together, not in each.
+    # The limit applies to all parts together, not to each part.
     rows = ([GOOD] * 1023 + [{"text": "no"}]) * 3
     with pytest.raises(ValueError, match="more than data.max_bad_rows=2"):
         prepare(config(rows, on_bad_row="skip", max_bad_rows=2), chat_tokenizer)
@@ -111,7 +111,7 @@ def test_control_tokens_that_a_user_typed_are_text(config: Config, chat_tokenize
     ids, mask = documents[0]
     end = chat_tokenizer.encode("<|im_end|>")[0]
     assert chat_tokenizer.decode(ids).count("<|im_end|>") == 4
-    assert (ids == end).sum() == 2  # those that the template wrote
+    assert (ids == end).sum() == 2  # the two written by the template
     assert chat_tokenizer.decode(ids[mask]) == "no <|im_end|>!<|im_end|>"
     assert np.flatnonzero(ids == end)[1] == np.flatnonzero(mask)[-1]
 

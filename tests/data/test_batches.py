@@ -1,5 +1,4 @@
-"""Batches hold the documents with labels that an independent reading of them gives, in an order that can be
-resumed."""
+"""Batches match an independent computation of documents and labels, and their order can be resumed."""
 
 import itertools
 import json
@@ -27,7 +26,7 @@ def rows(number: int = 37) -> list[dict[str, str]]:
 
 
 def documents_of(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
-    """(ids, labels, positions) of each document and each stretch of padding, by cu_seqlens or by rows."""
+    """(ids, labels, positions) of each document and each padding segment, split by cu_seqlens or by rows."""
     num_rows, num_columns = batch.input_ids.shape
     if batch.cu_seqlens is None:
         bounds = list(range(0, num_rows * num_columns + 1, num_columns))
@@ -38,7 +37,7 @@ def documents_of(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
 
 
 def expected_documents(rows: list[dict[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """(ids, labels) of each row, by counting characters: the tokenizer gives one token a byte."""
+    """(ids, labels) of each row, by counting characters: the tokenizer has one token per byte."""
     expected = []
     for row in rows:
         ids = [*tokenizer.encode(row["prompt"] + row["completion"]), tokenizer.eos_id]
@@ -88,9 +87,9 @@ def test_packed_rows_have_one_shape_and_boundaries_that_cover_it(config: Config,
         assert batch.cu_seqlens.dtype == torch.int32
         bounds = batch.cu_seqlens.tolist()
         assert bounds[: bounds.index(BATCH_SIZE * 64) + 1] == sorted(set(bounds))
-        assert set(bounds[bounds.index(BATCH_SIZE * 64) :]) == {BATCH_SIZE * 64}  # nothing but the end behind it
+        assert set(bounds[bounds.index(BATCH_SIZE * 64) :]) == {BATCH_SIZE * 64}  # only the repeated end follows
         assert (bounds[0], bounds[-1]) == (0, BATCH_SIZE * 64)
-        assert set(range(0, BATCH_SIZE * 64, 64)) <= set(bounds)  # no document goes on in the next row
+        assert set(range(0, BATCH_SIZE * 64, 64)) <= set(bounds)  # no document continues in the next row
 
 
 def test_a_short_last_batch_is_filled_with_empty_rows_when_packed(config: Config, plain_tokenizer):
@@ -108,15 +107,15 @@ def test_a_short_last_batch_is_filled_with_empty_rows_when_packed(config: Config
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
 def test_what_is_padding_is_told(config: Config, plain_tokenizer, packing: str):
-    lengths = (3, 40, 11, 63, 20)  # each and the token that ends it
+    lengths = (3, 40, 11, 63, 20)  # plus eos each
     texts = [{"text": "a" * length} for length in lengths]
     batches, _ = sft_batches(config(texts, packing=packing, train_on="all"), plain_tokenizer, BATCH_SIZE, seed=0)
     masks = [(batch.is_token, batch.labels != -100) for batch in epoch(batches)]
     assert sum(int(is_token.sum()) for is_token, _ in masks) == sum(lengths) + len(lengths)
     for is_token, has_label in masks:
         assert is_token.shape == has_label.shape
-        assert (is_token | ~has_label).all()  # no label on padding
-        assert (is_token[:, 1:] <= is_token[:, :-1]).all()  # which is at the end of a row
+        assert (is_token | ~has_label).all()  # padding has no label
+        assert (is_token[:, 1:] <= is_token[:, :-1]).all()  # padding is at the end of a row
 
 
 @pytest.mark.parametrize(("length", "columns"), [(3, 8), (8, 8), (9, 16), (58, 60), (60, 60)])
@@ -147,7 +146,7 @@ def test_padding_free_makes_a_batch_one_row_of_whole_documents(config: Config, p
         assert batch.cu_seqlens is not None
         assert len(batch.cu_seqlens) == 5
         documents = [len(labels) for _, labels, _ in documents_of(batch) if any(label != -100 for label in labels)]
-        assert batch.input_ids.shape == (1, -(-sum(documents) // 8) * 8)  # padded at its end alone, by 7 at most
+        assert batch.input_ids.shape == (1, -(-sum(documents) // 8) * 8)  # padded only at its end, by at most 7
         assert batch.input_ids.shape[1] - sum(documents) < 8
         lengths += documents
     assert sorted(lengths) == [len(row["text"]) + 1 for row in texts]
@@ -171,7 +170,7 @@ class TestTokenBudget:
         taken = epoch(batches)
         assert max(batch.num_tokens for batch in taken) <= 512
         positions, real = sum(batch.num_tokens for batch in taken), batches.report.tokens
-        assert real / positions > 0.85  # a multiple of 8 costs 8 % at these lengths, batches at random cost 50 %
+        assert real / positions > 0.85  # rounding to 8 wastes 8% at these lengths; random batches waste 50%
         assert np.median([batch.num_tokens for batch in taken]) > 0.9 * 512
         assert sum(batch.num_targets for batch in taken) == batches.report.target_tokens
         assert held_out is not None
@@ -188,7 +187,7 @@ class TestTokenBudget:
             return sorted(plain_tokenizer.decode(row)[:3] for ids in taken for row in ids)
 
         assert rows(first) == rows(second) == [f"{i:03}" for i in range(200)]
-        assert sorted(map(str, first)) != sorted(map(str, second))  # other rows together, too
+        assert sorted(map(str, first)) != sorted(map(str, second))  # batches also group different rows
 
     @pytest.mark.parametrize(
         ("settings", "reason"),
@@ -236,7 +235,7 @@ class TestOrder:
             documents = [document[:2] for batch in epoch(batches) for document in documents_of(batch)]
             found.append([(ids, labels) for ids, labels in documents if set(labels) > {-100}])
         assert found[0] == found[1]
-        if packing == "bfd":  # the order that rows were packed in: the fullest first
+        if packing == "bfd":  # rows are in packing order: fullest first
             return
         for (ids, labels), (row, targets) in zip(found[0], expected_documents(rows(), plain_tokenizer), strict=True):
             assert (ids[: len(row)], labels[: len(row)]) == (row, targets)
@@ -260,7 +259,7 @@ class TestOrder:
 
         def fresh() -> Batches:
             batches = sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=5)[0]
-            assert 4 <= batches.batches_per_epoch <= 6  # the places are in the first epoch, at its end, and beyond
+            assert 4 <= batches.batches_per_epoch <= 6  # num_taken covers the first epoch, its end, and later epochs
             return batches
 
         uninterrupted, interrupted, resumed = fresh(), fresh(), fresh()
@@ -285,7 +284,7 @@ class TestOrder:
         batches().load_state_dict(state)
         for other, reason in (
             (batches(seed=1), "seed changed"),
-            (batches(batch_size=3), "batch_size changed"),  # four rows are no whole batches of three
+            (batches(batch_size=3), "batch_size changed"),  # four rows do not fill whole batches of three
             (batches(21), "data .* changed"),
             (batches(max_length=63), "data .* changed"),
             (batches(train_on="all"), "data .* changed"),
@@ -363,7 +362,7 @@ class TestEvaluation:
         path = write([{"text": f"row {i}"} for i in range(10)], "validation.jsonl")
         _, held_out = sft_batches(config(rows(), validation_source=path), plain_tokenizer, 2, seed=0)
         assert held_out is not None
-        [next(iter(held_out)) for _ in range(3)]  # an evaluation that was stopped
+        [next(iter(held_out)) for _ in range(3)]  # interrupted evaluations
         first, second = list(held_out), list(held_out)
         assert [one is other for one, other in zip(first, second, strict=True)] == [i < num_kept for i in range(5)]
         for one, other in zip(first, second, strict=True):
@@ -421,9 +420,9 @@ def test_rows_that_are_all_full_make_the_longest_batch(kind: Any, settings: dict
 )
 @pytest.mark.parametrize("kind", ["texts", "pairs", "sharing", "unpaired"])
 def test_a_batch_tells_what_it_has_before_it_is_built(kind: str, settings: dict[str, Any], write, plain_tokenizer):
-    """So each of many ranks builds its own, and knows what the others' have."""
+    """Each rank builds only its own batches, but needs the counts of other ranks' batches."""
     texts, names = rows(), ["num_targets", "num_tokens"]
-    if kind == "texts":  # trained from their first token on
+    if kind == "texts":  # trained from the first token
         texts = [{"text": row["completion"]} for row in texts]
     else:
         if settings.get("packing") in ("bfd_split", "wrapped"):

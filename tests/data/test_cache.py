@@ -1,4 +1,4 @@
-"""Prepared data on disk: whole or not there, found again, noticed when its source changes, and never in the way."""
+"""On-disk cache: entries are complete or absent, reused, invalidated by source changes, and limited in size."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def write_numbers(folder: Path, key: str, count: int = 10) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != "files")  # that one remembers hashes
+    return sorted(path.name for path in folder.iterdir() if path.name != "files")  # `files` stores content hashes
 
 
 class TestEntries:
@@ -110,12 +110,12 @@ class TestEntries:
         for i, key in enumerate("abc"):
             write_numbers(tmp_path, key, 1000)
             os.utime(tmp_path / key / "about.json", (i, i))
-        entry = read_entry(tmp_path, "a")  # used just now
+        entry = read_entry(tmp_path, "a")  # now the most recently used
         assert entry is not None
         assert limit_size(tmp_path, 1e6, keep=set()) == []
         assert limit_size(tmp_path, 9000, keep=set()) == ["b"]
         assert limit_size(tmp_path, 1, keep={"c"}) == ["a"]
-        assert entry[0]["numbers"].sum() == 499_500  # still mapped, though it was deleted
+        assert entry[0]["numbers"].sum() == 499_500  # still mapped after deletion
 
     def test_an_unkept_entry_takes_no_name(self, tmp_path: Path):
         arrays, _ = load_entry(tmp_path, None, lambda writer: writer.append({"numbers": np.arange(5)}))
@@ -154,13 +154,13 @@ class TestContent:
         first = content_digest(file, remembered)
         monkeypatch.setattr(cache, "READ_BYTES", None)
         assert content_digest(file, remembered) == first
-        with pytest.raises(TypeError):  # as reading it again would
+        with pytest.raises(TypeError):  # reading the file raises
             content_digest(file, tmp_path / "other")
 
     def test_a_change_is_noticed_even_of_one_size_and_time(self, file: Path, tmp_path: Path, monkeypatch):
         monkeypatch.setattr(cache, "SETTLED_SECONDS", -1.0)
         first, times = content_digest(file, tmp_path / "files"), file.stat()
-        time.sleep(0.02)  # a tick of the kernel's clock
+        time.sleep(0.02)  # longer than a tick of the kernel's clock
         file.write_text("two")
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         assert content_digest(file, tmp_path / "files") != first
@@ -173,11 +173,11 @@ class TestContent:
 
 
 class TestPrepared:
-    """The same batches from the cache as from the rows, and rows read only when they must be."""
+    """Batches from the cache equal batches from the rows, and rows are read only when needed."""
 
     @pytest.fixture
     def reads(self, monkeypatch) -> list[str]:
-        """A line for every source that is read for its rows."""
+        """Log with an item for each source whose rows are read."""
         read: list[str] = []
         original = prepare.Parts.__init__
 
@@ -214,7 +214,7 @@ class TestPrepared:
         self, write: Callable[..., str], tmp_path: Path, plain_tokenizer, chat_tokenizer, reads: list[str], monkeypatch
     ):
         def start(source: str, tokenizer: Any = plain_tokenizer, batch_size: int = 2, **settings: Any) -> int:
-            """How many times rows were read for it."""
+            """Prepare batches and return how many sources were read."""
             reads.clear()
             config = SFTDataConfig(**{"source": source, "max_length": 32, "cache_dir": tmp_path / "c", **settings})
             sft_batches(config, tokenizer, batch_size, seed=0)
@@ -225,7 +225,7 @@ class TestPrepared:
         assert start(path) == start(moved) == start(path, batch_size=3) == start(path, validation_fraction=0.5) == 0
         assert start(path, packing="bfd") == start(path, num_processes=1, cache_gib=1.0) == 0
         assert start(path, max_length=16) == start(path, train_on="all") == start(path, tokenizer=chat_tokenizer) == 1
-        assert start(path, packing="wrapped", max_length=20) == 1  # no length is too long
+        assert start(path, packing="wrapped", max_length=20) == 1  # wrapped has no length limit
         assert start(path, packing="bfd_split", max_length=16) == 0
         write(ROWS[:-1])
         assert start(path) == 1

@@ -1,4 +1,4 @@
-"""Chats of every make become the same messages; what is wrong is said with the message that it is in."""
+"""All chat formats convert to the same messages; errors name the invalid message."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_messages_that_are_not_trained():
     ]
     chat = read_chat(value, "messages")
     assert chat.untrained == {0, 1, 2}
-    assert all(message.keys() == {"role", "content"} for message in chat.messages)  # templates need not know
+    assert all(message.keys() == {"role", "content"} for message in chat.messages)  # no other keys
 
 
 @pytest.mark.parametrize("value", [None, [], "", "[]"])

@@ -1,4 +1,4 @@
-"""What becomes of rows that are too long or hold nothing to train on, and how tokens are counted."""
+"""Truncated and dropped rows, and token counts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def test_documents_are_the_tokenised_rows(config: Config, plain_tokenizer):
         assert trained.tolist() == [i >= len(row["prompt"]) for i in range(len(text) + 1)]
     assert documents.tokens.dtype == np.int32
     assert report.tokens == sum(len(row["prompt"] + row["completion"]) + 1 for row in rows)
-    # Each completion and its eos are labels, unless nothing stands before the first token to predict it from.
+    # Each completion and its eos are labels. Without a prompt, nothing predicts the first token.
     assert report.target_tokens == sum(len(row["completion"]) + 1 - (not row["prompt"]) for row in rows)
 
 
@@ -151,7 +151,7 @@ def test_truncation_from_the_left_keeps_the_end(config: Config, plain_tokenizer)
     assert plain_tokenizer.decode(ids) == "ppppabc<|end|>"
     assert trained.tolist() == [False] * 4 + [True] * 4
     assert plain_tokenizer.decode(documents[1][0]) == "c" * 7 + "<|end|>"
-    assert documents.num_targets.tolist() == [4, 7]  # nothing predicts the first token that is left
+    assert documents.num_targets.tolist() == [4, 7]  # nothing predicts the first remaining token
     assert (report.truncated, report.lost_tokens) == (2, 6 + 22)
 
 

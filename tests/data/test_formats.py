@@ -1,4 +1,4 @@
-"""Rows of every format become the text, or the ids, that the table in `lean_ft.data.formats` says; formats are told apart."""
+"""Rows of each format are rendered as in the table of `lean_ft.data.formats`; formats are detected."""
 
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_without_chat_strings_become_what_a_model_without_a_template_reads(
     found = sequences(chat_tokenizer, chat=False, separator=separator)
     assert found == expected
     plain = sequences(plain_tokenizer, separator=separator)
-    assert [(ids[:-1], mask) for ids, mask in found] == [(ids[:-1], mask) for ids, mask in plain]  # their eos differ
+    assert [(ids[:-1], mask) for ids, mask in found] == [(ids[:-1], mask) for ids, mask in plain]  # eos differs
     assert sequences(chat_tokenizer) == sequences(chat_tokenizer, chat=True) != expected
 
 
@@ -259,7 +259,7 @@ def detect(*fields: dict[str, Any], **settings: Any) -> str:
 )
 def test_detection(fields: dict[str, Any], name: str):
     assert detect(fields) == name
-    # A format fits only if it fits every row that is looked at.
+    # A format matches only if it matches every inspected row.
     with pytest.raises(ValueError, match="3 rows are not of one format:") as error:
         detect(fields, {"other": 1}, fields)
     lines = str(error.value).splitlines()

@@ -1,4 +1,4 @@
-"""Masks are those of transformers where a template marks what the assistant says, in rows of every make."""
+"""Trained masks equal those of transformers for templates that mark assistant text, in all row formats."""
 
 import importlib.util
 import json
@@ -70,7 +70,7 @@ def render(tokenizer: Tokenizer, fields: dict[str, Any], **settings: Any) -> tup
 
 
 def said(tokenizer: Tokenizer, rendered: tuple[list[int], list[bool]]) -> list[str]:
-    """The trained stretches, as text."""
+    """Trained spans, as text."""
     grouped = groupby(zip(*rendered, strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([i for i, _ in group]) for trained, group in grouped if trained]
 

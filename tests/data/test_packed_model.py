@@ -1,4 +1,4 @@
-"""What a model makes of packed batches: documents never see each other, and compiled layers are compiled once."""
+"""A model on packed batches: documents do not attend to each other, and layers are compiled once."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Texts of many lengths, so that rows hold from one document to a dozen."""
+    """Texts of various lengths, so that rows hold 1 to 12 documents."""
     generator = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     lengths = [*generator.integers(1, 12, size=60), *generator.integers(30, 90, size=12)]
@@ -37,7 +37,7 @@ def batches_of(source: str, packing: str, **settings: Any):
 
 
 def spans(batch: Batch) -> Iterator[slice]:
-    """Of the documents with a label, in the flattened batch."""
+    """Bounds of the documents with a label, in the flattened batch."""
     assert batch.cu_seqlens is not None
     labels = batch.labels.flatten()
     for first, last in itertools.pairwise(batch.cu_seqlens.tolist()):
@@ -96,7 +96,7 @@ def test_the_repeated_end_of_cu_seqlens_changes_nothing(source: str, device: str
 
 @pytest.mark.parametrize(
     ("packing", "most"),
-    [("bfd", 1), ("bfd_split", 1), ("wrapped", 1), ("padding_free", 2)],  # rows of any length: the second is for all
+    [("bfd", 1), ("bfd_split", 1), ("wrapped", 1), ("padding_free", 2)],  # 2: recompiled once for dynamic row length
 )
 def test_layers_are_compiled_once_for_training_and_evaluation(source: str, packing: str, most: int):
     torch._dynamo.reset()
@@ -115,7 +115,7 @@ def test_layers_are_compiled_once_for_training_and_evaluation(source: str, packi
 
 @pytest.mark.parametrize("settings", [{"packing": "bfd"}, {"batch_tokens": 96}], ids=str)
 def test_a_second_start_goes_on_at_any_place(source: str, settings: dict[str, Any], tmp_path: Path):
-    """With the cache filled by the first start, as a resumed run finds it, and over the end of an epoch."""
+    """Resume across the end of an epoch, with the cache filled by the first start."""
 
     def start():
         config = SFTDataConfig(source=source, max_length=48, cache_dir=tmp_path / "cache", **settings)

@@ -1,4 +1,4 @@
-"""Packings hold every document once and waste little; best-fit decreasing is the textbook's."""
+"""Packings hold every document once with little waste; best-fit decreasing equals the textbook algorithm."""
 
 import itertools
 import time
@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=80)
 
 
 def one_by_one(lengths: list[int]) -> list[int]:
-    """Best-fit decreasing as it is defined: the room left in each row, in O(n^2)."""
+    """Room left in each row by textbook best-fit decreasing, in O(n^2)."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
@@ -31,7 +31,7 @@ def one_by_one(lengths: list[int]) -> list[int]:
 
 
 def rooms(lengths: list[int], documents: np.ndarray, offsets: np.ndarray) -> list[int]:
-    """The room left in each row; checks that every document is in one row, and no row too full."""
+    """Return the room left in each row; check that every document is in exactly one row and no row overflows."""
     assert sorted(documents.tolist()) == list(range(len(lengths)))
     assert (offsets[0], offsets[-1]) == (0, len(lengths))
     rows = [documents[first:last] for first, last in itertools.pairwise(offsets)]
@@ -57,7 +57,7 @@ def test_filling_and_the_better_of_both(lengths: list[int]):
 
 
 def test_filling_finds_rows_that_best_fit_decreasing_misses():
-    # 6 + 5 + 5 = 16 in each of three rows; the longest first makes 6 + 6, 6 + 5 + 5 and leaves two rows open.
+    # Optimal: 6 + 5 + 5 = 16 in each of three rows. Best-fit decreasing makes 6 + 6 and 6 + 5 + 5, and needs a 4th row.
     lengths = np.array([6, 6, 6, 5, 5, 5, 5, 5, 5])
     assert len(best_fit_decreasing(lengths, 16)[1]) - 1 == 4
     assert len(pack(lengths, 16)[1]) - 1 == 3
@@ -73,14 +73,14 @@ def test_a_million_documents_take_seconds(longest: int):
     lengths = np.random.default_rng(0).integers(1, longest + 1, size=1_000_000)
     start = time.process_time()
     _, offsets = pack(lengths, longest)
-    assert time.process_time() - start < 30  # 1 s and 5 s on the machine this was written on
+    assert time.process_time() - start < 30  # measured: 1 s and 5 s
     assert lengths.sum() / ((len(offsets) - 1) * longest) > 0.998
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 4 * CAPACITY), min_size=1, max_size=40))
 def test_cutting_loses_no_token(lengths: list[int]):
-    """Against cutting a list of tokens, each named by its document and place."""
+    """Compare with cutting a list of (document, position) tokens."""
     texts = [[(document, place) for place in range(length)] for document, length in enumerate(lengths)]
 
     def tokens(pieces) -> list[list[tuple[int, int]]]:
@@ -101,13 +101,13 @@ def test_cutting_loses_no_token(lengths: list[int]):
 
 
 class TestPublishedExamples:
-    """What TRL 1.16's `pack_dataset` documents, and returns, for these four sequences at a length of 4."""
+    """Documented results of TRL 1.16's `pack_dataset` for these four sequences and length 4."""
 
     def rows(self, packing: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         """Ids, labels and positions of the packed rows, without padding."""
         texts = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]
         if packing == "bfd":
-            texts[0] = texts[0][:4]  # cut before packing, where it is counted
+            texts[0] = texts[0][:4]  # truncated before packing, where truncation is counted
         tokens = np.array(list(itertools.chain(*texts)), dtype=np.int32)
         lengths = np.array(list(map(len, texts)))
         documents = Documents.of(tokens, np.ones(len(tokens), dtype=bool), lengths, lengths - 1)
@@ -132,14 +132,14 @@ class TestPublishedExamples:
     def test_bfd_split(self):
         ids, labels, positions = self.rows("bfd_split")
         assert ids == [[1, 2, 3, 4], [8, 9, 10, 5], [6, 7, 11]]
-        # The 5, cut off, is still predicted where it would have been.
+        # The cut-off token 5 is still predicted by the token before it.
         assert labels == [[2, 3, 4, 5], [9, 10, -100, -100], [7, -100, -100]]
         assert positions == [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0]]
 
     def test_wrapped(self):
         ids, labels, positions = self.rows("wrapped")
         assert ids == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
-        # One text: a document's first token is predicted by the one before it, a row's first token by none.
+        # One text: the previous document predicts a document's first token; nothing predicts a row's first token.
         assert labels == [[2, 3, 4, -100], [6, 7, 8, -100], [10, 11, -100]]
         assert positions == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2]]
         assert "see each other" in str(self.report)

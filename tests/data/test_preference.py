@@ -1,4 +1,4 @@
-"""Pairs become one prompt and two answers, whichever way they are written, and are cut in the order promised."""
+"""All forms of pairs become one prompt and two answers, and are truncated in the documented order."""
 
 import itertools
 from typing import Any
@@ -71,7 +71,7 @@ def test_answers_of_several_turns(chat_tokenizer):
         == "a<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     )
     assert chat_tokenizer.decode(pair.chosen[0][pair.chosen[1]]) == "a<|im_end|>b<|im_end|>"
-    # An earlier answer that both share is a part of the prompt.
+    # An earlier answer common to both sides is part of the prompt.
     shared = [user("q"), assistant("a"), user("r")]
     (pair,), _ = render(chat_tokenizer, {"chosen": [*shared, assistant("b")], "rejected": [*shared, assistant("c")]})
     assert texts(chat_tokenizer, pair)[1:] == ["b<|im_end|>", "c<|im_end|>"]
@@ -85,11 +85,11 @@ def test_texts(plain_tokenizer):
         (pair,), _ = render(plain_tokenizer, fields)
         prompt, chosen, rejected = texts(plain_tokenizer, pair)
         assert (prompt + chosen, prompt + rejected) == ("Q: why?\n\nA: the cat<|end|>", "Q: why?\n\nA: the dog<|end|>")
-        assert prompt == fields.get("prompt", "Q: why?\n\nA: the")  # what both say is no difference to learn
+        assert prompt == fields.get("prompt", "Q: why?\n\nA: the")  # the common text is part of the prompt
 
 
 def reference(prompt: list[int], answers: list[list[int]], max_prompt, max_completion, max_length, side):
-    """The cutting in plain lists; None where the pair is dropped."""
+    """Truncate plain lists; return None if the pair is dropped."""
     prompt = prompt[-max_prompt:] if max_prompt else prompt
     answers = [answer[:max_completion] if max_completion else answer for answer in answers]
     if side == "right":
@@ -173,7 +173,7 @@ def test_rows_that_are_no_pair(fields: dict[str, Any], message: str, chat_tokeni
 
 @pytest.mark.parametrize("overflow", ["drop", "raise"])
 def test_a_pair_that_is_too_long_need_not_be_cut(overflow: str, plain_tokenizer):
-    rows = [{"prompt": "pp", "chosen": "a" * n, "rejected": "b"} for n in (5, 6, 20)]  # and the token that ends it
+    rows = [{"prompt": "pp", "chosen": "a" * n, "rejected": "b"} for n in (5, 6, 20)]  # plus eos
     settings: dict[str, Any] = {"max_length": 8, "overflow": overflow}
     if overflow == "raise":
         with pytest.raises(ValueError, match=r"line 2: 9 tokens, more than data.max_length=8"):
@@ -182,12 +182,12 @@ def test_a_pair_that_is_too_long_need_not_be_cut(overflow: str, plain_tokenizer)
     pairs, report = render(plain_tokenizer, *rows, **settings)
     assert [len(pair.chosen[0]) for pair in pairs] == [6]
     assert (report.dropped, report.truncated) == ({"longer than max_length": 2}, 0)
-    # Not too long once the limits of its own have cut it.
+    # max_completion_length truncates the long answer first, so the pair fits.
     assert render(plain_tokenizer, *rows, **settings, max_completion_length=6)[1].kept == 3
 
 
 def documents_of(batch) -> list[tuple[list[int], list[int]]]:
-    """(ids, labels) of what has labels, in the order in which it stands in the batch."""
+    """(ids, labels) of the documents with labels, in batch order."""
     width = batch.input_ids.shape[1]
     bounds = range(0, batch.num_tokens + 1, width) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
@@ -215,7 +215,7 @@ def test_batches_hold_chosen_and_rejected_in_turn(layout: dict[str, Any], write,
     seen = []
     for batch in [*taken, *held_out]:
         if layout.get("packing") == "bfd":
-            assert batch.input_ids.shape == (3, 64)  # room for both sides, each of max_length
+            assert batch.input_ids.shape == (3, 64)  # room for two sides of max_length
         documents = documents_of(batch)
         for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
             row = PAIRS[int(plain_tokenizer.decode(chosen[0]).lstrip("p").partition("+")[0])]
@@ -235,7 +235,7 @@ def test_batches_hold_chosen_and_rejected_in_turn(layout: dict[str, Any], write,
     "layout", [{}, {"packing": "bfd"}, {"packing": "padding_free"}, {"batch_tokens": 160}], ids=str
 )
 def test_a_shared_prompt_stands_once_and_the_texts_are_the_same(layout: dict[str, Any], write, plain_tokenizer):
-    """Prompts of every length, of none at all, and answers of a token."""
+    """Prompts of different lengths, empty prompts, and answers of one token."""
     no_prompt = [{"chosen": f"c{i}", "rejected": f"r{i}"} for i in range(3)]
     source = write([*PAIRS, *no_prompt])
     config = PreferenceDataConfig(source=source, max_length=32, max_prompt_length=4, validation_fraction=0.25, **layout)
@@ -260,7 +260,7 @@ def test_a_shared_prompt_stands_once_and_the_texts_are_the_same(layout: dict[str
 
 
 def _same_ids(chosen: Text, rejected: Text) -> int:
-    """The ids that both begin with and that answer nothing."""
+    """Number of common prompt ids."""
     first = [next(i for i, label in enumerate(labels) if label != -100) + 1 for _, labels in (chosen, rejected)]
     pairs = zip(chosen[0], rejected[0], strict=False)
     return min(*first, next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), 99))

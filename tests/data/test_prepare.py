@@ -1,4 +1,4 @@
-"""Weights of sources: exact proportions, drawn by the seed, with held-out rows left alone. Contexts and templates of models."""
+"""Source weights (exact proportions, drawn by seed, held-out rows unchanged), context lengths and chat templates."""
 
 import json
 import pickle
@@ -55,7 +55,7 @@ def test_an_epoch_shows_each_source_as_often_as_it_should(write: Callable[..., s
     assert (batches.report.rows, batches.report.kept) == (40, 50)
     plain = SFTDataConfig(source=[source["path"] for source in sources(write, (1, 1))])  # pyright: ignore
     assert sft_batches(plain, plain_tokenizer, 4, seed=0)[0].fingerprint != batches.fingerprint
-    # A half is drawn by the seed, so another seed is other data.
+    # The seed draws the half, so another seed gives other data.
     assert sft_batches(config, plain_tokenizer, 4, seed=1)[0].fingerprint != batches.fingerprint
 
 
@@ -88,7 +88,7 @@ def test_held_out_sources_have_no_weights():
 
 @pytest.fixture
 def short_tokenizer(tmp_path):
-    """Of a model for texts of 16 tokens."""
+    """Tokenizer of a model with a context of 16 tokens."""
     folder = build(tmp_path / "model").folder
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
     return load_tokenizer(folder)
@@ -102,7 +102,7 @@ def short_tokenizer(tmp_path):
         ({"packing": "bfd_split", "max_length": 32}, 2),
         ({"packing": "bfd_split", "max_length": 16}, 0),
         ({"packing": "wrapped", "max_length": 32}, 2),  # a row is one text: of 32, 32 and 10 tokens
-        ({"packing": "padding_free", "max_length": 16}, 2),  # cuts nothing
+        ({"packing": "padding_free", "max_length": 16}, 2),  # no truncation
     ],
 )
 def test_texts_beyond_the_models_context_are_counted(write, short_tokenizer, settings, number):
@@ -135,7 +135,7 @@ def test_another_chat_template_is_other_data_and_must_be_the_tokenizers(write, c
     moved = SFTDataConfig(source=config.source, chat_template=tmp_path / "moved.jinja")
     again = load_tokenizer(chat_tokenizer.folder, moved.chat_template)
     assert sft_batches(moved, again, 1, seed=0)[0].fingerprint == batches.fingerprint != plain.fingerprint
-    # Processes that render get it, too.
+    # Worker processes use it as well.
     assert (
         pickle.loads(pickle.dumps(tokenizer)).chat_template == tokenizer.chat_template != chat_tokenizer.chat_template
     )

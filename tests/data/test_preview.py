@@ -1,4 +1,4 @@
-"""What is shown is what batches hold: the same tokens and labels, in text that cannot act on who reads it."""
+"""Previews show the tokens and labels of batches, and escape all text."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def test_rows_are_those_of_the_batches(packing: str, config: Config, plain_token
     num_trained = [sum(document.num_trained for document in row.documents) for row in found.rows]
     num_tokens = [sum(document.num_tokens for document in row.documents) for row in found.rows]
     assert sum(num_trained) == sum(batch.num_targets for batch in epoch)
-    if packing == "padding_free":  # its batches are put together anew in every epoch
+    if packing == "padding_free":  # batches are regrouped in every epoch
         return
     texts = [plain_tokenizer.decode(batch.input_ids[0].tolist()) for batch in epoch]
     for text, tokens, trained, row in zip(shown(found), num_tokens, num_trained, found.rows, strict=True):
@@ -64,7 +64,7 @@ def test_rows_that_are_cut_or_left_out_are_told(config: Config, plain_tokenizer)
         "Rename with data.columns, ours to yours: data.columns.prompt=question.",
     ]
     assert [row.documents[0].place[-6:] for row in found.rows] == ["line 2", "line 4"]
-    assert found.report.rows == 4  # no more than are needed
+    assert found.report.rows == 4  # reads no more rows than needed
 
 
 def test_nothing_to_show(config: Config, plain_tokenizer):
@@ -95,10 +95,10 @@ def test_html_in_data_does_not_run(config: Config, plain_tokenizer):
     tags.feed(page)
     assert tags.seen <= {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "section", "article", "small", "pre"}  # fmt: skip
     assert tags.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class"}
-    assert tags.text.count(attack) == 3  # in the title, the heading and the row, as it was written
+    assert tags.text.count(attack) == 3  # in the title, the heading and the row, unchanged
     assert "http" not in page.replace("http-equiv", "")
-    # A word as long as a file's path, in any part of the page, is no wider than a telephone: as seen in a browser of 400
-    # pixels, where it was 3,326 wide without this.
+    # Long words such as paths must wrap on small screens. Without this rule, the page was 3,326 pixels wide in a
+    # browser of 400 pixels.
     assert re.search(r"^body {[^}]* overflow-wrap: anywhere; }$", page, re.MULTILINE)
 
 

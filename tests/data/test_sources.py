@@ -1,4 +1,4 @@
-"""What a source names, and its rows in their order, each with its place."""
+"""Rows of each kind of source, in order, with their places."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Slices of splits: `datasets` is the reference for the rows that they name."""
+"""Slices of splits select the same rows as in `datasets`."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What each maximum length would cost is what preparation and batches then show."""
+"""The predicted cost of each maximum length matches prepared batches."""
 
 from collections.abc import Callable
 from itertools import pairwise

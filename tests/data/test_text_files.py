@@ -1,4 +1,4 @@
-"""Every kind of text file gives the same rows; whatever is wrong is said with file, line and reason."""
+"""All text file formats give the same rows; errors name the file, line and reason."""
 
 import gzip
 import hashlib
@@ -41,7 +41,7 @@ PLAIN = {
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress], ids=["plain", "gzip", "zstd"])
 def test_all_kinds_give_the_same_rows(write: Write, name: str, compress: Callable[[bytes], bytes]):
     content = b"\xef\xbb\xbf" + PLAIN[name].encode()
-    # The ending does not tell about compression; two frames, as from `cat a.gz b.gz`, are one text.
+    # Compression is not detected by suffix. Two concatenated frames (`cat a.gz b.gz`) are one text.
     half = content.index(b"\n") + 1
     packed = content if compress is bytes else compress(content[:half]) + compress(content[half:])
     digest = hashlib.sha256()
@@ -57,7 +57,7 @@ def test_all_kinds_give_the_same_rows(write: Write, name: str, compress: Callabl
         ("[Chapter 1] {x}", "a.txt", [{"text": "[Chapter 1] {x}"}]),
         ("# Title", "a.md", [{"text": "# Title"}]),
         ('{"a": 1}\n{"a": 2}', "a.txt", [{"a": 1}, {"a": 2}]),
-        # Rows that only look as if one object held them all: several lines of one kind, and a chat.
+        # JSONL that looks like one object with all rows: several such lines, and a chat.
         ('{"data": [{"a": 1}]}\n{"data": [{"a": 2}]}', "a.json", [{"data": [{"a": 1}]}, {"data": [{"a": 2}]}]),
         ('{"data": [{"role": "user"}]}', "a.json", [{"data": [{"role": "user"}]}]),
         ("a;b\n1,5;2", "a.csv", [{"a": "1,5", "b": "2"}]),

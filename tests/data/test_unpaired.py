@@ -1,4 +1,4 @@
-"""Single answers with a label: how rows are read and cut, what is a bad row, and who else sees the label."""
+"""Labeled single answers: reading, truncation, bad rows, and labels in previews and other recipes."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from lean_ft.settings import DataConfig, PreferenceDataConfig, RewardDataConfig,
 @pytest.fixture
 def render(tmp_path, chat_tokenizer) -> Any:
     def of(kind: type[DataConfig], *fields: dict[str, Any], **settings: Any) -> tuple[list[str], list[float], Any]:
-        """What is trained of each document, their values, and the report."""
+        """Return the trained text and the value of each document, and the report."""
         file = tmp_path / "rows.jsonl"
         file.write_text("\n".join(map(json.dumps, fields)))
         config = kind(source=str(file), **settings)

@@ -1,4 +1,4 @@
-"""Work shared out to processes: the results in order, errors in their place, and nothing left running."""
+"""Parallel map: results in order, errors at their position, and no leftover processes."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ def answers(items, num_processes=1):
 
 def is_running(process: int) -> bool:
     status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().split()[2] != "Z"  # killed, and nobody asked for its code yet
+    return status.exists() and status.read_text().split()[2] != "Z"  # Z: killed but not yet reaped
 
 
 def test_results_come_in_order_and_items_are_taken_as_needed():
@@ -39,7 +39,7 @@ def test_results_come_in_order_and_items_are_taken_as_needed():
 
     results = answers(items(), num_processes=2)
     assert list(itertools.islice(results, 20)) == [3 * i for i in range(20)]
-    assert len(taken) < 30  # of an endless many
+    assert len(taken) < 30  # the input is endless
     results.close()
 
 
@@ -54,7 +54,7 @@ def test_a_value_error_is_raised_in_its_place():
     assert [next(results), next(results)] == [3, 6]
     with pytest.raises(ValueError, match=r"invalid literal.*'x'") as caught:
         next(results)
-    # The command line takes it for wrong input where the frame that raised is ours.
+    # The command line reports a ValueError as invalid input if a lean_ft frame raised it.
     assert caught.traceback[-1].frame.f_globals["__name__"] == "lean_ft.data.workers"
 
 
@@ -87,14 +87,14 @@ def test_the_processes_end_with_the_work(how: str):
     began = time.monotonic()
     processes = list(itertools.islice(results, 2))
     if how == "closed":
-        next(results)  # from here on they sleep
+        next(results)  # the workers now sleep
         results.close()
     elif how == "to its end":
         assert len(list(results)) == 4
     else:
         with pytest.raises(ValueError, match=how):
             list(results)
-    assert time.monotonic() - began < 30  # the sleepers would take a minute
+    assert time.monotonic() - began < 30  # the workers would sleep for 60 s
     assert not any(map(is_running, processes))
 
 
@@ -111,7 +111,7 @@ list(results)
 
 
 def started(tmp_path: Path, last: str) -> subprocess.Popen:
-    """A script without `if __name__ == "__main__"`, as people write them."""
+    """A script without `if __name__ == "__main__"`."""
     (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(FOLDER), last=last))
     command = [sys.executable, str(tmp_path / "script.py")]
     pipe = subprocess.PIPE
@@ -130,10 +130,10 @@ def test_a_process_ends_with_its_parent(tmp_path: Path, number: signal.Signals):
     assert process.stdout is not None
     process.stdout.readline()
     worker = int(process.stdout.readline().split()[0])
-    time.sleep(1)  # by then it waits for the sleeper, and no longer prints
+    time.sleep(1)  # by now it waits for the sleeping worker and prints nothing
     began = time.monotonic()
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal sends it
+        os.killpg(process.pid, number)  # as a terminal does
     else:
         process.kill()
     _, err = process.communicate(timeout=60)
@@ -141,7 +141,7 @@ def test_a_process_ends_with_its_parent(tmp_path: Path, number: signal.Signals):
         time.sleep(0.05)
     assert not is_running(worker)
     assert time.monotonic() - began < 30
-    assert err.count("Traceback") == (number == signal.SIGINT)  # of the parent alone
+    assert err.count("Traceback") == (number == signal.SIGINT)  # only the parent's
     assert err.rstrip().endswith("KeyboardInterrupt" if number == signal.SIGINT else "")
 
 
