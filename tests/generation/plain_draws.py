@@ -1,4 +1,4 @@
-"""Draws computed plainly, one token of one row at a time, from what the hash and the race are defined to be."""
+"""Reference implementation of the random draws, for one token of one row at a time."""
 
 import hashlib
 import math
@@ -22,16 +22,16 @@ def waiting_time(seed: int, prompt: list[int], sample: int, position: int, token
 
 
 def draw(logits: Tensor, temperature: float, seed: int, prompt: list[int], sample: int, position: int) -> int:
-    """The token of least waiting time over its probability; logits (V,)."""
+    """Return the token with the smallest waiting time divided by probability; logits (V,)."""
     probabilities = (logits.double() / temperature).softmax(-1).tolist()
     times = [waiting_time(seed, prompt, sample, position, token) for token in range(len(probabilities))]
     return min(range(len(times)), key=lambda token: times[token] / max(probabilities[token], 1e-300))
 
 
 def samples(logits_of, prompt: list[int], count: int, temperature: float, seed: int, sample: int) -> list[int]:
-    """`count` tokens behind a prompt, each from a pass over all that stands before it; temperature 0 takes the likeliest.
+    """Return `count` tokens after a prompt, each from a pass over all preceding tokens; temperature 0 is greedy.
 
-    logits_of: of ids (1, T) the logits (1, T, V)."""
+    logits_of: a function from ids (1, T) to logits (1, T, V)."""
     ids = torch.tensor([prompt])
     for position in range(count):
         logits = logits_of(ids)[0, -1]

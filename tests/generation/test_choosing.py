@@ -1,4 +1,4 @@
-"""What is chosen of given logits, against draws that are computed plainly and against the distribution."""
+"""Chosen tokens compared with the reference implementation of draws and with the distribution."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_tokens_and_log_probabilities_are_those_computed_plainly(temperature: fl
 
 
 def kept(probabilities: torch.Tensor, settings: dict) -> torch.Tensor:
-    """Which tokens are drawn from, in the words of the settings."""
+    """Return a mask of the tokens that can be drawn, computed from the definitions of the settings."""
     order = probabilities.argsort(descending=True).tolist()
     order = order[: settings.get("top_k", len(order))]
     order = [token for token in order if probabilities[token] >= settings.get("min_p", 0) * probabilities.max()]

@@ -1,4 +1,4 @@
-"""Generation against transformers' greedy search, alone and in batches, and against draws that are computed plainly."""
+"""Generation compared with transformers' greedy search, alone and in batches, and with reference draws."""
 
 import random
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_rows_end_with_the_first_of_several_stop_ids_and_leave_the_batch(make_ch
 
 
 def test_what_is_drawn_depends_on_seed_prompt_sample_and_position_alone(make_checkpoint):
-    """Whatever stands beside it, in any order, in waves, ended early or gone on with: as computed plainly without a cache."""
+    """Draws equal the reference without a cache, for any batch, order, waves and early stops."""
     folder, reference = make_checkpoint("qwen2", num_hidden_layers=3)
     model = load_model(folder)
     asked = [(prompt, number) for prompt in PROMPTS for number in range(3)]
@@ -96,7 +96,7 @@ def test_the_same_prompts_are_samples_of_one_and_rows_come_longest_first():
     assert decoding.sample_numbers([[1, 2], [3], [1, 2], [1, 2], [3]]) == [0, 0, 1, 2, 1]
     lengths = [3, 9, 1, 4, 4]
     batches = list(decoding.longest_first(lengths, 8))
-    assert batches == [[1], [3, 4], [0, 2]]  # one that is longer than all positions comes alone
+    assert batches == [[1], [3, 4], [0, 2]]  # a row longer than the limit is alone
 
 
 def test_stop_texts_end_an_answer_wherever_tokens_are_cut(make_checkpoint):
@@ -164,7 +164,7 @@ def test_sinks_windows_and_caps_hold_with_a_cache(make_checkpoint, window, softc
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["plain", "window", "lora", "dora", "int8"])
 def test_new_tokens_attend_to_latents_as_they_lie_in_the_cache(make_checkpoint, kind):
-    """No keys or values are made of what is there, and what trains between two rounds of answers is seen in the next."""
+    """Cached latents are not expanded to keys or values, and weights updated between two calls are used in the next."""
     folder, reference = make_checkpoint("deepseek_v3")
     model, said = load_model(folder), reference.config
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The server, asked by OpenAI's own client, against what the library answers."""
+"""The server's responses to OpenAI's client compared with the library's results."""
 
 import contextlib
 import http.client
@@ -135,8 +135,8 @@ def test_parts_of_text_are_read_as_one(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("headers", "body", "status"),
     [
-        ({"Host": "evil.example"}, b"{}", 403),  # a name that its owner points here
-        ({"Content-Type": "text/plain"}, b"{}", 415),  # what a page may send without asking
+        ({"Host": "evil.example"}, b"{}", 403),  # DNS rebinding
+        ({"Content-Type": "text/plain"}, b"{}", 415),  # browsers send it without a preflight request
         ({}, b"{", 400),
         ({}, b"[]", 400),
         ({"Content-Length": "99999999999"}, b"", 413),
@@ -152,7 +152,7 @@ def test_what_is_no_request_is_refused(server: ChatServer, headers: dict, body: 
 
 
 def ask(server: ChatServer, body: bytes) -> tuple[int, dict]:
-    """The status and the body of what comes back."""
+    """Return the status and the body of the response."""
     connection = http.client.HTTPConnection(*server.address, timeout=60)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})

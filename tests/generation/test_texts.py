@@ -1,4 +1,4 @@
-"""The text of sampled tokens as it grows: its pieces are the text of all tokens up to a stop text, in linear time."""
+"""Streamed text: the pieces add up to the text of all tokens before a stop text, in linear time."""
 
 import random
 from typing import Any
@@ -30,11 +30,11 @@ class Counting:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_are_the_text_up_to_a_stop_text(kind: str) -> None:
-    """Of random ids: characters cut between tokens, bytes that are none, and special tokens among them."""
+    """Random ids include characters split between tokens, invalid bytes and special tokens."""
     tokenizer, draw = KINDS[kind](), random.Random(0)
     tokenizer.add_special_tokens([SPECIAL])
     special = tokenizer.token_to_id(SPECIAL)
-    # A byte that is no character changes the text of bytes before it where bytes are tokens: no stream can follow that.
+    # With byte tokens, an invalid byte changes the text of earlier bytes, which a stream cannot undo.
     drawn_from = [token for text, token in tokenizer.get_vocab().items() if not text.startswith("<0x")]
     written = tokenizer.encode("one 日本 🙂 é two, and two more.", add_special_tokens=False).ids
     for _ in range(200):

@@ -1,9 +1,9 @@
-"""Writes verl_values.json, what verl's own functions make of a few answers, for test_verl.py.
+"""Write verl_values.json, the results of verl's functions on a few completions, for test_verl.py.
 
     python tests/losses/make_verl_values.py CLONE_OF_VERL
 
-Its file of algorithms runs as it stands at the clone's HEAD. What that imports beside torch and numpy is left empty: the functions
-called here are made of these two.
+verl's file of algorithms runs unchanged at the clone's HEAD. Its imports other than torch and numpy are replaced by
+empty modules, because the functions called here do not need them.
 """
 
 import json
@@ -26,7 +26,7 @@ EMPTY = (
 
 
 class ActorConfig(dict):
-    """verl's settings of a policy, of which its losses read these."""
+    """The settings of verl's policy that its losses read."""
 
     clip_ratio = None
     clip_ratio_low = property(lambda self: self["low"])
@@ -35,7 +35,7 @@ class ActorConfig(dict):
 
 
 def load(clone: str, path: str, name: str) -> types.ModuleType:
-    """A module of verl's, from its text."""
+    """Load a module of verl from its source."""
     text = subprocess.check_output(["git", "-C", clone, "show", f"HEAD:{path}"], text=True)
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(text, path, "exec"), vars(module))
@@ -59,10 +59,10 @@ def main(clone: str) -> None:
 
     old = -noise(1.0).abs()
     given = {
-        "mask": (torch.arange(NUM_TOKENS) < torch.tensor([7, 1, 4, 0, 2, 6])[:, None]).double(),  # one has no tokens
+        "mask": (torch.arange(NUM_TOKENS) < torch.tensor([7, 1, 4, 0, 2, 6])[:, None]).double(),  # one is empty
         "old_logps": old,
         "logps": old + noise(0.6),
-        "advantages": noise(1.0)[:, :1].repeat(1, NUM_TOKENS),  # of whole answers, for which gspo is one in both
+        "advantages": noise(1.0)[:, :1].repeat(1, NUM_TOKENS),  # per completion, so that both versions of gspo agree
         "values": noise(1.0),
         "old_values": noise(1.0),
         "rewards": noise(1.0),
@@ -73,7 +73,7 @@ def main(clone: str) -> None:
     def loss(
         name: str, divided: str, low: float, high: float, advantages: str = "advantages", **denominators
     ) -> Tensor:
-        cfg = ActorConfig(low=low, high=high, clip_ratio_c=1e9, denominators=denominators)  # without its second clip
+        cfg = ActorConfig(low=low, high=high, clip_ratio_c=1e9, denominators=denominators)  # no second clip
         return verl.POLICY_LOSS_REGISTRY[name](given["old_logps"], logps, given[advantages], mask, divided, cfg)[0]
 
     counted = int((mask.sum(1) > 0).sum())
@@ -83,9 +83,9 @@ def main(clone: str) -> None:
         "dr_grpo": loss("vanilla", "seq-mean-token-sum-norm", 0.2, 0.2, loss_scale_factor=LONGEST * counted),
         "gspo": loss("gspo", "seq-mean-token-mean", 3e-4, 4e-4),
         "cispo": loss("cispo", "token-mean", 1.0, 4.0),
-        "ppo": loss("vanilla", "token-mean", 0.2, 0.2, "rewards"),  # tokens of an answer are told apart
+        "ppo": loss("vanilla", "token-mean", 0.2, 0.2, "rewards"),  # tokens of a completion differ
     }
-    rewards = given["rewards"][:, :1] * mask.new_ones(1, NUM_TOKENS).eq(1).cumsum(1).eq(1)  # an answer's, at one token
+    rewards = given["rewards"][:, :1] * mask.new_ones(1, NUM_TOKENS).eq(1).cumsum(1).eq(1)  # at one token
     of_groups = {"token_level_rewards": rewards, "response_mask": torch.ones_like(mask), "index": np.array(GROUPS)}
     advantages = {
         "group": verl.compute_grpo_outcome_advantage(**of_groups, epsilon=1e-4),

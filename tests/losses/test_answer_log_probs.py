@@ -1,4 +1,4 @@
-"""Sums of answers' log-probabilities, and the two modifiers that act on them, against TRL's own method."""
+"""Summed log-probabilities of completions, LD-DPO and WPO, compared with TRL's method."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ NUM_PAIRS, NUM_TOKENS, DIM, VOCAB = 4, 10, 12, 40
 
 
 class Model:
-    """A model whose hidden states are given, (2 P, T, D)."""
+    """A model with given hidden states, (2 P, T, D)."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -29,7 +29,7 @@ class Model:
 
 @pytest.fixture
 def batch() -> SimpleNamespace:
-    """Answers of other lengths, each at the beginning of its row; the labels pair by pair."""
+    """Completions of different lengths, each at the beginning of its row; labels are in pair order."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([[3, 9], [10, 2], [5, 5], [1, 10]])
     index = [row * NUM_TOKENS + t for row, count in enumerate(lengths.flatten().tolist()) for t in range(count)]
@@ -49,7 +49,7 @@ def answers_of(model: Model, batch: SimpleNamespace, **settings: Any) -> Any:
 
 
 def as_trl_has_them(model: Model, batch: SimpleNamespace) -> dict[str, Tensor]:
-    """Log-probabilities a token, (2 P, T), the chosen answers before the rejected."""
+    """Log-probabilities per token, (2 P, T), all chosen completions before all rejected ones."""
     log_probs = (model.hidden @ model.output_weight.T).log_softmax(-1)
     order = torch.cat([torch.arange(0, 2 * NUM_PAIRS, 2), torch.arange(1, 2 * NUM_PAIRS, 2)])
     labels = torch.zeros(2 * NUM_PAIRS * NUM_TOKENS, dtype=torch.long).index_copy(0, batch.index, batch.label)

@@ -1,4 +1,4 @@
-"""The loss of classification against transformers' own, and metrics against tables computed by hand."""
+"""The classification loss compared with transformers', and metrics compared with tables computed by hand."""
 
 from types import SimpleNamespace
 
@@ -33,12 +33,13 @@ def test_class_weights_multiply_the_losses_of_their_labels() -> None:
 
 
 def test_accuracy_macro_f1_and_the_confusion_matrix_are_those_of_a_table() -> None:
-    """Of labels 0, 0, 0, 1, 1, 2 the predictions are 0, 0, 1, 1, 0, 1; nothing is a 3.
+    """Labels 0, 0, 0, 1, 1, 2 with predictions 0, 0, 1, 1, 0, 1; label 3 does not occur.
 
-    F1 of 0: 2 hits, 3 texts, 3 predictions: 4 / 6. Of 1: 1 hit, 2 texts, 3 predictions: 2 / 5. Of 2: no hit: 0."""
+    F1 of 0: 2 hits, 3 texts, 3 predictions: 4 / 6. F1 of 1: 1 hit, 2 texts, 3 predictions: 2 / 5. F1 of 2: no hit:
+    0."""
     targets, predicted = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 1, 0, 1])
     predictions = Predictions(4, CPU)
-    for part in (slice(0, 4), slice(4, 6), slice(6, 6)):  # batches, of which one is empty
+    for part in (slice(0, 4), slice(4, 6), slice(6, 6)):  # one batch is empty
         predictions.add(torch.nn.functional.one_hot(predicted, 4)[part].float(), targets[part])
     metrics, confusion = predictions.metrics(6)
     assert metrics["eval_accuracy"] == pytest.approx(3 / 6)

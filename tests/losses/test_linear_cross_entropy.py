@@ -1,4 +1,4 @@
-"""The fused loss against the plain computation in float64, and its memory against the number of chunks."""
+"""The chunked loss compared with the plain computation in float64, and its memory for different numbers of chunks."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def plain(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients of the unfused computation, in float64."""
+    """Loss and gradients of the plain computation, in float64."""
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
     logits = hidden.flatten(0, -2) @ weight.T
@@ -51,7 +51,7 @@ def problem(
     weight = (torch.randn(vocab, dim) * 0.3).to(dtype).requires_grad_()
     labels = torch.randint(0, vocab, shape)
     labels[torch.rand(shape) < ignored] = IGNORED_LABEL
-    labels.view(-1)[0] = 3  # one target at the least
+    labels.view(-1)[0] = 3  # at least one target
     return hidden, weight, labels
 
 
@@ -91,7 +91,7 @@ def test_every_combination_of_terms_equals_the_plain_computation(terms: dict[str
     assert abs(loss.item() - exact_loss.item()) <= 1e-14 * exact_loss.item()
     assert error(hidden.grad, exact_hidden / 5) < 1e-14
     assert error(weight.grad, exact_weight / 5) < 1e-14
-    assert error(exact_weight, plain(hidden, weight, labels)[2]) > 1e-3  # the terms do something
+    assert error(exact_weight, plain(hidden, weight, labels)[2]) > 1e-3  # the terms have an effect
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -131,7 +131,7 @@ def test_accuracy_and_entropy_are_those_of_the_plain_logits_and_take_no_gradient
     hidden, weight, labels = problem(dtype=torch.float64)
     logits = hidden.detach().flatten(0, 1) @ weight.detach().T
     right = logits.argmax(1)
-    labels.view(-1)[::3] = right[::3]  # some predictions are right
+    labels.view(-1)[::3] = right[::3]  # some predictions are correct
     statistics = TokenStatistics()
     for rows in (slice(0, 1), slice(1, 3)):
         linear_cross_entropy(
@@ -222,7 +222,7 @@ def test_a_tied_weight_receives_both_of_its_gradients() -> None:
 
 def test_uneven_micro_batches_add_up_to_the_gradients_of_the_whole_batch() -> None:
     hidden, weight, labels = problem((6, 20))
-    labels[:3, 2:] = IGNORED_LABEL  # short answers first, long ones after
+    labels[:3, 2:] = IGNORED_LABEL  # short completions first
     whole = plain(hidden, weight, labels)[2] / (labels != IGNORED_LABEL).sum()
     num_targets = int((labels != IGNORED_LABEL).sum())
     for rows in (slice(0, 3), slice(3, 4), slice(4, 6)):
@@ -283,7 +283,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Records the most bytes that new storages take at one time, and what is still alive."""
+    """Records the peak bytes of new storages, and the bytes still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def test_a_sum_in_the_weights_own_type_becomes_the_gradient_where_it_lies() -> N
 
 
 def test_a_float32_sum_costs_no_copies_inside_the_cpus_kernels() -> None:
-    """A CPU's kernel for mixed types copies an operand to the wider one, whole, where no dispatcher sees it."""
+    """A CPU kernel for mixed dtypes converts a whole operand to the wider dtype, which a dispatch mode does not see."""
     hidden, weight, labels = problem((1, 12), 256, 2 * VOCAB_SLICE, torch.bfloat16, ignored=0.0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=4).backward()

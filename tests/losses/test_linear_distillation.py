@@ -1,4 +1,5 @@
-"""Divergences without logits: against plain float64 autograd, the definitions of others, and their memory against the chunks."""
+"""Chunked divergences compared with plain float64 autograd and other libraries, and their memory for different
+chunks."""
 
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ def problem(
     vocab: int = V,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """A student and a teacher of another width."""
+    """A student, and a teacher with another hidden size."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -36,7 +37,7 @@ def problem(
 
     labels = torch.randint(0, vocab - 4, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 0.3] = IGNORED_LABEL
-    labels.view(-1)[0] = 3  # one target at the least
+    labels.view(-1)[0] = 3  # at least one target
     return {
         "hidden": draw(*shape, dims[0]).requires_grad_(),
         "weight": draw(vocab, dims[0], scale=0.4).requires_grad_(),
@@ -47,7 +48,7 @@ def problem(
 
 
 def plain(given: dict[str, Tensor], loss: dict[str, Any], teacher_softcap: float | None = None) -> Tensor:
-    """The sum as one writes it with whole logits, in float64; every KL is torch's own."""
+    """The sum computed from full logits in float64, with torch's KL divergence."""
     is_target = given["labels"].flatten() != IGNORED_LABEL
     student = (given["hidden"].flatten(0, -2) @ given["weight"].T)[is_target]
     teacher = (given["teacher_hidden"].flatten(0, -2) @ given["teacher_weight"].T)[is_target]
@@ -142,7 +143,7 @@ def test_jsd_is_at_its_ends_what_it_is_defined_as(beta: float, divergence: Any) 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.9])
 def test_jsd_is_that_of_trl(beta: float, temperature: float) -> None:
-    """TRL 1.16: GKDTrainer.generalized_jsd_loss, which divides by the targets itself."""
+    """TRL 1.16: GKDTrainer.generalized_jsd_loss, which returns the mean over the targets."""
     gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
     given = problem()
     student, teacher = given["hidden"] @ given["weight"].T, given["teacher_hidden"] @ given["teacher_weight"].T
@@ -150,7 +151,7 @@ def test_jsd_is_that_of_trl(beta: float, temperature: float) -> None:
         student, teacher, given["labels"], beta=beta, temperature=temperature
     )
     value = ours(given, divergence="jsd", beta=beta, temperature=temperature) / (given["labels"] != IGNORED_LABEL).sum()
-    # It takes beta's logarithms in float32.
+    # TRL computes the logs of beta in float32.
     assert value.item() == pytest.approx(expected.item(), rel=1e-13 if beta in (0.0, 1.0) else 1e-6)
     for gradient, exact in zip(
         *(torch.autograd.grad(loss, [given["hidden"], given["weight"]]) for loss in (value, expected)), strict=True
@@ -159,8 +160,8 @@ def test_jsd_is_that_of_trl(beta: float, temperature: float) -> None:
 
 
 def test_jsd_is_that_of_liger_and_the_kls_are_those_of_torchtune() -> None:
-    """Liger's LigerFusedLinearJSDLoss weighs a hard and a soft loss, the soft one as TRL's. torchtune's ForwardKLLoss leaves
-    the teacher's entropy out, which no gradient sees; its KDLoss mixes as `cross_entropy_weight` does, by 1 - kd_ratio."""
+    """Liger's LigerFusedLinearJSDLoss weights a hard and a soft loss; the soft loss is the same as TRL's. torchtune's
+    ForwardKLLoss omits the teacher's entropy, a constant; its KDLoss has cross_entropy_weight = 1 - kd_ratio."""
     given = problem()
     is_target = given["labels"] != IGNORED_LABEL
     student, teacher = (given[f"{who}hidden"] @ given[f"{who}weight"].T for who in ("", "teacher_"))
@@ -230,11 +231,11 @@ def test_nothing_overflows_where_the_two_are_sure_of_different_tokens(scale: flo
     if kept != 5 and scale < 100:
         expected = plain(exact, {"divergence": divergence}) if divergence != "jsd" else ours(exact, divergence="jsd")
         assert value.item() == pytest.approx(expected.item(), rel=1e-5)
-        # Of one that is sure the gradient is next to nothing, and all of it rounding.
+        # For a confident model, the gradient is tiny and dominated by rounding.
         assert (gradient - torch.autograd.grad(expected, exact["hidden"])[0]).abs().max() < 1e-3
 
 
-# What was kept of a teacher -------------------------------------------------------------------------------------------------
+# Stored predictions of a teacher --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
@@ -250,7 +251,7 @@ def test_what_was_kept_is_compared_over_the_likeliest_tokens_and_one_bucket_of_t
     s, t = (student / temperature).softmax(1), (teacher / temperature).softmax(1)
     top = t.topk(top_k, 1).indices
     s, t = (torch.cat([p.gather(1, top), 1 - p.gather(1, top).sum(1, keepdim=True)], 1) for p in (s, t))
-    assert error(kept.log_probs, t.log()) < 1e-9  # which loses the digits of a small rest
+    assert error(kept.log_probs, t.log()) < 1e-9  # the plain computation loses digits of a small rest
     beta, weight = loss.get("beta", 0.5), loss.get("cross_entropy_weight", 0.0)
     m = (1 - beta) * s + beta * t
     divergence = {
@@ -289,7 +290,7 @@ def test_fewer_tokens_kept_are_never_further_from_the_student_and_never_below_0(
     assert values[0] > 0
 
 
-# Beside the value -----------------------------------------------------------------------------------------------------------
+# Memory, statistics and errors ----------------------------------------------------------------------------------------
 
 
 def test_what_it_tells_beside_is_that_of_the_plain_logits() -> None:

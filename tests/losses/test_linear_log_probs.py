@@ -1,4 +1,5 @@
-"""Log-probabilities without logits: both schemes against plain float64 autograd, and their memory against the chunks."""
+"""Chunked log-probabilities: both schemes compared with plain float64 autograd, and their memory for different
+chunks."""
 
 from typing import Any
 
@@ -18,7 +19,7 @@ def problem(
     num_pairs: int = 40,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """Pairs whose positions come in no order, and some of them more than once, as behind a shared prompt."""
+    """Pairs with unordered and repeated positions, as after a shared prompt."""
     generator = torch.Generator().manual_seed(0)
     positions = int(torch.tensor(shape).prod())
     return {
@@ -37,7 +38,7 @@ def plain_logits(given: dict[str, Tensor], temperature: float = 1.0, softcap: fl
 
 
 def coupled_loss(log_probs: Tensor) -> Tensor:
-    """No sum over tokens: each one's gradient depends on the others."""
+    """A loss that is not a sum over tokens: each token's gradient depends on the others."""
     halves = log_probs.view(2, -1).sum(1)
     return -F.logsigmoid(0.1 * (halves[0] - halves[1])) + 0.01 * log_probs.square().mean()
 
@@ -121,7 +122,7 @@ def test_peak_memory_is_a_chunk_of_logits_however_many_chunks_there_are(frozen: 
         held_bytes = memory.alive_bytes
         loss.backward()
     of_tokens = given["hidden"].nbytes + num_pairs * 4 * 16
-    assert held_bytes < 2 * of_tokens + 4096  # no logits, and nothing of the weight's size
+    assert held_bytes < 2 * of_tokens + 4096  # no logits, and no tensor of the weight's size
     eager_bytes, sum_bytes = 4 * (1 << 20) * 4, vocab * dim * 4 * (not frozen)
     assert memory.peak_bytes < chunk_tokens * vocab * 2 + eager_bytes + 2 * sum_bytes + 4 * of_tokens + 65536
 

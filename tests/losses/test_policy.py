@@ -1,4 +1,5 @@
-"""Every policy loss against TRL's own method, in float64, its gradient against the cross-entropy's, and its denominators."""
+"""Policy losses compared with TRL's method in float64, their gradients with the cross-entropy's, and their
+denominators."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ NUM_ANSWERS, NUM_TOKENS, LONGEST = 6, 9, 12
 
 @pytest.fixture
 def answers() -> dict[str, Tensor]:
-    """Log-probabilities that went far enough for every clip to hold somewhere."""
+    """Log-probabilities that changed enough for every clip to be active somewhere."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(scale: float) -> Tensor:
@@ -45,7 +46,7 @@ def ours(name: str, answers: dict[str, Tensor], **settings: Any) -> Tensor:
 
 
 def trl_loss(name: str, answers: dict[str, Tensor], **changes: Any) -> Tensor:
-    """The loss of TRL's GRPOTrainer, whose model and accelerator stand for the answers."""
+    """The loss of TRL's GRPOTrainer, with stubs for its model and accelerator."""
     trl_grpo = pytest.importorskip("trl.trainer.grpo_trainer")
     ours_of = {"epsilon_low": "epsilon", "epsilon_high": "epsilon_high"}
     bounds = {"grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "dr_grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (0.2, 5.0)}
@@ -127,8 +128,8 @@ def test_the_divergence_equals_trls(name: str, corrected: bool, answers: dict[st
 
 
 def test_estimates_of_the_divergence_are_right_in_the_mean() -> None:
-    """By the whole distribution: the means of k1, k3 and the corrected one are the divergence, and of the corrected one's
-    gradients, where tokens are drawn from the model of then, its gradient."""
+    """Over the whole distribution, the means of k1, k3 and `corrected` equal the divergence. For tokens drawn from the
+    old model, the mean gradient of `corrected` equals the divergence's gradient."""
     generator = torch.Generator().manual_seed(1)
     logits, old, reference = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()
@@ -193,7 +194,7 @@ def test_the_correction_is_a_weight_as_trls(kind: str, answers: dict[str, Tensor
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_update_on_policy_is_the_weighted_cross_entropy(name: str) -> None:
-    """The gradient over hidden states and weight, in float64: every ratio is exactly 1, and what is left is A log p."""
+    """Gradients of hidden states and weight, in float64: every ratio is exactly 1, so the loss is A log p."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(4 * 5, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -213,7 +214,7 @@ def test_one_update_on_policy_is_the_weighted_cross_entropy(name: str) -> None:
         "sums": torch.tensor(4),
     }[LOSSES[name][1]]
     losses = torch.nn.functional.cross_entropy(hidden @ weight.T / 0.7, label, reduction="none").view(4, 5)
-    if name == "gspo":  # one ratio an answer: the mean of its tokens
+    if name == "gspo":  # one ratio per completion: the mean over its tokens
         losses = (losses * mask).sum(1, keepdim=True) / lengths * mask
     expected = (losses * worth[:, None] * mask / divisors).sum()
     found = torch.autograd.grad(loss, (hidden, weight))
@@ -284,7 +285,7 @@ def test_what_cannot_be_is_refused(name: str, settings: dict, message: str, answ
 
 
 def test_a_function_of_ones_own_is_a_mean_over_the_steps_tokens(answers: dict[str, Tensor], tmp_path: Any) -> None:
-    """Without a clip the loss equals dapo's with bounds out of reach, divergence and weights included."""
+    """Without a clip the loss equals dapo's with infinite bounds, including divergence and weights."""
     (tmp_path / "own.py").write_text(
         "def mine(answers): return -answers.log_ratio.exp() * answers.advantages\ndef wrong(answers): return answers.mask[0]\n"
     )
@@ -294,6 +295,6 @@ def test_a_function_of_ones_own_is_a_mean_over_the_steps_tokens(answers: dict[st
     torch.testing.assert_close(found, policy_loss("dapo", *given, epsilon=1 - 1e-9, epsilon_high=1e9, **more))
     statistics = TokenStatistics()
     policy_loss(f"{tmp_path / 'own.py'}:mine", *given, statistics=statistics, **more)
-    assert statistics.means(1).keys() == {"kl"}  # nothing is known of a clip
+    assert statistics.means(1).keys() == {"kl"}  # no clip_share
     with pytest.raises(ValueError, match=r"own.py:wrong returned shape \[\d\]; expected a tensor of shape \[6, "):
         policy_loss(f"{tmp_path / 'own.py'}:wrong", *given)

@@ -1,4 +1,4 @@
-"""Every preference loss against TRL's own method, in float64 where TRL keeps to it, and what is refused."""
+"""Preference losses compared with TRL's method, in float64 if TRL supports it, and their errors."""
 
 import math
 from collections import defaultdict
@@ -17,7 +17,7 @@ NUM_PAIRS, NUM_TOKENS = 5, 9
 
 @pytest.fixture
 def answers() -> dict[str, Tensor]:
-    """Log-probabilities of tokens, (2 P, T) as TRL has them: the chosen answers, then the rejected; and their lengths."""
+    """Token log-probabilities (2 P, T) in TRL's order, chosen completions before rejected ones, and their lengths."""
     generator = torch.Generator().manual_seed(0)
     log_probs = -torch.rand(2 * NUM_PAIRS, NUM_TOKENS, generator=generator, dtype=torch.float64) * 3 - 1e-3
     reference = log_probs + torch.randn(2 * NUM_PAIRS, NUM_TOKENS, generator=generator, dtype=torch.float64)
@@ -41,7 +41,7 @@ def ours(name: str, answers: dict[str, Tensor], **settings: Any) -> Tensor:
 
 
 def trl_dpo_loss(loss_type: str, answers: dict[str, Tensor], label_smoothing: float = 0.0, **changes: Any) -> Tensor:
-    """The mean loss of TRL's DPOTrainer, whose model and accelerator stand for the answers."""
+    """The mean loss of TRL's DPOTrainer, with stubs for its model and accelerator."""
     from trl.trainer import dpo_trainer as trl_dpo
 
     accelerator = SimpleNamespace(
@@ -89,7 +89,7 @@ def trl_dpo_loss(loss_type: str, answers: dict[str, Tensor], label_smoothing: fl
     return trl_dpo.DPOTrainer._compute_loss(trainer, model, inputs, False)
 
 
-# ours, with its settings -> TRL's name for it
+# our loss and settings -> TRL's name
 DPO = [
     ("sigmoid", {}, "sigmoid"),
     ("robust", {"label_smoothing": 0.2}, "robust"),
@@ -107,7 +107,7 @@ DPO = [
 
 @pytest.mark.parametrize(("name", "settings", "theirs"), DPO, ids=[name for name, _, _ in DPO])
 def test_a_loss_with_a_reference_is_that_of_trl(name: str, settings: Any, theirs: str, answers: Any) -> None:
-    # TRL's log(label_smoothing) is of a float32 scalar.
+    # TRL computes log(label_smoothing) in float32.
     tolerance = 1e-12 if name != "exo" else 1e-7
     expected = trl_dpo_loss(theirs, answers, **settings)
     (expected_gradient,) = torch.autograd.grad(expected, answers["log_probs"])
@@ -120,7 +120,7 @@ def test_a_loss_with_a_reference_is_that_of_trl(name: str, settings: Any, theirs
 
 
 def test_label_smoothing_is_that_of_trls_aot_of_single_pairs(answers: Any) -> None:
-    """TRL's sigmoid ignores the setting by now; its aot, where there is but one pair to sort, is that formula."""
+    """TRL's sigmoid ignores the setting. Its aot with a single pair has the same formula."""
     for i in range(NUM_PAIRS):
         pair = {key: value[[i, NUM_PAIRS + i]].detach() for key, value in answers.items()}
         expected = trl_dpo_loss("aot", pair, label_smoothing=0.1)
@@ -129,7 +129,8 @@ def test_label_smoothing_is_that_of_trls_aot_of_single_pairs(answers: Any) -> No
 
 @pytest.mark.parametrize("name", ["simpo", "cpo"])
 def test_a_loss_without_a_reference_is_that_of_trl(name: str, answers: Any) -> None:
-    """But for cpo's learning of the chosen answer, which is there a mean over the batch's tokens, prompts included."""
+    """Except cpo's loss of the chosen completion, which TRL averages over all tokens of the batch, including
+    prompts."""
     from trl.experimental.cpo import cpo_trainer as cpo
 
     trainer = SimpleNamespace(
@@ -151,7 +152,7 @@ def test_a_loss_without_a_reference_is_that_of_trl(name: str, answers: Any) -> N
 
 
 def test_orpo_is_that_of_trl(answers: Any) -> None:
-    """In float32, as TRL casts to it; and but for the chosen answer's term, as in cpo."""
+    """In float32, because TRL casts to it; without the term of the chosen completion, as for cpo."""
     from trl.experimental.orpo import orpo_trainer as orpo
 
     counts = answers["mask"].sum(1).chunk(2)

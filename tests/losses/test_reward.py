@@ -1,4 +1,4 @@
-"""The loss of a pair of scores against TRL's own method, and what `scores_of` reads."""
+"""The loss of a pair of scores compared with TRL's method, and the positions that `scores_of` reads."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def test_a_score_is_read_at_the_last_token_or_averaged_over_the_answers() -> Non
     batch = SimpleNamespace(
         inputs={},
         last=torch.tensor([4, 8]),
-        index=torch.tensor([2, 3, 6, 7]),  # what predicts the tokens at 3, 4 and 7, 8
+        index=torch.tensor([2, 3, 6, 7]),  # positions that predict tokens 3, 4, 7 and 8
         answer_tokens=torch.tensor([[2, 2]]),
     )
     scores, _ = scores_of(model, batch)

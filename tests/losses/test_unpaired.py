@@ -1,4 +1,4 @@
-"""Losses of single answers against TRL's own method in float64, and what bco's mean and the metrics make of micro-batches."""
+"""Losses of single completions compared with TRL's method in float64; bco's mean and the metrics over micro-batches."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ LABELS = torch.tensor([True, False, False, True, True, False])
 
 @pytest.fixture
 def answers() -> dict[str, Tensor]:
-    """Log-probabilities of tokens, (P, T), of answers and of mismatched ones, under the model and the reference."""
+    """Token log-probabilities (P, T) of matched and mismatched completions under the model and the reference."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> Tensor:
@@ -29,7 +29,7 @@ def answers() -> dict[str, Tensor]:
 
 
 def trl_loss(loss_type: str, answers: dict[str, Tensor], labels: Tensor) -> Tensor:
-    """The mean loss of TRL's KTOTrainer, whose model and accelerator stand for the answers."""
+    """The mean loss of TRL's KTOTrainer, with stubs for its model and accelerator."""
     kto = pytest.importorskip("trl.trainer.kto_trainer")
     accelerator = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda x: x)
     nothing = torch.zeros(NUM_ANSWERS, NUM_TOKENS)
@@ -65,7 +65,7 @@ def trl_loss(loss_type: str, answers: dict[str, Tensor], labels: Tensor) -> Tens
 
 
 @pytest.mark.parametrize("labels", [LABELS, torch.ones_like(LABELS), torch.zeros_like(LABELS)], ids=str)
-@pytest.mark.parametrize("shift", [-5.0, 5.0])  # of the first the baseline is cut off at 0
+@pytest.mark.parametrize("shift", [-5.0, 5.0])  # the first baseline is clamped to 0
 @pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])
 def test_a_loss_is_that_of_trl(name: str, shift: float, labels: Tensor, answers: Any) -> None:
     answers["mismatched"] = answers["mismatched"] + shift
@@ -76,7 +76,7 @@ def test_a_loss_is_that_of_trl(name: str, shift: float, labels: Tensor, answers:
     (gradient,) = torch.autograd.grad(loss, answers["log_probs"])
     expected = trl_loss(name, answers, labels)
     (expected_gradient,) = torch.autograd.grad(expected, answers["log_probs"])
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)  # TRL's empty half is a float32 tensor
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)  # TRL uses a float32 tensor for an empty half
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)
 
 
@@ -130,7 +130,7 @@ def test_metrics_are_means_over_each_kind_however_a_step_is_cut() -> None:
     # 1 > -2, 1 < 3, 1 = 1; 0 > -2, 0 < 3, 0 < 1; 5 above all
     assert whole["eval_rewards/accuracies"] == pytest.approx((1 + 0 + 0.5 + 1 + 0 + 0 + 3) / 9)
     cut = metrics([0, 1], [2, 3, 4, 5])
-    for name in whole.keys() - {"eval_rewards/accuracies"}:  # of those that stand together
+    for name in whole.keys() - {"eval_rewards/accuracies"}:  # accuracies compare completions within a micro-batch
         assert cut[name] == pytest.approx(whole[name]), name
     only = metrics([0, 3])
     assert "eval_rewards/rejected" not in only and "eval_rewards/margins" not in only

@@ -1,4 +1,4 @@
-"""Losses, their gradients and advantages against what verl's own functions gave, which make_verl_values.py wrote down."""
+"""Losses, gradients and advantages compared with results of verl's functions, which make_verl_values.py recorded."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from lean_ft.losses import advantages, generalized_advantages, policy_loss, value_loss, whitened
 
 VERL: dict[str, Any] = json.loads(Path(__file__).with_name("verl_values.json").read_text())
-CLOSE = {"rtol": 1e-6, "atol": 1e-9}  # verl adds 1e-8 to what it divides by
+CLOSE = {"rtol": 1e-6, "atol": 1e-9}  # verl adds 1e-8 to denominators
 
 
 def grid(values: list[float]) -> Tensor:

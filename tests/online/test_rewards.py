@@ -1,4 +1,4 @@
-"""Functions that judge answers: whatever they do, the run goes on with their numbers or ends with one message."""
+"""Reward functions: the run continues with their numbers, or ends with one error message."""
 
 import os
 import sys

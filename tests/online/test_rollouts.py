@@ -1,4 +1,4 @@
-"""Batches of sampled completions: completions that share their prompt teach what each teaches after a copy of it."""
+"""Batches of sampled completions: sharing a prompt gives the same training as repeating the prompt."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def random_model(case: str, cfg: Any) -> Decoder:
 
 
 def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, **sharing: bool) -> Any:
-    """A sampled round, whose second completion was cut and whose last has no reward."""
+    """A sampled round whose second completion is truncated and whose last completion has no reward."""
     prompts = Prompts([Prompt(ids, "", {}, "") for ids in PROMPTS], seed=0, report=PromptReport(), fingerprint="")
     generator = torch.Generator().manual_seed(0)
     samples = [
@@ -60,7 +60,7 @@ def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, **sharing: b
 
 
 def learned(cfg: Any, model: Decoder, frozen: Decoder, share: bool) -> tuple[list[Any], list[PolicyBatch]]:
-    """Losses, log-probabilities, metrics and gradients of two passes over a round; and the batches of the last one."""
+    """Losses, log-probabilities, metrics and gradients of two passes over a round, and the batches of the last pass."""
     rollouts, log_probs, found = rollouts_of(cfg, share_prompts=share), TokenLogProbs(model, cfg), list[Any]()
     with torch.no_grad():
         for batch in rollouts.to_remember():
@@ -113,7 +113,7 @@ def test_completions_that_share_a_prompt_learn_what_each_does_alone(family: str,
 
 
 def test_pairs_of_a_round_share_their_prompts() -> None:
-    """The texts of a pair are those of rows of their own; the loss of pairs is tested where they come from data."""
+    """The texts of a pair equal those of separate rows. The loss of pairs is tested with data from files."""
     cfg = settings("batch_size=3", "gradient_accumulation_steps=1", f"generation.num_answers={GROUP}")
     batches = []
     for share in (False, True):

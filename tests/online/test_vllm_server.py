@@ -1,4 +1,4 @@
-"""An engine beside, by a small server that speaks vLLM's protocol and answers by the generator of this library."""
+"""`generation.engine=vllm` with a small server that implements vLLM's protocol on top of lean_ft's sampling."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ UPDATE = ["pause?mode=wait", "start_weight_update", "update_weights", "finish_we
 
 
 class Server(ThreadingHTTPServer):
-    """`vllm serve tiny` with its backend `disk`: weights that nobody knows until it is told where they are."""
+    """Stub for `vllm serve tiny` with the `disk` backend: it has no weights until it gets their folder."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

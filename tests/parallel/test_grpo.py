@@ -1,4 +1,5 @@
-"""Learning online on two ranks is that on one: the same answers, rewards, losses and files, however the model is gathered."""
+"""Online training on two ranks equals one process: completions, rewards, losses and files, for each
+`generation.gather`."""
 
 import json
 import os
@@ -36,7 +37,7 @@ SETTINGS = (
     "plan=false",
     "device=cpu",
 )
-# With two micro-batches a step, each of two ranks has one, and their sum has the same bits in either order.
+# With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
 SAME_BITS = {
     "layer": (
         "grpo",
@@ -72,7 +73,7 @@ SAME_BITS = {
     ),
     "values, copies": ("ppo", "lora.rank=4", "parallel.replicate=2", "loss.kl_weight=0"),
 }
-# Answers are sampled by each rank for itself, but for those that have each other's heads; then layers are cut.
+# Each rank samples its own completions, except ranks that share attention heads, whose layers are split.
 CUTS = {
     "context": ("grpo", "parallel.context=2", "loss.kl_weight=0.1", "generation.passes=2"),
     "tensor": ("grpo", "parallel.tensor=2", "loss.entropy_share=0.8", "optimizer.in_backward=true"),
@@ -96,8 +97,8 @@ CUTS = {
     "values of a base, tensor": ("ppo", "parallel.tensor=2", "generation.gather=whole", "lora.rank=4"),
     "values, experts": ("ppo", "parallel.experts=2", "model.path=MIXTURE"),
 }
-# The second step's answers are all worth the same, so their divergences of 1e-5 alone tell them apart, which sums in another order
-# round by 3e-6: advantages of 0.015 then differ by 0.0016, and the norm, 0.4 in other steps, by as much.
+# The second step's answers are all worth the same, so their divergences of 1e-5 alone tell them apart, which sums in
+# another order round by 3e-6: advantages of 0.015 then differ by 0.0016, and the norm, 0.4 in other steps, by as much.
 OF_ROUNDED_DIVERGENCES = {"tensor, divergence in rewards": 2e-3}
 REFUSED = {
     (
@@ -109,7 +110,7 @@ REFUSED = {
     ("online_dpo", "parallel.context=2", "parallel.vocabulary=cut"): "this recipe's loss needs the whole output layer",
     ("ppo", "optimizer.name=muon"): "works on whole matrices",
 }
-# Three micro-batches do not go round, and three groups are answered by two ranks.
+# Three micro-batches and three groups do not divide evenly over two ranks.
 CLOSE = (
     "grpo",
     "gradient_accumulation_steps=3",
@@ -174,7 +175,7 @@ def test_two_ranks_write_the_files_of_one(on_two: Path, tmp_path: Path, name: st
 
 @pytest.mark.long
 def test_one_process_goes_on_with_two_models_of_two(on_two: Path) -> None:
-    """In the middle of a round, whose values and returns came from both."""
+    """In the middle of a round whose values and returns were computed by both ranks."""
     run(on_two / "resumed", *SAME_BITS["values"])
     assert digests(on_two / "resumed" / "step_00000003") == digests(on_two / "values" / "step_00000003")
 
@@ -195,7 +196,7 @@ def test_ranks_that_cut_layers_learn_what_one_does(on_two: Path, tmp_path: Path,
 
 
 def learns_as_one(theirs: Path, folder: Path, *settings: str, of_norms: float = 2e-6) -> None:
-    """The same answers, and but for rounding the same numbers."""
+    """The same completions, and the same numbers up to rounding."""
     run(folder, *settings)
     assert [row["answer"] for row in samples(theirs)] == [row["answer"] for row in samples(folder)]
     for row, expected in zip(numbers(theirs), numbers(folder), strict=True):
@@ -232,7 +233,7 @@ def test_rows_of_answers_that_do_not_go_round_are_refused_by_name() -> None:
 
 
 def test_a_layer_at_a_time_does_not_hold_the_whole_model(tmp_path: Path) -> None:
-    """What is planned for the first of two devices, where sampling is the peak."""
+    """Planned memory of the first of two devices, with the peak in sampling."""
     module = load_recipe(find_recipe("grpo"))
 
     def peak(gather: str) -> int:
@@ -241,4 +242,4 @@ def test_a_layer_at_a_time_does_not_hold_the_whole_model(tmp_path: Path) -> None
         return rehearse(module, cfg, choose_device(None, "cpu"), Machines(2)).peak_bytes
 
     layer = sum(parameter.nbytes for parameter in load_model("tiny").layers[0].parameters())
-    assert peak("whole") - peak("layer") == 3 * layer  # of the four, one is whole either way
+    assert peak("whole") - peak("layer") == 3 * layer  # one of the 4 layers is gathered in both cases

@@ -1,4 +1,4 @@
-"""What the planner says of adapters: the frozen model has no gradients or states, and a quantised one is small."""
+"""Plans with adapters: the frozen model has no gradients or optimizer state, and a quantized model is small."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_weights_and_states_are_their_real_bytes(tmp_path, lora):
     apply_lora(model, cfg)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    # Every matrix of the quantised model shares one table of levels there, and has its own here.
+    # In the plan all matrices of the quantized model share one table of levels; here each has its own.
     slack = 2**20 if any(isinstance(module, NF4Linear) for module in model.modules()) else 2**12
     parts = planned.peak.bytes_by_label
     assert abs(parts["weights"] - weights) < slack

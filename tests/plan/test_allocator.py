@@ -1,4 +1,4 @@
-"""What the simulated allocator takes from the driver, against sizes worked out by hand."""
+"""Memory that the simulated allocator requests from the driver, compared with sizes computed by hand."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ def test_large_and_small_tensors_come_from_ranges_of_their_own_in_whole_pages():
     assert allocator.reserved_bytes == 2 * MIB
     blocks.append(allocator.allocate(MIB + 1))
     assert allocator.reserved_bytes == 22 * MIB
-    blocks.append(allocator.allocate(30 * MIB))  # 18.9995 MiB of it are there, at the end
+    blocks.append(allocator.allocate(30 * MIB))  # 18.9995 MiB are free at the end of the segment
     assert allocator.reserved_bytes == 42 * MIB
     assert allocator.allocate(0) is None
     assert blocks[0].num_bytes == 512
@@ -28,10 +28,10 @@ def test_what_is_free_is_used_again_merged_and_the_end_last():
     allocator.free(d)
     assert allocator.allocate(9 * MIB) is b, "between the others, though the end is nearer in size"
     allocator.free(b)
-    allocator.free(a)  # with b: 22 MiB
+    allocator.free(a)  # merged with b: 22 MiB
     assert allocator.allocate(20 * MIB).address == 0
     assert allocator.reserved_bytes == 40 * MIB
-    allocator.free(c)  # with d
+    allocator.free(c)  # merged with d
     allocator.allocate(21 * MIB)
     assert allocator.reserved_bytes == 60 * MIB, "the end grew by what was lacking"
 

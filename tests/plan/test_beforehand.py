@@ -1,4 +1,4 @@
-"""A run's own plan: a bound where that says enough, a rehearsal in another process where not."""
+"""The memory estimate before a run: a bound if it suffices, otherwise a rehearsal in another process."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeyp
 
 @pytest.mark.parametrize("settings", [("batch_size=99",), ("data.batch_tokens=1000000000",)])
 def test_rows_are_planned_as_long_and_as_many_as_the_data_has(recipe, configure, monkeypatch, tmp_path, settings):
-    """A bound on rows that none reaches is no reason to warn, nor one on rows that are not there."""
+    """Row limits that no row reaches, or that exceed the number of rows, cause no warning."""
     (tmp_path / "short.jsonl").write_text('{"text": "a few words"}\n{"text": "word word word"}\n{"text": "word"}\n')
     cfg = configure(f"data.source={tmp_path / 'short.jsonl'}", "data.max_length=131072", *settings)
     largest = sft_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed)[0].take(1)[0]
@@ -108,13 +108,13 @@ def test_pairs_are_planned_with_the_prompts_that_they_share(tmp_path):
 
 def test_rows_of_one_length_are_planned_without_data(configure):
     packed = configure("data.max_length=64", "data.packing=bfd", "data.source=none.jsonl")
-    assert as_long_as_its_data(packed) is packed  # rows have one length, and no data is read
+    assert as_long_as_its_data(packed) is packed  # packed rows have one length, so no data is read
 
 
 def test_what_a_rehearsal_does_stays_in_its_process(recipe, configure, monkeypatch):
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
     monkeypatch.setattr(recipe, "main", lambda cfg: sys.modules.update(left_behind=sys))
-    assert foresee(recipe, configure()) is None  # it took no step
+    assert foresee(recipe, configure()) is None  # without a step
     assert "left_behind" not in sys.modules
 
 
@@ -130,14 +130,14 @@ def test_a_rehearsal_that_fails_or_dies_says_so(recipe, configure, monkeypatch):
 
 @pytest.fixture
 def cannot_fork(monkeypatch):
-    """As where CUDA has begun to work, or on a system that has no forks."""
+    """Simulates initialized CUDA, or a system without fork."""
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
     monkeypatch.setattr(beforehand.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
 
 
 @pytest.mark.long
 def test_a_fresh_process_finds_what_a_fork_does(configure, cannot_fork):
-    lora = load_recipe(find_recipe("lora_finetune_single_device"))  # its settings are of a class made for the alias
+    lora = load_recipe(find_recipe("lora_finetune_single_device"))  # the alias has its own settings class
     adapted = lora.Config.model_validate({name: value for name, value in configure() if name != "lora"})
     outlook = foresee(lora, adapted)
     assert outlook is not None and outlook.peak_bytes == rehearse(lora, adapted, CPU).peak_bytes
@@ -176,7 +176,7 @@ def test_the_run_reports_refused_settings(recipe, configure, monkeypatch):
 
 
 def test_what_takes_less_names_settings_and_sizes(recipe, configure, tmp_path):
-    """Also for a run that filled memory: by then it has taken its folder."""
+    """Also for a run that ran out of memory, whose folder exists by then."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     cfg = configure("resume=never", "batch_size=4", "data.max_length=512", "optimizer.name=adamw")

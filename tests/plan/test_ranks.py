@@ -1,4 +1,4 @@
-"""Plans for many devices: against a real run that is traced on two processes, and against bytes worked out by hand."""
+"""Plans for several devices, compared with a traced run on two processes and with bytes computed by hand."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ SETTINGS = (
     "plan=false",
     "device=cpu",
 )
-# What is cut and gathered in each way, recomputed and kept, updated at once and one by one.
+# All ways to shard and gather, with and without checkpointing, with one update for all parameters or one each.
 TRACED = {
     "in backward, recomputed": (
         "optimizer.in_backward=true",
@@ -75,9 +75,9 @@ def planned(folder: Path, machines: Machines, *overrides: str, device: Any = CPU
 
 
 def traced(folder: Path) -> dict[str, int]:
-    """The peaks of real runs, on one of the ranks that make them together, whose batches are as planned: every token a target.
+    """Peaks of real runs on one of their ranks, with batches as planned: every token is a target.
 
-    They are counted as with a host pool, or on a GPU: what a CPU's heap keeps of loading is no matter here.
+    Bytes are counted like those of a host pool or a GPU, without memory that a CPU's heap retains after loading.
     """
     take = Batches.take
     Batches.take = lambda self, n: [  # type: ignore[method-assign]
@@ -107,7 +107,7 @@ def test_the_planned_peak_is_the_traced_one(model_folder):
 
 
 def num_bytes(model_folder: Path) -> tuple[int, int]:
-    """Of the layers' weights, and of what is beside them, in bfloat16."""
+    """Bytes of the layers' weights and of the other weights, in bfloat16."""
     import torch
 
     from lean_ft.models.hf_format import empty_model
@@ -118,11 +118,11 @@ def num_bytes(model_folder: Path) -> tuple[int, int]:
 
 
 def test_what_is_sent_is_what_is_gathered_and_summed(model_folder):
-    """Layers are gathered twice and their gradients summed once; the output layer, here the embedding, is gathered once."""
+    """Layers are gathered twice and their gradients reduced once; the tied output layer is gathered once."""
     layers, ends = num_bytes(model_folder)
     for devices, count in ((2, 1), (2, 2), (8, 1)):
         n = devices * count
-        rounds = 2  # of micro-batches that each has
+        rounds = 2  # micro-batches of each rank
         settings = (f"gradient_accumulation_steps={n * rounds}", "optimizer.name=sgd")
         plan = planned(model_folder, Machines(devices, count), *settings)
         here, away = (plan.sent_bytes, plan.sent_away_bytes) if count == 1 else (plan.sent_away_bytes, plan.sent_bytes)
@@ -130,7 +130,7 @@ def test_what_is_sent_is_what_is_gathered_and_summed(model_folder):
         assert away == 0
     whole = planned(model_folder, Machines(2), "parallel.reshard_after_forward=false", "gradient_accumulation_steps=2")
     assert whole.sent_bytes == pytest.approx((2 * layers + 2 * ends) / 2, rel=1e-3)
-    # Copies on two machines send each other the sums of their parts, once a step.
+    # Replicas on two machines exchange the sums of their parts once per step.
     both = planned(model_folder, Machines(2, 2), "parallel.replicate=2", "gradient_accumulation_steps=8")
     assert both.sent_away_bytes == pytest.approx((layers + ends) / 2, rel=1e-3)
     assert both.sent_bytes == pytest.approx(2 * (3 * layers + 2 * ends) / 2, rel=1e-3)
@@ -160,7 +160,7 @@ def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
         for how in ("gathered", "cut")
     }
     weight = 2 * 65536 * 256
-    assert peaks["gathered"] - peaks["cut"] > 1.5 * weight  # whole: the weight, and its gradient's sum in float32
+    assert peaks["gathered"] - peaks["cut"] > 1.5 * weight  # the full weight, and the float32 sum of its gradient
 
 
 @pytest.mark.long

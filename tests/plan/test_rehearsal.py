@@ -1,4 +1,4 @@
-"""What the planner says of a recipe, against sizes worked out by hand and against real training steps."""
+"""Plans of recipes, compared with sizes computed by hand and with real training steps."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_weights_and_optimizer_state_are_their_real_bytes(tmp_path: Path, tiny_m
     optimizer = build_optimizer(tiny_model, cfg)
     parts = rehearse(recipe, cfg, CPU).peak.bytes_by_label
     assert parts["weights"] == sum(p.nbytes for p in tiny_model.parameters())
-    # What the optimizer makes beside its state (lookup tables) is of some KiB.
+    # The optimizer's lookup tables take a few KiB in addition to its state.
     assert 0 <= parts.get("optimizer state", 0) - optimizer.state_bytes < 2**18
 
 
@@ -87,7 +87,7 @@ def test_every_kind_of_setting_can_be_rehearsed(tmp_path: Path, overrides: tuple
 
 
 def test_a_rehearsal_needs_and_leaves_nothing(tmp_path: Path):
-    """No data, no run directory; and torch.compile is torch's own again."""
+    """No data and no run directory; afterwards torch.compile is restored."""
     before = torch.compile, torch.Tensor.backward
     planned(tmp_path)
     assert (torch.compile, torch.Tensor.backward) == before
@@ -95,7 +95,7 @@ def test_a_rehearsal_needs_and_leaves_nothing(tmp_path: Path):
 
 
 def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
-    """A copy that keeps a tensor of 8 MiB through the step takes 8 MiB more."""
+    """A copy of the recipe that keeps an 8 MiB tensor during the step takes 8 MiB more."""
     source = find_recipe(RECIPE).read_text().replace("from lean_ft.data", "import torch\nfrom lean_ft.data", 1)
     edited = tmp_path / "mine.py"
     edited.write_text(
@@ -111,7 +111,8 @@ def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
 
 
 def test_a_recipe_with_a_second_model_that_reads_values_is_planned(tmp_path: Path):
-    """As one with a reference is: its weights are counted, its pass keeps nothing, and what the host reads is some value."""
+    """Like a recipe with a reference: its weights count, its pass saves nothing, and the host reads an arbitrary
+    value."""
     source = find_recipe(RECIPE).read_text()
     edited = tmp_path / "mine.py"
     edited.write_text(
@@ -135,7 +136,7 @@ def test_a_recipe_with_a_second_model_that_reads_values_is_planned(tmp_path: Pat
 
 
 def test_what_goes_round_many_times_is_planned_in_a_few(tmp_path: Path):
-    """A step of a billion tokens takes no longer to plan; one whose elements 64 bits do not count is refused."""
+    """A step of a billion tokens takes no longer to plan; a number of elements beyond 64 bits is an error."""
     few, many = (planned(tmp_path, f"batch_size={rows}", "memory.loss_chunk_tokens=512") for rows in (16, 10**6))
     assert many.step_seconds / few.step_seconds == pytest.approx(10**6 / 16, rel=0.1)
     assert many.planning_seconds < 10 * max(1.0, few.planning_seconds)
@@ -177,12 +178,12 @@ def test_parts_of_pinned_memory_take_nothing_of_the_device():
         assert trace.live_bytes == 0 and trace.pinned_bytes == 4000
         del host, part
         trace.pin(torch.empty(500))
-    assert trace.pinned_bytes == 4000  # the most at once
+    assert trace.pinned_bytes == 4000  # the peak
 
 
 @pytest.mark.parametrize("device", [CPU, find_device("H100")], ids=["cpu", "gpu"])
 def test_layers_that_keep_a_state_are_planned(tmp_path: Path, device):
-    """Of shapes alone, packed and compiled; their arithmetic counts, and grows as the row and not as its square."""
+    """Packed and compiled; their operations count, and are linear in the row length, not quadratic."""
     model_type, sizes = CASES["qwen3_5_text"]
     sizes = {**SIZES, **sizes, "layer_types": ["linear_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG_MAPPING[model_type](**sizes).to_dict()))

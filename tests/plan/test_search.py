@@ -1,4 +1,4 @@
-"""The search, over a rehearsal whose answers are known: what it ranks, what it finds where nothing fits, what helps."""
+"""The search with a stub rehearsal: the ranking, the result if nothing fits, and the suggested settings."""
 
 from types import SimpleNamespace
 
@@ -12,8 +12,8 @@ from lean_ft.plan.trace import Moment
 from lean_ft.settings import MemoryConfig, OptimizerConfig
 
 RECIPE = SimpleNamespace()
-# What a row of the batch keeps, and the time it takes.
-HOLES = 0  # and what lies free between its tensors
+# Saved bytes per row of the batch, and its time.
+HOLES = 0  # free bytes between the tensors
 ACTIVATIONS = {"none": (100, 1.0), "every_n": (60, 1.15), "selective": (30, 1.25), "full": (20, 1.3)}
 
 
@@ -37,7 +37,7 @@ def cfg():
 
 @pytest.fixture(autouse=True)
 def rehearsed(monkeypatch):
-    """The settings that were rehearsed, in order."""
+    """The rehearsed settings, in order."""
     settings = []
 
     def rehearse(recipe, cfg, device, machines=None):
@@ -56,7 +56,7 @@ def rehearsed(monkeypatch):
 
 def test_for_each_way_to_keep_the_state_the_fastest_that_fits(cfg, rehearsed):
     found = search(RECIPE, cfg, CPU, 800)
-    # 8-bit moments leave room for every second layer's activations; those of 32 bits only for attention's results.
+    # 8-bit moments leave room for every second layer's activations; 32-bit moments only for attention outputs.
     best = found.fitting[0]
     assert best.overrides == {
         "optimizer.in_backward": True,

@@ -1,4 +1,4 @@
-"""The tracer's counts against bytes worked out by hand."""
+"""The tracer's counts compared with bytes computed by hand."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_what_autograd_saves_counts_until_backward_frees_it(recompute: bool):
 
 
 def test_arithmetic_takes_its_time():
-    """A square product is bound by arithmetic, a copy by traffic; both as the device's rates say."""
+    """A square matrix product is limited by arithmetic and a copy by memory bandwidth, at the device's rates."""
     n = 8192
 
     def product(trace):
@@ -190,7 +190,7 @@ def test_a_compiled_product_stores_what_it_reads():
 
 @pytest.mark.parametrize(("device", "squares"), [(CARD, 3), (CPU, 2)], ids=["card", "cpu"])
 def test_a_card_makes_values_of_one_size_from_the_same_memory_at_once(device, squares):
-    """Each is read by a product of its own and could be gone before the next is made; one kernel makes both."""
+    """Each value is read by its own product and could be freed before the next, but one kernel writes both."""
     size = 4 * 256 * 256
 
     def work(trace):
@@ -220,7 +220,7 @@ def test_what_a_card_reserves_is_its_allocators():
 def test_blocks_of_another_stream_lie_apart():
     def work(trace):
         with trace.on_stream("copying"):
-            kibibytes(30 * KIB)  # and free again
+            kibibytes(30 * KIB)  # freed again
         kibibytes(30 * KIB)
         assert trace.reserved_bytes == 2 * 40 * 2**20, "pages of 20 MiB for each of the two"
 
@@ -237,7 +237,7 @@ def test_what_the_compiler_tunes_with_is_reserved_and_no_part_of_the_peak():
 
 @pytest.mark.parametrize(("heads", "softcap", "expanded"), [(2, None, 0), (6, None, 2), (6, 30.0, None)])
 def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_head(heads, softcap, expanded):
-    """Of two documents, each filled up to 128 tokens more, and heads of 40 features filled up to 64."""
+    """Two documents, each padded by up to 128 tokens, and heads of 40 features padded to 64."""
 
     def work(trace):
         query, grad, out = (torch.empty(256, heads, 40, dtype=torch.bfloat16) for _ in range(3))
@@ -255,7 +255,7 @@ def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_h
 def test_devices_are_found_in_any_spelling():
     for wanted, name in {
         "nvidia GeForce rtx4090": "RTX 4090",
-        "a6000": "RTX A6000",  # where only one card's name ends so
+        "a6000": "RTX A6000",  # only one card's name ends like this
         "M3 Max": "Apple M3 Max",
         **{name: name for name in ("V100", "B200", "MI300X", "Apple M4 Max")},
     }.items():

@@ -1,4 +1,4 @@
-"""What a planner sees of a rule's update on a card."""
+"""Planned memory of optimizer updates on a GPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.optim.tiny_training import build
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_4bit", "sgd"])
 def test_a_compiled_update_holds_a_slice_and_not_the_tensor(name: str):
-    """Of 2**28 elements, whose noise alone would be half a GiB, and a float32 copy a whole one."""
+    """For 2**28 elements, noise for all would take 0.5 GiB, and a float32 copy 1 GiB."""
     trace = Trace(DEVICES["A100 80GB"])
     stage = WatchedStage(trace)
     torch._dynamo.reset()
