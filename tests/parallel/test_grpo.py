@@ -97,8 +97,8 @@ CUTS = {
     "values of a base, tensor": ("ppo", "parallel.tensor=2", "generation.gather=whole", "lora.rank=4"),
     "values, experts": ("ppo", "parallel.experts=2", "model.path=MIXTURE"),
 }
-# The second step's answers are all worth the same, so their divergences of 1e-5 alone tell them apart, which sums in
-# another order round by 3e-6: advantages of 0.015 then differ by 0.0016, and the norm, 0.4 in other steps, by as much.
+# The 2nd step's completions have equal rewards and differ only in divergences of 1e-5, which another order of summation
+# rounds by 3e-6. So advantages of 0.015 differ by 0.0016, and so does the gradient norm, which is 0.4 in other steps.
 OF_ROUNDED_DIVERGENCES = {"tensor, divergence in rewards": 2e-3}
 REFUSED = {
     (

@@ -28,7 +28,7 @@ def recipe() -> ModuleType:
 
 @pytest.fixture
 def overrides(model_folder: Path) -> Callable[..., list[str]]:
-    """`key=value` arguments of a toy run: 12 steps of 2 x 2 rows, 2 steps an epoch."""
+    """`key=value` arguments of a toy run: 12 steps of 2 x 2 rows, 2 steps per epoch."""
 
     def build(output_dir: Path, **settings: Any) -> list[str]:
         given = {
@@ -56,7 +56,7 @@ def config(recipe: ModuleType, overrides: Callable[..., list[str]]) -> Callable[
 
 @pytest.fixture
 def train(recipe: ModuleType, config: Callable[..., Any]) -> Callable[..., Path]:
-    """Run the toy recipe to its end and return its directory."""
+    """Run the toy recipe and return its directory."""
 
     def run(output_dir: Path, **settings: Any) -> Path:
         recipe.main(config(output_dir, **settings))
@@ -67,7 +67,7 @@ def train(recipe: ModuleType, config: Callable[..., Any]) -> Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory):
-    """For the real recipe: a model whose tokenizer has a token for every byte, and 13 rows of prompts and completions."""
+    """Inputs of the real recipe: a model with a byte tokenizer, and 13 rows of prompts and completions."""
     folder = tmp_path_factory.mktemp("inputs")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate([*alphabet, "<end>"])}
@@ -85,7 +85,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def train_real(inputs):
-    """Run the real recipe and return its directory: 4 steps an epoch of 2 x 2 rows, the last of one row."""
+    """Run the real recipe and return its directory. An epoch has 4 steps of 2 x 2 rows; the last step has one row."""
 
     def run(output_dir, *settings):
         arguments = [f"model.path={inputs}", "model.random_init=true", "model.dtype=float32", "device=cpu"]

@@ -1,4 +1,4 @@
-"""Answers to held-out questions, against transformers' greedy generation of each question alone."""
+"""Completions of held-out prompts, compared with transformers' greedy generation for each prompt alone."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,8 @@ def test_answers_are_those_given_alone(
 
 
 class Parrot(torch.nn.Module):
-    """Says `script` whatever it is asked, by way of a one-hot hidden state: its n-th new token is script[n]."""
+    """A model that completes every prompt with `script`: its one-hot hidden state selects script[n] as n-th new
+    token."""
 
     def __init__(self, script: list[int], vocab_size: int):
         super().__init__()
@@ -111,12 +112,12 @@ class Parrot(torch.nn.Module):
     ("said", "right"),
     [
         ("Twelve.<|end|>", 1),
-        ("Twelve.<|end|> and more", 1),  # nothing counts behind the end
+        ("Twelve.<|end|> and more", 1),  # text after the end token is ignored
         ("Twelve<|end|>", 0),
         ("twelve.<|end|>", 0),
         ("Twelve. It is so.<|end|>", 0),
-        ("Twelve." + " fig" * 20, 0),  # goes on without an end
-        ("Twelve.<|pad|><|pad|><|pad|>", 0),  # reads like the right answer, and has not ended
+        ("Twelve." + " fig" * 20, 0),  # does not end
+        ("Twelve.<|pad|><|pad|><|pad|>", 0),  # the text is correct, but it does not end
     ],
 )
 def test_only_the_very_answer_is_right(tmp_path: Path, tokenizer: Tokenizer, said: str, right: int) -> None:
@@ -144,10 +145,10 @@ def test_takes_questions_from_all_over(tmp_path: Path, model: Decoder, tokenizer
 @pytest.mark.parametrize(
     ("said", "answers", "right"),
     [
-        ("6 + 6 = 12\n#### 12", "5 + 7 = 12 #### 12", 1),  # another way, the same end
+        ("6 + 6 = 12\n#### 12", "5 + 7 = 12 #### 12", 1),  # another derivation, the same result
         ("#### 12\nNo:\n#### 13", "#### 12", 0),  # the last match counts
         ("Twelve.", "#### 12", 0),  # without a match
-        ("#### 12" + " fig" * 20, "#### 12", 0),  # what follows belongs to the group, and it does not end
+        ("#### 12" + " fig" * 20, "#### 12", 0),  # the group matches the following text, and it does not end
         ("a way that takes longer than the right answer does #### 12", "A short way to get there #### 12", 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Numbers gone bad, in the real recipe: no weight ever becomes NaN, and nothing of it is hidden."""
+"""NaN and infinite values in the real recipe: no weight becomes NaN, and every such step is reported."""
 
 import json
 import math
@@ -18,7 +18,8 @@ from tests.training.toy_runs import metrics
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Make the losses of the calls with these numbers NaN, from 0; two micro-batches a step, three steps of 13 rows."""
+    """Make the losses of these calls NaN, counted from 0. The run has 3 steps over 13 rows, with two micro-batches
+    each."""
 
     def at(*calls):
         real, count = cross_entropy.linear_cross_entropy, iter(range(10**6))
@@ -68,7 +69,8 @@ def test_a_step_whose_loss_is_not_finite_leaves_weights_and_state_as_they_were(
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_gradient_that_is_not_finite_reaches_no_weight(in_backward, train_real, monkeypatch, tmp_path):
-    """Behind a finite loss. In backward the other parameters are updated already, and that one's gradient is zero."""
+    """The loss is finite. With updates in backward, the other parameters are already updated and this gradient is
+    zeroed."""
     real = recipe.load_model
     count = iter(range(100))
 
@@ -100,7 +102,7 @@ def test_too_many_bad_steps_end_the_run_with_its_weights_saved(poison, train_rea
         train_real(tmp_path / "run", "max_bad_steps=1", "max_steps=6")
     assert "Set a larger max_bad_steps to continue anyway" in str(e.value)
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "run", 3).values())
-    # The count is the run's, not the start's, and the limit may be raised.
+    # The run's restarts share the count, and the limit may be raised.
     with pytest.raises(TrainingFailed, match=r"^3 steps of this run"):
         train_real(tmp_path / "run", "max_bad_steps=2", "max_steps=6")
     poison()
@@ -109,7 +111,7 @@ def test_too_many_bad_steps_end_the_run_with_its_weights_saved(poison, train_rea
 
 
 def test_weights_that_are_not_finite_are_not_saved(train_real, monkeypatch, tmp_path):
-    """A recipe that breaks them itself: the last good checkpoint is the last."""
+    """If the recipe itself makes weights NaN, the last good checkpoint stays the newest."""
 
     class Optimizer:
         def __init__(self, inner, parameters):

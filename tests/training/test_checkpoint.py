@@ -1,4 +1,4 @@
-"""A checkpoint is whole, or it is not one."""
+"""Incomplete and damaged checkpoints are not used."""
 
 import hashlib
 import json
@@ -149,7 +149,7 @@ def test_weights_of_another_model_are_refused(run, recipe, model_folder):
 
 
 def test_a_manifest_that_leads_elsewhere_is_refused(run):
-    """Its digest tells of an accident; these are made on purpose."""
+    """The digest detects accidental damage; these manifests are forged."""
     folder = run / "step_00000004"
     manifest = json.loads((folder / "manifest.json").read_text())
     (run / "other").write_text("x")
@@ -184,7 +184,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def draws(device):
-    # gauss and randn of one number leave half a pair behind in the generator, which is state too.
+    # gauss and randn of one number leave the second number of a pair in the generator's state.
     return (
         [random.random(), random.gauss(0, 1)],
         [np.random.rand(), np.random.randn()],

@@ -1,4 +1,4 @@
-"""A run resumes only if it is the same run, and says how to resume it."""
+"""A run resumes only with matching settings; errors explain how to resume."""
 
 import json
 import shlex
@@ -40,7 +40,7 @@ def test_a_setting_that_makes_it_another_run_is_refused(setting, value, old, new
         restart(train, run, **{setting.replace(".", "__"): value})
     assert "step_00000004 was written with other settings" in str(refusal.value)
     assert digests(run / "step_00000004") == before
-    restart(train, run)  # and the run was not harmed
+    restart(train, run)  # the run is unchanged
 
 
 def test_all_changes_are_named_at_once(run, train):
@@ -77,7 +77,7 @@ def test_what_moves_the_numbers_is_allowed_and_said(setting, value, run, train, 
     [
         ({"max_steps": 2}, ["max_steps: 4 then, 2 now"]),
         ({"max_steps": 4, "optimizer__lr": 0.5, "log_every": 3}, ["log_every: 1 then, 3 now", "optimizer.lr: "]),
-        ({"max_steps": 5, "epochs": 1}, ["max_steps: 4 then, 5 now", "epochs: "]),  # an epoch has four steps
+        ({"max_steps": 5, "epochs": 1}, ["max_steps: 4 then, 5 now", "epochs: "]),  # an epoch has 4 steps
     ],
 )
 def test_a_complete_run_is_not_taken_for_one_with_other_settings(settings, named, run, train, capsys):
@@ -119,7 +119,7 @@ def test_another_model_is_refused_even_before_the_first_checkpoint(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 2)
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run"))
     shutil.copytree(model_folder, tmp_path / "other")
@@ -147,7 +147,7 @@ def test_a_path_continues_in_a_new_directory(run, train, tmp_path):
 def test_a_branch_that_saved_nothing_begins_again(run, train, recipe, config, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 3)
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "branch", resume=run / "step_00000002"))
     branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
@@ -164,7 +164,7 @@ def test_a_path_is_held_to_the_same_settings(run, train, tmp_path):
 def test_a_path_does_not_bury_later_checkpoints(run, train, tmp_path):
     with pytest.raises(ValueError, match=r"would overwrite step_00000004"):
         restart(train, run, resume=run / "step_00000002")
-    restart(train, run, resume=run / "step_00000004")  # the newest is what auto takes
+    restart(train, run, resume=run / "step_00000004")  # auto uses the newest checkpoint
     assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 3, 4, 5, 6]
     branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
     with pytest.raises(ValueError, match=r"would overwrite step_00000004, step_00000006.*resume=auto"):

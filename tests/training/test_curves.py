@@ -1,4 +1,4 @@
-"""The curves of runs: what is read, and a page that holds everything it shows."""
+"""Curves of runs: reading metrics, and a self-contained page."""
 
 import json
 import re
@@ -11,7 +11,8 @@ from lean_ft.training.curves import draw_curves, figure_of, read_curves
 
 
 def write_run(folder: Path, num_steps: int, settings: dict | None = None, **more: float) -> Path:
-    """A run of `num_steps` steps whose loss is 4 - step/100, evaluated once at the end, killed as it wrote a line."""
+    """Write a run of `num_steps` steps with loss 4 - step/100, one evaluation at the end and an incomplete last
+    line."""
     folder.mkdir(parents=True)
     step_row = {"tokens": 100, "target_tokens": 50, "step_seconds": 0.5, "tokens_per_second": 200.0, "lr": 1e-4}
     rows = [
@@ -30,7 +31,7 @@ def write_run(folder: Path, num_steps: int, settings: dict | None = None, **more
 def test_what_a_run_has_told_is_read_and_what_is_not_finite_left_out(tmp_path):
     paths = [write_run(tmp_path / parent / "run", 3) for parent in "ab"]
     first, second = read_curves(paths)
-    assert (first.name, second.name) == ("a/run", "b/run")  # the shortest that tell them apart
+    assert (first.name, second.name) == ("a/run", "b/run")  # the shortest distinct names
     assert first.points("loss") == ([2, 3], [3.98, 3.97])
     assert first.points("memory") == ([1, 2, 3], [2.0, 2.0, 2.0])
     assert first.points("eval_loss") == ([3], [3.25])

@@ -99,7 +99,7 @@ def test_start_on_a_gpu(config, tmp_path):
 )
 def test_the_device_line_says_where_a_cpus_memory_comes_from(settings, said, config, monkeypatch, tmp_path, capsys):
     pooled = []
-    monkeypatch.setattr("lean_ft.training.device.pool_host_memory", lambda: pooled.append(True))  # is for good
+    monkeypatch.setattr("lean_ft.training.device.pool_host_memory", lambda: pooled.append(True))  # cannot be undone
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr("lean_ft.memory.host_memory.return_freed_memory", lambda: True)

@@ -1,4 +1,4 @@
-"""Real signals to a real process."""
+"""Signals sent to a training process."""
 
 import os
 import shlex
@@ -75,7 +75,7 @@ def test_a_second_signal_ends_at_once(launch, tmp_path):
     wait_for(tmp_path / "err", "will save and stop", process)
     os.kill(process.pid, signal.SIGINT)
     process.join(120)
-    assert process.exitcode == -signal.SIGINT  # as a shell's 130
+    assert process.exitcode == -signal.SIGINT  # a shell reports 130
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000001", "step_00000002"]
 
 
@@ -115,7 +115,7 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
     batch = Layout.batch
 
     def signalled(self, rows, *more):
-        if not torch.is_grad_enabled() and next(count) == 3:  # the fourth of seven
+        if not torch.is_grad_enabled() and next(count) == 3:  # the 4th of 7
             os.kill(os.getpid(), number)
         return batch(self, rows, *more)
 
@@ -198,7 +198,7 @@ def test_actions_come_back_after_a_failing_loop(config, recipe, monkeypatch, tmp
     monkeypatch.setattr(recipe, "FAILING_STEP", 1)
     try:
         recipe.main(config(tmp_path / "run"))
-    except KeyError:  # inside the handler the traceback is still alive, and with it the loop's frame
+    except KeyError:  # in the handler, the traceback still references the loop's frame
         assert signal.getsignal(signal.SIGINT) == before
 
 

@@ -1,4 +1,4 @@
-"""Where else a run's lines go: the same numbers everywhere, one record for a run that was cut up, and no secret."""
+"""Metrics loggers get the same numbers, one record per run across restarts, and no secrets."""
 
 import csv
 import json
@@ -28,21 +28,21 @@ def read_tensorboard(run: Path) -> dict[int, float]:
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     told = events.Scalars("loss")
-    assert len(told) == len({event.step for event in told})  # what was made again is shown once
+    assert len(told) == len({event.step for event in told})  # repeated steps are shown once
     return {event.step: event.value for event in told}
 
 
 def wandb_records(file: Path) -> list[bytes]:
-    """The records of an offline run: LevelDB's log, in blocks of 32 KiB, behind seven bytes of wandb's own."""
+    """The records of an offline run: a LevelDB log with blocks of 32 KiB, after a 7-byte header of wandb."""
     data, records, at = file.read_bytes(), [b""], 7
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # no room for a header: the block is filled up
+        if 32768 - at % 32768 < 7:  # no space for a header: the block is padded
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
         records[-1] += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
+        if kind in (1, 4):  # a full record, or the last part of one
             records.append(b"")
     return records[:-1]
 
@@ -101,7 +101,7 @@ def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, tmp_path, m
     expected = {row["step"]: row["loss"] for row in metrics(run) if "loss" in row}
     assert len(expected) == 6
     assert READERS[name](run) == pytest.approx(expected, rel=1e-6)
-    assert digests(run / "step_00000006") == digests(whole / "step_00000006")  # no random number was drawn for it
+    assert digests(run / "step_00000006") == digests(whole / "step_00000006")  # loggers draw no random numbers
     assert not [file for file in run.rglob("*") if file.is_file() and TOKEN.encode() in file.read_bytes()]
 
 
@@ -122,7 +122,7 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(config, tmp_pa
 
 @pytest.fixture(autouse=True)
 def quiet_services(monkeypatch):
-    """What they would write into the developer's home and terminal."""
+    """Disable what the services write to the home directory and the terminal."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # seconds, on a busy machine
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")

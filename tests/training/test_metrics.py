@@ -26,7 +26,7 @@ def path(tmp_path):
 
 
 def read(path):
-    # parse_constant: NaN and Infinity are python's own and no JSON
+    # parse_constant: NaN and Infinity are Python extensions, not JSON
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
@@ -71,7 +71,7 @@ def test_values_that_are_not_finite_are_named(path):
 
 
 def test_recording_does_not_read_the_tensors(path, monkeypatch):
-    """Reading a value makes the host wait for the device; that may happen in flush alone."""
+    """Reading a value synchronizes with the device; only flush may do it."""
     metrics = Metrics(path, CPU, steps_per_epoch=1)
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu"):
@@ -99,7 +99,7 @@ def test_lines_lost_in_a_power_cut_are_reported_and_the_file_kept(damage, path, 
     assert f"no readable lines of steps {len(kept) + 1} to 3" in capsys.readouterr().out
     assert (path.parent / "metrics.damaged.jsonl").read_bytes() == damaged
     assert path.read_bytes() == b"".join(lines[: len(kept)])
-    trim_metrics(path, len(kept))  # nothing more is missing
+    trim_metrics(path, len(kept))  # no further line is removed
     assert capsys.readouterr().out == ""
 
 

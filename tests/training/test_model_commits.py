@@ -1,4 +1,4 @@
-"""A run stays with the commit of its model that it began with."""
+"""A run keeps the commit of its model across restarts."""
 
 import json
 
@@ -14,7 +14,7 @@ OLD, NEW = "a" * 40, "b" * 40
 
 @pytest.fixture
 def repository(hub_server):
-    """`org/toy`, which will move to another commit, of another initialisation."""
+    """`org/toy`, which later moves to another commit with other weights."""
 
     def files(initializer_range: float) -> dict[str, bytes]:
         config = {**QWEN, "initializer_range": initializer_range}

@@ -47,14 +47,14 @@ def test_growth_is_told_from_step_10_on():
         (
             lambda step: 1000 + step / 4 + 500 * (step % 25 == 0),
             200,
-        ),  # and an evaluation's memory, which comes and goes
-        (lambda step: 1000 + max(0, step - 300) / 4, 350),  # one that begins later
+        ),  # plus the temporary memory of an evaluation
+        (lambda step: 1000 + max(0, step - 300) / 4, 350),  # a leak that begins later
         (lambda step: 1000 + 500 * (step % 25 == 0), None),
-        (lambda step: 1000 + min(step, 130), None),  # what was full after 130 steps
-        (lambda step: 1000 + step / 50, None),  # a tenth of a percent in 50 steps is taken for noise
+        (lambda step: 1000 + min(step, 130), None),  # grows only for 130 steps
+        (lambda step: 1000 + step / 50, None),  # 0.1% in 50 steps counts as noise
         (lambda step: 1000 + 50 * (step > 160), None),  # one step up
         (lambda step: 2000 - step, None),
-        (lambda step: None, None),  # no such number off Linux
+        (lambda step: None, None),  # not available outside of Linux
     ],
 )
 def test_what_goes_on_growing_is_noticed(resident, from_step):

@@ -1,4 +1,4 @@
-"""Profiles of a run: what ran is in them, by module, and the run is the same bits."""
+"""Profiles of a run: operations by module; profiling does not change the results."""
 
 import csv
 import gzip
@@ -25,7 +25,7 @@ def run(folder: Path, *settings: str) -> Path:
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With all operations in the table: which are the largest depends on who else computes."""
+    """A profile with all operations in the table: the order of the largest depends on the machine's load."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lean_ft.training.profiling._ROWS", 10_000)
         return run(tmp_path_factory.mktemp("run") / "on", "profile=true", "profile_steps=[1,1,2]")
@@ -90,7 +90,7 @@ def test_a_run_that_ends_before_says_so(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_profile_is_drawn_beside_the_plan_of_a_run_that_may_not_begin_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By then output_dir holds a run, which `resume=never` would not take again."""
+    """At that time output_dir already contains a run, which `resume=never` would refuse."""
     folder = run(tmp_path / "once", "profile=true", "profile_steps=[1,1,1]", "resume=never", "data.packing=none")
     assert "memory over time, beside the plan" in capsys.readouterr().out
     assert (folder / "profile" / "memory.png").is_file()

@@ -56,7 +56,7 @@ def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
         assert "1 min 20 s left" in file.getvalue()  # 8 steps of 10 s
         clock[0] = 32.0
         bar.update(row(94))
-    assert "36 s left" in file.getvalue()  # 6 steps of 6 s: the first one's compiling is over
+    assert "36 s left" in file.getvalue()  # 6 steps of 6 s: compilation in the 1st step is excluded
 
 
 def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
@@ -68,7 +68,7 @@ def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     assert "4/10" in shown
     assert "loss not finite" in shown
     assert "saved       somewhere" in shown
-    assert shown.rstrip("\r\n").endswith(("\x1b[2K", "\x1b[?25h"))  # the bar is wiped and the cursor back
+    assert shown.rstrip("\r\n").endswith(("\x1b[2K", "\x1b[?25h"))  # the bar is cleared and the cursor visible
 
 
 def test_a_bar_fits_into_80_columns(screen):

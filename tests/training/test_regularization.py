@@ -1,4 +1,5 @@
-"""What is frozen stays, noise is as large as NEFTune's and in training alone, and a recipe that does neither is refused."""
+"""Frozen weights do not change; NEFTune noise has the right scale and only in training; unsupported recipes raise
+errors."""
 
 import math
 
@@ -79,7 +80,7 @@ def test_frozen_weights_keep_every_bit(optimizer, train_real, tmp_path):
 
 
 def added_noise(model, **batch):
-    """What a forward pass adds to the embeddings, (B, T, D), read where the first layer takes them."""
+    """Noise that a forward pass adds to the embeddings, (B, T, D), read from the first layer's input."""
     seen = []
     hook = model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     model(**batch)
@@ -96,7 +97,7 @@ def added_noise(model, **batch):
     ],
 )
 def test_noise_is_even_and_shrinks_with_the_length_of_the_sequence(batch, lengths, model):
-    """As in Jain et al.: alpha / sqrt(L * D) times a number from -1 to 1 drawn evenly."""
+    """As in Jain et al.: alpha / sqrt(L * D) times a uniform number from -1 to 1."""
     add_embedding_noise(model, alpha=5.0)
     ids = torch.randint(0, 64, (2, 6))
     torch.manual_seed(0)

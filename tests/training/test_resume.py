@@ -1,4 +1,4 @@
-"""The real recipe, with the real data, decoder and optimizers: a resumed run is the uninterrupted one, bit for bit."""
+"""The real recipe with real data, decoder and optimizers: a resumed run is bitwise equal to an uninterrupted run."""
 
 import pytest
 
@@ -40,12 +40,12 @@ def test_resumed_equals_uninterrupted(settings, train_real, tmp_path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("steps", [2, 4, 6])  # in an epoch, at its end, in the next
+@pytest.mark.parametrize("steps", [2, 4, 6])  # during an epoch, at its end, in the next epoch
 @pytest.mark.parametrize(("batch_size", "accumulation", "packing"), [(1, 4, "none"), (4, 1, "bfd")])
 def test_the_same_rows_a_step_in_other_batches_go_on(
     batch_size, accumulation, steps, packing, train_real, tmp_path, capsys
 ):
-    """As after running out of memory. Each step has the rows that it would have had."""
+    """As after running out of memory. Each step has the same rows."""
     settings = [f"data.packing={packing}", "batch_size=2", "optimizer.name=sgd", "epochs=9"]
     whole = metrics(train_real(tmp_path / "whole", *settings, "max_steps=8"))
     train_real(tmp_path / "run", *settings, f"max_steps={steps}")
@@ -105,7 +105,9 @@ def test_an_interrupted_last_evaluation_is_done_at_the_next_start(settings, trai
     run = train_real(tmp_path / "run", *settings, "data.validation_fraction=0.3", "max_steps=3", "eval_every=2")
     whole, (checkpoint,) = metrics(run, timed=False), run.glob("step_*")
     saved, file = digests(checkpoint), run / "metrics.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]) + '{"step": 3, "ev')  # killed as it wrote
+    file.write_text(
+        "".join(file.read_text().splitlines(keepends=True)[:-1]) + '{"step": 3, "ev'
+    )  # killed while writing
     capsys.readouterr()
     for says in ("repeating the interrupted evaluation after step 3", "complete    all 3 steps are done"):
         train_real(run, *settings, "data.validation_fraction=0.3", "max_steps=3", "eval_every=2")

@@ -1,4 +1,4 @@
-"""What a run promises: the same bits however it was cut up, and a clean end however it ends."""
+"""Runs: bitwise equal results across restarts, and a consistent state after every kind of end."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, recipe, model_folder):
-    """An uninterrupted run of 12 steps that saved every one."""
+    """An uninterrupted run of 12 steps that saves after every step."""
     from lean_ft.settings.text import load_config
 
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -45,7 +45,7 @@ def whole(tmp_path_factory, recipe, model_folder):
 
 @pytest.mark.parametrize("step", range(1, 12))
 def test_resumed_at_any_step_equals_uninterrupted(step, whole, train, tmp_path, capsys):
-    # max_steps ends the first part as a scheduler's time limit would: state saved, process gone.
+    # max_steps ends the first part like a scheduler's time limit: the state is saved and the process ends.
     train(tmp_path / "run", max_steps=step)
     train(tmp_path / "run")
     assert f"after step {step} of 12" in capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_resumed_at_any_step_equals_uninterrupted(step, whole, train, tmp_path, 
 
 
 def test_every_generator_matters_to_the_toy_recipe(whole, train, tmp_path, monkeypatch):
-    """Without restored generators the test above would fail, so it does test them."""
+    """Without restored generators the test above would fail, so it covers them."""
     monkeypatch.setattr("lean_ft.training.run.restore_random_state", lambda *_: None)
     train(tmp_path / "run", max_steps=5)
     train(tmp_path / "run")
@@ -112,7 +112,7 @@ def test_checkpoints_at_the_steps_asked_for(train, tmp_path):
 
 
 def test_max_steps_and_epochs_bound_the_run(train, tmp_path):
-    assert len(metrics(train(tmp_path / "a", max_steps=3))) == 4  # and one evaluation
+    assert len(metrics(train(tmp_path / "a", max_steps=3))) == 4  # 3 steps and one evaluation
     assert len(metrics(train(tmp_path / "b", max_steps=50, epochs=2))) == 5
     for epochs, steps in [(0.1, 1), (0.5, 1), (1.5, 3), (1.6, 4)]:
         assert len(metrics(train(tmp_path / f"{epochs}", epochs=epochs))) == steps + 1
@@ -156,7 +156,7 @@ def test_left_to_itself_a_run_saves_often_enough_and_keeps_the_last_two(
 
 
 def raise_at(call, where, function):
-    """The function, which raises at its call of this number, from 0, before or after it did its work."""
+    """Return the function with an error in call number `call`, counted from 0, before or after its work."""
     count = iter(range(10**6))
 
     def failing(*args, **given):
@@ -175,7 +175,7 @@ def raise_at(call, where, function):
 @pytest.mark.parametrize(
     ("name", "call", "where", "saved"),
     [
-        ("torch.nn.functional.cross_entropy", 1, "after", 0),  # in the first step: there is nothing to save
+        ("torch.nn.functional.cross_entropy", 1, "after", 0),  # in the 1st step: there is nothing to save
         ("tests.training.toy_recipe.Batches.take", 5, "after", 5),
         ("torch.nn.functional.cross_entropy", 11, "after", 5),  # gradients of one of two micro-batches
         ("lean_ft.optim.optimizer.Optimizer.apply_rules", "last", "before", "unless in backward"),
@@ -198,7 +198,7 @@ def test_a_loop_that_fails_has_saved_what_is_whole(
     if owner is None:
         path, _, kind = module.rpartition(".")
         owner = getattr(__import__(path, fromlist=[kind]), kind)
-    if call == "last":  # of step 6: one call a step, or one a parameter
+    if call == "last":  # of step 6: one call per step, or one per parameter
         parameters = 26 if in_backward == "true" else 1
         call = 6 * parameters - 1
     with monkeypatch.context() as patch:
@@ -216,7 +216,7 @@ def test_a_loop_that_fails_has_saved_what_is_whole(
 def test_the_last_evaluation_finds_everything_saved(train, recipe, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(recipe.Run, "log_evaluation", raise_at(0, "before", recipe.Run.log_evaluation))
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
         with pytest.raises(KeyError):
             train(tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000012"]
@@ -245,7 +245,7 @@ def test_the_run_ends_where_evaluations_stop_getting_better(train, recipe, monke
     train(run, **settings)
     assert "complete    stopped early, after step 5" in (out := capsys.readouterr().out)
     assert "began step" not in out
-    train(run, eval_every=1, stop_after_evals=4)  # and it can be told to go on
+    train(run, eval_every=1, stop_after_evals=4)  # a higher limit continues the run
     assert max(row["step"] for row in metrics(run)) == 10
 
 
@@ -307,7 +307,8 @@ def test_a_finished_run_names_every_bound_that_ended_it(train, tmp_path, capsys)
 
 @pytest.mark.parametrize("setting", ["max_steps", "epochs"])
 def test_extended_equals_trained_at_once(setting, whole, train, tmp_path):
-    """Train to N, extend to M: the same weights and optimizer state as M at once, with a constant schedule."""
+    """Training to N and then to M gives the same weights and optimizer state as training to M, with a constant
+    schedule."""
     train(tmp_path / "run", **({"max_steps": 6} if setting == "max_steps" else {"epochs": 3}))
     train(tmp_path / "run")
     assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
@@ -320,10 +321,10 @@ def test_extending_a_schedule_that_ends_is_said(train, tmp_path, capsys):
 
 
 def test_metrics_are_trimmed_to_the_checkpoint(whole, train, config, recipe, tmp_path, monkeypatch):
-    """A run that died after its last checkpoint wrote lines that resuming must take back."""
+    """If a run dies after its last checkpoint, resuming removes the lines written since."""
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 8)
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run", save_every=3))
     run = tmp_path / "run"
@@ -347,7 +348,7 @@ def test_a_failed_start_without_checkpoint_keeps_its_metrics_aside(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "FAILING_STEP", 2)
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if it had been killed
+        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
         with pytest.raises(KeyError):
             recipe.main(config(tmp_path / "run"))
     first = (tmp_path / "run/metrics.jsonl").read_bytes()
@@ -366,7 +367,7 @@ def test_one_bad_step_more_than_allowed_stops_the_run(log_every, config, recipe,
     rows = metrics(tmp_path / "run")
     assert rows[4]["loss"] is None
     assert (rows[4]["non_finite"]["loss"], rows[4]["skipped"]) == ("inf", True)
-    # Found when its line was written, and the weights, which are without that step, were saved then.
+    # The step is detected when its line is written. The weights, without that step, are saved then.
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*"))[-1] == f"step_0000000{5 if log_every == 1 else 6}"
 
 
@@ -401,7 +402,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint(config, recipe, train, t
     names = sorted(p.name for p in (tmp_path / "run").iterdir() if "step" in p.name)
     assert names == ["step_00000003", "step_00000006"]
     monkeypatch.undo()
-    train(tmp_path / "run", save_every=3)  # and the run goes on once there is room
+    train(tmp_path / "run", save_every=3)  # the run continues once there is free space
 
 
 def test_config_yaml_loads_again_and_tells_where_it_came_from(recipe, train, config, tmp_path):
@@ -426,7 +427,7 @@ def test_each_start_is_recorded(train, tmp_path):
 
 
 def test_times_are_all_that_may_differ(whole):
-    """The comparisons above leave out these columns and no others."""
+    """The comparisons above omit only these columns."""
     assert {"loss", "lr", "grad_norm", "tokens", "target_tokens", "epoch", "step"} == FIELDS - TIMES
 
 
@@ -440,7 +441,7 @@ def test_the_lock_is_free_after_a_run_and_after_a_failure(config, recipe, train,
 
 
 def test_weights_go_into_the_live_model(train, config, recipe, tmp_path, monkeypatch):
-    """Restoring keeps the parameters' memory, so optimizers and hooks that hold them stay right."""
+    """Restoring keeps the parameters' memory, so optimizers and hooks that reference them stay valid."""
     train(tmp_path / "run", max_steps=4)
     seen = {}
     load = recipe.load_model

@@ -1,4 +1,4 @@
-"""When a run saves, which checkpoints stay, and saving in the background."""
+"""When a run saves, which checkpoints it keeps, and saving in the background."""
 
 import threading
 
@@ -22,10 +22,10 @@ from tests.training.toy_runs import digests, metrics
         (1, 5, list(range(1, 13))),
         (5, 7, [5, 10]),
         ("epoch", 5, [5, 10]),
-        (0.5, 5, [3, 5, 8, 10]),  # never before half of the epoch is done, and at its end
+        (0.5, 5, [3, 5, 8, 10]),  # at half of each epoch, rounded up, and at its end
         (0.1, 10, list(range(1, 13))),
         (0.3, 10, [3, 6, 9, 12]),
-        (0.1, 3, list(range(1, 13))),  # more often than there are steps
+        (0.1, 3, list(range(1, 13))),  # more saves than steps
     ],
 )
 def test_what_is_due(every, steps_per_epoch, due):
@@ -65,7 +65,7 @@ def test_a_run_keeps_what_it_was_told_to(save_async, train, recipe, monkeypatch,
 
 
 def test_a_damaged_later_checkpoint_counts_for_nothing(train, tmp_path):
-    """Else the newest whole one would make room for it."""
+    """Otherwise the newest complete checkpoint would be deleted."""
     run = train(tmp_path / "run", max_steps=8, save_every=2)
     for step in (6, 8):
         flip_a_byte(run / f"step_0000000{step}/model.safetensors")
@@ -84,7 +84,7 @@ def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
     assert most(save_every=10, keep_last=2) == 3
     assert most(save_every=10, keep_last=1, keep_every=50) == 4
     assert most(save_every=60, keep_last=5) == 2
-    assert most(save_every="epoch") == 4  # 30, 60, 90 and the last
+    assert most(save_every="epoch") == 4  # 30, 60, 90 and the last step
     assert most(save_every=0.5) == 7
     assert most(save_every="auto") == 3
 
@@ -117,7 +117,7 @@ def test_checkpoints_are_those_of_a_run_that_waits(settings, train_real, tmp_pat
 
 
 def test_training_goes_on_meanwhile_and_the_last_save_waits(config, recipe, monkeypatch, tmp_path):
-    """Step 2's checkpoint can only be finished once step 3 has begun."""
+    """Step 2's checkpoint can only finish after step 3 has begun."""
     began, finished = threading.Event(), []
     save, take = recipe.Tokenizer.save, recipe.Batches.take
     calls = iter(range(100))
@@ -150,7 +150,7 @@ def test_an_error_ends_the_run_after_a_later_step(config, recipe, train, monkeyp
             recipe.main(config(tmp_path / "run", save_every=2, max_steps=9, save_async="true"))
     assert not list((tmp_path / "run").glob("*step_*"))
     assert 2 <= len(metrics(tmp_path / "run")) <= 4
-    train(tmp_path / "run", max_steps=3)  # the lock is free
+    train(tmp_path / "run", max_steps=3)  # the lock is released
 
 
 def test_a_host_copy_is_no_view_and_shares_what_is_frozen(model_folder):

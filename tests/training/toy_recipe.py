@@ -1,6 +1,6 @@
-"""A recipe in miniature, with the real decoder and optimizer and stand-ins for data and tokenizer, for the tests of `Run`.
+"""A small recipe for the tests of `Run`, with the real decoder and optimizer and stubs for data and tokenizer.
 
-The loop draws from every random number generator, so that a resumed run is only right if all of them are restored.
+The loop draws from every random number generator, so resuming is only correct if all of them are restored.
 """
 
 import random
@@ -102,6 +102,6 @@ def main(cfg: Config) -> None:
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss_sum, lr=lr, grad_norm=grad_norm, micro_batches=micro_batches)
-        loss_sum.fill_(-1)  # what was logged is what it was then
+        loss_sum.fill_(-1)  # does not change the logged value
         if run.evaluation_due():
             run.log_evaluation(eval_loss=1.5, num_eval_tokens=12)

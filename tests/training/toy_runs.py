@@ -1,4 +1,4 @@
-"""What the tests of runs compare: a run's metrics and a checkpoint's files."""
+"""Metrics of runs and hashes of checkpoint files, for comparisons in tests."""
 
 import hashlib
 import json
