@@ -100,7 +100,7 @@ class Layout:
     def of_texts(
         cls, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, sides: int = 1, **settings: Any
     ) -> "Layout":
-        """Return a layout of one batch from `texts`, pairs of a prompt and a trained answer; `sides` texts form a
+        """Return a layout of one batch. `texts` are pairs of a prompt and a trained answer; `sides` texts form a
         row."""
         lengths = np.array([len(prompt) + len(answer) for prompt, answer in texts])
         return cls(
@@ -250,11 +250,11 @@ class Layout:
         return [sum(counts)] if self.joined else counts
 
     def row_numbers(self, documents: np.ndarray) -> np.ndarray:
-        """Numbers of the rows of data that `documents` come from; `documents` holds all documents of each row."""
+        """(P,) numbers of the rows of data that `documents` come from; `documents` holds all documents of each row."""
         return self.first_row + documents[:: self.sides] // self.sides
 
     def row_values(self, documents: np.ndarray) -> np.ndarray:
-        """Values (labels, margins) of the rows of data that `documents` come from, float32 with V columns."""
+        """(P, V) float32: values (labels, margins) of the rows of data that `documents` come from."""
         rows = documents[:: self.sides]
         return np.zeros((len(rows), 1), dtype=np.float32) if self.values is None else self.values[rows]
 

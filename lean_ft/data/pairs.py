@@ -1,8 +1,8 @@
 """Preference pairs: a chosen and a rejected answer to one prompt, rendered and truncated.
 
 The prompt is a field of the row, or the common beginning of both answers: the common messages of chats, or the common
-characters of strings up to the last space. Answers given as messages may repeat the prompt. The prompt is the common
-prefix of the token ids, so a token that straddles the end of the prompt belongs to the answers.
+characters of strings up to the last space. Answers given as messages may repeat the prompt. In tokens, the
+prompt is the common prefix of both sequences, so a token that straddles its end belongs to the answers.
 
 Truncation happens in this order. First the end of the sequence is appended, by the chat template or as eos. Then the
 prompt is cut to its last `max_prompt_length` tokens, each answer to its first `max_completion_length` tokens, and the

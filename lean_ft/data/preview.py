@@ -167,8 +167,7 @@ _OTHERS = re.compile(
 
 
 def visible(text: str) -> str:
-    """Return `text` with visible line ends, and symbols or codes for control, zero-width and bidirectional
-    characters."""
+    """Show line ends, and replace control, zero-width and bidirectional characters with symbols or codes."""
     return _OTHERS.sub(_sign, text).replace("\n", NEWLINE)
 
 

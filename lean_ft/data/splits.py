@@ -1,5 +1,4 @@
-"""Parse `data.split`: a split such as `train`, or a slice in the syntax of the `datasets` library, such as
-`train[:95%]`."""
+"""Parse `data.split`: a split such as `train`, or a slice as in the `datasets` library, such as `train[:95%]`."""
 
 import re
 from collections.abc import Callable

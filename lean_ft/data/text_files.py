@@ -140,8 +140,7 @@ def _rows_of(values: list[Any], path: Path) -> Iterator[Row]:
 
 
 def _delimiter(start: bytes) -> str:
-    """Detect the delimiter from the header: a comma, semicolon or tab. Spreadsheets with decimal commas write
-    semicolons."""
+    """Detect the header's delimiter: comma, semicolon (written by spreadsheets with decimal commas) or tab."""
     header = re.split(rb"[\r\n]", start, maxsplit=1)[0][:_HEADER_BYTES].decode("utf-8", "replace")
     return next((sign for sign in ",;\t" if len(next(csv.reader([header], delimiter=sign), ())) > 1), ",")
 

@@ -128,13 +128,11 @@ class Unpaired(Pairs):
         return ["desirable" if value else "undesirable" for value in values]
 
     def num_numbers(self, layout: Layout, num_epochs: int) -> int:
-        """Number of values that `pairs` can take in `num_epochs`, with mismatched completions; layout: training
-        rows."""
+        """Number of values that `pairs` can take in `num_epochs`, with mismatched completions; layout: of training."""
         return _first_mismatched(layout) + num_epochs * len(layout.starts)
 
     def _mismatched(self, layout: Layout, documents: np.ndarray, epoch: int) -> UnpairedBatch | None:
-        """Combine each document's prompt with the completion of the previous document; one row if documents are
-        packed."""
+        """Combine each document's prompt with the previous document's completion; one row if documents are packed."""
         if not self.adds_mismatched:
             return None
         spans = [slice(layout.starts[i], layout.starts[i] + layout.lengths[i]) for i in documents]
