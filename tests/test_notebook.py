@@ -108,7 +108,7 @@ def test_settings_arrive_as_they_were_given(settings: dict, expected: dict) -> N
         ({"data.source": [{"text": float("nan")}]}, "data.source: a row holds what JSON cannot"),
         ({"data": {"source": []}}, "data.source is an empty list"),
         ({"data": {"source": [{"path": "x", "wieght": 2}]}}, "data.source: expected text or list"),
-        ({"batch_size": "3"}, "batch_size: expected whole number > 0, came '3'"),
+        ({"batch_size": "3"}, "batch_size: expected whole number > 0, found '3'"),
     ],
 )
 def test_what_cannot_be_is_one_message(settings: dict, message: str, tmp_path: Path) -> None:

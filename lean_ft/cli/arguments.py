@@ -23,7 +23,7 @@ def _starting(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 RECIPE: Any = typer.Argument(
     metavar="RECIPE",
-    help="A recipe's name, or the path of a .py file; a preset may name it.",
+    help="Recipe name or path of a .py file. A preset can name its recipe.",
     show_default=False,
     autocompletion=_starting(lambda: [*catalog.recipes(), *catalog.aliases()]),
 )
@@ -51,7 +51,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Settings that overrule the preset: optimizer.lr=1e-5",
+        help="Settings that override the preset: optimizer.lr=1e-5",
         show_default=False,
     ),
 ]

@@ -16,7 +16,9 @@ def cat(
     only: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="GROUP|SETTING", help="For a recipe: print these alone: optimizer, lora.rank", show_default=False
+            metavar="GROUP|SETTING",
+            help="For a recipe: print only this group or setting, such as optimizer or lora.rank.",
+            show_default=False,
         ),
     ] = None,
     schema: Annotated[

@@ -25,7 +25,7 @@ def check(
     ],
     overrides: Overrides = None,
     config: Preset = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip what compiles, and the timed training steps.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip compiled checks and the timed training steps.")] = False,
     debug: Debug = False,
 ) -> None:
     """Verify a model on this machine with its own weights, tokenizer and chat template.

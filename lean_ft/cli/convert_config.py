@@ -14,9 +14,11 @@ from lean_ft.system.whole_files import write_whole
 
 
 def convert_config(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="torchtune's YAML.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A YAML configuration of torchtune.", show_default=False)
+    ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The preset to write; by default it is printed.")
+        Path | None, typer.Option("--output", "-o", help="File to write the preset to. Default: print it.")
     ] = None,
     debug: Debug = False,
 ) -> None:

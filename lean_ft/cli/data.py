@@ -22,7 +22,7 @@ BAR_WIDTH = 40
 NOTES_SHOWN = 5
 
 app = typer.Typer(
-    help="Look at the data of a run: its lengths, or its rows as the model sees them.",
+    help="Inspect the data of a run: sequence lengths, or rows as the model sees them.",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -40,10 +40,10 @@ def stats(
     overrides: Overrides = None,
     config: Preset = None,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Draw the distribution of lengths into a picture, too.")
+        Path | None, typer.Option("--png", metavar="FILE", help="Also plot the distribution of lengths.")
     ] = None,
     peak: Annotated[
-        bool, typer.Option("--peak", help="Predict the peak memory of a step at each length, too; takes a while.")
+        bool, typer.Option("--peak", help="Also predict the peak memory of a step at each length. Slow.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -103,7 +103,7 @@ def preview(
     recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
-    rows: Annotated[int, typer.Option("--rows", "-n", min=1, metavar="N", help="How many rows to show.")] = 3,
+    rows: Annotated[int, typer.Option("--rows", "-n", min=1, metavar="N", help="Number of rows to show.")] = 3,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page to share, and print no rows.")
     ] = None,

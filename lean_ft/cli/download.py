@@ -18,14 +18,17 @@ def download(
     ],
     revision: Annotated[str | None, typer.Option("--revision", "-r", help="A branch, tag or commit.")] = None,
     output_dir: Annotated[
-        str | None, typer.Option("--output-dir", "-o", metavar="FOLDER", help="Here, not into the hub's cache.")
+        str | None,
+        typer.Option(
+            "--output-dir", "-o", metavar="FOLDER", help="Download into this folder instead of the Hub cache."
+        ),
     ] = None,
     include: Annotated[
         list[str] | None,
-        typer.Option("--include", metavar="PATTERN", help="Only these files, of any kind: --include 'original/*'"),
+        typer.Option("--include", metavar="PATTERN", help="Download only matching files: --include 'original/*'"),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Not these files: --exclude '*.md'")
+        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Skip matching files: --exclude '*.md'")
     ] = None,
     debug: Debug = False,
 ) -> None:

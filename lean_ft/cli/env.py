@@ -13,9 +13,9 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Train the embedded model for a few steps with every technique; takes minutes."),
+        typer.Option("--check", help="Train the embedded model for a few steps with each technique. Takes minutes."),
     ] = False,
-    device: Annotated[str, typer.Option("--device", help="Where --check trains: auto, cuda, cpu or mps.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="Device for --check: auto, cuda, cpu or mps.")] = "auto",
     debug: Debug = False,
 ) -> None:
     """Print versions, devices and what they support."""

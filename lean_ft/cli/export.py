@@ -21,34 +21,40 @@ def export(
     ],
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="bfloat16|float16|float32", help="Dtype of the weights; as stored by default."),
+        typer.Option(
+            "--dtype", metavar="bfloat16|float16|float32", help="Dtype of the weights. Default: the stored dtype."
+        ),
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file: 5GB by default.")
+        str | None,
+        typer.Option("--max-shard-size", metavar="SIZE", help="Maximum size of a weight file. Default: 5GB."),
     ] = None,
     gguf: Annotated[
         str | None,
         typer.Option("--gguf", metavar="f32|f16|bf16|q8_0", help="Write one GGUF file for llama.cpp instead."),
     ] = None,
     dcp: Annotated[
-        bool, typer.Option("--dcp", help="Write a folder of torch.distributed.checkpoint (DCP) instead.")
+        bool, typer.Option("--dcp", help="Write a torch.distributed.checkpoint (DCP) folder instead.")
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="SOURCE is an adapter: export the model with the adapter in its weights.")
+        bool, typer.Option("--merge", help="For an adapter: export the base model with merged weights.")
     ] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="SOURCE is an adapter: export it alone, as PEFT's format.")
+        bool, typer.Option("--adapter", help="For an adapter: export only the adapter, in PEFT's format.")
     ] = False,
     base: Annotated[
         str | None,
         typer.Option(
-            "--base", metavar="MODEL", help="With --merge or --keep-vision: the model trained, if not the one it names."
+            "--base",
+            metavar="MODEL",
+            help="With --merge or --keep-vision: the base model, if not the one that the source names.",
         ),
     ] = None,
     keep_vision: Annotated[
         bool,
         typer.Option(
-            "--keep-vision", help="Of a model that reads images too: the whole, what was not trained as it was."
+            "--keep-vision",
+            help="For a model that also reads images: export all of it, with the untrained parts unchanged.",
         ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an earlier export at DEST.")] = False,

@@ -27,18 +27,18 @@ def plan(
     config: Preset = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="24GiB", help="Find the fastest settings whose peak fits into so much memory."),
+        typer.Option(metavar="24GiB", help="Find the fastest settings whose peak fits into this amount of memory."),
     ] = None,
     device_name: Annotated[
         str | None,
-        typer.Option(metavar='"RTX 4090"', help="The card to plan for; its memory is the budget, unless one is given."),
+        typer.Option(metavar='"RTX 4090"', help="Card to plan for. Its memory is the default budget."),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Plan for so many GPUs of one machine, or of each of --nodes."),
+        typer.Option(metavar="N", min=1, help="Number of GPUs per machine."),
     ] = None,
-    nodes: Annotated[int, typer.Option(metavar="M", min=1, help="Machines, each with --gpus of them.")] = 1,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step's memory over time.")] = None,
+    nodes: Annotated[int, typer.Option(metavar="M", min=1, help="Number of machines.")] = 1,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot memory over the step.")] = None,
     debug: Debug = False,
 ) -> None:
     """Predict a run's peak memory and when it occurs.

@@ -11,7 +11,7 @@ from lean_ft.cli.arguments import Debug
 def plot(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run directories, also of runs under way.", show_default=False),
+        typer.Argument(metavar="RUN...", help="Run directories. Runs may still be in progress.", show_default=False),
     ],
     output: Annotated[
         Path | None,
@@ -19,7 +19,7 @@ def plot(
             "--output",
             "-o",
             metavar="NAME",
-            help="Writes NAME.png and NAME.html; by default curves.* in the run. Several runs get a new name here.",
+            help="Write NAME.png and NAME.html. Default: curves.* in the run; a new name in the current folder for several runs.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite the files of --output.")] = False,

@@ -17,10 +17,11 @@ def push(
         ),
     ],
     repo: Annotated[
-        str, typer.Argument(metavar="ORG/NAME", help="The repository; made if need be.", show_default=False)
+        str,
+        typer.Argument(metavar="ORG/NAME", help="Repository. It is created if it does not exist.", show_default=False),
     ],
     public: Annotated[
-        bool, typer.Option("--public", help="Where it is made: for all to see, and not private.")
+        bool, typer.Option("--public", help="Create a public repository. Without it, a new repository is private.")
     ] = False,
     debug: Debug = False,
 ) -> None:

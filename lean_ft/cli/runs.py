@@ -17,7 +17,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with runs, in subfolders of any depth.")] = Path(
         "runs"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with all digits.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with all digits.")] = False,
     debug: Debug = False,
 ) -> None:
     """List runs: settings that differ between them, steps, losses, peak memory and speed.

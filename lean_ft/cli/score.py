@@ -18,32 +18,34 @@ def score(
         str,
         typer.Argument(metavar="MODEL", help="A reward model: a run, a checkpoint, a folder.", show_default=False),
     ],
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Rows, as data.source takes them.", show_default=False)],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File of rows, as for data.source.", show_default=False)],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[DEST] [KEY=VALUE]",
-            help="A new JSONL file, the terminal where left out, or with --top-k a new folder; and settings of the rows: "
+            help="New JSONL file (default: print), or a new folder with --top-k; and settings of the rows: "
             "data.columns.completion=answer",
             show_default=False,
         ),
     ] = None,
     per_token: Annotated[
-        bool, typer.Option("--per-token", help="Tell the score at each token of an answer, too.")
+        bool, typer.Option("--per-token", help="Also write the score at each token of a completion.")
     ] = False,
     top_k: Annotated[
         int | None,
         typer.Option(
-            "--top-k", metavar="K", help="Keep the K likeliest next tokens of each target, for distill.cached."
+            "--top-k", metavar="K", help="Store the K likeliest next tokens of each target, for distill.cached."
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="With --top-k: that of distill.temperature.")
+        float, typer.Option("--temperature", help="With --top-k: the value of distill.temperature.")
     ] = 1.0,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cuda|cpu|mps", help="Where to compute.")] = "auto",
+    device: Annotated[str, typer.Option("--device", metavar="auto|cuda|cpu|mps", help="Device.")] = "auto",
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="bfloat16|float32", help="Type of the arithmetic; as stored by default."),
+        typer.Option(
+            "--dtype", metavar="bfloat16|float32", help="Dtype of the computation. Default: the stored dtype."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite DEST.")] = False,
     debug: Debug = False,
@@ -62,7 +64,7 @@ def score(
     overrides = [argument for argument in arguments or [] if "=" in argument]
     destinations = [Path(argument).expanduser() for argument in arguments or [] if "=" not in argument]
     if len(destinations) > 1:
-        raise ValueError(f"expected one DEST and settings key=value, came {', '.join(map(str, destinations))}.")
+        raise ValueError(f"expected one DEST and settings key=value, found {', '.join(map(str, destinations))}.")
     destination = destinations[0] if destinations else None
     if top_k is not None:
         from lean_ft.frozen.teacher_cache import keep_teacher

@@ -21,22 +21,25 @@ def serve(
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            "--adapter", metavar="FOLDER", help="An adapter to put on it; several add up.", show_default=False
+            "--adapter", metavar="FOLDER", help="Adapter to apply. Several adapters are summed.", show_default=False
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen; any but a loopback address needs the variable LEANFT_TOKEN.")
+        str,
+        typer.Option(
+            help="Address to listen on. Addresses other than loopback require the environment variable LEANFT_TOKEN."
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 selects a free port.")] = 8000,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="The model's name there; its folder's by default.")
+        str | None, typer.Option("--name", metavar="NAME", help="Model name in the API. Default: the folder's name.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that an answer may have where a request does not say.")
+        int, typer.Option(min=1, help="Maximum completion tokens of a request that sets no limit.")
     ] = 1024,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cuda|cpu|mps", help="Where to compute.")] = "auto",
+    device: Annotated[str, typer.Option("--device", metavar="auto|cuda|cpu|mps", help="Device.")] = "auto",
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="bfloat16|float32|float16", help="Type of weights and arithmetic.")
+        str, typer.Option("--dtype", metavar="bfloat16|float32|float16", help="Dtype of weights and computation.")
     ] = "bfloat16",
     debug: Debug = False,
 ) -> None:

@@ -34,14 +34,16 @@ def slurm(
     recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each, and processes on it.")] = 8,
-    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Longest time of one turn in the queue.")] = "24:00:00",
-    save_minutes: Annotated[int, typer.Option(min=1, help="Minutes before its end in which it saves.")] = 10,
-    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Where to run.")] = None,
-    account: Annotated[str | None, typer.Option(metavar="NAME", help="Who pays.")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Starts after a process has died, without the queue.")] = 3,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="A free one on every machine.")] = 29500,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per machine, with one process each.")] = 8,
+    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit of the job.")] = "24:00:00",
+    save_minutes: Annotated[
+        int, typer.Option(min=1, help="Minutes before the time limit at which the run saves.")
+    ] = 10,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm partition.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm account that is charged.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts after a process dies, within the same job.")] = 3,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port that is free on every machine.")] = 29500,
     debug: Debug = False,
 ) -> None:
     """Print a Slurm job that runs a recipe: leanft slurm RECIPE ... > job.sbatch

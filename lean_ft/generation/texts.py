@@ -44,7 +44,7 @@ def open_model(
     """
     adapters = [find_finished(one, QUICK_BYTES) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:
-        raise ValueError("expected model.path=..., or adapter=..., which names the model that it is of; came neither.")
+        raise ValueError("expected model.path=..., or adapter=..., whose base model is then used; found neither.")
     folder = adapters[0] if path == "auto" else find_finished(path, QUICK_BYTES, weights=not random_init)
     if is_adapter(folder):
         adapters = adapters if path == "auto" else [folder, *adapters]

@@ -110,7 +110,7 @@ class Reward(Settings):
     @model_validator(mode="after")
     def _is_one_of_both(self) -> "Reward":
         if (self.function is None) == (self.model is None):
-            raise ValueError(f"expected a function or a model, came {'neither' if self.model is None else 'both'}.")
+            raise ValueError(f"expected a function or a model, found {'neither' if self.model is None else 'both'}.")
         if self.model is not None and self.pattern is not None:
             raise ValueError("a pattern is for functions that are there, and this reward is a model. Leave it out.")
         return self

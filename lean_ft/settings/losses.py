@@ -373,7 +373,7 @@ class DistillConfig(Settings):
         if (self.teacher is None) == (self.cached is None):
             raise ValueError(
                 "expected one of teacher=MODEL and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` writes; "
-                f"came {'neither' if self.cached is None else 'both'}."
+                f"found {'neither' if self.cached is None else 'both'}."
             )
         if self.beta is not None and self.divergence != "jsd":
             raise ValueError(

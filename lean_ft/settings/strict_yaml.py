@@ -110,7 +110,7 @@ def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]
         while not isinstance(event := next(events), yaml.MappingEndEvent):
             key, mark = value(event, place, depth), event.start_mark
             if not isinstance(key, str):
-                refuse(mark, f"expected a name before the colon, came {kind(key)}.")
+                refuse(mark, f"expected a name before the colon, found {kind(key)}.")
             if place + key in lines:
                 first = f" (first in line {lines[place + key]})" if path else ""
                 refuse(mark, f"'{key}' is given twice{first}; keep one of them.")

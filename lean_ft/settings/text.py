@@ -274,7 +274,7 @@ class _Reader:
             return
         if not isinstance(values, dict):
             raise ValueError(
-                f"{preset}: expected settings as `key: value`, came {kind(values)}. "
+                f"{preset}: expected settings as `key: value`, found {kind(values)}. "
                 "`leanft cat RECIPE` prints the settings of a recipe as YAML."
             )
         for name, value in values.items():
@@ -318,7 +318,7 @@ class _Reader:
         elif not is_null:  # an empty group sets nothing
             example = f"{key}.{next(iter(setting.group['properties']))}"
             self.problems.append(
-                f"{_at(key, where(key))}: expected its settings one by one, such as {example}, came {kind(value)}"
+                f"{_at(key, where(key))}: expected its settings one by one, such as {example}, found {kind(value)}"
             )
 
     def _give(self, key: str, value: Any, where: str) -> None:
@@ -379,17 +379,17 @@ class _Reader:
         missing = []
         for key, detail in first_details.items():
             setting, reason = self.settings.get(key), detail.get("ctx", {}).get("error")
-            came, where = self.given.get(key, (setting and setting.default, ""))
+            found, where = self.given.get(key, (setting and setting.default, ""))
             place = _at(key, where)
             if setting and detail["type"] == "missing" and key not in self.given:
                 missing.append(setting)
             elif setting is None or setting.group or reason is not None:  # from a validator of the recipe or a group
                 self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
             else:
-                is_choice = isinstance(came, str) and " | " in setting.type
-                hint = did_you_mean(came, setting.type.split(" | ")) if is_choice else ""
+                is_choice = isinstance(found, str) and " | " in setting.type
+                hint = did_you_mean(found, setting.type.split(" | ")) if is_choice else ""
                 self.problems.append(
-                    f"{place}: expected {setting.type}, came {_shown(came)}.{hint}\n  {setting.description}"
+                    f"{place}: expected {setting.type}, found {_shown(found)}.{hint}\n  {setting.description}"
                 )
         return None, missing
 

@@ -158,7 +158,7 @@ def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
         (["toy_single_device", "-c", "none.yaml"], ["no such file: none.yaml"]),
         (["toy_single_device", "-c", "toy_single_device"], ["no preset is called 'toy_single_device'"]),
         (["toy_single_device", "-c", "tiny/toy", "batchsize=3"], ["Did you mean 'batch_size'?"]),
-        (["toy_single_device", "-c", "tiny/toy", "batch_size=x"], ["expected whole number > 0, came 'x'"]),
+        (["toy_single_device", "-c", "tiny/toy", "batch_size=x"], ["expected whole number > 0, found 'x'"]),
         (["toy_single_device", "-c", "tiny/toy", "m", "stray"], ["'stray': expected key=value"]),
         (["toy_single_device"], ["model.path", "a required setting is missing"]),
     ],

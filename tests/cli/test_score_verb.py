@@ -54,7 +54,7 @@ def test_what_cannot_be_is_refused(leanft, tmp_path, arguments, message):
         ("distill.teacher=DIR/none", "DIR/none"),
         ("distill.teacher=tiny distill.on_policy=0.5 data.packing=bfd", "samples completions of unknown length"),
         ("distill.teacher=null distill.cached=DIR", "is no folder of a teacher's likeliest tokens"),
-        ("distill.teacher=null", "came neither"),
+        ("distill.teacher=null", "found neither"),
     ],
 )
 def test_a_teacher_that_cannot_teach_is_told_before_a_run(leanft, tmp_path, override, message):

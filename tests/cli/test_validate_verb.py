@@ -70,7 +70,7 @@ def test_a_folder_that_is_no_model(leanft, recipe, tmp_path):
 def test_wrong_settings(leanft, recipe):
     answer = leanft("validate", recipe, "model.dtype=int8")
     assert answer.code == 2
-    assert "expected bfloat16 | float32 | float16, came 'int8'" in answer.err
+    assert "expected bfloat16 | float32 | float16, found 'int8'" in answer.err
 
 
 ROWS = {

@@ -188,7 +188,7 @@ def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, t
         (("data.validation_source=tiny/train.jsonl",), "lacks"),
         (("distill.temperature=2",), "at temperature 1, and distill.temperature is 2"),
         (("data.packing=wrapped",), "data.packing=wrapped cuts documents"),
-        (("distill.teacher=tiny",), "expected one of teacher=MODEL and cached=FOLDER.*came both"),
+        (("distill.teacher=tiny",), "expected one of teacher=MODEL and cached=FOLDER.*found both"),
         (("distill.teacher_dtype=nf4",), "teacher_dtype=nf4 is of a teacher in memory"),
         (("distill.teacher_streamed=true",), "teacher_streamed=true brings a whole teacher"),
         (("distill.on_policy=0.5",), "the teacher has to read what the student writes"),
@@ -288,7 +288,7 @@ def test_the_divergence_on_held_out_rows_falls(train: Train, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ((), "expected one of teacher=MODEL and cached=FOLDER.*came neither"),
+        ((), "expected one of teacher=MODEL and cached=FOLDER.*found neither"),
         (("distill.teacher=./nowhere",), "nowhere"),
         (("distill.teacher=OTHER",), r"another tokenizer: 300 is '.*' to the student and '.*' to the teacher"),
         (("distill.cached=nowhere",), "distill.cached=nowhere is no folder of a teacher's likeliest tokens"),

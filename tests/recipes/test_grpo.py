@@ -204,7 +204,7 @@ def test_a_reward_model_judges_as_transformers_does(reward_model: Path) -> None:
         ("['TMP/mine.py:few']", RuntimeError, "TMP/mine.py:few returned 1 values for 16 answers"),
         ("['TMP/mine.py:nothing']", RuntimeError, "TMP/mine.py:nothing returned nan at .*line"),
         ("[{model: tiny}]", ValueError, "no reward model: it has no output layer"),
-        ("[{weight: 2}]", ValueError, "expected a function or a model, came neither"),
+        ("[{weight: 2}]", ValueError, "expected a function or a model, found neither"),
     ],
 )
 def test_what_is_wrong_with_a_reward_is_said(

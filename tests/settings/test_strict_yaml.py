@@ -69,7 +69,7 @@ def test_what_is_quoted_is_text(text):
         ("a: 1\nb: 2\na: 3\n", 3, "'a' is given twice (first in line 1)"),
         ("g:\n  a: 1\n  a: 2\n", 3, "'a' is given twice (first in line 2)"),
         ("l:\n  - {a: 1, a: 2}\n", 2, "'a' is given twice"),
-        ("? [a]\n: 1\n", 1, "expected a name before the colon, came a list"),
+        ("? [a]\n: 1\n", 1, "expected a name before the colon, found a list"),
         ("a: [1\nb: 2\n", 2, "not valid YAML"),
         ("a: 1\n\tb: 2\n", 2, "not valid YAML"),
         ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),

@@ -254,7 +254,7 @@ def test_a_wrong_value_says_what_was_expected_what_came_and_what_it_means(overri
     key = override.partition("=")[0]
     description = next(setting.description for setting in describe(Config) if setting.key == key)
     message = refusal(override)
-    assert message.startswith(f"{key} (command line): expected {expected}, came {came}")
+    assert message.startswith(f"{key} (command line): expected {expected}, found {came}")
     assert message.endswith(description)
 
 
@@ -331,8 +331,8 @@ def test_malformed_yaml_in_an_override_names_the_override():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("- a\n- b\n", "expected settings as `key: value`, came a list"),
-        ("hello\n", "came 'hello'"),
+        ("- a\n- b\n", "expected settings as `key: value`, found a list"),
+        ("hello\n", "found 'hello'"),
     ],
 )
 def test_a_preset_that_is_no_mapping_is_refused(write, text, reason):
