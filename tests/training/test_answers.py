@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def greedy(tokenizer: Tokenizer) -> dict[str, str]:
-    """What transformers' model says to each question, asked alone and made to stop after a while."""
+    """transformers' completion of each prompt alone, with a limited length."""
     theirs = AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32)
     answers = {}
     for question in QUESTIONS:
@@ -61,7 +61,7 @@ def chat(question: str, answer: str) -> dict:
 def test_answers_are_those_given_alone(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, greedy: dict[str, str], packing: str
 ) -> None:
-    # A right answer of MAX_NEW_TOKENS - 1 tokens and the end: as many as the model may use.
+    # A correct completion of MAX_NEW_TOKENS - 1 tokens and the end token: the maximum length.
     filler = tokenizer.decode(tokenizer.encode(" fig" * (MAX_NEW_TOKENS - 1)))
     assert len(tokenizer.encode(filler)) == MAX_NEW_TOKENS - 1
     batches = held_out(tmp_path, tokenizer, [chat(question, filler) for question in QUESTIONS], packing)

@@ -20,7 +20,7 @@ from tests.training.toy_runs import RECIPE, digests, metrics
 
 @pytest.fixture
 def launch(overrides, tmp_path):
-    """Start the toy recipe as a process of its own; returned once its third step has begun, which takes a while."""
+    """Start the toy recipe in its own process. Return it when its 3rd step, which is slow, has begun."""
     started = []
 
     def start(output_dir, sleep_seconds=30.0, **settings):
@@ -52,7 +52,7 @@ def wait_for(file, text, process):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train, recipe, tmp_path):
-    # log_every: what was not yet written when the signal came is written too.
+    # log_every: metrics that were not written before the signal are written too.
     process = launch(tmp_path / "run", sleep_seconds=1.0, log_every=5)
     os.kill(process.pid, number)
     process.join(120)

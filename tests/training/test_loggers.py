@@ -51,7 +51,7 @@ def read_wandb(run: Path) -> dict[int, float]:
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    wandb.teardown()  # as at a process's end: its own process writes the file, and has not yet where a run is finished
+    wandb.teardown()  # wandb's process writes the file and may not be done when a run finishes
     told: dict[int, float] = {}
     ids = set()
     for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
@@ -90,7 +90,7 @@ def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, tmp_path, m
     monkeypatch.setenv("WANDB_API_KEY", TOKEN)
     settings = {"log__to": f"[{name},jsonl]", "log__offline": "true", "save_every": 2, "eval_every": 5, "epochs": 3}
     whole = train(tmp_path / "whole", epochs=3, save_every=2)
-    # The first part makes steps that are made again: a crash after step 5, saved at 4.
+    # The first part has a step that is repeated: a crash after step 5, saved at step 4.
     monkeypatch.setattr("lean_ft.training.run.Run._save_complete_steps", lambda self: None)
     monkeypatch.setattr("tests.training.toy_recipe.FAILING_STEP", 5)
     with pytest.raises(KeyError):

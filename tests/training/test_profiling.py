@@ -32,7 +32,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_products_are_told_of_the_projections_that_make_them(profiled: Path) -> None:
-    """Each of 4 layers makes a product forward, and two backward: of its input's gradient and its weight's."""
+    """Each of 4 layers has one matrix product in forward and two in backward, for the gradients of input and weight."""
     table = (profiled / "profile" / "operations.txt").read_text()
     rows = re.findall(r"^(\S+(?:, backward)?) +aten::mm +(\d+) ", table, re.MULTILINE)
     calls = {module: int(count) for module, count in rows}
@@ -68,7 +68,7 @@ def test_on_a_gpu_the_allocators_memory_is_sampled(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", "device=cuda", "profile=true", "profile_steps=[1,1,2]") / "profile"
     with (folder / "memory.csv").open() as file:
         taken = [int(row["bytes"]) for row in csv.DictReader(file)]
-    # The embedded model's weights in float32 are there at the least; the process is resident in far more than its peak.
+    # The peak is at least the model's float32 weights; the process's resident memory is far more than the peak.
     assert len(taken) > 3 and all(2.3e6 < num_bytes <= torch.cuda.max_memory_allocated() for num_bytes in taken)
     assert len(re.findall(r" aten::.*%$", (folder / "operations.txt").read_text(), re.MULTILINE)) > 20
 

@@ -188,10 +188,10 @@ def raise_at(call, where, function):
 def test_a_loop_that_fails_has_saved_what_is_whole(
     name, call, where, saved, in_backward, whole, train, monkeypatch, tmp_path, capsys
 ):
-    """And what it saved is the run as it was, bit for bit; in the middle of an update nothing is."""
+    """The saved state is bitwise equal to the uninterrupted run's. Nothing is saved during an update."""
     from operator import attrgetter
 
-    if saved == "unless in backward":  # where the other parameters are updated already
+    if saved == "unless in backward":  # the other parameters are already updated
         saved = None if in_backward == "true" else 5
     module, _, attribute = name.rpartition(".")
     owner = attrgetter(module.removeprefix("torch."))(torch) if module.startswith("torch.") else None
