@@ -1,4 +1,4 @@
-"""Frozen models beside the one that trains: references, teachers, reward models, and caches of what they compute."""
+"""Frozen models used in training: references, teachers and reward models, and caches of their outputs."""
 
 from lean_ft.frozen.reference import load_policy_reference, load_reference
 from lean_ft.frozen.teacher import load_teacher

@@ -46,11 +46,11 @@ class Sample:
     """A sampled completion."""
 
     ids: list[int] = field(default_factory=list)
-    """Including the token that ended it."""
+    """Token ids, including the token that ended the completion."""
     log_probs: list[float] = field(default_factory=list)
-    """Of each token, at sampling."""
+    """Log-probability of each token in the sampled distribution."""
     ended: bool = False
-    """True if a stop id or a stop text ended it, False if it was cut at its longest."""
+    """True if a stop id or a stop text ended it, False if it reached the maximum length."""
 
 
 @dataclass

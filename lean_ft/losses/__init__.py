@@ -1,4 +1,4 @@
-"""Losses that work on hidden states, so that no recipe ever holds a (tokens, vocabulary) tensor."""
+"""Losses computed from hidden states in chunks, without a full (tokens, vocabulary) tensor."""
 
 from lean_ft.losses.answer_log_probs import AnswerLogProbs, Answers
 from lean_ft.losses.chunk_tokens import loss_chunk_tokens

@@ -1,6 +1,6 @@
 """Generalized advantages and the loss of a value model.
 
-Shapes: B answers, T tokens of the longest.
+Shapes: B completions, T tokens of the longest.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Sampling by a vLLM server, in its own processes and on its own devices, with the weights that are trained here.
+"""Sampling by a vLLM server, in its own processes and on its own devices, with the current weights of the policy.
 
 Before each round, the weights are written to a folder that both processes see, one layer at a time with the adapter
 merged, and the server loads them: vLLM's weight transfer with the backend `disk`, which needs neither vLLM nor NCCL in
