@@ -147,7 +147,6 @@ def _add_narrower(total: Tensor, product: Tensor) -> None:
 
 
 # Passes over a chunk's logits, after the soft cap. Disabled terms are not part of the compiled code.
-# ---------------------
 
 # work(logits (C, V), then tensors with values of each token, (C,) or (C, columns)): writes in place.
 Work = Callable[..., None]

@@ -264,7 +264,6 @@ def _logits_of(hidden: Tensor, weight: Tensor, softcap: float | None, compile: b
 
 
 # Passes over a chunk's logits, after the soft cap.
-# ----------------------------------------------------------------------
 
 # With logits of both models there are 3 passes, compiled separately. If a probability were used twice in a fused pass,
 # the compiler would store all probabilities in float32, which takes 4x the memory of the logits.

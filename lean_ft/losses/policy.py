@@ -126,7 +126,7 @@ def policy_loss(
         reference_logps: log-probabilities under the reference, (B, T); required if `kl_weight` is above 0.
         kl_weight: weight of the divergence from the reference.
         kl: its estimate per token, with s = logps - reference_logps: `k1` s, `k2` s^2 / 2, `k3` exp(-s) - 1 + s, or
-            `corrected`, the ratio times k3, the only estimate with the gradient of the divergence.
+            `corrected`, the ratio times k3, whose mean gradient is that of the divergence, also after updates.
         weights: factors on the token losses, (B, T) or (B, 1), such as those from `correction`; not on the divergence.
         max_length: maximum tokens of a completion, for dr_grpo.
         num_answers, num_tokens: the step's completions with a trained token, and its trained tokens; None counts the
