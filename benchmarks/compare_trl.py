@@ -283,7 +283,9 @@ def measure_sides(
                             return trl_command(comparison, model, data, run, facts, **common)
                         return ours_command(comparison, side, model, data, run, device=device, **common)
 
-                    shared = batch_size * round(length * comparison.prompt_share) if is_pair and side == OURS else 0
+                    # lean_ft computes a prompt once: for both completions of a pair, or for all of grpo's.
+                    once = {Objective.dpo: batch_size, Objective.grpo: batch_size - 1}.get(comparison.objective, 0)
+                    shared = once * round(length * comparison.prompt_share) if side == OURS else 0
                     computed = tokens - shared
                     rate = int(subprocess.check_output(product_rate.command(device), text=True))
                     row = measure_training(

@@ -167,7 +167,7 @@ def test_the_script_makes_the_same_rows_and_tokenizer(tmp_path: Path) -> None:
         script = [sys.executable, str(ROOT / "scripts" / "make_tiny.py"), "--only", part, "--out", str(tmp_path)]
         subprocess.run(script, check=True, capture_output=True)
     made = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert len(made) == 8
+    assert len(made) == 10
     for file in made:
         assert file.read_bytes() == (ASSETS / file.relative_to(tmp_path)).read_bytes(), file.name
 

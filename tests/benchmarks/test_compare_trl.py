@@ -98,7 +98,7 @@ def test_prompts_have_the_requested_length(tmp_path):
         ("dpo_lora", TRL, 32, 4 * 28, 4 * 32),
         ("dpo_long_prompts", OURS, 32, 4 * 8, 2 * (32 + 8)),
         ("dpo_long_prompts", SEPARATE, 32, 4 * 8, 4 * 32),
-        ("grpo", OURS, 64, None, 2 * 64),
+        ("grpo", OURS, 64, None, 32 + 2 * 32),
         ("grpo", TRL, 64, 2 * 32, 2 * 64),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(tmp_path, number):
     ("arguments", "message"),
     [
         (["finetune", "parallel.replicate=3"], "parallel.replicate=3 needs a multiple of 3 processes, and there are 2"),
-        (["full_finetune_single_device"], "this recipe is for one process, and 2 were started"),
+        (["full_finetune_single_device"], "so it is for one process, and 2 were started"),
         (["finetune", "data.source=nowhere.jsonl"], "nowhere.jsonl"),
         (["finetune", "optimizer.lr=x"], "optimizer.lr"),
     ],
@@ -138,7 +138,7 @@ def test_an_error_on_one_machine_ends_the_other_with_the_reason(tmp_path):
         assert code == 2, (out, err)
         assert "waiting     at most 10 minutes for 2 machines to meet" in out
         assert err.startswith("error: ") and len(err.splitlines()) == 1
-        assert f"{wrong} is for one process so far, and there are 2" in err
+        assert f"{wrong} supports one process only, and there are 2" in err
 
 
 def test_a_rendezvous_machine_that_does_not_answer_is_reported(monkeypatch):

@@ -51,6 +51,7 @@ SAME_BITS: dict[str, tuple[str, ...]] = {
     "kto, bco": ("loss.name=bco", "reference.kind=model", "optimizer.in_backward=true"),
     "reward": (*HELD_OUT, "optimizer.in_backward=true"),
     "reward, adapter": ("lora.rank=4", "loss.per_token=true"),
+    "classify": ("data.source=tiny/topics_train.jsonl", *HELD_OUT),
     "distill": (*TEACHER, "data.validation_fraction=0.3", "optimizer.in_backward=true", "parallel.shard=2"),
     "distill, replicas": (*TEACHER, "distill.divergence=jsd", "parallel.replicate=2"),
     "distill, adapter and 4 bits": (*TEACHER, "distill.teacher_dtype=nf4", "lora.rank=4"),
@@ -99,7 +100,9 @@ def run(name: str, folder: Path, inputs: Path, *settings: str) -> None:
     given = [setting.replace("FOLDER", str(inputs)) for setting in settings]
     given = [setting for setting in given if "parallel" not in setting or "RANK" in os.environ]
     places = [f"data.cache_dir={folder.with_suffix('.cache')}", f"output_dir={folder}"]
-    recipe.main(load_config(recipe.Config, None, [*SETTINGS, *places, *given]))
+    # Models with a score layer have no logits to compute in chunks.
+    common = [one for one in SETTINGS if "loss_chunk_tokens" not in one or objective not in ("reward", "classify")]
+    recipe.main(load_config(recipe.Config, None, [*common, *places, *given]))
 
 
 def work(folder: Path) -> list[str]:

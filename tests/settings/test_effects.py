@@ -248,6 +248,7 @@ OF_RECIPE: dict[str, Case | None] = {
     "classify memory.loss_accumulation_dtype": Case("weight"),
     **{f"{recipe} compile": Case("true", "", GPU) for recipe in ("classify", "reward")},
     "evaluate seed": None,  # used only by tasks that sample
+    "evaluate data.validation_source": Case("IN/others.jsonl"),
     "evaluate data.shuffle": None,  # all rows are evaluated, in any order and batch
     "evaluate data.batch_tokens": None,
     # Rounding to bfloat16 rarely changes a sampled token.
