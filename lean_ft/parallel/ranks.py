@@ -77,6 +77,10 @@ def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConf
         store = shared_store(timeout)
         store.set(f"settings of {rank}", json.dumps([platform.node(), settings]))
         by_rank = _settings_of_all(store, size, timeout)
+        # Without a launcher, rank 0 hosts the store. It must not stop before the others have read.
+        store.set(f"rank {rank} has read", "")
+        if rank == 0:
+            store.wait([f"rank {other} has read" for other in range(size)], timeout)
     except dist.DistError as error:
         raise ValueError(
             f"rank {rank} did not reach the other ranks at MASTER_ADDR={host}, MASTER_PORT={port} within "
