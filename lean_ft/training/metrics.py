@@ -23,11 +23,12 @@ from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
 from lean_ft.system.whole_files import open_in_place, sync, write_whole
 from lean_ft.training.loggers import Loggers
-from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes, peak_memory_bytes, rss_bytes
+from lean_ft.training.process_memory import own_rss_bytes, peak_memory_bytes, rss_bytes
 
 Row = dict[str, Any]
 DIVERGED_STEPS = 10  # last steps, whose median loss is compared with the first loss
 DIVERGED_RATIO = 1.5
+SETTLED_STEPS = 10  # after so many steps nothing happens for the first time, and a run's memory should stop growing
 
 
 @dataclass
@@ -71,7 +72,8 @@ class Metrics:
         self._clock = _Clock(device)
         self._pending: list[_Pending] = []
         self._started: Any = None
-        self.growth = ResidentGrowth()
+        self._num_steps = 0  # recorded since this start
+        self._settled_bytes: int | None = None  # own resident size after SETTLED_STEPS
         self.loggers: Loggers | None = None  # which get the same lines
 
     def begin_step(self) -> None:
@@ -106,8 +108,7 @@ class Metrics:
             "step_seconds": None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "rss_bytes": rss_bytes(),
-            # Since step 10 of this start, without file pages.
-            "rss_growth_bytes": self.growth.note(own_rss_bytes()),
+            "rss_growth_bytes": self._growth_bytes(),
         }
         if skipped:
             row["skipped"] = True
@@ -115,6 +116,14 @@ class Metrics:
         scalars = {name: _copy(value) for name, value in measured.items() if value is not None}
         self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None
+
+    def _growth_bytes(self) -> int | None:
+        """Growth of the resident size since step 10 of this start; None before."""
+        self._num_steps += 1
+        resident_bytes = own_rss_bytes()
+        if self._num_steps == SETTLED_STEPS:
+            self._settled_bytes = resident_bytes
+        return None if resident_bytes is None or self._settled_bytes is None else resident_bytes - self._settled_bytes
 
     def take_highest_peaks(self, highest: Callable[..., list[int]]) -> None:
         """Set the peaks in the lines since the last flush to the highest of all ranks."""

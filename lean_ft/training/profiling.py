@@ -1,17 +1,15 @@
 """`profile=true`: the time and memory of a few steps, in output_dir/profile.
 
 trace.json.gz    every operation, for https://ui.perfetto.dev or chrome://tracing
-operations.txt   the largest operations by module; backward counts for the module of its forward pass
+operations.txt   PyTorch's table of the operations with the most time of their own, summed over the profiled steps
 memory.csv       seconds and bytes every few milliseconds: allocated on a GPU, resident on a CPU
 
-The profiler is PyTorch's, with its waiting and warm-up steps. Module names come from hooks, which would recompile compiled
-layers. So with compile=true operations have no module, and kernels have the compiler's names.
+The profiler is PyTorch's, with its waiting and warm-up steps. The trace names the modules, by hooks, which would recompile
+compiled layers. So with compile=true the trace has no modules, and kernels have the compiler's names.
 """
 
-import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +25,8 @@ from lean_ft.training.process_memory import rss_bytes
 
 FOLDER, MEMORY_FILE, OPERATIONS_FILE, TRACE_FILE = "profile", "memory.csv", "operations.txt", "trace.json.gz"
 _MODULE = "module: "
-_NODE = "autograd::engine::evaluate_function: "
 _SAMPLE_SECONDS = 0.003
-_ROWS = 40
+_ROWS = 40  # of operations.txt
 
 
 @contextmanager
@@ -109,7 +106,8 @@ class StepProfiler:
         if self._folder is None:
             return
         profile.export_chrome_trace(str(self._folder / TRACE_FILE))
-        table = _table(profile.events(), self._steps[2], self._device.type == "cuda")
+        own_time = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=own_time, row_limit=_ROWS, max_name_column_width=60)
         (self._folder / OPERATIONS_FILE).write_text(table, encoding="utf-8")
         lines = [f"{seconds:.4f},{taken}\n" for seconds, taken in self._samples]
         (self._folder / MEMORY_FILE).write_text("seconds,bytes\n" + "".join(lines), encoding="utf-8")
@@ -136,37 +134,3 @@ def _name_modules(model: nn.Module) -> list[Any]:
             # Also if checkpointing leaves a layer early by an exception, once backward has all it needs.
             hooks.append(module.register_forward_hook(close_name, always_call=True))
     return hooks
-
-
-def _table(events: list[Any], steps: int, on_gpu: bool) -> str:
-    """A table of the operations with the most self time, summed over layers, per step."""
-    of_sequence = {e.sequence_nr: module for e in events if e.sequence_nr >= 0 and (module := _within(e, _MODULE))}
-    seconds, calls = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], int](int)
-    for event in events:
-        if event.name.startswith((_MODULE, "ProfilerStep", _NODE)) or event.device_type.name != "CPU":
-            continue
-        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        module, node = _within(event, _MODULE), _within(event, _NODE)
-        if module is None and node is not None:
-            module = of_sequence.get(node.sequence_nr)
-        name = "-" if module is None else re.sub(r"\.\d+(?=\.|$)", ".*", module.name.removeprefix(_MODULE))
-        key = (name + (", backward" if node is not None else ""), event.name)
-        seconds[key] += own / 1e6 / steps
-        calls[key] += 1
-    total = sum(seconds.values()) or 1.0
-    lines = [f"{'module':<44}  {'operation':<44}  {'calls':>7}  {'ms':>9}  {'share':>6}     per step, of {steps}"]
-    for key in sorted(seconds, key=lambda key: -seconds[key])[:_ROWS]:
-        module, operation = (text if len(text) <= 44 else text[:41] + "..." for text in key)
-        share = seconds[key] / total
-        lines.append(
-            f"{module:<44}  {operation:<44}  {calls[key] / steps:>7.0f}  {1e3 * seconds[key]:>9.2f}  {share:>6.1%}"
-        )
-    lines.append(f"{len(seconds) - min(_ROWS, len(seconds))} more; {1e3 * total:.2f} ms in all")
-    return "\n".join(lines) + "\n"
-
-
-def _within(event: Any, prefix: str) -> Any:
-    """The innermost event, from this one outwards, whose name begins with `prefix`."""
-    while event is not None and not event.name.startswith(prefix):
-        event = event.cpu_parent
-    return event

@@ -36,7 +36,7 @@ from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
-from lean_ft.system.units import gibibytes, number
+from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
@@ -77,7 +77,7 @@ from lean_ft.training.run_directory import (
     settings_of,
 )
 from lean_ft.training.saving import Place, Saving, is_due
-from lean_ft.training.summary import Summary
+from lean_ft.training.summary import Results, log_start
 
 
 class Run:
@@ -135,13 +135,12 @@ class Run:
         self._begun: Place | None = None  # the place at which the current step began
         self._logged = False  # whether the current step has called log()
         self._random_state: RandomState | None = None
-        self._saving = Saving(cfg, model, optimizer, batches, tokenizer, ranks, carried)
+        self._saving = Saving(self, carried)
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, self.steps_per_epoch, writes=self.writes)
-        self._summary = Summary(cfg, model, optimizer, batches, tokenizer, ranks)
+        self._results = Results()
         vocab_size = model.config.vocab_size if isinstance(model, Decoder) else None
         self._bad_steps = BadSteps(self.directory, tokenizer, cfg.max_bad_steps, vocab_size, writes=self.writes)
         self._skipped_before = 0  # the optimizer's count of skipped steps when the current step began
-        self._growth_said = False
         self._eval_losses: dict[int, float | None] = {}  # held-out losses by step
         self._lacks_evaluation = self._lacks_tasks = False  # a finished run whose last evaluation was interrupted
         self._signals = StopSignals()
@@ -152,13 +151,13 @@ class Run:
         if cfg.stop_after_evals and held_out is None:
             raise ValueError(
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
-                "data.validation_source or data.validation_fraction, or leave it out."
+                "data.validation_source or data.validation_fraction, or remove stop_after_evals."
             )
         ranks.check_same(facts_that_ranks_share(cfg, batches))
         self._lock: DirectoryLock | None = None  # held by rank 0
         try:
-            self._take_directory()
-            self._open()
+            self._lock_directory()
+            self._begin()
         except BaseException:
             self._release()
             raise
@@ -170,7 +169,7 @@ class Run:
 
     # Starting -----------------------------------------------------------------------------------------------------
 
-    def _take_directory(self) -> None:
+    def _lock_directory(self) -> None:
         """Lock the run directory, and check that all ranks see the same one."""
 
         def lock() -> str:
@@ -195,7 +194,7 @@ class Run:
         if self._lock is not None:
             self._lock.release()
 
-    def _open(self) -> None:
+    def _begin(self) -> None:
         """Resume from a checkpoint or begin anew, and record the start."""
         folder, self._base_fingerprint = self.ranks.on_rank_zero(
             lambda: (find_checkpoint(self.cfg), base_fingerprint(self.model))
@@ -211,7 +210,7 @@ class Run:
         def record() -> None:
             if folder is None or not is_own(self.cfg, folder):
                 self._set_earlier_attempt_aside()
-            self._saving.check_free_space(needed_bytes, self.start_step, self.total_steps, self.steps_per_epoch)
+            self._saving.check_free_space(needed_bytes, self.start_step, self.total_steps)
             facts = gather_facts(self.cfg, self.device, self.batches.fingerprint, self.start_step)
             if self.ranks.size > 1:
                 facts["processes"] = self.ranks.size
@@ -221,7 +220,7 @@ class Run:
             self._open_loggers()
 
         self.ranks.on_rank_zero(record)
-        self._summary.say_start(self.start_step, self.total_steps, self.steps_per_epoch)
+        log_start(self)
 
     def _open_loggers(self) -> None:
         self._metrics.loggers = Loggers(self.cfg.log, self.directory, settings_of(self.cfg), self.start_step)
@@ -245,11 +244,11 @@ class Run:
         self._saving.newest = folder
         is_own_run, rows = is_own(self.cfg, folder), []
         if is_own_run and (rows := self.ranks.on_rank_zero(lambda: trim_metrics(self._metrics.path, self.start_step))):
-            self._summary.first_loss = rows[0].get("loss")
+            self._results.first_loss = rows[0].get("loss")
             losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
             self._eval_losses = {step: loss for step, loss in losses.items() if loss is None or is_number(loss)}
         restore_weights(folder, self.model)  # also for a finished run, which can still answer questions
-        if self.start_step >= self.total_steps or self._evals_say_stop:
+        if self.start_step >= self.total_steps or self._stops_early:
             check_complete(self.cfg, state)
             self.total_steps = self.start_step  # a smaller `max_steps` undoes no steps
             last = [row for row in rows if row["step"] == self.total_steps and "tokens" not in row]
@@ -299,10 +298,10 @@ class Run:
                 if self._metrics.loggers is not None:
                     self._metrics.loggers.close(done=True)
                 self._release()
-            self._say_complete()
-            self._say_answers(f"at step {self.total_steps}")
+            self._log_complete()
+            self._answer_held_out(f"at step {self.total_steps}")
             return
-        self._say_answers(f"at step {self.start_step}")
+        self._answer_held_out(f"at step {self.start_step}")
         cfg = self.cfg
         started = time.perf_counter()
         self._saving.begin_steps()
@@ -319,9 +318,7 @@ class Run:
                     if step <= self.start_step + 1:  # preparing data and compiling leave much freed memory
                         trim_heap()
                     self._step, self._logged = step + 1, False
-                    if (
-                        self.ranks.rank > 0
-                    ):  # draws of one rank (dropout) differ between ranks and repeat after a resume
+                    if self.ranks.rank > 0:  # its draws (dropout) differ from other ranks' and repeat after a resume
                         torch.manual_seed(zlib.crc32(f"{self.cfg.seed} {step} {self.ranks.rank}".encode()))
                     self._begun = self._saving.place()
                     self._skipped_before = self.optimizer.skipped_steps
@@ -338,11 +335,11 @@ class Run:
                     self._finish_step(stopping=received is not None)
                     if received is not None and step + 1 < self.total_steps:
                         self._stop(128 + received)
-                    if self._evals_say_stop:
+                    if self._stops_early:
                         break
                     if step + 1 < self.total_steps and is_due(cfg.eval_tasks_every, step + 1, self.steps_per_epoch):
-                        self._do_tasks()
-                self._do_tasks()
+                        self._run_tasks()
+                self._run_tasks()
         finally:
             self._progress = None
             with contextlib.suppress(Exception):  # the loop's own error matters more; without one it was raised before
@@ -350,15 +347,15 @@ class Run:
             with contextlib.suppress(Exception):  # after an error, write the metrics that are left
                 self._metrics.flush()
             if self._metrics.loggers is not None:
-                self._metrics.loggers.close(done=self._done_steps >= self.total_steps or self._evals_say_stop)
+                self._metrics.loggers.close(done=self._done_steps >= self.total_steps or self._stops_early)
             self._release()
         self._saving.remove_superseded(self._done_steps, self._eval_losses)  # the last evaluation may change the best
         if self._done_steps < self.total_steps:
-            say("stopped", self._why_early())
+            say("stopped", self._early_stop_reason())
         self._bad_steps.say_totals()
         seconds = time.perf_counter() - started
-        self._summary.say_end(self.checkpoint, seconds=seconds, steps=self._done_steps - self.start_step)
-        self._say_answers(f"at step {self._done_steps}")
+        self._results.log(self, seconds=seconds, steps=self._done_steps - self.start_step)
+        self._answer_held_out(f"at step {self._done_steps}")
 
     def _evaluate_again(self) -> Iterator[int]:
         """Repeat the last evaluation of a finished run if it was interrupted.
@@ -373,7 +370,7 @@ class Run:
                 yield self.total_steps - 1
             self._lacks_evaluation = False
         if self._lacks_tasks:
-            self._do_tasks()
+            self._run_tasks()
 
     @property
     def is_training(self) -> bool:
@@ -430,7 +427,7 @@ class Run:
         """Write an evaluation's line: `eval_loss` (None if no held-out token has a label), and further numbers or text."""
         self._flush()
         row = self._metrics.write_line(self._step, {"eval_loss": eval_loss, **more})
-        self._summary.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
+        self._results.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
         text = "no held-out token has a label" if eval_loss is None else f"held-out loss {number(row['eval_loss'])}"
         if (reward := row.get("eval_reward")) is not None:
             text = f"held-out reward {number(reward)}"
@@ -471,9 +468,9 @@ class Run:
         if self._done_steps == done:
             return
         self._done_steps = done
-        ending = stopping or done == self.total_steps or self._evals_say_stop
+        ending = stopping or done == self.total_steps or self._stops_early
         # Rank 0's clock decides whether a save is due; a signal may come to any rank.
-        due = self.ranks.rank == 0 and self._saving.is_due(done, self.steps_per_epoch)
+        due = self.ranks.rank == 0 and self._saving.is_due(done)
         saving = ending or any(self.ranks.highest(self._signals.take_save_request(), due))
         if saving or done % self.cfg.log_every == 0:
             self._flush()
@@ -488,18 +485,14 @@ class Run:
         self._metrics.take_highest_peaks(self.ranks.highest)
         rows = self._metrics.flush()
         for row in rows:
-            self._summary.add(row)
+            self._results.add(row)
         if rows and self._progress is not None:
             self._progress.update(rows[-1])
-        if self._metrics.growth.goes_on and not self._growth_said:
-            self._growth_said = True
-            grown = gibibytes(rows[-1]["rss_growth_bytes"])
-            say("memory", f"still grows after step {rows[-1]['step']}: resident memory is {grown} above step 10")
         for row in rows:
             self._bad_steps.look_at(row, loss_scale=self.optimizer.scaler.value)
 
     @property
-    def _evals_say_stop(self) -> bool:
+    def _stops_early(self) -> bool:
         """Whether the last `stop_after_evals` evaluations all missed the lowest held-out loss."""
         patience, losses = self.cfg.stop_after_evals, list(self._eval_losses.values())
         return bool(losses) and 0 < patience < len(losses) - losses.index(self._lowest_eval_loss)
@@ -537,14 +530,10 @@ class Run:
     def _save(self, *, wait: bool, place: Place | None = None) -> None:
         """Save the finished steps, at the run's place now or an earlier `place`; in the background if allowed, unless `wait`."""
         self._metrics.sync_to_disk()
-        facts = {
-            "total_steps": self.total_steps,
-            "epoch": self._done_steps / self.steps_per_epoch,
-            "base_fingerprint": self._base_fingerprint,
-        }
+        facts = {"total_steps": self.total_steps, "base_fingerprint": self._base_fingerprint}
         self._saving.save(self._done_steps, facts, self._bad_steps, self._eval_losses, wait=wait, place=place)
 
-    def _say_answers(self, when: str) -> None:
+    def _answer_held_out(self, when: str) -> None:
         """Have the model answer held-out questions, if `eval_answers` asks for it."""
         if self.cfg.eval_answers:
             model, cfg = cast(Decoder, self.model), self.cfg
@@ -561,7 +550,7 @@ class Run:
             raise ValueError("eval_tasks needs a language model. Leave it out.")
         find_tasks(self.cfg.eval_tasks)
 
-    def _do_tasks(self) -> None:
+    def _run_tasks(self) -> None:
         """Run `eval_tasks`, without an effect on the rest of the run."""
         cfg = self.cfg
         if not cfg.eval_tasks:
@@ -582,16 +571,16 @@ class Run:
         say("", command_to_continue(self.cfg.resume))
         raise SystemExit(exit_code)
 
-    def _why_early(self) -> str:
+    def _early_stop_reason(self) -> str:
         step = next(step for step, loss in self._eval_losses.items() if loss == self._lowest_eval_loss)
         return (
             f"early, after step {self._done_steps}: the held-out loss has not been below {number(self._lowest_eval_loss)} "
             f"since step {step} (stop_after_evals={self.cfg.stop_after_evals})"
         )
 
-    def _say_complete(self) -> None:
-        if self._evals_say_stop:
-            say("complete", f"stopped {self._why_early()}. Checkpoint: {self.checkpoint}")
+    def _log_complete(self) -> None:
+        if self._stops_early:
+            say("complete", f"stopped {self._early_stop_reason()}. Checkpoint: {self.checkpoint}")
             say("", "To train on, set a larger stop_after_evals. To start another run, set a new output_dir.")
             return
         say("complete", f"all {self.total_steps} steps are done. Checkpoint: {self.checkpoint}")

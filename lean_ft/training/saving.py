@@ -15,19 +15,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 import lean_ft
-from lean_ft.data import Batches
-from lean_ft.optim import Optimizer
 from lean_ft.settings import Every, RecipeConfig
 from lean_ft.system.log import say
-from lean_ft.system.shards import Part, Ranks
+from lean_ft.system.shards import Part
 from lean_ft.system.units import duration, gibibytes
 from lean_ft.system.whole_files import delete_whole
-from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
     RandomState,
@@ -43,6 +40,9 @@ from lean_ft.training.checkpoint import (
 )
 from lean_ft.training.continuation import command_to_continue
 from lean_ft.training.run_directory import recipe_name, settings_of
+
+if TYPE_CHECKING:
+    from lean_ft.training.run import Run
 
 AUTO_SAVE_SECONDS = 30 * 60  # save_every=auto: the longest time between two saves
 AUTO_SAVE_SHARE = 0.1  # save_every=auto: the largest share of the run's time for saving after each epoch
@@ -78,23 +78,15 @@ class Place:
 class Saving:
     """Writes a run's checkpoints, on all ranks together. `newest` is the last checkpoint, `saved_steps` its number of steps."""
 
-    def __init__(
-        self,
-        cfg: RecipeConfig,
-        model: nn.Module,
-        optimizer: Optimizer,
-        batches: Batches,
-        tokenizer: Tokenizer,
-        ranks: Ranks,
-        carried: Any = None,
-    ) -> None:
+    def __init__(self, run: "Run", carried: Any = None) -> None:
         self.newest: Path | None = None
         self.saved_steps = 0
         self.writer = BackgroundWriter()
         self._ended_at = time.perf_counter()  # when the newest save ended
         self._seconds = 0.0  # how long it held the loop
-        self._cfg, self._model, self._optimizer = cfg, model, optimizer
-        self._batches, self._tokenizer, self._ranks = batches, tokenizer, ranks
+        # Not the run itself: a reference cycle would keep the model in memory after the run.
+        self._cfg, self._model, self._optimizer, self._ranks = run.cfg, run.model, run.optimizer, run.ranks
+        self._batches, self._tokenizer, self._steps_per_epoch = run.batches, run.tokenizer, run.steps_per_epoch
         self.beside = carried if isinstance(carried, nn.Module) else None
         self.carried = None if isinstance(carried, nn.Module) else carried
 
@@ -103,7 +95,7 @@ class Saving:
         others = self._optimizer.state_parts() | trained_parts(self.beside)
         return checkpoint_bytes(self._model, whole_bytes(others), self._tokenizer)
 
-    def check_free_space(self, needed: int, start_step: int, total_steps: int, steps_per_epoch: int) -> None:
+    def check_free_space(self, needed: int, start_step: int, total_steps: int) -> None:
         """Raise ValueError if the disk has no room for one checkpoint; log a line if it has no room for all of them."""
         directory = self._cfg.output_dir
         free = free_bytes(directory)
@@ -112,7 +104,7 @@ class Saving:
                 f"A checkpoint of this run takes up to {gibibytes(needed)}, and the disk of output_dir={directory} has "
                 f"{gibibytes(free)} free. Free some space or set another output_dir."
             )
-        saves = most_checkpoints(self._cfg, start_step, total_steps, steps_per_epoch)
+        saves = most_checkpoints(self._cfg, start_step, total_steps, self._steps_per_epoch)
         if free < saves * needed:
             say(
                 "disk",
@@ -143,9 +135,9 @@ class Saving:
     def newest_or_none(self) -> str:
         return f"the newest checkpoint is {self.newest}" if self.newest else "there is no checkpoint"
 
-    def is_due(self, done: int, steps_per_epoch: int) -> bool:
+    def is_due(self, done: int) -> bool:
         """Whether `save_every` asks for a checkpoint after `done` steps."""
-        every = self._cfg.save_every
+        every, steps_per_epoch = self._cfg.save_every, self._steps_per_epoch
         if every != "auto":
             return is_due(every, done, steps_per_epoch)
         seconds = time.perf_counter() - self._ended_at
@@ -167,12 +159,12 @@ class Saving:
         The checkpoint holds the run's place now, or an earlier `place`. `facts` go into its training state.
         """
         place = place or self.place()
-        started = time.perf_counter()
+        ranks, started = self._ranks, time.perf_counter()
         self.writer.wait()
-        self._ranks.gather_no_more(self._model)
+        ranks.gather_no_more(self._model)
         if self.beside is not None:
-            self._ranks.gather_no_more(self.beside)
-        if bad_steps.doubtful and self._ranks.highest(not all_weights_finite(self._model))[0]:
+            ranks.gather_no_more(self.beside)
+        if bad_steps.doubtful and ranks.highest(not all_weights_finite(self._model))[0]:
             raise TrainingFailed(
                 f"The weights are not finite after step {done}, so they are not saved. " + bad_steps.report(self.newest)
             )
@@ -182,6 +174,7 @@ class Saving:
             "lean_ft": lean_ft.__version__,
             "recipe": recipe_name(self._cfg),
             "step": done,
+            "epoch": done / self._steps_per_epoch,
             "batches": place.batches,
             "scaler": place.scaler,
             "data_fingerprint": self._batches.fingerprint,
@@ -194,7 +187,7 @@ class Saving:
         in_background, beside = self._cfg.save_async and not wait, trained_parts(self.beside)
         if in_background:
             optimizer_state, beside = host_copies(optimizer_state), host_copies(beside)
-            if self._ranks.size > 1:
+            if ranks.size > 1:
                 weights = host_copies(weights)
             else:
                 model = host_copy(model)
@@ -213,7 +206,7 @@ class Saving:
                     random_state=place.random_state,
                     weights=weights,
                     beside=beside,
-                    ranks=self._ranks.for_thread if in_background else self._ranks,
+                    ranks=ranks.for_thread if in_background else ranks,
                 )
             except OSError as error:
                 newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no earlier checkpoint"

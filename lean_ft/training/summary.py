@@ -5,14 +5,14 @@ import shlex
 from collections import deque
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lean_ft.data import Batches
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import dropouts
-from lean_ft.optim import Optimizer, num_warmup_steps
+from lean_ft.optim import num_warmup_steps
 from lean_ft.peft import NF4Linear
 from lean_ft.settings import (
     DataConfig,
@@ -26,26 +26,73 @@ from lean_ft.settings import (
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
-from lean_ft.system.shards import Ranks, whole_numel
+from lean_ft.system.shards import whole_numel
 from lean_ft.system.units import duration, gibibytes, number
-from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.metrics import DIVERGED_STEPS, Row, has_diverged
 
+if TYPE_CHECKING:
+    from lean_ft.training.run import Run
 
-class Summary:
-    """Describes a run at its start, and its results at the end. Sums are over the steps of this start."""
 
-    def __init__(
-        self,
-        cfg: RecipeConfig,
-        model: nn.Module,
-        optimizer: Optimizer,
-        batches: Batches,
-        tokenizer: Tokenizer,
-        ranks: Ranks,
-    ) -> None:
-        self._cfg, self._model, self._optimizer = cfg, model, optimizer
-        self._batches, self._tokenizer, self._ranks = batches, tokenizer, ranks
+def log_start(run: "Run") -> None:
+    """Log a line each about ranks, model, data, optimizer, memory settings, steps and output."""
+    cfg = run.cfg
+    if run.ranks.size > 1:
+        say("ranks", _describe_ranks(run))
+    say("model", describe_model(run.model))
+    say("data", str(run.batches.report))
+    if (optimizer := cfg.group(OptimizerConfig)) is not None:
+        _log_optimizer(run, optimizer)
+    if (memory := cfg.group(MemoryConfig)) is not None:
+        tokens = loss_chunk_tokens(run.model, memory.loss_chunk_tokens)
+        chunk = f"computed on {tokens:,} tokens at a time" if tokens else "computed on all tokens at once"
+        compiled = "; compiled" if cfg.compile else ""
+        say("memory", f"activation checkpointing: {memory.activation_checkpointing}; loss {chunk}{compiled}")
+    batch = f"{cfg.batch_size} sequences"
+    if cfg.gradient_accumulation_steps > 1:
+        batch = f"{cfg.gradient_accumulation_steps} x {batch}"
+    done = f", {run.start_step:,} done" if run.start_step else ""
+    say("steps", f"{run.total_steps:,}{done}; {run.steps_per_epoch:,} per epoch; {batch} per step")
+    say("output", f"{cfg.output_dir}; {describe_saving(cfg)}")
+    for note in run.optimizer.notes:
+        say("adjusted", note)
+
+
+def _describe_ranks(run: "Run") -> str:
+    """`4 processes; model sharded over 2, 2 copies; the others log to rank_*.log in output_dir`."""
+    ranks = run.ranks
+    copies = ranks.size // ranks.num_shards
+    how = f"model sharded over {ranks.num_shards}" if ranks.num_shards > 1 else "a copy of the model on each"
+    how += f", {copies} copies" if 1 < copies < ranks.size else ""
+    if (parallel := run.cfg.group(ParallelConfig)) is not None:
+        shared = {"context": "tokens", "tensor": "heads and features", "experts": "experts"}
+        how += "".join(f", {what} over {n}" for name, what in shared.items() if (n := getattr(parallel, name)) > 1)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    again = f"; restart {restarts}" if restarts else ""
+    return f"{ranks.size} processes; {how}; the others log to rank_*.log in output_dir{again}"
+
+
+def _log_optimizer(run: "Run", optimizer: OptimizerConfig) -> None:
+    place = {"device": "", "paged": " in managed memory", "streamed": " in pinned host memory"}[optimizer.state]
+    schedule, total_steps = run.cfg.group(ScheduleConfig), run.total_steps
+    warmup_steps = 0 if schedule is None else num_warmup_steps(schedule, total_steps)
+    warmup = f" after {warmup_steps} warm-up steps" if warmup_steps else ""
+    in_backward = "; updates during backward" if optimizer.in_backward else ""
+    state = f"{gibibytes(run.optimizer.state_bytes)} of state{place}"
+    say("optimizer", f"{optimizer.name}; lr {optimizer.lr:g}{warmup}; {state}{in_backward}")
+    if warmup_steps >= total_steps:
+        highest = optimizer.lr * (total_steps - 1) / warmup_steps
+        say(
+            "WARNING",
+            f"the whole run is warm-up: it has {total_steps} steps and {warmup_steps} warm-up steps, so the learning rate "
+            f"stays at or below {highest:g}. Set a shorter warm-up (schedule.warmup_ratio=0.1), or train longer.",
+        )
+
+
+class Results:
+    """Results of a run for its last log lines. Sums are over the steps of this start."""
+
+    def __init__(self) -> None:
         self._tokens = self._target_tokens = self._peak_memory_bytes = 0
         self._step_seconds = 0.0
         self._rss_growth_bytes: int | None = None
@@ -70,76 +117,24 @@ class Summary:
             if row["loss"] is not None and "reward" not in row:  # a policy's loss is about 0
                 self._last_losses.append(row["loss"])
 
-    def say_start(self, start_step: int, total_steps: int, steps_per_epoch: int) -> None:
-        """Print a line each about ranks, model, data, optimizer, memory settings, steps and output."""
-        cfg = self._cfg
-        if self._ranks.size > 1:
-            say("ranks", self._describe_ranks())
-        say("model", describe_model(self._model))
-        say("data", str(self._batches.report))
-        if (optimizer := cfg.group(OptimizerConfig)) is not None:
-            self._say_optimizer(optimizer, total_steps)
-        if (memory := cfg.group(MemoryConfig)) is not None:
-            tokens = loss_chunk_tokens(self._model, memory.loss_chunk_tokens)
-            chunk = f"computed on {tokens:,} tokens at a time" if tokens else "computed on all tokens at once"
-            compiled = "; compiled" if cfg.compile else ""
-            say("memory", f"activation checkpointing: {memory.activation_checkpointing}; loss {chunk}{compiled}")
-        batch = f"{cfg.batch_size} sequences"
-        if cfg.gradient_accumulation_steps > 1:
-            batch = f"{cfg.gradient_accumulation_steps} x {batch}"
-        done = f", {start_step:,} done" if start_step else ""
-        say("steps", f"{total_steps:,}{done}; {steps_per_epoch:,} per epoch; {batch} per step")
-        say("output", f"{cfg.output_dir}; {describe_saving(cfg)}")
-        for note in self._optimizer.notes:
-            say("adjusted", note)
-
-    def _describe_ranks(self) -> str:
-        """`4 processes; model sharded over 2, 2 copies; the others log to rank_*.log in output_dir`."""
-        ranks = self._ranks
-        copies = ranks.size // ranks.num_shards
-        how = f"model sharded over {ranks.num_shards}" if ranks.num_shards > 1 else "a copy of the model on each"
-        how += f", {copies} copies" if 1 < copies < ranks.size else ""
-        if (parallel := self._cfg.group(ParallelConfig)) is not None:
-            shared = {"context": "tokens", "tensor": "heads and features", "experts": "experts"}
-            how += "".join(f", {what} over {n}" for name, what in shared.items() if (n := getattr(parallel, name)) > 1)
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        again = f"; restart {restarts}" if restarts else ""
-        return f"{ranks.size} processes; {how}; the others log to rank_*.log in output_dir{again}"
-
-    def _say_optimizer(self, optimizer: OptimizerConfig, total_steps: int) -> None:
-        place = {"device": "", "paged": " in managed memory", "streamed": " in pinned host memory"}[optimizer.state]
-        schedule = self._cfg.group(ScheduleConfig)
-        warmup_steps = 0 if schedule is None else num_warmup_steps(schedule, total_steps)
-        warmup = f" after {warmup_steps} warm-up steps" if warmup_steps else ""
-        in_backward = "; updates during backward" if optimizer.in_backward else ""
-        state = f"{gibibytes(self._optimizer.state_bytes)} of state{place}"
-        say("optimizer", f"{optimizer.name}; lr {optimizer.lr:g}{warmup}; {state}{in_backward}")
-        if warmup_steps >= total_steps:
-            highest = optimizer.lr * (total_steps - 1) / warmup_steps
-            say(
-                "WARNING",
-                f"the whole run is warm-up: it has {total_steps} steps and {warmup_steps} warm-up steps, so the learning rate "
-                f"stays at or below {highest:g}. Set a shorter warm-up (schedule.warmup_ratio=0.1), or train longer.",
-            )
-
-    def say_end(self, checkpoint: Path | None, *, seconds: float, steps: int) -> None:
-        """Print a line each about skipped rows, speed, memory, time and the next commands, and the loss last."""
-        if (left_out := self._batches.report.left_out) is not None:
+    def log(self, run: "Run", *, seconds: float, steps: int) -> None:
+        """Log a line each about skipped rows, speed, memory, time and the next commands, and the loss last."""
+        if (left_out := run.batches.report.left_out) is not None:
             say("data", left_out)
         if self._step_seconds > 0:
             speed, targets = (n / self._step_seconds for n in (self._tokens, self._target_tokens))
             say("speed", f"{speed:,.0f} tokens/s, {targets:,.0f} target tokens/s")
-        kind = "allocated" if next(self._model.parameters()).device.type != "cpu" else "resident"
+        kind = "allocated" if run.device.type != "cpu" else "resident"
         growth = ""
         if (grown := self._rss_growth_bytes) is not None:
             growth = f"; resident {'+-'[grown < 0]}{gibibytes(abs(grown))} since step 10"
         say("memory", f"peak {gibibytes(self._peak_memory_bytes)} {kind}{growth}")
         say("time", f"{duration(seconds)} for {steps:,} step{'s' * (steps != 1)}, with evaluations and checkpoints")
-        if checkpoint is not None:
-            say("checkpoint", str(checkpoint))
-            say("next", shlex.join(["leanft", *self._command_that_tries(checkpoint)]))
+        if run.checkpoint is not None:
+            say("checkpoint", str(run.checkpoint))
+            say("next", shlex.join(["leanft", *_command_that_tries(run, run.checkpoint)]))
             needs = "" if find_spec("matplotlib") else ": pip install 'lean-ft[plots]'"
-            say("", shlex.join(["leanft", "plot", str(self._cfg.output_dir)]) + f"   # draws the curves{needs}")
+            say("", shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}")
         evaluation = "" if self.eval_loss is None else f"; held-out {number(self.eval_loss)}"
         last = f", {number(self._last_loss)} at step {self._last_step}" if self._last_step else ""
         say("loss", f"{number(self.first_loss)} at step {self._first_step}{last}{evaluation}")
@@ -150,18 +145,19 @@ class Summary:
                 "model. Try a lower optimizer.lr, a warm-up (schedule.warmup_ratio=0.1) or clip_grad_norm=1.0.",
             )
 
-    def _command_that_tries(self, checkpoint: Path) -> list[str]:
-        """The arguments of a command that tries the trained model: chat, generate, or score on the run's rows."""
-        if not (isinstance(self._model, Decoder) and self._model.config.scores):
-            chats = self._tokenizer.chat_template is not None
-            return ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
-        data = self._cfg.group(DataConfig)
-        assert data is not None
-        fields = set(RowsConfig.model_fields) - {"validation_fraction"}
-        rows = data.model_dump(mode="json", include=fields, exclude_defaults=True)
-        source, held_out = rows.pop("source"), rows.pop("validation_source", None)
-        settings = [f"data.{key}={to_yaml(value, flow=True)}" for key, value in dotted(rows)]
-        return ["score", str(checkpoint), to_yaml(held_out or source, flow=True), *settings]
+
+def _command_that_tries(run: "Run", checkpoint: Path) -> list[str]:
+    """The arguments of a command that tries the trained model: chat, generate, or score on the run's rows."""
+    if not (isinstance(run.model, Decoder) and run.model.config.scores):
+        chats = run.tokenizer.chat_template is not None
+        return ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
+    data = run.cfg.group(DataConfig)
+    assert data is not None
+    fields = set(RowsConfig.model_fields) - {"validation_fraction"}
+    rows = data.model_dump(mode="json", include=fields, exclude_defaults=True)
+    source, held_out = rows.pop("source"), rows.pop("validation_source", None)
+    settings = [f"data.{key}={to_yaml(value, flow=True)}" for key, value in dotted(rows)]
+    return ["score", str(checkpoint), to_yaml(held_out or source, flow=True), *settings]
 
 
 def describe_saving(cfg: RecipeConfig) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lean_ft.training import peak_memory_bytes, peak_rss_bytes, rss_bytes
-from lean_ft.training.process_memory import ResidentGrowth, own_rss_bytes
+from lean_ft.training.process_memory import own_rss_bytes
 
 BLOCK = 200 * 2**20
 
@@ -33,37 +33,6 @@ def test_pages_of_files_are_not_a_runs_own(tmp_path):
     assert data.sum() == BLOCK
     assert rss_bytes() - resident > 0.9 * BLOCK
     assert own_rss_bytes() - own < 0.1 * BLOCK
-
-
-def test_growth_is_told_from_step_10_on():
-    growth = ResidentGrowth()
-    assert [growth.note(100 + step) for step in range(1, 14)] == [None] * 9 + [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("resident", "from_step"),
-    [
-        (lambda step: 1000 + step / 4, 200),  # a leak
-        (
-            lambda step: 1000 + step / 4 + 500 * (step % 25 == 0),
-            200,
-        ),  # plus the temporary memory of an evaluation
-        (lambda step: 1000 + max(0, step - 300) / 4, 350),  # a leak that begins later
-        (lambda step: 1000 + 500 * (step % 25 == 0), None),
-        (lambda step: 1000 + min(step, 130), None),  # grows only for 130 steps
-        (lambda step: 1000 + step / 50, None),  # 0.1% in 50 steps counts as noise
-        (lambda step: 1000 + 50 * (step > 160), None),  # one step up
-        (lambda step: 2000 - step, None),
-        (lambda step: None, None),  # not available outside of Linux
-    ],
-)
-def test_what_goes_on_growing_is_noticed(resident, from_step):
-    growth = ResidentGrowth()
-    noticed = []
-    for step in range(1, 601):
-        growth.note(resident(step))
-        noticed.append(growth.goes_on)
-    assert noticed == [from_step is not None and step >= from_step for step in range(1, 601)]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Profiles of a run: operations by module; profiling does not change the results."""
+"""Profiles of a run; profiling does not change the results."""
 
 import csv
 import gzip
@@ -25,23 +25,14 @@ def run(folder: Path, *settings: str) -> Path:
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile with all operations in the table: the order of the largest depends on the machine's load."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lean_ft.training.profiling._ROWS", 10_000)
-        return run(tmp_path_factory.mktemp("run") / "on", "profile=true", "profile_steps=[1,1,2]")
+    return run(tmp_path_factory.mktemp("run") / "on", "profile=true", "profile_steps=[1,1,2]")
 
 
-def test_products_are_told_of_the_projections_that_make_them(profiled: Path) -> None:
-    """Each of 4 layers has one matrix product in forward and two in backward, for the gradients of input and weight."""
+def test_operations_are_those_of_the_profiled_steps(profiled: Path) -> None:
+    """Each of 4 layers has 7 projections and the model an output layer, with one product in forward and two in backward."""
     table = (profiled / "profile" / "operations.txt").read_text()
-    rows = re.findall(r"^(\S+(?:, backward)?) +aten::mm +(\d+) ", table, re.MULTILINE)
-    calls = {module: int(count) for module, count in rows}
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        assert calls[f"model.layers.*.mlp.{name}"] == 4
-        assert calls[f"model.layers.*.mlp.{name}, backward"] == 8
-    shares = [float(share) for share in re.findall(r"([\d.]+)%", table)]
-    assert shares == sorted(shares, reverse=True)
-    assert 50 < sum(shares) <= 101
+    calls = re.search(r" aten::mm .* (\d+)  *$", table, re.MULTILINE)
+    assert calls is not None and int(calls[1]) >= 2 * 3 * 4 * 7
 
 
 def test_the_trace_has_the_steps_that_were_watched(profiled: Path) -> None:
@@ -70,7 +61,7 @@ def test_on_a_gpu_the_allocators_memory_is_sampled(tmp_path: Path) -> None:
         taken = [int(row["bytes"]) for row in csv.DictReader(file)]
     # The peak is at least the model's float32 weights; the process's resident memory is far more than the peak.
     assert len(taken) > 3 and all(2.3e6 < num_bytes <= torch.cuda.max_memory_allocated() for num_bytes in taken)
-    assert len(re.findall(r" aten::.*%$", (folder / "operations.txt").read_text(), re.MULTILINE)) > 20
+    assert "Self CUDA" in (folder / "operations.txt").read_text()
 
 
 def test_a_profiled_run_is_the_same_bits(profiled: Path, tmp_path: Path) -> None:
