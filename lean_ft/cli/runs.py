@@ -45,10 +45,12 @@ def runs(
         return
     rows = []
     for run in found:
+        results = run.results_as_text()
+        del results["tokens"]
         settings = [f"{key}={as_text(run.settings[key])[:_SHOWN_CHARACTERS]}" for key in keys if key in run.settings]
-        told = run.results_as_text()
-        del told["tokens"]
-        rows.append([run.name, " ".join(settings), *told.values()])
-    columns = ("run", "settings", ">steps", ">loss", ">held-out", ">lowest", ">tokens/s", ">peak")
-    shown = len(columns) - 2 * (stdout().width < _NARROW_COLUMNS)
-    print_table(columns[:shown], [row[:shown] for row in rows])
+        rows.append([run.name, *results.values(), " ".join(settings)])
+    columns = ("run", ">steps", ">loss", ">held-out", ">lowest", ">tokens/s", ">peak", "settings")
+    shown = [
+        i for i, name in enumerate(columns) if stdout().width >= _NARROW_COLUMNS or name not in (">tokens/s", ">peak")
+    ]
+    print_table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])

@@ -147,9 +147,9 @@ def find_runs(folder: Path) -> list[Curves]:
 
 
 def differing_settings(runs: Sequence[Curves]) -> list[str]:
-    """Names of the settings that differ between runs, without `output_dir`."""
+    """Names of the settings that differ between the runs whose recipes have them, without `output_dir`."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key != "output_dir")
-    return [key for key in keys if len({as_text(run.settings.get(key, "-")) for run in runs}) > 1]
+    return [key for key in keys if len({as_text(run.settings[key]) for run in runs if key in run.settings}) > 1]
 
 
 def figure_of(runs: Sequence[Path]) -> Any:

@@ -12,7 +12,13 @@ def folder(tmp_path, monkeypatch):
     for name, lr, losses in [("a", 1e-4, [3.0, 2.0]), ("sweep/b", 1e-3, [3.0, 1.5]), ("sweep/new", 1e-3, [])]:
         run = tmp_path / "runs" / name
         run.mkdir(parents=True)
-        settings = {"seed": 0, "optimizer.lr": lr, "data.source": ["x.jsonl"], "output_dir": name}
+        settings = {
+            "seed": 0,
+            **({} if name == "a" else {"loss.beta": 0.1}),
+            "optimizer.lr": lr,
+            "data.source": ["x.jsonl"],
+            "output_dir": name,
+        }
         (run / "run.json").write_text(json.dumps({"starts": [{"settings": settings}]}))
         rows = []
         for step, loss in enumerate(losses, start=1):
@@ -26,13 +32,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_runs_are_listed_with_what_differs(folder, leanft):
+    """A setting that other recipes lack, `loss.beta`, does not differ."""
     answer = leanft("runs")
     assert answer.code == 0, answer.err
     assert [line.split() for line in answer.out.splitlines()] == [
-        ["run", "settings", "steps", "loss", "held-out", "lowest", "tokens/s", "peak"],
-        ["a", "optimizer.lr=0.0001", "2", "2", "4", "4", "200", "2.00", "GiB"],
-        ["sweep/b", "optimizer.lr=0.001", "2", "1.5", "3.5", "3.5", "200", "2.00", "GiB"],
-        ["sweep/new", "optimizer.lr=0.001", "0", "-", "-", "-", "-", "-"],
+        ["run", "steps", "loss", "held-out", "lowest", "tokens/s", "peak", "settings"],
+        ["a", "2", "2", "4", "4", "200", "2.00", "GiB", "optimizer.lr=0.0001"],
+        ["sweep/b", "2", "1.5", "3.5", "3.5", "200", "2.00", "GiB", "optimizer.lr=0.001"],
+        ["sweep/new", "0", "-", "-", "-", "-", "-", "optimizer.lr=0.001"],
     ]
     listed = json.loads(leanft("runs", "runs", "--json").out)
     assert [(run["run"], run["settings"], run["loss"]) for run in listed] == [
