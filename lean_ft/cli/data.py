@@ -1,5 +1,6 @@
 """`leanft data`: inspect training data before a run. Loads the tokenizer, never the weights."""
 
+import io
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,24 @@ TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
 REJECTED = Style(color="red", bold=True)
 CONTROL = Style(color="magenta")
 BAR_WIDTH = 40
+PAGE_WIDTH = 100_000  # characters; the browser wraps the lines
 NOTES_SHOWN = 5
+# The page of `preview --html`. rich escapes the rows; the policy is a second line of defense: no scripts, no requests.
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>leanft data preview</title>
+<style>
+{stylesheet}
+body {{ color: {foreground}; background: {background}; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+</style>
+</head>
+<body><pre>{code}</pre></body>
+</html>
+"""
 
 app = typer.Typer(
     help="Inspect the data of a run: sequence lengths, or rows as the model sees them.",
@@ -39,9 +57,6 @@ def stats(
     recipe: Recipe = None,
     overrides: Overrides = None,
     config: Preset = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Also plot the distribution of lengths.")
-    ] = None,
     peak: Annotated[
         bool, typer.Option("--peak", help="Also predict the peak memory of a step at each length. Slow.")
     ] = False,
@@ -93,9 +108,6 @@ def stats(
     console.print(Text(f"padding: in batches of {cfg.batch_size} without packing; packed: with data.packing=bfd"))
     if peak:
         console.print(Text("peak: of a step whose rows are all that long, as `leanft plan` predicts it"))
-    if png is not None:
-        statistics.save_figure(found, cfg.data.max_length, png)
-        console.print(Text(f"wrote {png}"))
 
 
 @app.command()
@@ -115,22 +127,21 @@ def preview(
     """
     _, cfg = _settings(recipe, config, overrides)
     from lean_ft.data.preview import preview as look
-    from lean_ft.data.preview import preview_page
     from lean_ft.tokenizers import load_tokenizer
 
     found = look(cfg.data, load_tokenizer(cfg.model, cfg.data.chat_template), num_rows=rows, batch_size=cfg.batch_size)
-    console = stdout()
-    if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(preview_page(found, f"Preview of {cfg.data.source}"), encoding="utf-8")
-        console.print(Text(f"wrote {html}: {len(found.rows)} rows; {found.report}"))
-        return
+    page = Console(file=io.StringIO(), record=True, force_terminal=True, highlight=False, width=PAGE_WIDTH)
+    console = stdout() if html is None else page
     for number, row in enumerate(found.rows, start=1):
         _print_row(console, number, row, packed=len(row.documents) > 1 or row.padding is not None)
     more = len(found.notes) - NOTES_SHOWN
     for note in [*found.notes[:NOTES_SHOWN], *([f"... and {more:,} more, cut or left out"] if more > 0 else [])]:
         console.print(Text(note, style="yellow"))
-    console.print(Text(f"of {found.report}"))
+    console.print(Text(f"from {found.report}"))
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(page.export_html(code_format=PAGE), encoding="utf-8")
+        stdout().print(Text(f"wrote {html}: {len(found.rows)} rows from {found.report}"))
 
 
 def _remark(length: int, set_length: int, context_length: int | None) -> str:

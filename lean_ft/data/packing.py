@@ -7,16 +7,13 @@
 | wrapped       | joined into one text, cut at `max_length`    | full; documents in a row attend to each other   |
 | padding_free  | whole, of any length                         | a batch is one row: nothing to pack             |
 
-`bfd` and `bfd_split` run two algorithms and use the result with fewer rows. *Best-fit decreasing* places documents from
-longest to shortest, each into the fullest row with enough room (Johnson 1974). It leaves small gaps, since short
-documents come last. *Filling* completes one row at a time: it combines the longest remaining document with the lengths
-that best use up the rest of the row (minimum bin slack, Gupta and Ho 1999), and repeats the combination while such
-documents remain. On 7,473 GSM8K rows at 1,024 tokens (Llama 2 tokenizer), best-fit decreasing wastes 1.5% and filling
-0.4%. Each takes about 1 s per million documents, since documents of equal length are placed together.
+`bfd` and `bfd_split` complete one row at a time: they combine the longest remaining document with the lengths that best
+use up the rest of the row (minimum bin slack, Gupta and Ho 1999), and repeat the combination while such documents
+remain. On 7,473 GSM8K rows at 1,024 tokens (Llama 2 tokenizer), this wastes 0.4% of the positions; best-fit decreasing,
+which gives the packings their names in TRL, wastes 1.5%. It takes up to 4 s per million documents.
 
-Names and behavior follow TRL, which packs 1,000 rows at a time instead of the whole data set. Two differences: the
-first token after a cut of `bfd_split` is still predicted, by the last token before the cut; and the better of two
-packings is used.
+Names and behavior follow TRL, which packs 1,000 rows at a time instead of the whole data set. One more difference: the
+first token after a cut of `bfd_split` is still predicted, by the last token before the cut.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,9 +25,8 @@ import numpy as np
 from lean_ft.data.documents import Documents
 from lean_ft.settings import DataConfig
 
-MAX_STEPS_A_ROW = 500  # search steps per row in `fill_rows`; more steps do not help on GSM8K
+MAX_STEPS_A_ROW = 500  # search steps per row; more steps do not help on GSM8K
 MAX_STEPS = 2_000_000  # search steps in total, a few seconds; later rows use the first combination found
-ACCEPTED_WASTE = 0.002  # share of unused positions below which `fill_rows` is skipped
 
 Packing = tuple[np.ndarray, np.ndarray]
 """`documents` (N,): indices, row after row; `offsets` (R + 1,): start of each row in it, then N."""
@@ -98,15 +94,6 @@ def pack(lengths: np.ndarray, capacity: int) -> Packing:
     assert len(lengths) > 0
     assert lengths.min() >= 1
     assert lengths.max() <= capacity
-    packing = best_fit_decreasing(lengths, capacity)
-    waste = 1 - lengths.sum() / (capacity * (len(packing[1]) - 1))
-    if waste < ACCEPTED_WASTE:
-        return packing
-    return min(packing, fill_rows(lengths, capacity), key=lambda packing: len(packing[1]))
-
-
-def fill_rows(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pack by completing one row at a time (*filling* in the module docstring)."""
     counts = Counter(lengths.tolist())
     left = sorted(counts)  # lengths of the remaining documents
     longest_first = np.argsort(-lengths, kind="stable")
@@ -168,55 +155,3 @@ def _company(room: int, left: list[int], counts: dict[int, int], max_steps: int)
     for length in chosen:
         counts[length] += 1
     return best, step
-
-
-def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pack documents from longest to shortest, each into the fullest row with enough room.
-
-    Documents of equal length are placed together: a row with room r takes r // length at once, because it stays the
-    fullest row with enough room. A Python integer, with bit r set if a row has room r, finds the fullest row in one
-    shift.
-    """
-    longest_first = np.argsort(-lengths, kind="stable")
-    row_of = np.empty(len(lengths), dtype=np.int64)  # row of each document, in placement order
-    rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r: rows_with_room[r] is not empty
-    num_rows = 0
-
-    def place(rows: list[int], room: int, length: int, first: int, last: int) -> None:
-        """Place documents [first, last) into `rows`, each with `room`; the last row may keep room for more."""
-        nonlocal rooms
-        per_row = room // length
-        row_of[first:last] = np.repeat(rows, per_row)[: last - first]
-        num_full, rest = divmod(last - first, per_row)
-        for num_left, some in (
-            (room - per_row * length, rows[:num_full]),
-            (room - rest * length, rows[num_full:]),
-        ):
-            if some:
-                rows_with_room[num_left].extend(some)
-                rooms |= 1 << num_left
-
-    counts = np.bincount(lengths, minlength=capacity + 1)
-    first = 0
-    for length in np.flatnonzero(counts)[::-1].tolist():
-        last = first + int(counts[length])
-        while first < last and (wide_enough := rooms >> length):
-            room = length + (wide_enough & -wide_enough).bit_length() - 1
-            num_needed = -(-(last - first) // (room // length))
-            rows = rows_with_room[room][-num_needed:]
-            del rows_with_room[room][-num_needed:]
-            if not rows_with_room[room]:
-                rooms &= ~(1 << room)
-            placed = min(last, first + len(rows) * (room // length))
-            place(rows, room, length, first, placed)
-            first = placed
-        if first < last:
-            num_needed = -(-(last - first) // (capacity // length))
-            place(list(range(num_rows, num_rows + num_needed)), capacity, length, first, last)
-            num_rows += num_needed
-            first = last
-
-    documents = longest_first[np.argsort(row_of, kind="stable")]
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=num_rows))])
-    return documents, offsets

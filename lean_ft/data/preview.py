@@ -1,14 +1,12 @@
 """Preview of training rows: the text of each token, and whether the token is trained.
 
-The first rows of the source are read, tokenized, truncated and packed as for training, but not shuffled. A preview can
-be written as an HTML page without scripts or external resources; all data is escaped.
+The first rows of the source are read, tokenized, truncated and packed as for training, but not shuffled.
 """
 
 import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -178,61 +176,3 @@ def _sign(match: re.Match[str]) -> str:
     if unicodedata.category(match.group()) == "Cs":
         return "\ufffd"
     return f"⟨U+{code:04X}⟩"
-
-
-STYLE = """
-body { font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; overflow-wrap: anywhere; }
-pre { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; margin: 0; }
-section { border: 1px solid #ccc; border-radius: 6px; margin: 1rem 0; }
-h2 { font-size: 1rem; margin: 0; padding: .4rem .8rem; background: #eee; }
-article { padding: .4rem .8rem; border-top: 1px dashed #999; }
-small { color: #666; }
-.trained { background: #c7ecc7; }
-.rejected .trained { background: #f6cfc9; }
-.masked { color: #666; }
-.control { font-weight: bold; color: #8a2a8a; }
-@media (prefers-color-scheme: dark) {
-  body { background: #1b1b1b; color: #ddd; } h2 { background: #2a2a2a; } small, .masked { color: #999; }
-  .trained { background: #1f4d26; } .rejected .trained { background: #5c2420; } .control { color: #e39be3; } section { border-color: #444; }
-}
-"""
-# Second line of defense after escaping: the browser runs no scripts and loads nothing.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
-
-def preview_page(preview: Preview, title: str) -> str:
-    """Return the HTML page. `title` and the preview's texts are escaped."""
-    notes = "".join(f"<li>{_text(note)}</li>" for note in preview.notes)
-    rows = "".join(_row(row, i) for i, row in enumerate(preview.rows, start=1))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{_text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{_text(title)}</h1>\n"
-        f"<p>{_text(str(preview.report))}</p>\n"
-        '<p><span class="trained">trained</span> <span class="masked">masked</span> '
-        '<span class="control">control token</span></p>\n'
-        f"{f'<ul>{notes}</ul>' if notes else ''}\n{rows}</body>\n</html>\n"
-    )
-
-
-def _row(row: ShownRow, number: int) -> str:
-    padding = f"<article><small>{row.padding:,} positions of padding</small></article>\n" if row.padding else ""
-    return f"<section>\n<h2>Row {number}</h2>\n{''.join(map(_document, row.documents))}{padding}</section>\n"
-
-
-def _document(document: ShownDocument) -> str:
-    kind = ' class="rejected"' if document.is_rejected else ""
-    return (
-        f"<article{kind}>\n<small>{_text(document.heading)}</small>\n"
-        f"<pre>{''.join(map(_stretch, document.stretches))}</pre>\n</article>\n"
-    )
-
-
-def _stretch(stretch: Stretch) -> str:
-    classes = f"{'trained' if stretch.trained else 'masked'}{' control' if stretch.control else ''}"
-    return f'<span class="{classes}">{_text(stretch.text)}</span>'
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))

@@ -6,7 +6,6 @@ consecutive.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from lean_ft.tokenizers import Tokenizer
 CANDIDATES = [256 << i for i in range(8)]  # 256 to 32,768 tokens
 ANY_LENGTH = 1 << 40  # tokens; longer than any row
 NUM_BINS = 16
-NUM_BARS = 60  # bars of the figure
 
 
 @dataclass(frozen=True)
@@ -103,29 +101,3 @@ def quantiles(lengths: np.ndarray, shares: Sequence[float]) -> list[int]:
 def _round_number(at_least: float) -> int:
     """Return the smallest of 1, 2, 5, 10, 20, 50 ... that is >= `at_least`."""
     return next(int(step * 10**power) for power in range(12) for step in (1, 2, 5) if step * 10**power >= at_least)
-
-
-def save_figure(statistics: Statistics, max_length: int, path: Path) -> None:
-    """Save a histogram of lengths with quantiles and `max_length` to `path`.
-
-    Raises ValueError if matplotlib is not installed or does not support the file format.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install 'lean-ft[plots]'.") from None
-    figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in known:
-        raise ValueError(f"{path}: expected a file ending in one of {', '.join(sorted(known))}.")
-    axes = figure.add_subplot()
-    axes.hist(statistics.lengths, bins=NUM_BARS, color="#4c78a8")
-    for share, length in zip((0.5, 0.95), quantiles(statistics.lengths, [0.5, 0.95]), strict=True):
-        axes.axvline(length, color="#54a24b", linestyle=":", label=f"{share:.0%} have at most {length:,} tokens")
-    if max_length < 1.5 * statistics.lengths.max():  # a distant line would squeeze the histogram
-        axes.axvline(max_length, color="#e45756", label=f"max_length {max_length:,}")
-    axes.set_xlabel("tokens of a sequence")
-    axes.set_ylabel("sequences")
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

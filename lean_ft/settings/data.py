@@ -173,7 +173,7 @@ class DataConfig(RowsConfig):
     packing: Literal["none", "bfd", "bfd_split", "wrapped", "padding_free"] = Field(
         "none",
         description="`none` pads each batch to its longest row. `bfd` fills rows of max_length with whole documents "
-        "(best-fit decreasing) that cannot see each other. `bfd_split` also splits longer documents and loses"
+        "with small gaps; they cannot see each other. `bfd_split` also splits longer documents and loses"
         " nothing. `wrapped` concatenates all documents and cuts every max_length tokens; documents in one "
         "row see each other. `padding_free` makes each batch one row of whole documents without padding.",
     )

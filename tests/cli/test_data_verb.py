@@ -2,6 +2,8 @@
 
 import json
 import re
+from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -89,9 +91,9 @@ def test_preview_of_pairs(leanft, run_on_pairs, tmp_path, packing: str):
     assert re.search(r"line 3: cut by \d+ tokens", answer.out)
     page = tmp_path / "page.html"
     leanft("data", "preview", *run_on_pairs, "-n", "3", f"data.packing={packing}", "--html", page)
-    rejected = re.findall(r'<article class="rejected">\n<small>(.*?):', page.read_text())
-    assert len(rejected) == 3
-    assert all(place.endswith("rejected") for place in rejected)
+    (red,) = re.findall(r"\.(r\d+) {color: #800000", page.read_text())
+    rejected = re.findall(rf'(\w+): \d+ tokens[^─]*?<span class="{red}">', page.read_text())
+    assert rejected == ["rejected"] * 3
 
 
 def test_rows_of_another_objective(leanft, run, run_on_pairs, tmp_path):
@@ -103,7 +105,7 @@ def test_rows_of_another_objective(leanft, run, run_on_pairs, tmp_path):
 
 
 def test_stats(leanft, run, tmp_path):
-    answer = leanft("data", "stats", *run, "--png", tmp_path / "lengths.png")
+    answer = leanft("data", "stats", *run)
     assert (answer.code, answer.err) == (0, "")
     assert "3 rows (prompt_completion, detected from their fields); 3 sequences" in answer.out
     assert "█" in answer.out
@@ -115,7 +117,6 @@ def test_stats(leanft, run, tmp_path):
     beyond = "beyond the model's context of 512"
     assert [line.split("%")[-1].strip() for line in table] == ["", "as set", "", *[beyond] * 6]
     assert all(line == line.rstrip() for line in answer.out.splitlines())
-    assert (tmp_path / "lengths.png").is_file()
 
 
 def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
@@ -146,7 +147,37 @@ def test_preview(leanft, run, tmp_path):
     page = tmp_path / "pages" / "rows.html"
     answer = leanft("data", "preview", *run, "--html", page, "data.packing=bfd")
     assert (answer.code, "⟦" in answer.out) == (0, False)
-    assert page.read_text().count("<article>") == 3 + 1  # and an article for padding
+    assert page.read_text().count("── row ") == 3 + 1  # 3 documents and padding
+
+
+def test_html_in_data_does_not_run(leanft, tmp_path):
+    attack = (
+        "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><a href=javascript:x>&lt;b&gt; [link=x]</span></pre>"
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": attack}) + "\n")
+    run = ["full_finetune_single_device", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl"]
+    page = tmp_path / "rows.html"
+    assert leanft("data", "preview", *run, "--html", page).code == 0
+    tags = Tags()
+    tags.feed(page.read_text())
+    assert tags.seen <= {"html", "head", "meta", "title", "style", "body", "pre", "span"}
+    assert tags.attributes <= {"lang", "charset", "content", "http-equiv", "class"}
+    assert attack in tags.text
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
 
 def test_a_folder_where_the_run_would_write_is_not_needed_and_not_made(leanft, run, tmp_path, monkeypatch):
@@ -160,7 +191,6 @@ def test_wrong_input(leanft, run, toy_recipe, tmp_path):
     for arguments, message in (
         (["stats", *run, "data.max_lenght=3"], "data.max_length"),
         (["preview", *run, "data.source=missing.jsonl"], "missing.jsonl does not exist"),
-        (["stats", *run, "--png", tmp_path / "x.doc"], "expected a file ending in"),
         (["stats", toy_recipe, "model.path=tiny"], "have no `data`"),
         (["preview", *run, "--rows", "0"], "--rows"),
     ):

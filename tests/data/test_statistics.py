@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lean_ft.data import preference_batches, sft_batches
-from lean_ft.data.statistics import at_length, gather_statistics, histogram, quantiles, save_figure
+from lean_ft.data.statistics import at_length, gather_statistics, histogram, quantiles
 from lean_ft.settings import PreferenceDataConfig
 
 Config = Callable[..., Any]
@@ -72,14 +72,3 @@ def test_every_sequence_is_in_one_bin(lengths: list[int]):
 
 def test_quantiles_are_lengths_that_occur():
     assert quantiles(np.array([1, 2, 3, 100]), [0.5, 0.51, 1.0]) == [2, 3, 100]
-
-
-def test_the_picture(config: Config, plain_tokenizer, tmp_path, monkeypatch):
-    found = gather_statistics(config(ROWS), plain_tokenizer)
-    save_figure(found, 64, tmp_path / "new" / "lengths.png")
-    assert (tmp_path / "new" / "lengths.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"lengths.doc: expected a file ending in one of .*png"):
-        save_figure(found, 64, tmp_path / "lengths.doc")
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"pip install 'lean-ft\[plots\]'"):
-        save_figure(found, 64, tmp_path / "lengths.png")
