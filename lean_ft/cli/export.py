@@ -63,7 +63,7 @@ def export(
     """Export a model as a Hugging Face folder, a GGUF file or a DCP folder.
 
     An adapter is exported merged into its model (--merge) or alone (--adapter).
-    The export is read back and compared with the source before DEST appears.
+    A Hugging Face folder is read back, and its logits are compared with the source's, before DEST appears.
     """
     from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf
 
