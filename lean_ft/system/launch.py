@@ -181,7 +181,7 @@ def _first_failure(failed: Any, max_restarts: int) -> BaseException:
     if failure.exitcode < 0:
         message = f"was killed by {signal.Signals(-failure.exitcode).name}"
         if failure.exitcode == -signal.SIGKILL:
-            message += "; the system does this when memory is full"
+            message += "; the system does this when memory is full, and the launcher when a rank does not end"
     elif not report or message == "<NONE>":
         message = f"ended with exit code {failure.exitcode}"
     else:
