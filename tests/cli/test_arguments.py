@@ -19,9 +19,10 @@ def launched(leanft, monkeypatch, tmp_path):
 
 
 def test_a_preset_made_for_one_process_runs_on_many(launched, leanft, tmp_path):
-    arguments, answer = launched("--nproc-per-node", 4, "finetune", "--config", "tiny/full")
-    assert arguments[-1] == "gradient_accumulation_steps=4"
-    assert NOTE.format(4) in answer.err
+    for processes, *settings in ([4], [8, "parallel.context=2"]):  # two processes that share a batch need only one
+        arguments, answer = launched("--nproc-per-node", processes, "finetune", "--config", "tiny/full", *settings)
+        assert arguments[-1] == "gradient_accumulation_steps=4"
+        assert NOTE.format(processes) in answer.err
     job = leanft("slurm", "finetune", "--config", "tiny/full", f"output_dir={tmp_path}", "--gpus-per-node", 4)
     assert "gradient_accumulation_steps=4\n" in job.out.replace(" &", "")
     assert NOTE.format(4) in job.err
@@ -30,12 +31,6 @@ def test_a_preset_made_for_one_process_runs_on_many(launched, leanft, tmp_path):
 @pytest.mark.long
 def test_a_preset_made_for_one_process_is_planned_for_many(leanft):
     assert leanft("plan", "finetune", "--config", "tiny/full", "--gpus", 4).code == 0
-
-
-def test_processes_that_share_a_batch_need_one(launched):
-    arguments, answer = launched("--nproc-per-node", 8, "finetune", "--config", "tiny/full", "parallel.context=2")
-    assert arguments[-1] == "gradient_accumulation_steps=4"
-    assert NOTE.format(8) in answer.err
 
 
 def test_what_the_user_chose_is_kept(launched, leanft, tmp_path):

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 
 def test_a_preset_is_printed_as_it_is(leanft, shipped):
     assert leanft("cat", "tiny/toy").out == (shipped / "configs" / "tiny" / "toy.yaml").read_text()
@@ -35,16 +33,3 @@ def test_groups_and_settings_are_printed_alone(leanft, shipped):
 def test_the_schema_is_json(leanft, shipped):
     schema = json.loads(leanft("cat", "toy_single_device", "--schema").out)
     assert "batch_size" in schema["properties"]
-
-
-@pytest.mark.parametrize("arguments", [["tiny/toy", "--schema"], ["nothing_like_it"], ["tiny"]])
-def test_wrong_input(leanft, shipped, arguments):
-    answer = leanft("cat", *arguments)
-    assert answer.code == 2
-    assert answer.out == ""
-
-
-def test_a_folder_is_neither(leanft, shipped, tmp_path):
-    answer = leanft("cat", tmp_path)
-    assert answer.code == 2
-    assert "folder" in answer.err

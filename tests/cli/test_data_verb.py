@@ -12,20 +12,6 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import PreferenceDataConfig
 from lean_ft.tokenizers import load_tokenizer
 
-RECIPE = '''"""Looked at, never run."""
-
-from lean_ft.settings import ModelConfig, RecipeConfig, SFTDataConfig
-
-
-class Config(RecipeConfig):
-    model: ModelConfig
-    data: SFTDataConfig
-
-
-def main(cfg):
-    raise AssertionError("data ran the recipe")
-'''
-
 
 @pytest.fixture
 def run(tmp_path):
@@ -35,38 +21,17 @@ def run(tmp_path):
     for file in resolve_model_path("tiny").iterdir():
         if file.suffix != ".safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "recipe.py").write_text(RECIPE)
     rows = [{"prompt": "Say [bold]it[/bold]", "completion": "yes " * count} for count in (1, 2, 300)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [tmp_path / "recipe.py", f"model.path={folder}", f"data.source={tmp_path}/rows.jsonl", "data.max_length=300"]
-
-
-PREFERENCE_RECIPE = '''"""Looked at, never run."""
-
-from lean_ft.settings import ModelConfig, PreferenceDataConfig, RecipeConfig
-
-
-class Data(PreferenceDataConfig):
-    note: str = "a setting of the recipe's own"
-
-
-class Config(RecipeConfig):
-    model: ModelConfig
-    data: Data
-
-
-def main(cfg):
-    raise AssertionError("data ran the recipe")
-'''
+    return ["finetune", f"model.path={folder}", f"data.source={tmp_path}/rows.jsonl", "data.max_length=300"]
 
 
 @pytest.fixture
 def run_on_pairs(run, tmp_path):
     """Like `run`, for a recipe that trains on preference pairs."""
-    (tmp_path / "recipe.py").write_text(PREFERENCE_RECIPE)
     rows = [{"prompt": "Say it", "chosen": "yes " * count, "rejected": "no"} for count in (1, 2, 300)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run
+    return ["dpo", *run[1:]]
 
 
 def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
@@ -185,15 +150,3 @@ def test_a_folder_where_the_run_would_write_is_not_needed_and_not_made(leanft, r
     before = sorted(tmp_path.iterdir())
     assert leanft("data", "preview", *run, "-n", "1").code == 0
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_wrong_input(leanft, run, toy_recipe, tmp_path):
-    for arguments, message in (
-        (["stats", *run, "data.max_lenght=3"], "data.max_length"),
-        (["preview", *run, "data.source=missing.jsonl"], "missing.jsonl does not exist"),
-        (["stats", toy_recipe, "model.path=tiny"], "have no `data`"),
-        (["preview", *run, "--rows", "0"], "--rows"),
-    ):
-        answer = leanft("data", *arguments)
-        assert (answer.code, "Traceback" in answer.err) == (2, False)
-        assert message in answer.err

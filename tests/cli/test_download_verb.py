@@ -47,12 +47,6 @@ def test_a_revision_is_kept_in_what_to_run(leanft, repository, arguments):
     assert "model.path=org/tiny@v1 " in told(leanft("download", *arguments))["next"]
 
 
-def test_two_revisions_are_one_too_many(leanft, repository):
-    answer = leanft("download", "org/tiny@v1", "--revision", "main")
-    assert answer.code == 2
-    assert "names a revision, and --revision main another" in answer.err
-
-
 def test_a_folder_of_ones_own_is_what_to_run(leanft, repository, tmp_path):
     lines = told(leanft("download", "org/tiny", "--output-dir", tmp_path / "mine", "--exclude", "*.md"))
     assert lines["folder"] == str(tmp_path / "mine")
@@ -79,6 +73,7 @@ def test_parts_of_a_repository_are_not_run(leanft, repository):
         (["org/tiny", "--revision", "v9"], 2, "no revision 'v9'"),
         (["org/tiny", "--include", "*.zip"], 2, "no file of org/tiny matches"),
         (["org/tiny", "--output-dir", "/dev/null"], 2, "is a file"),
+        (["org/tiny@v1", "--revision", "main"], 2, "names a revision, and --revision main another"),
     ],
 )
 def test_what_the_user_can_put_right(leanft, repository, arguments, code, words):
@@ -151,13 +146,3 @@ def test_a_repository_answers_as_its_folder_does_without_a_network_too(leanft, r
     assert leanft("run", "generate", "model.path=org/tiny", *settings).code == 1
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert leanft("run", "generate", "model.path=org/tiny", *settings).out == by_name.out
-
-
-def test_validating_asks_no_hub(leanft, repository, hub_server, tmp_path):
-    command = ["validate", "full_finetune_single_device", "model.path=org/tiny", "data.source=tiny/train.jsonl"]
-    answer = leanft(*command, f"output_dir={tmp_path}/run")
-    assert answer.code == 0
-    assert "# org/tiny is no folder here and not downloaded: the run gets it" in answer.out
-    assert hub_server.requests == []
-    leanft("download", "org/tiny")
-    assert "not downloaded" not in leanft(*command, f"output_dir={tmp_path}/run").out

@@ -16,30 +16,6 @@ def test_a_folder_and_a_gguf_file(leanft, tmp_path):
     assert (tmp_path / "model.gguf").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tyni", "out"], "does not exist"),
-        (["tiny", "out", "--dtype", "int8"], "dtype is int8; expected float32, bfloat16 or float16"),
-        (
-            ["tiny", "out", "--max-shard-size", "5"],
-            "--max-shard-size is '5'; expected a number and a unit: 24GiB, 5GB, 800MB.",
-        ),
-        (["tiny", "out.gguf", "--gguf", "f32", "--dtype", "float32"], "leave out --dtype"),
-        (["tiny", "out", "--gguf", "f32"], "expected a name that ends in .gguf"),
-        (["tiny", "out", "--shard-size", "1GB"], "no option --shard-size. Did you mean '--max-shard-size'?"),
-        (["tiny"], "DEST"),
-    ],
-)
-def test_wrong_input_is_one_message(leanft, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    answer = leanft("export", *arguments)
-    assert answer.code == 2
-    assert message in answer.err
-    assert answer.err.startswith("error: ") and "Traceback" not in answer.err
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     """A random adapter of the embedded model, in the format of a run."""

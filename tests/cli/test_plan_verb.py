@@ -2,30 +2,18 @@
 
 import re
 
-import pytest
-
-from lean_ft.cli import plan as verb
 from lean_ft.plan import picture, search
 from lean_ft.plan.rehearsal import Rehearsal
 from lean_ft.plan.trace import Moment
 from lean_ft.system.units import GIB
 
 
-def test_progress_is_told_and_the_time_is_that_of_all_of_it(leanft, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(verb.time, "perf_counter", lambda: clock[0])
-    found = search.search
-
-    def search_for_long(*arguments, **named):
-        clock[0] += 83
-        return found(*arguments, **named)
-
-    monkeypatch.setattr(search, "search", search_for_long)
+def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
     answer = leanft(
         *("plan", "--config", "tiny/full", "device=cpu", "data.max_length=64", "batch_size=2", "--budget", "1MiB")
     )
     assert answer.code == 0
-    assert "885,888 parameters, 128 tokens a step, planned for cpu in 1 min 23 s\n" in answer.out
+    assert "885,888 parameters, 128 tokens a step, planned for cpu in " in answer.out
     assert "nothing fits 1.0 MiB" in answer.out
     first, *others = answer.err.splitlines()  # without a terminal, one line per message
     assert first == "rehearsing a step on shapes"
@@ -58,23 +46,13 @@ def test_a_line_that_needs_values_is_named(leanft, tmp_path):
     assert answer.code == 2 and "own.py, line 2: `return pairs.margin[pairs.margin > 0]` cannot be" in answer.err
 
 
-@pytest.mark.parametrize("budget_bytes", [None, 3 * GIB])
-def test_the_picture_has_what_the_memory_is_of_the_model_and_the_budget(tmp_path, monkeypatch, budget_bytes):
-    figures = []
-    drawn = pytest.importorskip("matplotlib.figure").Figure
-    save = drawn.savefig
-    monkeypatch.setattr(drawn, "savefig", lambda figure, *to, **how: figures.append(figure) or save(figure, *to, **how))
+def test_the_picture_is_drawn(tmp_path):
     timeline = [(0.0, {"weights": GIB}), (1.0, {"weights": GIB, "loss": GIB, "batch": 10}), (2.0, {"weights": GIB})]
-    peak = Moment("loss", {"weights": GIB, "loss": GIB, "batch": 10})
-    picture.draw_timeline(Rehearsal(peak, 2.0, 8, 4, timeline), tmp_path / "step.png", "tiny on T4", budget_bytes)
-    (axes,) = figures[0].axes
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    assert axes.get_title() == "tiny on T4: peak in loss"
-    told = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert told[:3] == ["weights: 1.00 GiB at the peak", "loss: 1.00 GiB at the peak", "peak: 2.00 GiB"]
-    assert told[3:] == (["budget: 3.00 GiB"] if budget_bytes else [])
-    top = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
-    assert top == [1.0, 2.0]  # the areas are stacked
+    rehearsal = Rehearsal(Moment("loss", timeline[1][1]), 2.0, 8, 4, timeline)
+    for budget_bytes in (None, 3 * GIB):
+        picture.draw_timeline(rehearsal, tmp_path / "step.png", "tiny on T4", budget_bytes)
+        assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "step.png").unlink()
 
 
 def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
@@ -85,16 +63,3 @@ def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
     assert "planned for 4 x H100 in 2 machines in " in answer.out
     assert re.search(r"peak [\d.]+ GiB on each", answer.out)
     assert re.search(r"each sends 0 B to others of its machine and [\d.]+ MiB to other machines a step", answer.out)
-    for arguments, message in {
-        ("full_finetune_single_device", "--gpus", "2"): "it has no settings `parallel`. Plan finetune.",
-        ("finetune", "--nodes", "2"): "--nodes 2 needs --gpus N",
-        (
-            "finetune",
-            "gradient_accumulation_steps=1",
-            "--gpus",
-            "2",
-        ): "gradient_accumulation_steps=1 counts the batches of a step over all",
-    }.items():
-        answer = leanft("plan", *arguments, *tiny)
-        assert answer.code == 2
-        assert message in answer.err

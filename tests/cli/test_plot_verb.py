@@ -21,23 +21,6 @@ def test_one_run_keeps_its_curves_and_several_have_them_here(leanft, tmp_path, m
     assert all((tmp_path / file).stat().st_size for file in answer.out.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("nowhere",), "nowhere has no metrics.jsonl. Expected the output_dir of a run"),
-        (("a", "-o", "nowhere/x"), "a name in nowhere, which is no folder"),
-        (("a", "-o", "a"), "--output a is a folder; expected the files' name"),
-    ],
-)
-def test_a_wrong_place_is_one_message(leanft, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "metrics.jsonl").write_text(METRICS)
-    answer = leanft("plot", *arguments)
-    assert answer.code == 2
-    assert message in answer.err
-
-
 def test_no_file_is_overwritten_without_a_word(leanft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "ab":

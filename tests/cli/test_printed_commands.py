@@ -8,20 +8,8 @@ import pytest
 
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.system import catalog
-from tests.cli.conftest import CHECKOUT
 from tests.hub.hub_server import Repository
-from tests.settings.test_from_torchtune import BASE
 
-PRINTS_COMMANDS = {  # each has a test below or in the named file
-    "cli/arguments.py",
-    "cli/cp.py",
-    "cli/download.py",
-    "cli/run.py",  # for a signal before training: tests/training/test_interrupts.py
-    "cli/slurm.py",  # tests/cli/test_slurm_verb.py
-    "system/launch.py",  # tests/parallel/test_launch.py
-    "training/continuation.py",
-    "training/summary.py",  # and how to resume: tests/training/test_summary.py
-}
 COMMIT = "c" * 40
 
 
@@ -50,12 +38,6 @@ def validated(leanft):
     return check
 
 
-def test_all_places_are_known():
-    package = CHECKOUT / "lean_ft"
-    found = {f.relative_to(package).as_posix() for f in package.rglob("*.py") if "shlex.join(" in f.read_text()}
-    assert found == PRINTS_COMMANDS
-
-
 @pytest.mark.parametrize("preset", ["", "recipe: finetune\noutput_dir: runs/taken\nlora: {rank: 2}\n"])
 def test_download(leanft, validated, hub_server, user_folder, tmp_path, monkeypatch, preset):
     files = {file.name: file.read_bytes() for file in resolve_model_path("tiny").iterdir()}
@@ -81,26 +63,11 @@ def test_cp(leanft, validated, user_folder, name):
     assert leanft("ls", "my own/generate.py").code == 0
 
 
-def test_convert_config(leanft, validated, user_folder):
-    text = BASE.replace("/tmp/Llama-3.2-1B-Instruct/\n", f"{resolve_model_path('tiny')}\n")
-    dataset = "chat_dataset, conversation_style: openai, conversation_column: messages, source: json, data_files: tiny/train.jsonl"
-    text = text.replace("alpaca_cleaned_dataset", dataset).replace("offloading: True", "offloading: False")
-    output_dir = re.search("^output_dir: (.*)", text, re.MULTILINE)[1]
-    (user_folder / "theirs.yaml").write_text(text.replace(output_dir, "runs/taken", 1))
-    answer = leanft("convert-config", "theirs.yaml", "--output", "my own.yaml")
-    assert answer.code == 0, answer.err
-    assert validated(answer.out.partition(": ")[2])[-1] == "output_dir=runs/taken-2"
-
-
 @pytest.mark.parametrize(
     ("preset", "settings", "tries"),
     [
         ("tiny/full", ["eval_answers=0"], "leanft chat "),
-        (
-            "tiny/full",
-            ["eval_answers=0", "model.path=text model", "data.source=texts.jsonl"],
-            "leanft generate ",
-        ),
+        ("tiny/full", ["eval_answers=0", "model.path=text model", "data.source=texts.jsonl"], "leanft generate "),
         ("tiny/lora", ["eval_answers=0"], "leanft chat "),
         ("tiny/reward", ["data.source=pairs.jsonl", "data.columns.chosen=better", "data.system=a: b"], "leanft score "),
     ],

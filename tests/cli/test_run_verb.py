@@ -1,9 +1,9 @@
 """`leanft run`: settings reach the recipe, and every outcome has its exit code and message."""
 
-import pytest
-import torch
+from unittest import mock
 
-from lean_ft.cli.run import _planned
+import pytest
+
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import Outlook
 
@@ -80,13 +80,6 @@ def test_the_whole_traceback_is_in_the_run_directory(leanft, tmp_path):
     assert [path.name for path in thesis.iterdir()] == ["chapter.tex"]
 
 
-def test_the_library_error_of_the_table_is_a_value_error(leanft, toy_recipe):
-    """The exit code therefore depends on the module that raised, not on the class."""
-    import statistics
-
-    assert issubclass(statistics.StatisticsError, ValueError)
-
-
 def test_debug_shows_the_traceback_and_keeps_the_code(leanft, toy_recipe):
     for act, code in [("refuse", 2), ("fail", 1)]:
         answer = leanft("run", toy_recipe, "model.path=m", f"act={act}", "--debug")
@@ -116,61 +109,10 @@ def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, t
     assert "peak memory 1024.00 GiB, reached in: loss; 1.00 GiB free on cpu" in answer.out
     assert "WARNING: that does not fit." in answer.out
     assert answer.out.endswith("ran\n")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_device_that_is_not_there_is_said_before_any_plan(leanft, tmp_path):
-    recipe = tmp_path / "mine.py"
-    recipe.write_text(TRAINING_RECIPE)
-    given = ["model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}", "plan=true", "device=cuda"]
-    answer = leanft("run", recipe, *given)
-    assert (answer.code, answer.out) == (2, "")
-    assert "device=cuda needs a cuda device" in answer.err
-
-
-def test_a_rehearsal_that_fails_stops_no_run(leanft, tmp_path, monkeypatch):
-    def failing(recipe, cfg):
-        raise RuntimeError("no such operator")
-
-    recipe = tmp_path / "mine.py"
-    recipe.write_text(TRAINING_RECIPE)
-    monkeypatch.setattr(beforehand, "foresee", failing)
-    answer = leanft(
-        "run", recipe, "model.path=tiny", "data.source=x.jsonl", f"output_dir={tmp_path / 'run'}", "plan=true"
-    )
+    monkeypatch.setattr(beforehand, "foresee", mock.Mock(side_effect=RuntimeError("no such operator")))
+    answer = leanft(*arguments)  # a rehearsal that fails does not stop the run
     assert answer.code == 0
     assert answer.out == "plan        none, as the rehearsal of a step failed: no such operator\nran\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["toy_single_devise"],
-            ["no recipe is called 'toy_single_devise'", "Did you mean 'toy_single_device'?", "leanft ls"],
-        ),
-        (["toy"], ["Did you mean 'toy_single_device'?"]),
-        (["mine/toy.py"], ["no such file: mine/toy.py"]),
-        (["toy_single_device.py"], ["no such file", "Did you mean 'toy_single_device'?"]),
-        (["tiny/toy"], ["'tiny/toy' is a preset: leanft run --config tiny/toy"]),
-        (["batch_size=3"], ["expected the recipe before any key=value, found 'batch_size=3'"]),
-        (["toy_single_device", "-c", "tiny/toi"], ["no preset is called 'tiny/toi'", "Did you mean 'tiny/toy'?"]),
-        (["toy_single_device", "-c", "none.yaml"], ["no such file: none.yaml"]),
-        (["toy_single_device", "-c", "toy_single_device"], ["no preset is called 'toy_single_device'"]),
-        (["toy_single_device", "-c", "tiny/toy", "batchsize=3"], ["Did you mean 'batch_size'?"]),
-        (["toy_single_device", "-c", "tiny/toy", "batch_size=x"], ["expected whole number > 0, found 'x'"]),
-        (["toy_single_device", "-c", "tiny/toy", "m", "stray"], ["'stray': expected key=value"]),
-        (["toy_single_device"], ["model.path", "a required setting is missing"]),
-    ],
-)
-def test_wrong_input_is_told_and_runs_nothing(leanft, shipped, arguments, words):
-    answer = leanft("run", *arguments)
-    assert answer.code == 2
-    assert answer.out == ""
-    assert answer.err.startswith("error: ")
-    assert "Traceback" not in answer.err
-    for word in words:
-        assert word in answer.err
 
 
 @pytest.mark.parametrize(
@@ -226,13 +168,3 @@ def test_the_allocator_is_set_before_the_recipe_is_imported_unless_the_user_did(
     mine = leanft_process(*run, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")
     assert mine.out.split() == ["None", "allocator", "None", "max_split_size_mb:64"]
     assert leanft_process(*run, PYTORCH_ALLOC_CONF="backend:native").out.split()[0] == "backend:native"
-
-
-def test_no_output_is_lost_in_a_pipe(leanft_process, toy_recipe):
-    answer = leanft_process("run", toy_recipe, "model.path=m")
-    assert (answer.code, answer.out, answer.err) == (0, "ran with m 2\n", "")
-
-
-@pytest.mark.gpu
-def test_as_many_processes_are_started_as_there_are_gpus():
-    assert _planned("gpu", "1", None, "", 0).processes_per_node == torch.cuda.device_count() > 0

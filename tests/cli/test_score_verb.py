@@ -28,27 +28,6 @@ def test_what_is_kept_teaches_a_run_of_the_same_settings(leanft, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("a", "b", "--top-k", "8"), "expected one DEST"),
-        (("--top-k", "8"), "give DEST, behind FILE"),
-        (("data.max_length=8", "--top-k", "8"), "give DEST, behind FILE"),
-        (("DIR/kept", "--top-k", "0"), "expected whole number > 0"),
-        (("DIR/kept", "--top-k", "9000"), "top_k from 1 to the vocabulary's 768"),
-        (("DIR/kept", "--top-k", "8", "data.max_lenght=8"), "Did you mean 'data.max_length'"),
-        (("DIR/kept", "--top-k", "8", "--force"), "leave them out with --top-k"),
-        (("DIR", "--top-k", "8"), "is there already"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused(leanft, tmp_path, arguments, message):
-    answer = leanft("score", "tiny", "tiny/validation.jsonl", *(one.replace("DIR", str(tmp_path)) for one in arguments))
-    assert (answer.code, answer.out) == (2, "")
-    assert message in answer.err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("distill.teacher=DIR/none", "DIR/none"),

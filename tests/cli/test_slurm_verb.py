@@ -65,17 +65,12 @@ def test_a_job_that_is_warned_saves_and_is_queued_again(job, tmp_path, monkeypat
     assert calls[2:] == ["scancel --signal=TERM 17", "saved", "scontrol requeue 17"]
 
 
-def test_what_the_run_would_refuse_is_refused_now(leanft, shipped):
-    answer = leanft("slurm", *ARGUMENTS, "batch_size=x", "model.path=m")
-    assert answer.code == 2
-    assert "batch_size" in answer.err
-
-
 @pytest.mark.parametrize(
     ("recipe", "setting", "message"),
     [
         ("finetune", "gradient_accumulation_steps=4", "gradient_accumulation_steps=4 counts the batches of a step"),
         ("finetune", "parallel.replicate=3", "parallel.replicate=3 needs a multiple of 3 processes, and there are 8"),
+        ("finetune", "batch_size=x", "batch_size"),
         (
             "full_finetune_single_device",
             "gradient_accumulation_steps=8",

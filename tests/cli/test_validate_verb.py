@@ -8,69 +8,25 @@ import pytest
 import yaml
 
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings import ModelConfig, Settings, SFTDataConfig
 from lean_ft.settings.text import load_config
-
-RECIPE = '''"""Validated, never run."""
-
-from lean_ft.settings import ModelConfig, Settings, SFTDataConfig
+from lean_ft.system import catalog
 
 
-class Config(Settings):
-    model: ModelConfig
-    data: SFTDataConfig
-
-
-def main(cfg):
-    raise AssertionError("validate ran the recipe")
-'''
-
-
-class Config(Settings):
-    model: ModelConfig
-    data: SFTDataConfig
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "validated.py"
-    path.write_text(RECIPE)
+def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    return path
-
-
-def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, recipe, tmp_path):
-    overrides = ["model.path=tiny", f"data.source=[{tmp_path}/rows.jsonl]", "data.max_length=8"]
-    answer = leanft("validate", recipe, *overrides)
+    overrides = [
+        "model.path=tiny",
+        f"data.source=[{tmp_path}/rows.jsonl]",
+        "data.max_length=8",
+        f"output_dir={tmp_path}/run",
+    ]
+    answer = leanft("validate", "finetune", *overrides)
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.splitlines()[-1].startswith("# ok")
     preset = tmp_path / "printed.yaml"
     preset.write_text(answer.out)
-    assert load_config(Config, preset, []) == load_config(Config, None, overrides)
-
-
-def test_all_missing_files_are_named(leanft, recipe, tmp_path):
-    answer = leanft(
-        "validate", recipe, f"model.path={tmp_path}/no-model", f"data.source=[{tmp_path}/rows.jsonl, {tmp_path}/b.jsonl]",
-        f"data.validation_source={tmp_path}/c.jsonl",
-    )  # fmt: skip
-    assert answer.code == 2
-    assert answer.out == ""
-    for name in ("no-model", "b.jsonl", "c.jsonl"):
-        assert f"{tmp_path}/{name}" in answer.err
-    assert "rows.jsonl" not in answer.err
-
-
-def test_a_folder_that_is_no_model(leanft, recipe, tmp_path):
-    answer = leanft("validate", recipe, f"model.path={tmp_path}", f"data.source={tmp_path}/rows.jsonl")
-    assert answer.code == 2
-    assert "config.json" in answer.err
-
-
-def test_wrong_settings(leanft, recipe):
-    answer = leanft("validate", recipe, "model.dtype=int8")
-    assert answer.code == 2
-    assert "expected bfloat16 | float32 | float16, found 'int8'" in answer.err
+    config = catalog.load_recipe(catalog.find_recipe("finetune")).Config
+    assert load_config(config, preset, []) == load_config(config, None, overrides)
 
 
 ROWS = {
@@ -105,6 +61,8 @@ def arguments(tmp_path):
         ("data.validation_source=DIR/unmapped.jsonl", "data.validation_source: .*unmapped.jsonl, line 1"),
         ("data.chat_template=DIR/none.jinja", "chat template .*none.jinja cannot be read"),
         ("device=mps", "device=mps needs a mps device"),
+        ("model.dtype=int8", "expected bfloat16 | float32 | float16, found 'int8'"),
+        ("model.path=DIR", "has no config.json"),
         ("output_dir=DIR/good.jsonl", "output_dir=.*good.jsonl is a file"),
         ("output_dir=DIR/good.jsonl/run", "cannot be written"),
         ("output_dir=/proc/run", "cannot be written"),  # even by root
@@ -119,6 +77,19 @@ def test_what_would_stop_a_run_at_once_is_told(leanft, arguments, tmp_path, over
     answer = leanft("validate", *arguments(override))
     assert (answer.code, answer.out) == (2, "")
     assert re.search(message.replace("{}", str(tmp_path)), answer.err), answer.err
+
+
+def test_all_missing_files_are_named(leanft, arguments, tmp_path):
+    missing = [
+        "model.path=DIR/no-model",
+        "data.source=[DIR/good.jsonl, DIR/b.jsonl]",
+        "data.validation_source=DIR/c.jsonl",
+    ]
+    answer = leanft("validate", *arguments(*missing))
+    assert (answer.code, answer.out) == (2, "")
+    for name in ("no-model", "b.jsonl", "c.jsonl"):
+        assert f"{tmp_path}/{name}" in answer.err
+    assert "good.jsonl" not in answer.err
 
 
 def test_a_reference_is_told_or_refused(leanft, tmp_path):

@@ -7,10 +7,7 @@ from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 
 COMMON = ("model.path=tiny", "data.source=tiny/train.jsonl", "output_dir=run")
-REQUIRED = {
-    "distill": ("distill.teacher=tiny",),
-    **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",)),
-}
+REQUIRED = {"distill": ("distill.teacher=tiny",), **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",))}
 # For each row of the table: a recipe, settings that it rejects, and part of the message.
 REFUSED = [
     ("finetune", "profile_steps=[1,1,1]", "is used only with profile"),

@@ -1,0 +1,109 @@
+"""Wrong input of every verb: exit code 2, one message on stderr, no traceback, and no file written."""
+
+import shlex
+
+import pytest
+
+METRICS = '{"step": 1, "loss": 2.0, "tokens": 8, "step_seconds": 1.0}\n'
+KEEP = "score tiny tiny/validation.jsonl"
+PLAN = "--config tiny/full data.max_length=64 --device-name H100"
+# The command, and parts of its message. The current directory has a run `a` and nothing else.
+WITH_SHIPPED_RECIPES = [
+    ("check no/such/folder", "no/such/folder"),
+    ("check tiny --config tiny/dpo", "is for the recipe dpo; expected finetune or full_finetune_single_device"),
+    ("check tiny --config tiny/none", "tiny/none"),
+    ("check tiny optimizer.nam=adamw", "Did you mean 'optimizer.name'"),
+    ("check tiny memory.tile_mlp=many", "memory.tile_mlp"),
+    ("check tiny data.source=none.jsonl", "none.jsonl"),
+    ("check tiny model.path=tiny", "model.path is MODEL"),
+    ("check tiny --fast", "has no option --fast"),
+    ("data stats --config tiny/full data.max_lenght=3", "data.max_length"),
+    ("data preview --config tiny/full data.source=missing.jsonl", "missing.jsonl does not exist"),
+    ("data stats generate model.path=tiny prompt=x", "have no `data`"),
+    ("data preview --config tiny/full --rows 0", "--rows"),
+    ("export tyni out", "does not exist"),
+    ("export tiny out --dtype int8", "dtype is int8; expected float32, bfloat16 or float16"),
+    ("export tiny out --max-shard-size 5", "is '5'; expected a number and a unit: 24GiB, 5GB, 800MB."),
+    ("export tiny out.gguf --gguf f32 --dtype float32", "leave out --dtype"),
+    ("export tiny out --gguf f32", "expected a name that ends in .gguf"),
+    ("export tiny out --shard-size 1GB", "no option --shard-size. Did you mean '--max-shard-size'?"),
+    ("export tiny", "DEST"),
+    (f"plan full_finetune_single_device --gpus 2 {PLAN}", "it has no settings `parallel`. Plan finetune."),
+    (f"plan finetune --nodes 2 {PLAN}", "--nodes 2 needs --gpus N"),
+    (f"plan finetune gradient_accumulation_steps=1 --gpus 2 {PLAN}", "=1 counts the batches of a step over all"),
+    ("plot nowhere", "nowhere has no metrics.jsonl. Expected the output_dir of a run"),
+    ("plot a -o nowhere/x", "a name in nowhere, which is no folder"),
+    ("plot a -o a", "--output a is a folder; expected the files' name"),
+    ("runs nowhere", "no such folder: nowhere"),
+    (f"{KEEP} b c --top-k 8", "expected one DEST"),
+    (f"{KEEP} --top-k 8", "give DEST, behind FILE"),
+    (f"{KEEP} data.max_length=8 --top-k 8", "give DEST, behind FILE"),
+    (f"{KEEP} kept --top-k 0", "expected whole number > 0"),
+    (f"{KEEP} kept --top-k 9000", "top_k from 1 to the vocabulary's 768"),
+    (f"{KEEP} kept --top-k 8 data.max_lenght=8", "Did you mean 'data.max_length'"),
+    (f"{KEEP} kept --top-k 8 --force", "leave them out with --top-k"),
+    (f"{KEEP} a --top-k 8", "is there already"),
+]
+WITH_TOY_RECIPES = [
+    ("rnu", "no such command 'rnu'", "'run'", "leanft --help"),
+    ("--verison", "leanft has no option --verison", "Did you mean '--version'?"),
+    ("train model.path=tiny", "no such command 'train'", "leanft run finetune"),
+    ("cat tiny/toy --schema", "tiny/toy"),
+    ("cat nothing_like_it", "nothing_like_it"),
+    ("cat tiny", "tiny"),
+    ("cp toy_single_device", "missing argument 'DEST'", "leanft cp --help"),
+    ("cp tiny/tpy .", "Did you mean 'tiny/toy'?"),
+    ("cp toy_singledevice .", "Did you mean 'toy_single_device'?"),
+    ("env extra", "extra", "leanft env --help"),
+    ("ls othr", "Did you mean 'other'?"),
+    ("run", "expected a RECIPE, as there is no --config to name it", "leanft ls"),
+    ("run toy_single_device --confg x", "Did you mean '--config'?"),
+    ("run toy_single_device --config", "--config", "requires an argument"),
+    ("run toy_single_device --batch_size 3", "Settings take no dashes: batch_size=3"),
+    ("run toy_single_device --learning-rate=1e-4", "Settings take no dashes: optimizer.lr=1e-4"),
+    ("run toy_single_device --lr --config x", "Settings take no dashes: optimizer.lr=VALUE"),
+    ("run toy_single_devise", "no recipe is called 'toy_single_devise'", "Did you mean 'toy_single_device'?"),
+    ("run toy", "Did you mean 'toy_single_device'?"),
+    ("run mine/toy.py", "no such file: mine/toy.py"),
+    ("run toy_single_device.py", "no such file", "Did you mean 'toy_single_device'?"),
+    ("run tiny/toy", "'tiny/toy' is a preset: leanft run --config tiny/toy"),
+    ("run batch_size=3", "expected the recipe before any key=value, found 'batch_size=3'"),
+    ("run toy_single_device -c tiny/toi", "no preset is called 'tiny/toi'", "Did you mean 'tiny/toy'?"),
+    ("run toy_single_device -c none.yaml", "no such file: none.yaml"),
+    ("run toy_single_device -c toy_single_device", "no preset is called 'toy_single_device'"),
+    ("run toy_single_device -c tiny/toy batchsize=3", "Did you mean 'batch_size'?"),
+    ("run toy_single_device -c tiny/toy batch_size=x", "expected whole number > 0, found 'x'"),
+    ("run toy_single_device -c tiny/toy m stray", "'stray': expected key=value"),
+    ("run toy_single_device", "model.path", "a required setting is missing"),
+    ("toy_single_device m n", "expected key=value"),
+    ("toy_single_device m model.path=n", "expected key=value"),
+]
+
+
+@pytest.fixture
+def refused(leanft, tmp_path, monkeypatch):
+    """Return a function that checks that a command is refused, with these parts in its message."""
+    folder = tmp_path / "here"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "metrics.jsonl").write_text(METRICS)
+    monkeypatch.chdir(folder)
+
+    def check(command: str, *parts: str) -> None:
+        answer = leanft(*shlex.split(command))
+        assert (answer.code, answer.out) == (2, "")
+        assert "error: " in answer.err and "Traceback" not in answer.err
+        for part in parts:
+            assert part in answer.err
+        assert [path.name for path in folder.rglob("*")] == ["a", "metrics.jsonl"]
+
+    return check
+
+
+@pytest.mark.parametrize("case", WITH_SHIPPED_RECIPES, ids=lambda case: case[0])
+def test_wrong_input_with_the_shipped_recipes(refused, case):
+    refused(*case)
+
+
+@pytest.mark.parametrize("case", WITH_TOY_RECIPES, ids=lambda case: case[0])
+def test_wrong_input_with_toy_recipes(refused, shipped, case):
+    refused(*case)
