@@ -26,35 +26,25 @@ def recipe() -> ModuleType:
     return toy_recipe
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def overrides(model_folder: Path) -> Callable[..., list[str]]:
     """`key=value` arguments of a toy run: 12 steps of 2 x 2 rows, 2 steps per epoch."""
 
     def build(output_dir: Path, **settings: Any) -> list[str]:
-        given = {
-            "model.path": model_folder,
-            "model.random_init": "true",
-            "model.dtype": "float32",
-            "gradient_accumulation_steps": 2,
-            "epochs": 6,
-            "device": "cpu",
-            "save_every": 0,
-            "output_dir": output_dir,
-        } | {name.replace("__", "."): value for name, value in settings.items()}
+        given = {"model.path": model_folder, "model.random_init": "true", "model.dtype": "float32", "device": "cpu"}
+        given |= {"gradient_accumulation_steps": 2, "epochs": 6, "save_every": 0, "output_dir": output_dir}
+        given |= {name.replace("__", "."): value for name, value in settings.items()}
         return [f"{name}={value}" for name, value in given.items()]
 
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config(recipe: ModuleType, overrides: Callable[..., list[str]]) -> Callable[..., Any]:
-    def build(output_dir: Path, **settings: Any) -> Any:
-        return load_config(recipe.Config, None, overrides(output_dir, **settings))
-
-    return build
+    return lambda output_dir, **settings: load_config(recipe.Config, None, overrides(output_dir, **settings))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def train(recipe: ModuleType, config: Callable[..., Any]) -> Callable[..., Path]:
     """Run the toy recipe and return its directory."""
 

@@ -187,11 +187,6 @@ def test_says_the_share_and_what_is_right_with_short_samples(
     assert "exact match of the text that (.) finds last" in said
 
 
-def test_does_nothing_when_not_asked(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say_answers("before", torch.nn.Module(), tokenizer, None, 0) is None
-    assert capsys.readouterr().out == ""
-
-
 def test_refuses_what_has_no_question(tmp_path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"data\.validation_source"):
         say_answers("before", model, tokenizer, None, 5)

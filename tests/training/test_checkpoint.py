@@ -202,17 +202,3 @@ def test_draws_repeat_after_a_trip_through_json(device):
     assert draws(device) != first
     restore_random_state(state, device)
     assert draws(device) == first
-
-
-def seed():
-    torch.manual_seed(0)
-    random.seed(1)
-    np.random.seed(2)
-
-
-def test_capturing_draws_nothing():
-    seed()
-    expected = draws("cpu")
-    seed()
-    capture_random_state(torch.device("cpu"))
-    assert draws("cpu") == expected

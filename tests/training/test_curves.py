@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft.system.units import GIB
-from lean_ft.training.curves import draw_curves, figure_of, read_curves
+from lean_ft.training.curves import draw_curves, read_curves
 
 
 def write_run(folder: Path, num_steps: int, settings: dict | None = None, **more: float) -> Path:
@@ -26,16 +26,6 @@ def write_run(folder: Path, num_steps: int, settings: dict | None = None, **more
     if settings is not None:
         (folder / "run.json").write_text(json.dumps({"starts": [{"settings": {}}, {"settings": settings}]}))
     return folder
-
-
-def test_what_a_run_has_told_is_read_and_what_is_not_finite_left_out(tmp_path):
-    paths = [write_run(tmp_path / parent / "run", 3) for parent in "ab"]
-    first, second = read_curves(paths)
-    assert (first.name, second.name) == ("a/run", "b/run")  # the shortest distinct names
-    assert first.points("loss") == ([2, 3], [3.98, 3.97])
-    assert first.points("memory") == ([1, 2, 3], [2.0, 2.0, 2.0])
-    assert first.points("eval_loss") == ([3], [3.25])
-    assert first.points("reward") == ([], [])
 
 
 def test_the_page_stands_alone_and_tells_how_runs_ended_and_differ(tmp_path):
@@ -65,13 +55,3 @@ def test_what_is_no_run_is_refused_with_the_nearest(tmp_path):
     (tmp_path / "lora_8" / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no line yet"):
         read_curves([tmp_path / "lora_8"])
-
-
-def test_runs_of_any_length_are_smoothed_over_the_same_steps(tmp_path):
-    runs = [write_run(tmp_path / str(num_steps), num_steps) for num_steps in (200, 30)]
-    figure = figure_of(runs)
-    loss = next(axes for axes in figure.axes if axes.get_title(loc="left") == "loss")
-    long, short = (line.get_ydata() for line in loss.lines if line.get_alpha() is None)
-    assert list(long[: len(short)]) == pytest.approx(list(short))
-    assert "running mean over about 10 steps, the same for all runs" in figure.legends[0].get_title().get_text()
-    assert not figure_of(runs[1:]).legends[0].get_title().get_text()

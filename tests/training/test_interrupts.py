@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
 
 import pytest
@@ -150,18 +149,6 @@ def test_outside_training_a_signal_ends_at_once_and_says_that_nothing_is_lost(nu
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_training_takes_over_from_outside_and_gives_back(train, recipe, monkeypatch, tmp_path):
-    seen = []
-    take = recipe.Batches.take
-    monkeypatch.setattr(
-        recipe.Batches, "take", lambda self, n: seen.append(signal.getsignal(signal.SIGTERM)) or take(self, n)
-    )
-    with OutsideTraining("") as outside:
-        train(tmp_path / "run", max_steps=1)
-        assert signal.getsignal(signal.SIGTERM) == outside._receive
-    assert isinstance(seen[0].__self__, StopSignals)
-
-
 def test_a_forked_worker_ends_as_if_it_had_no_handler(capfd):
     with OutsideTraining(""):
         worker = os.fork()
@@ -193,15 +180,6 @@ def test_previous_actions_come_back():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_actions_come_back_after_a_failing_loop(config, recipe, monkeypatch, tmp_path):
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(recipe, "FAILING_STEP", 1)
-    try:
-        recipe.main(config(tmp_path / "run"))
-    except KeyError:  # in the handler, the traceback still references the loop's frame
-        assert signal.getsignal(signal.SIGINT) == before
-
-
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -210,17 +188,3 @@ def test_an_ignored_signal_stays_ignored():
             assert signals.received is None
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_off_the_main_thread_nothing_is_installed():
-    seen = []
-
-    def enter():
-        with StopSignals():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert seen == [before]

@@ -103,11 +103,6 @@ def test_lines_lost_in_a_power_cut_are_reported_and_the_file_kept(damage, path, 
     assert capsys.readouterr().out == ""
 
 
-def test_trimming_what_is_not_there(path):
-    assert trim_metrics(path, 3) == []
-    assert not path.exists()
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_recording_waits_for_nothing_and_times_the_device(path):
     device = torch.device("cuda")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from lean_ft.settings import ModelConfig, Settings
 from lean_ft.training.continuation import hold_models_to_commits
 from tests.hub.hub_server import Repository
 from tests.training.toy_runs import QWEN, digests
@@ -81,19 +80,3 @@ def test_a_named_branch_that_moved_is_another_model(repository, train, tmp_path)
     repository.revisions["main"] = NEW
     with pytest.raises(ValueError, match=rf'model\.path: "org/toy@{OLD}" then, "org/toy@{NEW}" now'):
         train(run, max_steps=3, model__path="org/toy@main")
-
-
-def test_folders_are_left_alone(config, model_folder, tmp_path):
-    cfg = config(tmp_path / "run")
-    assert hold_models_to_commits(cfg) == cfg
-
-
-def test_other_recipes_are_pinned_without_a_word(repository, capsys):
-    class Config(Settings):
-        model: ModelConfig
-        teacher: ModelConfig
-
-    cfg = Config(model=ModelConfig(path="org/toy"), teacher=ModelConfig(path="org/toy@v1"))
-    pinned = hold_models_to_commits(cfg)
-    assert (pinned.model.path, pinned.teacher.path) == (f"org/toy@{OLD}",) * 2
-    assert capsys.readouterr().out == ""

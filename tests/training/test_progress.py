@@ -78,9 +78,3 @@ def test_a_bar_fits_into_80_columns(screen):
     assert "4321/10000" in file.getvalue()
     assert "…" not in file.getvalue()
     assert " left" in file.getvalue()
-
-
-def test_long_lines_are_not_wrapped(screen):
-    file = screen(width=40)
-    log.say("saved", "/a/very/long/path" * 10)
-    assert file.getvalue().count("\n") == 1

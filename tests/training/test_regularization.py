@@ -12,6 +12,7 @@ from lean_ft.models import load_model
 from lean_ft.peft import apply_lora
 from lean_ft.settings import LoRAConfig
 from lean_ft.training.regularization import add_embedding_noise, freeze_parameters
+from tests.training.toy_runs import metrics
 
 LAYER_NORMS = {
     f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in ("input_layernorm", "post_attention_layernorm")
@@ -118,8 +119,6 @@ def test_a_recipe_that_would_ignore_a_setting_is_refused(train, tmp_path):
 
 
 def test_of_held_out_rows_without_a_target_no_loss_is_told(train_real, inputs, monkeypatch, tmp_path, capsys):
-    from tests.training.toy_runs import metrics
-
     evaluate = CrossEntropy.evaluate
     monkeypatch.setattr(CrossEntropy, "evaluate", lambda self, model, batches: evaluate(self, model, []))
     run = train_real(tmp_path / "run", f"data.validation_source={inputs / 'rows.jsonl'}", "max_steps=1")

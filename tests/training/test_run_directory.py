@@ -1,18 +1,7 @@
 import fcntl
 import subprocess
 
-import pytest
-
-from lean_ft.training.run_directory import DirectoryLock, git_commit, remove_half_written, settings_of
-
-
-def test_one_lock_at_a_time(tmp_path):
-    first = DirectoryLock(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"in use by process \d+ on .*another output_dir"):
-        DirectoryLock(tmp_path / "run")
-    DirectoryLock(tmp_path / "other").release()
-    first.release()
-    DirectoryLock(tmp_path / "run").release()
+from lean_ft.training.run_directory import DirectoryLock, git_commit, remove_half_written
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
@@ -33,13 +22,6 @@ def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, capsys
     said = capsys.readouterr().out
     assert ".run.json.tmp-77, an incomplete file" in said
     assert ".step_00000002.old-77, an incomplete checkpoint" in said
-
-
-def test_settings_are_flat_json_values(config, tmp_path):
-    settings = settings_of(config(tmp_path / "run", optimizer__betas="[0.5,0.75]"))
-    assert settings["optimizer.betas"] == [0.5, 0.75]
-    assert settings["output_dir"] == str(tmp_path / "run")
-    assert settings["max_steps"] is None
 
 
 def test_git_commit_of_the_checkout(tmp_path):

@@ -10,7 +10,7 @@ from lean_ft.models import load_model
 from lean_ft.settings import MemoryConfig
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoint import list_checkpoints
-from lean_ft.training.saving import BackgroundWriter, host_copy, is_due, kept_steps, most_checkpoints, num_due
+from lean_ft.training.saving import host_copy, is_due, kept_steps, most_checkpoints, num_due
 from tests.training.test_checkpoint import flip_a_byte
 from tests.training.toy_runs import digests, metrics
 
@@ -166,23 +166,3 @@ def test_a_host_copy_is_no_view_and_shares_what_is_frozen(model_folder):
         assert (ours.data_ptr() == theirs.data_ptr()) == (ours is frozen), name
         assert not theirs._post_accumulate_grad_hooks
     assert copy.source.config == model.source.config
-
-
-def test_the_next_write_waits_and_errors_come_out_once():
-    writer, order = BackgroundWriter(), []
-    gate = threading.Event()
-
-    def first():
-        gate.wait(timeout=60)
-        order.append(1)
-        raise OSError("first")
-
-    writer.start(first)
-    writer.check()  # still writing
-    gate.set()
-    with pytest.raises(OSError, match="first"):
-        writer.start(lambda: order.append(2))
-    writer.start(lambda: order.append(3))
-    writer.wait()
-    writer.wait()
-    assert order == [1, 3]
