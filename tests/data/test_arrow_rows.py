@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data import arrow_rows
 from lean_ft.data.arrow_rows import read_dataset, read_parquet_file
-from lean_ft.data.prepare import load_documents
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import SFTDataConfig
 
@@ -115,26 +113,6 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ValueError, match=r"org/name is a Hugging Face dataset.*pip install 'lean-ft\[datasets\]'"):
         list(read_rows("org/name"))
-
-
-def test_a_dataset_is_prepared_once(tmp_path: Path, plain_tokenizer, monkeypatch):
-    (tmp_path / "cache").mkdir()
-
-    def prepare(name: str, split: str = "train"):
-        source = str(tmp_path / name)
-        return load_documents(SFTDataConfig(source=source, split=split), plain_tokenizer, source, tmp_path / "cache")
-
-    first = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
-    datasets.DatasetDict(train=first, test=first.select([1])).save_to_disk(tmp_path / "data")
-    made = prepare("data")
-    assert made.key is not None
-    monkeypatch.setattr(arrow_rows.Row, "__init__", None)  # fails if a row is read
-    again = prepare("data")
-    assert again.key == made.key and len(again.documents) == 2
-    monkeypatch.undo()
-    assert prepare("data", "test").key != made.key
-    datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "three"}])).save_to_disk(tmp_path / "other")
-    assert prepare("other").key != made.key
 
 
 def test_parquet_whose_text_is_not_utf8(tmp_path: Path):

@@ -68,12 +68,6 @@ def test_bad_rows_are_capped(config: Config, chat_tokenizer):
         prepare(config(rows, on_bad_row="skip", max_bad_rows=2), chat_tokenizer)
 
 
-def test_nothing_but_bad_rows(config: Config, chat_tokenizer):
-    rows = [{"messages": []}] * 3
-    with pytest.raises(ValueError, match=r"of 3 rows, 3 bad \(the first: .*line 1: `messages` is empty"):
-        prepare(config(rows, on_bad_row="skip"), chat_tokenizer)
-
-
 def test_arguments_nested_too_deeply(config: Config, tmp_path):
     tokenizer = build(
         tmp_path / "t",

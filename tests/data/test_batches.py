@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lean_ft.data import Batch, Batches, EvalBatches, longest_batch, preference_batches, sft_batches, unpaired_batches
-from lean_ft.data import batches as batches_module
 from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
 
 Config = Callable[..., Any]
@@ -150,14 +149,6 @@ def test_padding_free_makes_a_batch_one_row_of_whole_documents(config: Config, p
         assert batch.input_ids.shape[1] - sum(documents) < 8
         lengths += documents
     assert sorted(lengths) == [len(row["text"]) + 1 for row in texts]
-
-
-def test_every_label_of_a_long_document_survives_being_split(config: Config, plain_tokenizer):
-    texts = [{"prompt": "pp", "completion": "c" * 150}, {"text": "x"} | {"prompt": "p", "completion": "c" * 30}]
-    batches, _ = sft_batches(config(texts, packing="bfd_split"), plain_tokenizer, 2, seed=0)
-    taken = epoch(batches)
-    assert sum(batch.num_targets for batch in taken) == 151 + 31 == batches.report.target_tokens
-    assert sum(len(ids) for batch in taken for ids, labels, _ in documents_of(batch) if set(labels) != {-100}) == 185
 
 
 class TestTokenBudget:
@@ -354,23 +345,6 @@ class TestEvaluation:
             texts = [plain_tokenizer.decode(ids)[:5] for batch in held_out for ids in batch.input_ids.tolist()]
             assert texts == [f"row {i}" for i in range(5)]
 
-    @pytest.mark.parametrize(("kept_bytes", "num_kept"), [(2**20, 5), (3 * 8 * 2 * 25, 3), (0, 0)])
-    def test_batches_are_built_once_within_a_bound(
-        self, config: Config, write, plain_tokenizer, monkeypatch, kept_bytes: int, num_kept: int
-    ):
-        monkeypatch.setattr(batches_module, "KEPT_BYTES", kept_bytes)
-        path = write([{"text": f"row {i}"} for i in range(10)], "validation.jsonl")
-        _, held_out = sft_batches(config(rows(), validation_source=path), plain_tokenizer, 2, seed=0)
-        assert held_out is not None
-        [next(iter(held_out)) for _ in range(3)]  # interrupted evaluations
-        first, second = list(held_out), list(held_out)
-        assert [one is other for one, other in zip(first, second, strict=True)] == [i < num_kept for i in range(5)]
-        for one, other in zip(first, second, strict=True):
-            assert torch.equal(one.input_ids, other.input_ids)
-
-    def test_no_evaluation_unless_asked_for(self, config: Config, plain_tokenizer):
-        assert sft_batches(config(rows()), plain_tokenizer, 2, seed=0)[1] is None
-
     def test_a_fraction_that_leaves_nothing_is_refused(self, config: Config, plain_tokenizer):
         with pytest.raises(ValueError, match=r"validation_fraction=0.5 of 1 rows leaves nothing to train on"):
             sft_batches(config(rows(1), validation_fraction=0.5), plain_tokenizer, 2, seed=0)
@@ -451,12 +425,3 @@ def test_to_moves_every_tensor(config: Config, plain_tokenizer):
     tensors = (moved.input_ids, moved.labels, moved.positions, moved.cu_seqlens, moved.is_token)
     assert all(tensor is not None and tensor.device.type == "meta" for tensor in tensors)
     assert (moved.num_targets, moved.num_tokens) == (batch.num_targets, batch.num_tokens)
-
-
-@pytest.mark.gpu
-def test_to_a_gpu(config: Config, plain_tokenizer):
-    batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
-    [batch] = batches.take(1)
-    moved = batch.to("cuda")
-    assert torch.equal(moved.input_ids.cpu(), batch.input_ids)
-    assert torch.equal(moved.labels.cpu(), batch.labels)

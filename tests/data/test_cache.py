@@ -48,16 +48,6 @@ class TestEntries:
             arrays["numbers"][0] = 1
         assert (tmp_path / "a" / "numbers").read_bytes() == np.arange(10, dtype=np.int32).tobytes()
 
-    def test_what_fails_leaves_nothing(self, tmp_path: Path):
-        def fail() -> None:
-            with write_entry(tmp_path, "a") as writer:
-                writer.append({"numbers": np.arange(3)})
-                raise KeyError
-
-        with pytest.raises(KeyError):
-            fail()
-        assert names(tmp_path) == []
-
     def test_what_a_killed_run_left_is_no_entry_and_removed_later(self, tmp_path: Path):
         program = (
             "import os, sys, numpy; from pathlib import Path; from lean_ft.data.cache import write_entry\n"
@@ -81,14 +71,6 @@ class TestEntries:
             write_numbers(tmp_path, "b")
             writer.append({"numbers": np.arange(3)})
         assert names(tmp_path) == ["a", "b"]
-
-    def test_the_first_of_two_that_write_at_once_stays(self, tmp_path: Path):
-        with write_entry(tmp_path, "a") as writer:
-            write_numbers(tmp_path, "a")
-            first = (tmp_path / "a" / "numbers").stat().st_ino
-            writer.append({"numbers": np.arange(10, dtype=np.int32)})
-        assert (tmp_path / "a" / "numbers").stat().st_ino == first
-        assert names(tmp_path) == ["a"]
 
     @pytest.mark.parametrize("damage", ["short", "no description", "half a description"])
     def test_a_damaged_entry_is_made_anew(self, tmp_path: Path, damage: str):
@@ -117,11 +99,6 @@ class TestEntries:
         assert limit_size(tmp_path, 1, keep={"c"}) == ["a"]
         assert entry[0]["numbers"].sum() == 499_500  # still mapped after deletion
 
-    def test_an_unkept_entry_takes_no_name(self, tmp_path: Path):
-        arrays, _ = load_entry(tmp_path, None, lambda writer: writer.append({"numbers": np.arange(5)}))
-        assert arrays["numbers"].tolist() == [0, 1, 2, 3, 4]
-        assert names(tmp_path) == []
-
 
 class TestFolder:
     def test_the_setting_then_the_environment_then_the_users_cache(self, tmp_path: Path, monkeypatch):
@@ -147,15 +124,6 @@ class TestContent:
         file = tmp_path / "rows.jsonl"
         file.write_text("one")
         return file
-
-    def test_a_settled_file_is_read_once(self, file: Path, tmp_path: Path, monkeypatch):
-        monkeypatch.setattr(cache, "SETTLED_SECONDS", -1.0)
-        remembered = tmp_path / "files"
-        first = content_digest(file, remembered)
-        monkeypatch.setattr(cache, "READ_BYTES", None)
-        assert content_digest(file, remembered) == first
-        with pytest.raises(TypeError):  # reading the file raises
-            content_digest(file, tmp_path / "other")
 
     def test_a_change_is_noticed_even_of_one_size_and_time(self, file: Path, tmp_path: Path, monkeypatch):
         monkeypatch.setattr(cache, "SETTLED_SECONDS", -1.0)
@@ -231,22 +199,6 @@ class TestPrepared:
         assert start(path) == 1
         monkeypatch.setattr(prepare, "code_digest", lambda: "other code")
         assert start(path) == 1
-
-    def test_two_runs_at_once_both_get_it(self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer):
-        settings = config(ROWS, packing="bfd", cache_dir=tmp_path / "c")
-        results: list[Any] = []
-        threads = [
-            threading.Thread(target=lambda: results.append(sft_batches(settings, plain_tokenizer, 2, seed=0)[0]))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        firsts = [batches.take(1)[0].input_ids for batches in results]
-        assert len(firsts) == 4
-        assert all(torch.equal(first, firsts[0]) for first in firsts)
-        assert [name.split("-")[0] for name in names(tmp_path / "c")] == ["documents", "packing"]
 
     def test_of_several_at_once_one_makes_it(self, tmp_path: Path):
         made, entries = [], []

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lean_ft.data.documents import ROWS_AT_A_TIME, renderer_of
+from lean_ft.data.documents import ROWS_AT_A_TIME
 from lean_ft.data.prepare import load_documents
-from lean_ft.data.rows import Row
-from lean_ft.settings import DataConfig, SFTDataConfig
+from lean_ft.settings import SFTDataConfig
 from tests.data.conftest import prepare
 
 Config = Callable[..., Any]
@@ -90,13 +89,6 @@ def test_rows_without_a_label_are_dropped_and_counted(config: Config, plain_toke
     assert (report.rows, report.kept, report.truncated) == (4, 2, 1)
 
 
-def test_chats_without_an_assistant_are_dropped(config: Config, chat_tokenizer):
-    user = {"role": "user", "content": "q"}
-    rows = [{"messages": [user]}, {"messages": [user, {"role": "assistant", "content": "a"}]}]
-    _, report = prepare(config(rows), chat_tokenizer)
-    assert report.dropped == {"nothing to train on": 1}
-
-
 def test_a_text_of_one_token_predicts_nothing(config: Config, plain_tokenizer):
     _, report = prepare(config([{"text": ""}, {"text": "ab"}]), plain_tokenizer)
     assert report.dropped == {"nothing to train on": 1}
@@ -116,13 +108,6 @@ def test_nothing_left_says_why(config: Config, plain_tokenizer):
     rows = [{"prompt": "p" * 20, "completion": "c"}] * 3
     with pytest.raises(ValueError, match=r"of 3 rows, 3 nothing to train on within max_length.*data.max_length"):
         prepare(config(rows, max_length=8), plain_tokenizer)
-
-
-def test_a_bad_row_far_down_is_placed(config: Config, plain_tokenizer):
-    rows: list[dict[str, Any]] = [{"text": "ok"}] * 1500
-    rows[1400] = {"txt": "no"}
-    with pytest.raises(ValueError, match=r"line 1401: no field `text`.*the row has txt"):
-        prepare(config(rows), plain_tokenizer)
 
 
 def test_the_report_in_a_line(config: Config, plain_tokenizer):
@@ -153,30 +138,3 @@ def test_truncation_from_the_left_keeps_the_end(config: Config, plain_tokenizer)
     assert plain_tokenizer.decode(documents[1][0]) == "c" * 7 + "<|end|>"
     assert documents.num_targets.tolist() == [4, 7]  # nothing predicts the first remaining token
     assert (report.truncated, report.lost_tokens) == (2, 6 + 22)
-
-
-def test_each_source_has_its_own_format(config: Config, write, plain_tokenizer):
-    other = write([{"prompt": "p", "completion": "c"}] * 3, "other.jsonl")
-    made = config([{"text": "ab"}] * 2)
-    documents, report = prepare(made.model_copy(update={"source": [made.source, other]}), plain_tokenizer)
-    assert [plain_tokenizer.decode(ids) for ids, _ in documents] == ["ab<|end|>"] * 2 + ["pc<|end|>"] * 3
-    assert report.format == "text + prompt_completion"
-    assert report.kept_by_source == [2, 3]
-
-
-def test_reports_of_parts_add_up(config: Config, plain_tokenizer):
-    rows = [Row({"prompt": "p" * (i % 9), "completion": f"c{i}"}, f"rows.jsonl, line {i + 1}") for i in range(30)]
-    render = renderer_of(made := config([rows[0].fields], max_length=10), plain_tokenizer, made.source)
-    whole = render.empty_report()
-    for part in (rows[:7], rows[7:7], rows[7:]):
-        whole.add(render(part)[1])
-    assert whole == render(rows)[1]
-    assert (whole.rows, whole.kept, whole.truncated > 0) == (30, 30, True)
-
-
-def test_settings_of_no_objective_are_refused(config: Config, plain_tokenizer):
-    settings = DataConfig(source=config([{"text": "a"}]).source)
-    with pytest.raises(
-        ValueError, match="class DataConfig do not say how rows are rendered; expected a subclass of SFTDat"
-    ):
-        prepare(settings, plain_tokenizer)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.formats import FORMATS, formats_of
+from lean_ft.data.formats import formats_of
 from lean_ft.data.pairs import PairReader
 from lean_ft.data.rows import Row
 from lean_ft.data.sft import SFTReader, read_token_row
@@ -266,14 +266,6 @@ def test_detection(fields: dict[str, Any], name: str):
     assert lines[1:3] == [f"  {name}: a.jsonl, line 1, line 3", "  none (other): a.jsonl, line 2"]
     assert detect(fields, {"other": 1}, on_bad_row="skip") == name
     assert detect({"other": 1}, format=name) == name
-
-
-def test_every_source_has_a_format():
-    rows = [Row({"text": "x"}, "a", 0), Row({"prompt": "q", "completion": "a"}, "b", 2)]
-    assert formats_of(SFTDataConfig(source=["a", "b", "c"]), rows) == {
-        0: ("text", {}, FORMATS["text"]),
-        2: ("prompt_completion", {}, FORMATS["prompt_completion"]),
-    }
 
 
 @pytest.mark.parametrize(

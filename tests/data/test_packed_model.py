@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,24 +110,3 @@ def test_layers_are_compiled_once_for_training_and_evaluation(source: str, packi
         for batch in every:
             model(batch.input_ids, batch.positions, batch.cu_seqlens)
     assert 1 <= counter.frame_count <= most
-
-
-@pytest.mark.parametrize("settings", [{"packing": "bfd"}, {"batch_tokens": 96}], ids=str)
-def test_a_second_start_goes_on_at_any_place(source: str, settings: dict[str, Any], tmp_path: Path):
-    """Resume across the end of an epoch, with the cache filled by the first start."""
-
-    def start():
-        config = SFTDataConfig(source=source, max_length=48, cache_dir=tmp_path / "cache", **settings)
-        return sft_batches(config, load_tokenizer("tiny"), batch_size=3, seed=1)[0]
-
-    first = start()
-    steps = first.batches_per_epoch + 2
-    expected, states = [], []
-    for _ in range(steps):
-        states.append(first.state_dict())
-        expected.append(first.take(1)[0].input_ids)
-    for place, state in enumerate(states):
-        resumed = start()
-        resumed.load_state_dict(state)
-        for ids in expected[place:]:
-            assert torch.equal(resumed.take(1)[0].input_ids, ids)

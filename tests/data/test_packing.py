@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lean_ft.data.documents import Documents
 from lean_ft.data.packing import pack, pack_documents, split, wrap
-from lean_ft.data.prepare import layout_of, sft_batches, tell_packing
+from lean_ft.data.prepare import layout_of, tell_packing
 from lean_ft.data.report import DataReport
 from lean_ft.settings import SFTDataConfig
 
@@ -133,21 +133,3 @@ class TestPublishedExamples:
         assert labels == [[2, 3, 4, -100], [6, 7, 8, -100], [10, 11, -100]]
         assert positions == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2]]
         assert "see each other" in str(self.report)
-
-
-def test_gsm8k_wastes_less_than_one_percent(shared_data, tmp_path):
-    from lean_ft.tokenizers import load_tokenizer
-
-    (tmp_path / "tokenizer.model").write_bytes((shared_data / "tokenizers/llama2_sentencepiece.model").read_bytes())
-    config = SFTDataConfig(
-        source=str(shared_data / "gsm8k_train.jsonl"),
-        columns={"prompt": "question", "completion": "answer"},
-        max_length=1024,
-        packing="bfd",
-        num_processes=1,
-    )
-    batches, _ = sft_batches(config, load_tokenizer(tmp_path), batch_size=4, seed=0)
-    report = batches.report
-    assert (report.rows, report.kept, report.truncated, report.dropped) == (7473, 7473, 0, {})
-    assert report.packing_efficiency is not None
-    assert report.packing_efficiency > 0.99

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -270,20 +269,6 @@ def test_a_recipe_that_shares_no_prompt_refuses_to_be_told_so(plain_tokenizer):
     config = PreferenceDataConfig(source="unread", shared_prompt=True)
     with pytest.raises(ValueError, match="this recipe computes every prompt for each answer"):
         preference_batches(config, plain_tokenizer, batch_size=2, seed=0)
-
-
-def test_pairs_start_again_from_the_cache_and_know_their_weights(write, plain_tokenizer, tmp_path):
-    sources: Any = [
-        {"path": write(PAIRS[:10], "a.jsonl"), "weight": 2.0},
-        {"path": write(PAIRS[10:], "b.jsonl"), "weight": 0.5},
-    ]
-    config = PreferenceDataConfig(source=sources, packing="bfd", cache_dir=tmp_path / "cache")
-    first, second = (preference_batches(config, plain_tokenizer, batch_size=2, seed=0)[0] for _ in range(2))
-    assert first.report.kept == 20 + 15
-    assert (first.fingerprint, first.report) == (second.fingerprint, second.report)
-    for one, other in zip(first.take(9), second.take(9), strict=True):
-        assert torch.equal(one.input_ids, other.input_ids)
-        assert torch.equal(one.labels, other.labels)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,6 @@ def test_proportions(weights: tuple[float, float]):
         assert all(counts[i] >= int(weight) for i in documents.tolist())
 
 
-def test_what_is_drawn_depends_on_the_seed_alone():
-    source_of = np.zeros(100, dtype=int)
-    draws = [weigh(source_of, [0.5], seed).tolist() for seed in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
-
-
 def sources(write: Callable[..., str], weights: tuple[float, float]) -> list[dict[str, object]]:
     paths = [write([{"text": name * (i + 1)} for i in range(20)], f"{name}.jsonl") for name in "ab"]
     return [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]

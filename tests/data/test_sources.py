@@ -36,15 +36,6 @@ def test_json_array_whatever_the_name(write: Write, name: str, indent: int | Non
     ]
 
 
-def test_jsonl_whatever_the_name(write: Write):
-    assert [row.fields for row in read_rows(write(ROWS, "rows.json"))] == ROWS
-
-
-def test_several_files_in_order(write: Write):
-    paths = [write(ROWS[:1], "b.jsonl"), write(json.dumps(ROWS[1:]), "a.json")]
-    assert [row.fields for row in read_rows(paths)] == ROWS
-
-
 def test_byte_order_mark_blank_lines_and_windows_line_ends(write: Write):
     text = "\ufeff" + "\r\n\r\n".join(json.dumps(row) for row in ROWS)
     assert [(row.fields, row.place[-6:]) for row in read_rows(write(text))] == list(

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lean_ft.data import documents
@@ -41,12 +40,6 @@ def test_results_come_in_order_and_items_are_taken_as_needed():
     assert list(itertools.islice(results, 20)) == [3 * i for i in range(20)]
     assert len(taken) < 30  # the input is endless
     results.close()
-
-
-def test_arrays_arrive_as_they_were_sent():
-    [arrays] = answers([np.array([1, 2, 3], dtype=np.int32)])
-    assert [array.dtype for array in arrays] == [np.int32, np.bool_, np.int64]
-    assert [array.tolist() for array in arrays] == [[3, 6, 9], [False, True, True], []]
 
 
 def test_a_value_error_is_raised_in_its_place():
