@@ -139,12 +139,7 @@ def test_damage_is_found(damage, checks, found, monkeypatch, tmp_path):
     assert (
         found
         <= {name for name, row in rows.items() if row[-1] == "DIFFERS"}
-        <= found
-        | {
-            "logits in bfloat16",
-            "gradients in bfloat16",
-            "greedy tokens",
-        }
+        <= found | {"logits in bfloat16", "gradients in bfloat16", "greedy tokens"}
     )
 
 

@@ -349,20 +349,6 @@ def test_yaml_in_a_document_is_a_preset(tmp_path):
         assert load_config(config, tmp_path / "preset.yaml", ["model.path=tiny", "output_dir=run"]).data.source
 
 
-def test_an_output_of_another_shape_is_found():
-    text = "```\n$ leanft env \\\n     x\n peak  3.1 MiB  ██\n  ...\n  end: 4,000 rows ...\n```\n```bash\nleanft ls   # all\n```\n"
-    first, second = commands_in(text)
-    assert (first.line, second) == ("leanft env x", Command("leanft ls", []))
-    assert len(list(shown_lines(first.output, "peak 24.0 GiB █████\nmore\nend: 1 rows and so on\n"))) == 2
-    for printed in (
-        "peak 3.1 MiB\nend: 4,000 rows x",
-        "end: 1 rows\npeak 3.1 MiB ██",
-        "peak 3.1 MiB ██\nend: 4,000 columns",
-    ):
-        with pytest.raises(AssertionError, match="the document shows"):
-            list(shown_lines(first.output, printed))
-
-
 def test_the_map_of_the_packages_is_that_of_the_imports():
     done = subprocess.run([sys.executable, ROOT / "scripts" / "draw_map.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

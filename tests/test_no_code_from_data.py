@@ -27,7 +27,7 @@ BANNED_ATTRIBUTES = {
 ALLOWED = {
     "lean_ft/system/user_functions.py": [
         "exec_module"
-    ],  # recipes, rewards, losses and formats are code in files that the user names
+    ]  # recipes, rewards, losses and formats are code in files that the user names
 }
 
 

@@ -13,7 +13,6 @@ import lean_ft
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.notebook import _overrides
 from lean_ft.settings import LoRAConfig, Source
-from lean_ft.settings.strict_yaml import read_yaml_file
 from lean_ft.settings.text import load_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
@@ -55,14 +54,6 @@ def test_what_the_page_says_is_so(workplace: Path) -> None:
     for folder in ("runs/letters/step_00000060", "runs/loop/step_00000002", "mine"):
         assert (workplace / folder / "tokenizer.json").is_file()
     assert not (workplace / "runs" / "x").exists()
-
-
-def test_rows_are_a_file_that_another_start_finds_again(workplace: Path) -> None:
-    config, _ = read_yaml_file(workplace / "runs" / "letters" / "config.yaml")
-    file = Path(config["data"]["source"])
-    assert [json.loads(line) for line in file.read_text().splitlines()][1]["completion"] == "It has 5."
-    (again,) = _overrides({"data": {"source": [json.loads(line) for line in file.read_text().splitlines()]}})
-    assert again == f"data.source={file}"
 
 
 def test_rows_in_memory_of_any_kind_are_the_same_file() -> None:

@@ -1,11 +1,7 @@
 """The sides alternate on the same rows, ratios are computed per round, and failures are shown."""
 
 import json
-import subprocess
-import sys
 
-import compare_trl
-import product_rate
 import pytest
 from compare_trl import COMPARISONS, OURS, SEPARATE, TRL, measure_sides, summarize, table_cells
 from measure import Budget
@@ -41,12 +37,6 @@ def test_a_side_that_failed_once_has_no_number():
     ]
 
 
-def test_each_comparison_and_length_has_a_row():
-    rows = [row(OURS, 0, 40.0), row(TRL, 0, 10.0), row(OURS, 0, 20.0, length=128), row(TRL, 0, 10.0, length=128)]
-    rows += [row(OURS, 0, 3.0, comparison="dpo_long_prompts"), row(SEPARATE, 0, 2.0, comparison="dpo_long_prompts")]
-    assert [line["speed_ratio"] for line in summarize(rows)] == [4.0, 2.0, 1.5]
-
-
 def test_grpo_reports_the_time_of_sampling():
     grpo = {"comparison": "grpo"}
     rows = [row(OURS, 0, 0.5, sampling_seconds=1.0, **grpo), row(TRL, 0, 0.125, sampling_seconds=2.0, **grpo)]
@@ -54,27 +44,6 @@ def test_grpo_reports_the_time_of_sampling():
     whole, sampling = table_cells({"summary": summarize(rows)})
     assert whole[-1] == "3.00x"
     assert sampling[-3:] == ["1.00 of 2.00", "3.00 of 6.00", "2.67x"]  # of ratios 1/2 and 1/4
-
-
-def test_the_sides_alternate(monkeypatch):
-    commands = []
-
-    def note(command, **_):
-        commands.append(TRL if any("trl_trainer" in str(part) for part in command(compare_trl.RESULTS)) else OURS)
-        return {"status": "failed", "reason": "not run here"}
-
-    monkeypatch.setattr(compare_trl, "measure_training", note)
-    monkeypatch.setattr(product_rate, "command", lambda device: [sys.executable, "-c", f"print({len(commands)} + 300)"])
-    rows, defaults = measure("full", [OURS, TRL], length=16, rounds=3)
-    assert commands == [OURS, TRL, TRL, OURS, OURS, TRL]
-    assert [r["round"] for r in rows] == [0, 0, 1, 1, 2, 2]
-    assert [r["product_gflops"] for r in rows] == [300, 301, 302, 303, 304, 305]
-    assert defaults is None
-
-
-def test_a_separate_process_prints_the_rate_of_products():
-    output = subprocess.check_output([*product_rate.command("cpu"), "--rows", "8", "--repeats", "1"], text=True)
-    assert int(output) >= 0
 
 
 def test_prompts_have_the_requested_length(tmp_path):

@@ -1,12 +1,10 @@
 """Both sides of the preparation benchmark get the same rows and ids."""
 
-import json
 from pathlib import Path
 
 import data_preparation as benchmark
 import prepare_data
 import pytest
-from measure import Budget
 
 from lean_ft.tokenizers import load_tokenizer
 
@@ -17,12 +15,6 @@ QUESTIONS = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = (f"{row['question']}\n{row['answer']}" for row in QUESTIONS)
     return benchmark.write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer", texts)
-
-
-def test_rows_are_as_many_as_asked_and_all_different(tmp_path: Path):
-    lines = benchmark.write_rows(tmp_path / "rows.jsonl", QUESTIONS, 100).read_text().splitlines()
-    assert len(set(lines)) == 100
-    assert json.loads(lines[41])["completion"] == [{"role": "assistant", "content": QUESTIONS[1]["answer"]}]
 
 
 def test_the_tokenizer_gives_transformers_ids(tokenizer: Path):
@@ -40,23 +32,6 @@ def test_our_side_prepares_and_finds_its_work_again(tmp_path: Path, tokenizer: P
     assert first.pop("seconds") > second.pop("seconds")
     assert first == second
     assert first["packed_rows"] * 256 >= first["tokens"] > 100 * 20
-
-
-def test_a_side_that_fails_gives_a_reason_and_no_number(tmp_path: Path, tokenizer: Path):
-    row = benchmark.measure_side(
-        "ours",
-        "lean_ft",
-        tmp_path / "missing.jsonl",
-        tokenizer,
-        tmp_path / "cache",
-        length=64,
-        num_processes=1,
-        budget=Budget(60),
-    )
-    assert row["status"] == "failed"
-    assert "does not exist" in row["reason"]
-    assert "seconds" not in row
-    assert benchmark.summarize([{"round": 0, **row}], 100) == [{"label": "lean_ft", "status": "failed"}]
 
 
 def test_ratios_are_formed_within_a_round():

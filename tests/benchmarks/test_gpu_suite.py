@@ -2,7 +2,6 @@
 
 import json
 
-import attention
 import gpu_suite
 import pytest
 import results
@@ -29,12 +28,6 @@ def test_without_a_gpu_nothing_is_measured(suite, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_stage_is_refused(suite):
-    answer = suite("--stages", "ladders")
-    assert answer.exit_code == 2
-    assert "ladder_llama" in answer.output.replace("\n", " ")
-
-
 def test_what_the_budget_does_not_reach_is_listed_as_not_run(suite, tmp_path):
     answer = suite("--device", "cpu", "--shape", "tiny", "--budget-seconds", "0", "--results-dir", str(tmp_path))
     assert answer.exit_code == 0, answer.output
@@ -55,26 +48,3 @@ def test_a_stage_runs_at_a_small_size_and_writes_its_result(suite, tmp_path):
     assert [row["status"] for row in rows] == ["ok"] * 3, rows
     packed, padded, whole = rows
     assert packed["computed_tokens"] == whole["computed_tokens"] == 256 < padded["computed_tokens"]
-
-
-def test_documents_fill_their_rows():
-    rows = attention.document_lengths(3, 200)
-    assert [sum(row) for row in rows] == [200] * 3
-    assert any(len(row) > 1 for row in rows)
-
-
-def test_a_command_is_recorded_without_where_things_lie():
-    arguments = [f"{results.ROOT}/benchmarks/x.py", "--results-dir", "/somewhere/out", "--steps", "2"]
-    assert results._command(arguments) == "python benchmarks/x.py --steps 2"
-    assert results._command(["x.py", "--results-dir=/somewhere"]) == "python x.py"
-
-
-@pytest.mark.parametrize(
-    ("facts", "slug"),
-    [
-        ({"device": "cuda", "gpu": {"name": "NVIDIA H200"}}, "nvidia-h200"),
-        ({"device": "cpu", "cpu": "Intel(R) Xeon(R) CPU @ 2.60GHz", "cores": 2}, "intel-xeon-cpu-2-60ghz-2-cores"),
-    ],
-)
-def test_the_hardware_names_the_file(facts, slug):
-    assert results.Hardware(facts).slug == slug

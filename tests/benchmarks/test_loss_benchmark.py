@@ -19,12 +19,6 @@ def test_every_contestant_gives_the_loss_and_the_gradients(name, monkeypatch):
     assert max(errors.values()) < 3e-2
 
 
-def test_the_inputs_make_logits_of_ordinary_size():
-    hidden, weight, labels = benchmark.inputs(256, 64, 512, torch.device("cpu"), seed=0)
-    assert 0.8 < float((hidden.float() @ weight.float().T).std().detach()) < 1.2
-    assert labels.shape == (256,)
-
-
 @pytest.mark.long
 def test_a_contestant_is_measured_in_a_fresh_process():
     arguments = ["--shape", "tiny", "--tokens", "256", "--chunk-tokens", "64", "--repeats", "2", "--device", "cpu"]

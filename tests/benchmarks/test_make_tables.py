@@ -23,14 +23,7 @@ RESULT = {
         "gpu": None,
     },
     "versions": {"torch": "2.13.0"},
-    "settings": {
-        "shape": "tiny",
-        "parameters": 598_592,
-        "batch_size": 2,
-        "length": 64,
-        "packing": "none",
-        "steps": 4,
-    },
+    "settings": {"shape": "tiny", "parameters": 598_592, "batch_size": 2, "length": 64, "packing": "none", "steps": 4},
     "rows": [
         {
             "label": "plain",

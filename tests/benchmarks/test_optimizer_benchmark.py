@@ -5,7 +5,7 @@ import importlib.util
 import optimizer_step as benchmark
 import pytest
 import torch
-from shapes import SHAPES, num_parameters
+from shapes import num_parameters
 
 NUM_PARAMETERS = num_parameters("tiny")
 
@@ -13,11 +13,6 @@ NUM_PARAMETERS = num_parameters("tiny")
 @pytest.fixture
 def model():
     return benchmark.parameters("tiny", torch.device("cpu"))
-
-
-def test_the_parameters_are_the_shapes(model):
-    assert sum(parameter.numel() for parameter in model) == NUM_PARAMETERS
-    assert (SHAPES["tiny"]["vocab_size"], SHAPES["tiny"]["hidden_size"]) in [tuple(p.shape) for p in model]
 
 
 @pytest.mark.parametrize(
@@ -41,8 +36,3 @@ def test_a_step_updates_every_weight_and_the_state_is_counted(model, name, packa
     step()
     assert all(not torch.equal(old, new) for old, new in zip(before, model, strict=True))
     assert state_bytes() / NUM_PARAMETERS == pytest.approx(bytes_a_parameter, rel=0.07, abs=0.01)
-
-
-def test_what_cannot_run_here_has_a_reason(model):
-    with pytest.raises(LookupError, match="GPU"):
-        benchmark.contestant("paged_adamw_8bit", model, {})

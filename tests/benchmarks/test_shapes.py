@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from shapes import SHAPES, num_parameters, shape_of, write_documents, write_model_folder, write_text_rows
+from shapes import SHAPES, num_parameters, write_documents, write_model_folder, write_text_rows
 
 from lean_ft.tokenizers import load_tokenizer
 
@@ -54,22 +54,6 @@ def test_a_shape_has_the_published_number_of_parameters(name):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
     assert theirs.num_parameters() == PUBLISHED_PARAMETERS[name]
     assert num_parameters(name) == PUBLISHED_PARAMETERS[name]
-
-
-def test_an_unknown_shape_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match="llama3_2_3b"):
-        shape_of("llama9")
-
-
-def test_a_model_folder_has_a_tokenizer_whose_ids_all_have_an_embedding(tmp_path):
-    tokenizer = load_tokenizer(write_model_folder("tiny", tmp_path))
-    assert json.loads((tmp_path / "config.json").read_text()) == SHAPES["tiny"]
-    assert tokenizer.vocab_size <= SHAPES["tiny"]["vocab_size"]
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        write_model_folder("tiny", tmp_path / "model", tokenizer_folder=tmp_path)
 
 
 def test_every_row_of_text_is_at_least_as_long_as_asked(tmp_path):

@@ -109,15 +109,6 @@ def test_a_damaged_checkpoint_is_skipped_or_rejected(run_directory, destination,
         export_folder(run_directory, destination, force=True)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [("nowhere", "does not exist"), ("", "neither a config.json.* nor step_")],
-)
-def test_a_source_that_is_not_a_model(tmp_path, destination, source, message):
-    with pytest.raises(ValueError, match=message):
-        export_folder(tmp_path / source, destination)
-
-
 class TestDestination:
     def test_an_export_is_replaced_only_with_force(self, qwen_folder, destination):
         destination.mkdir(parents=True)  # an empty folder is replaced without it
@@ -185,10 +176,3 @@ class TestFailures:
         safetensors.torch.save_file(tensors, source / "model.safetensors", {"format": "pt"})
         with pytest.raises(ValueError, match=r"model\.norm\.weight has a value .*not finite in the source"):
             export_folder(source, destination)
-
-    def test_settings_that_make_no_sense(self, qwen_folder, destination):
-        with pytest.raises(ValueError, match=r"dtype is bfloat; expected float32, bfloat16 or float16"):
-            export_folder(qwen_folder, destination, "bfloat")
-        for size in ("5", "five GB", "0GB", "5 gigabytes", "-1GB"):
-            with pytest.raises(ValueError, match=f"--max-shard-size is '{size}'; expected a number and a unit"):
-                export_folder(qwen_folder, destination, max_shard_size=size)

@@ -1,6 +1,5 @@
 """GGUF files against transformers' reader, the `gguf` package, and llama.cpp's tokenizers."""
 
-import builtins
 import json
 import shutil
 from functools import lru_cache
@@ -282,15 +281,3 @@ class TestRefusals:
     def test_no_tokenizer(self, make_model_folder, file):
         with pytest.raises(ValueError, match="has no tokenizer, which a GGUF file needs"):
             export_gguf(make_model_folder(), file)
-
-    def test_a_missing_package(self, folder, file, monkeypatch):
-        real = builtins.__import__
-
-        def without(name, *rest):
-            if name == "gguf":
-                raise ImportError(name)
-            return real(name, *rest)
-
-        monkeypatch.setattr(builtins, "__import__", without)
-        with pytest.raises(ValueError, match=r"pip install 'lean-ft\[gguf\]'"):
-            export_gguf(folder, file)

@@ -126,11 +126,6 @@ def test_patterns(server, include, exclude, expected):
     assert files_in(hub.download("org/model", include=include, exclude=exclude).folder).keys() == expected
 
 
-def test_patterns_that_match_nothing(server):
-    with pytest.raises(ValueError, match=r"no file of org/model matches.*It has README\.md, config\.json"):
-        hub.download("org/model", include=["*.zip"])
-
-
 def test_a_repository_without_safetensors(server, repository):
     del repository.commits[NEW]["model.safetensors"]
     with pytest.raises(ValueError, match=r"no safetensors weights.*it has consolidated\.safetensors, onnx/model\.onnx"):
@@ -182,26 +177,6 @@ def test_a_broken_transfer_resumes_and_signed_addresses_are_not_logged(server, m
     assert SIGNATURE not in printed.out + printed.err
 
 
-def test_an_interrupted_download_resumes_with_the_missing_files(server, monkeypatch):
-    fetch = huggingface_hub.hf_hub_download
-
-    def interrupted(repo, file, **options):
-        if file == "model.safetensors":
-            raise KeyboardInterrupt
-        return fetch(repo, file, **options)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", interrupted)
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        hub.download("org/model")
-    assert "3 of 4 files of org/model are complete" in stopped.value.__notes__[0]
-    assert "resumes with model.safetensors" in stopped.value.__notes__[0]
-    assert hub.find_cached(hub.RepositoryName("org/model", NEW)) is None
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
-    server.requests.clear()
-    hub.download("org/model")
-    assert server.fetched() == ["model.safetensors"]
-
-
 # Failing ----------------------------------------------------------------------------------------------------------
 
 
@@ -237,41 +212,9 @@ def test_a_gated_repository_names_its_license_page(server, repository, monkeypat
     assert hub.download("org/model").commit == NEW
 
 
-def test_an_invalid_token(server, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    server.accepted_token = "another"
-    with pytest.raises(ValueError, match="rejects your token") as refused:
-        hub.download("org/model")
-    assert TOKEN not in str(refused.value)
-
-
-def test_an_unknown_revision(server):
-    with pytest.raises(ValueError, match="no revision 'v9' .*branch, tag or full"):
-        hub.download("org/model", "v9")
-
-
 def test_an_invalid_name(server):
     with pytest.raises(ValueError, match="is not a repository of the Hugging Face Hub; expected org/name"):
         hub.download("a/b/c")
-    assert server.requests == []
-
-
-def test_an_error_of_the_hub(server):
-    server.failing_status = 400
-    with pytest.raises(hub_errors.DownloadFailed, match="answered with error 400"):
-        hub.download("org/model")
-
-
-def test_no_network(server, no_network):
-    no_network()
-    with pytest.raises(hub_errors.HubUnreachable, match="the connection to the Hugging Face Hub at http"):
-        hub.download("org/model")
-
-
-def test_offline_mode(server, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(hub_errors.HubUnreachable, match="HF_HUB_OFFLINE is set, so org/model is not downloaded"):
-        hub.download("org/model")
     assert server.requests == []
 
 
@@ -306,12 +249,6 @@ def test_a_cached_model_works_without_a_network(server, no_network, caplog):
     server.requests.clear()
     assert hub.model_folder(hub.RepositoryName("org/model", NEW)) == folder
     assert server.requests == []
-
-
-def test_a_model_that_is_not_cached_needs_a_network(server, no_network):
-    no_network()
-    with pytest.raises(hub_errors.HubUnreachable):
-        hub.model_folder(hub.parse_name("org/model"))
 
 
 def test_weights_are_fetched_when_needed(server):

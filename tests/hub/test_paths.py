@@ -20,16 +20,6 @@ def test_an_existing_folder_has_precedence(tmp_path, monkeypatch):
     assert paths.resolve_model_path("~/org/name") == tmp_path / "org" / "name"
 
 
-def test_tiny_is_the_embedded_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "_TINY", tmp_path / "tiny")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"embedded model is missing.*reinstall"):
-        paths.resolve_model_path("tiny")
-    (tmp_path / "tiny" / "model").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "tiny" / "model")
-    assert paths.resolve_model_path("tiny") == tmp_path / "tiny" / "model"
-
-
 def test_a_missing_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-1b").mkdir()

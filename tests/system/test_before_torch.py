@@ -52,14 +52,6 @@ def test_products_of_new_shapes_take_no_more_memory():
     assert grown_bytes("bounded") < 10 * MIB
 
 
-@pytest.mark.long
-@reads_products
-def test_without_either_bound_products_take_memory():
-    assert grown_bytes() > 100 * MIB
-    assert grown_bytes("bounded", LRU_CACHE_CAPACITY="1024") > 40 * MIB
-    assert grown_bytes("bounded", DNNL_PRIMITIVE_CACHE_CAPACITY="1024") > 100 * MIB
-
-
 @pytest.mark.parametrize(
     ("files", "quota"),
     [

@@ -2,11 +2,9 @@
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lean_ft.settings.text import preset_fits
 from lean_ft.system import catalog
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -24,18 +22,6 @@ def test_a_file_in_the_working_directory_does_not_hide_a_shipped_name(tmp_path, 
     for name, file in catalog.recipes().items():
         (tmp_path / name).mkdir()
         assert catalog.find_recipe(name) == file
-
-
-@pytest.fixture(scope="module")
-def configs() -> list[Any]:
-    return [catalog.load_recipe(recipe).Config for recipe in catalog.recipes().values()]
-
-
-@pytest.mark.parametrize("name", list(catalog.presets()))
-def test_a_shipped_preset_is_short_and_fits_a_recipe(name, configs):
-    file = catalog.presets()[name]
-    assert len(file.read_text().splitlines()) <= 20
-    assert any(preset_fits(config, file) for config in configs)
 
 
 @pytest.mark.parametrize("name", list(catalog.recipes()))

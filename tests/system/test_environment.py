@@ -24,20 +24,6 @@ def test_versions_and_cores():
     assert facts["threads"] == str(torch.get_num_threads())
 
 
-def test_memory_is_the_machines(monkeypatch):
-    psutil = pytest.importorskip("psutil")
-    expected = psutil.virtual_memory().total / 2**30
-    assert describe_environment()["memory"].startswith(f"{expected:.2f} GiB")
-
-
-def test_cpu_features_are_torchs():
-    features = environment._cpu_features()
-    if hasattr(torch.cpu, "_is_avx512_bf16_supported"):
-        assert ("avx512_bf16" in features) == torch.cpu._is_avx512_bf16_supported()
-    if hasattr(torch.cpu, "_is_avx512_supported"):
-        assert ("avx512f" in features) == torch.cpu._is_avx512_supported()
-
-
 def test_missing_packages_and_tools_are_reported(monkeypatch):
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package",))
