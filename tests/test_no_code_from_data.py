@@ -9,26 +9,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [path for folder in ("lean_ft", "recipes", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "_pickle"}
 BANNED_NAMES = {"eval", "exec", "__import__"}
-BANNED_ATTRIBUTES = {
-    "torch.load",
-    "torch.save",
-    "torch.hub",
-    "yaml.load",
-    "yaml.unsafe_load",
-    "yaml.full_load",
-    "yaml.UnsafeLoader",
-    "yaml.FullLoader",
-    "yaml.Loader",
-    "numpy.load",
-    "np.load",
-    "os.system",
-    "os.popen",
-}
-ALLOWED = {
-    "lean_ft/system/user_functions.py": [
-        "exec_module"
-    ]  # recipes, rewards, losses and formats are code in files that the user names
-}
+BANNED_ATTRIBUTES = {"torch.load", "torch.save", "torch.hub", "numpy.load", "np.load", "os.system", "os.popen"}
+BANNED_ATTRIBUTES |= {"yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+BANNED_ATTRIBUTES |= {"yaml.UnsafeLoader", "yaml.FullLoader", "yaml.Loader"}
+# Recipes, rewards, losses and formats are code in files that the user names.
+ALLOWED = {"lean_ft/system/user_functions.py": ["exec_module"]}
 
 
 def dotted(node):
@@ -63,9 +48,8 @@ def test_no_source_does(path):
     assert [name for name in offences(path.read_text()) if name not in allowed] == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_the_ban_finds_what_it_bans_and_nothing_else():
+    for source in (
         "import torch\ntorch.load(x)",
         "from torch import load",
         "import pickle",
@@ -75,11 +59,6 @@ def test_no_source_does(path):
         "import yaml\nyaml.load(x, Loader=y)",
         "numpy.load(x, allow_pickle=True)",
         "subprocess.run(x, shell=True)",
-    ],
-)
-def test_the_ban_finds_what_it_bans(source):
-    assert offences(source)
-
-
-def test_the_ban_leaves_a_models_eval_alone():
+    ):
+        assert offences(source), source
     assert offences("model.eval()\nyaml.safe_load(x)\nstate.load(x)") == []

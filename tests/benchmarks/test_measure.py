@@ -1,13 +1,12 @@
 """Measuring a process from outside: its memory, how it ends, and that no child remains."""
 
-import json
 import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from measure import judge, last_error, measure_training, read_steps, run_measured, summarize
+from measure import judge, measure_training, run_measured, summarize
 
 MIB = 2**20
 
@@ -81,27 +80,6 @@ time.sleep(60)
     assert time.monotonic() - started < 40
 
 
-def test_a_run_goes_on_until_its_peak_stands_still(tmp_path):
-    """The peak rises by 10 % a step up to step 60, and would for ever after step 100."""
-    code = """
-import json, pathlib, sys, time
-folder = pathlib.Path(sys.argv[1])
-folder.mkdir()
-for step in range(1, 201):
-    peak = 1000 + 100 * min(step, 60) + 100 * max(0, step - 100)
-    row = {"step": step, "step_seconds": 0.1, "tokens": 64, "target_tokens": 60, "loss": 1.0, "peak_memory_bytes": peak}
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(row) + "\\n")
-    time.sleep(30 if step == 90 else 0)
-"""
-    common = {"steps": 2, "warmup_steps": 1, "tokens_per_step": 64, "timeout_seconds": 60}
-    rows = [measure_training(lambda run: [*python(code), run], settle_steps=most, **common) for most in (0, 150)]
-    assert [row["status"] for row in rows] == ["ok", "ok"]
-    assert "first_peak_memory_bytes" not in rows[0]
-    assert rows[0]["peak_memory_bytes"] == rows[1]["first_peak_memory_bytes"] == 1300
-    assert (rows[1]["peak_memory_bytes"], rows[1]["num_steps"], rows[1]["stands_still"]) == (7000, 90, True)
-
-
 @pytest.mark.parametrize(
     ("exit_code", "output", "status"),
     [
@@ -118,23 +96,6 @@ for step in range(1, 201):
 def test_how_a_command_ended(exit_code, output, status):
     assert judge(exit_code, output)[0] == status
     assert (judge(exit_code, output)[1] is None) == (status == "ok")
-
-
-def test_the_reason_is_the_line_that_names_the_error():
-    assert last_error("a\nerror: data.source is missing\n  hint\nWith --debug you see where.\n") == (
-        "error: data.source is missing"
-    )
-    assert last_error("Traceback ...\n  File x\nKeyError: 'a'\n\n") == "KeyError: 'a'"
-    assert last_error("died silently\n") == "died silently"
-
-
-def test_evaluations_and_a_torn_last_line_are_no_steps(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(
-        json.dumps(line(1, 0.5)) + "\n" + json.dumps({"step": 1, "eval_loss": 2.0}) + '\n{"step": 2, "st'
-    )
-    assert [row["step"] for row in read_steps(metrics)] == [1]
-    assert read_steps(tmp_path / "absent") == []
 
 
 def test_speed_is_that_of_the_median_step_after_the_warmup():

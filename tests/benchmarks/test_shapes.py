@@ -1,13 +1,9 @@
 """Shapes equal the published ones, and text fills every position."""
 
-import json
-
 import pytest
 import torch
 import transformers
-from shapes import SHAPES, num_parameters, write_documents, write_model_folder, write_text_rows
-
-from lean_ft.tokenizers import load_tokenizer
+from shapes import SHAPES, num_parameters
 
 # As the model cards and the safetensors headers on the hub count them.
 PUBLISHED_PARAMETERS = {
@@ -54,21 +50,3 @@ def test_a_shape_has_the_published_number_of_parameters(name):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
     assert theirs.num_parameters() == PUBLISHED_PARAMETERS[name]
     assert num_parameters(name) == PUBLISHED_PARAMETERS[name]
-
-
-def test_every_row_of_text_is_at_least_as_long_as_asked(tmp_path):
-    tokenizer = load_tokenizer(write_model_folder("tiny", tmp_path))
-    path = write_text_rows(tmp_path / "text.jsonl", num_rows=5, tokens_per_row=70)
-    rows = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    assert len(rows) == 5
-    assert all(len(tokenizer.encode(text)) >= 70 for text in rows)
-    assert len(set(rows)) == 5
-
-
-def test_documents_are_of_many_lengths_and_as_many_tokens_as_asked(tmp_path):
-    tokenizer = load_tokenizer(write_model_folder("tiny", tmp_path))
-    path = write_documents(tmp_path / "text.jsonl", total_tokens=5000, max_tokens=512)
-    lengths = [len(tokenizer.encode(json.loads(line)["text"])) for line in path.read_text().splitlines()]
-    assert sum(min(length, 512) for length in lengths) >= 5000
-    assert min(lengths) < 30
-    assert 128 < max(lengths) <= 512

@@ -286,24 +286,6 @@ class TestOrder:
                 other.load_state_dict(state)
 
 
-class TestFingerprint:
-    def test_tells_content_tokenizer_and_settings_but_not_paths(self, write, plain_tokenizer, chat_tokenizer):
-        def fingerprint(path: str, tokenizer: Any, **settings: Any) -> str:
-            config = SFTDataConfig(source=path, max_length=64, **settings)
-            return sft_batches(config, tokenizer, 1, seed=0)[0].fingerprint
-
-        path, moved, changed = write(rows(), "a.jsonl"), write(rows(), "b.jsonl"), write(rows(36), "c.jsonl")
-        same = fingerprint(path, plain_tokenizer)
-        assert same == fingerprint(path, plain_tokenizer) == fingerprint(moved, plain_tokenizer)
-        others = [
-            fingerprint(changed, plain_tokenizer),
-            fingerprint(path, chat_tokenizer),
-            fingerprint(path, plain_tokenizer, packing="bfd"),
-            fingerprint(path, plain_tokenizer, validation_fraction=0.1),
-        ]
-        assert len({same, *others}) == 5
-
-
 class TestEvaluation:
     def test_a_fraction_is_held_out_whole(self, config: Config, plain_tokenizer):
         for packing in ("none", "bfd"):

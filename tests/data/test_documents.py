@@ -110,25 +110,6 @@ def test_nothing_left_says_why(config: Config, plain_tokenizer):
         prepare(config(rows, max_length=8), plain_tokenizer)
 
 
-def test_the_report_in_a_line(config: Config, plain_tokenizer):
-    rows = [
-        {"prompt": "p", "completion": "c" * 20},
-        {"prompt": "p" * 9, "completion": "c"},
-        {"prompt": "p", "completion": " "},
-    ]
-    _, report = prepare(config(rows, max_length=8), plain_tokenizer)
-    line = str(report)
-    assert "\n" not in line
-    for part in (
-        "3 rows (prompt_completion, detected from their fields)",
-        "1 truncated (-14 tokens)",
-        "1 dropped",
-        "2 sequences, 11 tokens, 9 trained",
-    ):
-        assert part in line
-    assert report.target_tokens == 9
-
-
 def test_truncation_from_the_left_keeps_the_end(config: Config, plain_tokenizer):
     rows = [{"prompt": "p" * 10, "completion": "abc"}, {"prompt": "p" * 9, "completion": "c" * 20}]
     documents, report = prepare(config(rows, max_length=8, truncation_side="left"), plain_tokenizer)

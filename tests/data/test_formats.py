@@ -44,15 +44,11 @@ def test_chats(fields: dict[str, Any], chat_tokenizer):
     assert not passage.add_eos
 
 
-def test_alpaca_input_follows_the_instruction(chat_tokenizer):
+def test_alpaca_input_follows_the_instruction_and_columns_rename(chat_tokenizer):
     passage = read({"instruction": "do", "input": "this", "output": "a"}, chat_tokenizer)
     assert passage.text == CHAT.replace("q", "do\n\nthis")
-
-
-def test_columns_rename(chat_tokenizer):
     fields = {"question": "q", "answer": "a", "prompt": "not this"}
-    passage = read(fields, chat_tokenizer, columns={"prompt": "question", "completion": "answer"})
-    assert passage.text == CHAT
+    assert read(fields, chat_tokenizer, columns={"prompt": "question", "completion": "answer"}).text == CHAT
 
 
 def test_texts_without_template(plain_tokenizer):
@@ -126,19 +122,13 @@ def test_without_chat_strings_become_what_a_model_without_a_template_reads(
             "data.chat=false applies to .* plain strings, and the rows are messages",
         ),
         ({"text": "q"}, {"chat": True}, "data.chat=true applies to .* plain strings, and the rows are text"),
+        ({"text": "q"}, {"system": "s"}, "the rows are text"),
         ({"prompt": "q", "completion": "a"}, {"chat": False, "system": "s"}, "by a chat template, and data.chat=false"),
     ],
 )
 def test_what_data_chat_would_not_change_is_refused(fields, given, message, chat_tokenizer):
     with pytest.raises(ValueError, match=message):
         read(fields, chat_tokenizer, **given)
-
-
-def test_a_chat_needs_a_template(plain_tokenizer):
-    with pytest.raises(
-        ValueError, match="data.chat=true writes plain strings with a chat template, and this model has none"
-    ):
-        read({"prompt": "q", "completion": "a"}, plain_tokenizer, chat=True)
 
 
 SYSTEM = {"role": "system", "content": "s"}
@@ -163,11 +153,14 @@ def test_a_system_message_stands_in_front_of_chats_without_one(fields, text, cha
     assert (passage.text, trained(passage)) == (text, ["a<|im_end|>"])
 
 
-def test_a_system_message_that_nothing_would_write_is_refused(plain_tokenizer, chat_tokenizer):
-    with pytest.raises(ValueError, match="this model has none"):
-        read({"prompt": "q", "completion": "a"}, plain_tokenizer, system="s")
-    with pytest.raises(ValueError, match="the rows are text"):
-        read({"text": "q"}, chat_tokenizer, system="s")
+def test_what_needs_a_chat_template_is_refused_without_one(plain_tokenizer):
+    for fields, given, message in (
+        ({"messages": MESSAGES}, {}, r"no chat template.*data\.chat_template=FILE"),
+        ({"prompt": "q", "completion": "a"}, {"chat": True}, "data.chat=true writes .*, and this model has none"),
+        ({"prompt": "q", "completion": "a"}, {"system": "s"}, "this model has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(fields, plain_tokenizer, **given)
 
 
 @pytest.mark.parametrize("train_on", ["completion", "assistant", "last", "all"])
@@ -212,11 +205,6 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
 def test_rows_that_cannot_be_read(fields, settings, message, chat_tokenizer):
     with pytest.raises(ValueError, match=message):
         read(fields, chat_tokenizer, **settings)
-
-
-def test_chats_need_a_template(plain_tokenizer):
-    with pytest.raises(ValueError, match=r"no chat template.*data\.chat_template=FILE"):
-        read({"messages": MESSAGES}, plain_tokenizer)
 
 
 def test_a_refusing_template_is_placed(chat_tokenizer, tmp_path: Any):

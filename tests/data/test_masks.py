@@ -123,17 +123,13 @@ def test_messages_with_train_false(spelling: str, left_out: set[int], ours):
     assert mask == (~untrained).tolist()
 
 
-def test_a_last_message_that_is_not_trained_leaves_nothing(ours):
+def test_marks_that_leave_nothing_or_are_not_the_assistants(ours):
     messages = [*TURNS[:6], {**TURNS[6], "weight": 0}]
     config, row = SFTDataConfig(source="x", train_on="last"), Row({"messages": messages}, "here")
     _, report = Renderer(config, SFTReader.of(config, [row], ours["plain"]), ours["plain"])([row])
     assert report.dropped == {"nothing to train on": 1}
-
-
-def test_users_messages_cannot_be_left_out_of_all(ours):
-    messages = [{**TURNS[1], "train": False}, TURNS[4]]
     with pytest.raises(ValueError, match="message 0 is the user's, and says that it is not to be trained"):
-        render(ours["plain"], {"messages": messages}, train_on="all")
+        render(ours["plain"], {"messages": [{**TURNS[1], "train": False}, TURNS[4]]}, train_on="all")
 
 
 @pytest.mark.parametrize("spelling", ["plain", "tagged"])

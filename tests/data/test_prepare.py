@@ -69,13 +69,10 @@ def test_held_out_rows_are_neither_repeated_nor_trained_on(write: Callable[..., 
     assert {(text[0], count) for text, count in counts.items()} == {("a", 3), ("b", 1)}
 
 
-def test_weights_that_leave_nothing(write: Callable[..., str], plain_tokenizer):
+def test_weights_that_are_refused(write: Callable[..., str], plain_tokenizer):
     config = SFTDataConfig(source=sources(write, (0.01, 0.01)))  # pyright: ignore
     with pytest.raises(ValueError, match="leave no row to train on"):
         sft_batches(config, plain_tokenizer, batch_size=4, seed=0)
-
-
-def test_held_out_sources_have_no_weights():
     with pytest.raises(ValidationError, match="held-out rows are each seen once"):
         SFTDataConfig(source="a.jsonl", validation_source=[{"path": "b.jsonl", "weight": 2.0}])  # pyright: ignore
 

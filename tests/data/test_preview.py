@@ -65,11 +65,6 @@ def test_rows_that_are_cut_or_left_out_are_told(config: Config, plain_tokenizer)
     assert found.report.rows == 4  # reads no more rows than needed
 
 
-def test_nothing_to_show(config: Config, plain_tokenizer):
-    with pytest.raises(ValueError, match="nothing of .* is left to look at: of 1 rows, 1 nothing to train on"):
-        preview(config([{"prompt": "p" * 70, "completion": "c"}]), plain_tokenizer, num_rows=2, batch_size=1)
-
-
 def test_what_acts_on_a_terminal_is_shown_instead():
     assert visible("a\x1b[31mb\x07\r\n\tc") == "a␛[31mb␇␍↵\n\tc"
     assert visible("\u202egpj.exe\u200b \x9b") == "⟨U+202E⟩gpj.exe⟨U+200B⟩ ⟨U+009B⟩"

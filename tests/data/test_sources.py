@@ -20,20 +20,13 @@ Write = Callable[..., str]
 ROWS = [{"text": "first"}, {"text": "zweite ü"}, {"text": "third\u2028still third"}]
 
 
-def test_jsonl(write: Write):
-    path = write(ROWS)
-    assert [(row.fields, row.place) for row in read_rows(path)] == [
-        (fields, f"{path}, line {i}") for i, fields in enumerate(ROWS, start=1)
-    ]
-
-
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows"])
-@pytest.mark.parametrize("indent", [None, 2])
-def test_json_array_whatever_the_name(write: Write, name: str, indent: int | None):
-    path = write(json.dumps(ROWS, indent=indent), name)
-    assert [(row.fields, row.place) for row in read_rows(path)] == [
-        (fields, f"{path}, row {i}") for i, fields in enumerate(ROWS, start=1)
-    ]
+def test_json_lines_and_arrays_whatever_the_name(write: Write, name: str):
+    arrays = [json.dumps(ROWS, indent=indent) for indent in (None, 2)]
+    for content, unit in ((ROWS, "line"), (arrays[0], "row"), (arrays[1], "row")):
+        path = write(content, name)
+        expected = [(fields, f"{path}, {unit} {i}") for i, fields in enumerate(ROWS, start=1)]
+        assert [(row.fields, row.place) for row in read_rows(path)] == expected
 
 
 def test_byte_order_mark_blank_lines_and_windows_line_ends(write: Write):

@@ -39,15 +39,11 @@ def test_a_label_is_true_or_false_however_it_is_written(render, label, value):
     assert "1 rows (unpaired, detected from their fields)" in str(report)
 
 
-def test_of_a_pair_each_answer_counts_by_itself(render):
+def test_of_a_pair_each_answer_counts_by_itself_and_an_answer_may_be_messages(render):
     pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
     texts, values, report = render(UnpairedDataConfig, pair, pair)
-    assert texts == ["yes<|im_end|>", "no<|im_end|>"] * 2
-    assert values == [1, 0, 1, 0]
+    assert (texts, values) == (["yes<|im_end|>", "no<|im_end|>"] * 2, [1, 0, 1, 0])
     assert (report.rows, report.kept, report.unit) == (2, 4, "answers")
-
-
-def test_an_answer_may_be_messages_behind_their_prompt(render):
     user, assistant = {"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}
     for completion in ([assistant], [user, assistant]):
         texts, _, _ = render(UnpairedDataConfig, {"prompt": [user], "completion": completion, "label": True})
@@ -69,11 +65,6 @@ def test_an_answer_may_be_messages_behind_their_prompt(render):
 def test_what_is_no_label_or_answer_is_a_bad_row(render, fields, message):
     with pytest.raises(ValueError, match=f"rows.jsonl.*({message})"):
         render(UnpairedDataConfig, fields)
-
-
-def test_a_bad_label_can_be_skipped_and_is_counted(render):
-    texts, values, report = render(UnpairedDataConfig, answer(True), answer("good"), on_bad_row="skip")
-    assert (len(texts), values, report.bad_rows) == (1, [1], 1)
 
 
 def test_answers_are_cut_as_those_of_pairs_are_and_counted(render, chat_tokenizer):

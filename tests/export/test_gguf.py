@@ -215,11 +215,6 @@ class TestRefusals:
         """A copy to modify."""
         return Path(shutil.copytree(qwen_folder, tmp_path / "folder"))
 
-    def edit(self, path: Path, change) -> None:
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content))
-
     def test_an_existing_file_is_kept(self, folder, file):
         file.write_text("mine")
         with pytest.raises(ValueError, match="exists.*--force"):
@@ -241,43 +236,32 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"the families llama, mistral, and this is qwen2\. Export a Hugging"):
             export_gguf(folder, file)
 
-    def test_a_sliding_window(self, folder, file):
-        self.edit(
-            folder / "config.json",
-            lambda config: config.update(
-                sliding_window=32, use_sliding_window=True, max_window_layers=0, layer_types=None
-            ),
-        )
-        with pytest.raises(ValueError, match="sliding_window is 32, and llama.cpp"):
-            export_gguf(folder, file)
-
-    def test_a_splitting_rule_without_a_name(self, folder, file):
-        def change(spec):
-            spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\d+|\s+"
-
-        self.edit(folder / "tokenizer.json", change)
-        with pytest.raises(ValueError, match="llama.cpp would give other ids"):
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            ("config.json", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}, "sliding_window is 32, and llama.cpp"),
+            ("tokenizer.json", {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\d+|\s+"}, "behavior": "Isolated", "invert": False}}, "llama.cpp would give other ids"),
+        ],
+    )  # fmt: skip
+    def test_what_llama_cpp_reads_differently(self, folder, file, name, change, message):
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+        with pytest.raises(ValueError, match=message):
             export_gguf(folder, file)
 
     def test_bytes_without_a_token_that_become_unknown(self, folder, file):
-        def change(spec):
-            spec["model"]["vocab"].pop("ô")  # in no merge
-            spec["model"]["unk_token"] = "!"
-
-        self.edit(folder / "tokenizer.json", change)
+        spec = json.loads((folder / "tokenizer.json").read_text())
+        spec["model"]["vocab"].pop("ô")  # in no merge
+        spec["model"]["unk_token"] = "!"
+        (folder / "tokenizer.json").write_text(json.dumps(spec))
         with pytest.raises(ValueError, match=r"encodes 1 bytes .*0xF4.* as '!'"):
             export_gguf(folder, file)
 
-    def test_word_starts_that_llama_cpp_marks_differently(self, make_model_folder, file):
-        source = make_model_folder(tokenizer=word_start_tokenizer("first"), tokenizer_config=SPM, vocab_size=1000)
-        with pytest.raises(ValueError, match=r"marks the start of words .*tokenizer\.model into"):
-            export_gguf(source, file)
-
-    def test_more_ids_than_embeddings(self, make_model_folder, file):
-        source = make_model_folder(tokenizer=qwen_tokenizer(), vocab_size=300)
-        with pytest.raises(ValueError, match="tokenizer has 401 ids and the model only 300"):
-            export_gguf(source, file)
-
-    def test_no_tokenizer(self, make_model_folder, file):
-        with pytest.raises(ValueError, match="has no tokenizer, which a GGUF file needs"):
-            export_gguf(make_model_folder(), file)
+    def test_folders_without_a_tokenizer_that_fits(self, make_model_folder, file):
+        word_start = {"tokenizer": word_start_tokenizer("first"), "tokenizer_config": SPM, "vocab_size": 1000}
+        for settings, message in (
+            (word_start, r"marks the start of words .*tokenizer\.model into"),
+            ({"tokenizer": qwen_tokenizer(), "vocab_size": 300}, "tokenizer has 401 ids and the model only 300"),
+            ({}, "has no tokenizer, which a GGUF file needs"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                export_gguf(make_model_folder(**settings), file)

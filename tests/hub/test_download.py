@@ -126,7 +126,15 @@ def test_patterns(server, include, exclude, expected):
     assert files_in(hub.download("org/model", include=include, exclude=exclude).folder).keys() == expected
 
 
-def test_a_repository_without_safetensors(server, repository):
+def test_invalid_sizes_and_names_and_a_repository_without_safetensors(server, repository):
+    with pytest.raises(ValueError, match="is not a repository of the Hugging Face Hub; expected org/name"):
+        hub.download("a/b/c")
+    assert server.requests == []
+    for size in ("10", -1):
+        server.lies = {"size": size}
+        with pytest.raises(hub_errors.DownloadFailed, match="returned an invalid value"):
+            hub.download("org/model")
+    server.lies = {}
     del repository.commits[NEW]["model.safetensors"]
     with pytest.raises(ValueError, match=r"no safetensors weights.*it has consolidated\.safetensors, onnx/model\.onnx"):
         hub.download("org/model")
@@ -145,13 +153,6 @@ def test_answers_that_would_become_paths_are_rejected(server, tmp_path, what, li
         hub.download("org/model", output_dir=tmp_path / "own" if own_folder else None)
     assert {path for path in tmp_path.rglob("*") if "evil" in path.name} == before
     assert not list(outside.iterdir())
-
-
-@pytest.mark.parametrize("size", ["10", -1])
-def test_an_invalid_size(server, size):
-    server.lies = {"size": size}
-    with pytest.raises(hub_errors.DownloadFailed, match="returned an invalid value"):
-        hub.download("org/model")
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil.safetensors", "a\0.safetensors", "a" * 300])
@@ -210,12 +211,6 @@ def test_a_gated_repository_names_its_license_page(server, repository, monkeypat
         hub.download("org/model")
     repository.license_accepted = True
     assert hub.download("org/model").commit == NEW
-
-
-def test_an_invalid_name(server):
-    with pytest.raises(ValueError, match="is not a repository of the Hugging Face Hub; expected org/name"):
-        hub.download("a/b/c")
-    assert server.requests == []
 
 
 def test_too_little_disk_space_is_found_before_the_download(server, monkeypatch):

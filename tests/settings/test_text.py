@@ -170,8 +170,9 @@ def test_a_mapping_is_extended_by_its_entries_and_replaced_as_a_whole(write):
     assert load_config(Odd, None, ["weights.b=2"]).weights == {"a": 1.0, "b": 2.0}
 
 
-def test_an_empty_preset_and_an_empty_group_change_nothing(write):
+def test_an_empty_preset_changes_nothing_and_a_single_value_is_a_list_of_one(write):
     assert load(preset=write("")) == load(preset=write("# nothing\n")) == load(preset=write("optimizer:\n")) == load()
+    assert load(preset=write("freeze: mlp\nlog: {to: csv}\n")) == load("freeze=[mlp]", "log.to=[csv]")
 
 
 def test_a_group_that_may_be_absent():
@@ -261,10 +262,6 @@ def test_a_wrong_value_says_what_was_expected_what_came_and_what_it_means(overri
 )
 def test_what_cannot_be_read_is_refused_with_its_name(override, message):
     assert message in refusal(override)
-
-
-def test_a_single_value_in_a_preset_is_a_list_of_one(write):
-    assert load(preset=write("freeze: mlp\nlog: {to: csv}\n")) == load("freeze=[mlp]", "log.to=[csv]")
 
 
 def test_missing_settings_are_listed_together_with_how_to_give_them():

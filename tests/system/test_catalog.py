@@ -10,13 +10,6 @@ from lean_ft.system import catalog
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def test_a_checkout_uses_the_folders_next_to_the_package():
-    assert set(catalog.recipes().values()) == set((CHECKOUT / "recipes").glob("[!_]*.py"))
-    assert set(catalog.presets().values()) == set((CHECKOUT / "configs").rglob("*.yaml"))
-    for name, file in catalog.presets().items():
-        assert file == CHECKOUT / "configs" / f"{name}.yaml"
-
-
 def test_a_file_in_the_working_directory_does_not_hide_a_shipped_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, file in catalog.recipes().items():

@@ -48,15 +48,12 @@ NOT_SECRETS = [
 ]
 
 
-@pytest.mark.parametrize("secret", SECRETS)
-def test_a_token_of_a_known_format_is_removed_anywhere(secret):
-    for text in (f"{secret}", f"Bearer {secret}.", f'{{"a": "{secret}"}}', f"x={secret}\n"):
-        assert redact(text) == text.replace(secret, "[token]")
-
-
-@pytest.mark.parametrize("text", NOT_SECRETS)
-def test_ordinary_text_stays(text):
-    assert redact(text) == text
+def test_tokens_of_known_formats_are_removed_anywhere_and_ordinary_text_stays():
+    for secret in SECRETS:
+        for text in (f"{secret}", f"Bearer {secret}.", f'{{"a": "{secret}"}}', f"x={secret}\n"):
+            assert redact(text) == text.replace(secret, "[token]")
+    for text in NOT_SECRETS:
+        assert redact(text) == text
 
 
 def test_values_of_variables_named_like_secrets_are_removed(monkeypatch):

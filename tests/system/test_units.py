@@ -16,9 +16,6 @@ def test_amounts():
 def test_sizes_are_read_with_their_units():
     texts = ("5GB", "2GiB", "1.5 MB", "7B", " 24gib ", "1kib")
     assert [parse_bytes(text, "") for text in texts] == [5 * 10**9, 2**31, 1_500_000, 7, 24 * 2**30, 1024]
-
-
-@pytest.mark.parametrize("text", ["5", "GB", "0GB", "5 TB", "five GB", "5iB", "-5GB", ""])
-def test_an_invalid_size_names_its_option(text):
-    with pytest.raises(ValueError, match=r"^--budget is '.*'; expected a number and a unit: 24GiB, 5GB, 800MB\.$"):
-        parse_bytes(text, "--budget")
+    for text in ("5", "GB", "0GB", "5 TB", "five GB", "5iB", "-5GB", ""):
+        with pytest.raises(ValueError, match=f"^--budget is '{text}'; expected a number and a unit"):
+            parse_bytes(text, "--budget")

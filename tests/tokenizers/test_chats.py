@@ -1,7 +1,6 @@
 """Chats have the ids of transformers, and exactly the assistant's text and end-of-turn tokens are trained."""
 
 import json
-import re
 import unicodedata
 from collections.abc import Callable
 from datetime import datetime
@@ -36,10 +35,6 @@ WITH_BOS = """\
 {%- else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}
 {%- endfor %}"""
 
-
-PLAIN_TEXT = """\
-{%- for m in messages %}{{ m.role | capitalize + ': ' + m.content + '\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"""
 
 CALLS_TOOLS = """\
 {%- if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}
@@ -228,24 +223,16 @@ class TestMask:
             with pytest.raises(ValueError, match="block outside its loop"):
                 tokenizer.passage(chat("a", "b", "c", "d"), **settings)
 
-    def test_templates_without_control_tokens_train_their_line_break(self, tokenizer_with):
-        tokenizer = tokenizer_with(PLAIN_TEXT)
-        trained = "".join(runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))))
-        assert re.sub(r"\s", "", trained) == "bd"
-        assert trained.count("\n") == 2
-
     def test_ambiguous_turns_are_rejected(self, tokenizer_with):
-        tokenizer = tokenizer_with(MOVES_SYSTEM)
-        with pytest.raises(ValueError, match=r"start of .* message 1.*generation.*data.train_on=last"):
-            tokenizer.render(chat("a", "b", "c", "d"))
-        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"), train_on="last")) == ["d<|end|>"]
-
-    def test_messages_that_only_render_together_are_rejected(self, tokenizer_with):
-        template = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
-        with pytest.raises(
-            ValueError, match=r"start of .* message 1: rendering the messages before it failed.*two, please"
+        together = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
+        for template, messages, reason in (
+            (MOVES_SYSTEM, chat("a", "b", "c", "d"), "generation.*data.train_on=last"),
+            (together, chat("a", "b"), "rendering the messages before it failed.*two, please"),
         ):
-            tokenizer_with(template).render(chat("a", "b"))
+            with pytest.raises(ValueError, match=f"start of .* message 1.*{reason}"):
+                tokenizer_with(template).render(messages)
+        tokenizer = tokenizer_with(MOVES_SYSTEM)
+        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"), train_on="last")) == ["d<|end|>"]
 
     @pytest.mark.parametrize("model", ["llama2_sentencepiece.model", "tiktoken_small.model"])
     def test_other_kinds_of_tokenizer(self, shared_data: Path, make_folder: MakeFolder, model: str):
@@ -305,38 +292,24 @@ class TestTypedControlTokens:
         assert ids.count(tokenizer.encode(end)[0]) == 2
         assert tokenizer.decode(ids).count(end) == 3
 
-    def test_a_template_that_reacts_to_them_is_rejected(self, tokenizer_with):
-        template = "{{ messages[0].content.split('<|im_end|>') | join('+') }}{% if false %}[[]]{% endif %}"
-        with pytest.raises(ValueError, match="the chat template treats it as its own"):
-            tokenizer_with(tagged(template)).render(chat("a<|im_end|>b"))
-
-    def test_markers_in_a_message_are_rejected(self, tokenizer_with):
-        with pytest.raises(ValueError, match=r"noncharacters U\+FDD0"):
-            tokenizer_with(plain(CHATML)).render(chat("a\ufdd2b"))
-
-
-class TestErrors:
-    def test_missing_and_invalid_templates(self, tokenizer_with):
-        with pytest.raises(ValueError, match=r"no chat template.*data.chat_template=FILE"):
-            tokenizer_with(None).render(CHAT)
-        with pytest.raises(ValueError, match="no chat template named `default`"):
-            tokenizer_with([{"name": "rag", "template": "x"}]).render(CHAT)
-        with pytest.raises(ValueError, match="does not compile"):
-            tokenizer_with("{% for %}")
-
     @pytest.mark.parametrize(
-        ("template", "reason"),
+        ("template", "said", "reason"),
         [
-            ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-            ("{{ messages[9].content.strip() }}", "no element 9|undefined"),
-            ("{{ messages.append(1) }}", "unsafe|not safe"),
-            ("{{ ''.__class__.__mro__ }}", "unsafe"),
-            ("{{ 1 + 'a' }}", "unsupported operand"),
+            ("{{ messages[0].content.split('<|im_end|>') | join('+') }}{% if false %}[[]]{% endif %}", "a<|im_end|>b", "the chat template treats it as its own"),
+            (plain(CHATML), "a\ufdd2b", r"noncharacters U\+FDD0"),
+            (None, "a", r"no chat template.*data.chat_template=FILE"),
+            ([{"name": "rag", "template": "x"}], "a", "no chat template named `default`"),
+            ("{% for %}", "a", "does not compile"),
+            ("{{ raise_exception('roles must alternate') }}", "a", "cannot render these messages: .*roles must alternate"),
+            ("{{ messages[9].content.strip() }}", "a", "cannot render these messages: .*(no element 9|undefined)"),
+            ("{{ messages.append(1) }}", "a", "cannot render these messages: .*(unsafe|not safe)"),
+            ("{{ ''.__class__.__mro__ }}", "a", "cannot render these messages: .*unsafe"),
+            ("{{ 1 + 'a' }}", "a", "cannot render these messages: .*unsupported operand"),
         ],
-    )
-    def test_a_template_that_fails(self, tokenizer_with, template: str, reason: str):
-        with pytest.raises(ValueError, match=f"cannot render these messages: .*({reason})"):
-            tokenizer_with(template).render(CHAT, train_on="all")
+    )  # fmt: skip
+    def test_chats_and_templates_that_are_rejected(self, tokenizer_with, template: Any, said: str, reason: str):
+        with pytest.raises(ValueError, match=reason):
+            tokenizer_with(tagged(template) if isinstance(template, str) else template).render(chat(said, "b"))
 
 
 class TestPassages:

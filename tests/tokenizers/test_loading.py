@@ -275,32 +275,25 @@ class TestTiktoken:
         assert tokenizer.encode("x", add_special_tokens=True)[0] == 2000
 
 
-class TestSpecialTokens:
-    def test_generation_config_names_what_the_tokenizer_config_leaves_open(self, byte_level, make_folder: MakeFolder):
-        end, start = byte_level.token_to_id("<|im_end|>"), byte_level.token_to_id("<|im_start|>")
-        folder = make_folder(
-            byte_level, files={"generation_config.json": {"eos_token_id": [end, 0], "bos_token_id": start}}
-        )
-        tokenizer = load_tokenizer(folder)
-        assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) == (end, start, end)
+@pytest.mark.parametrize(
+    ("files", "config", "bos", "eos", "pad"),
+    [
+        ({"generation_config.json": {"eos_token_id": [2, 0], "bos_token_id": 1}}, {}, 1, 2, 2),
+        ({"generation_config.json": {"bos_token_id": 0}}, {"bos_token": None, "eos_token": "<|im_end|>"}, None, 2, 2),
+        ({"special_tokens_map.json": {"pad_token": {"content": "<|end|>"}}}, {"eos_token": "<|im_end|>"}, None, 2, 5),
+    ],
+    ids=["generation_config fills gaps", "a null stands", "special_tokens_map fills gaps"],
+)
+def test_which_file_names_a_special_token(byte_level, make_folder: MakeFolder, files, config, bos, eos, pad):
+    tokenizer = load_tokenizer(make_folder(byte_level, files=files, **config))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (bos, eos, pad)
 
-    def test_a_null_in_the_tokenizer_config_stands(self, byte_level, make_folder: MakeFolder):
-        folder = make_folder(
-            byte_level, bos_token=None, eos_token="<|im_end|>", files={"generation_config.json": {"bos_token_id": 0}}
-        )
-        assert load_tokenizer(folder).bos_id is None
 
-    def test_special_tokens_map_fills_gaps(self, byte_level, make_folder: MakeFolder):
-        folder = make_folder(
-            byte_level, eos_token="<|im_end|>", files={"special_tokens_map.json": {"pad_token": {"content": "<|end|>"}}}
-        )
-        assert load_tokenizer(folder).pad_id == byte_level.token_to_id("<|end|>")
-
-    def test_there_is_always_a_pad_id(self, make_folder: MakeFolder):
-        bare = HFTokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
-        bare.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = load_tokenizer(make_folder(bare))
-        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (None, None, 0)
+def test_there_is_always_a_pad_id(make_folder: MakeFolder):
+    bare = HFTokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    bare.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = load_tokenizer(make_folder(bare))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (None, None, 0)
 
 
 class TestFolder:

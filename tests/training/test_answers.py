@@ -127,19 +127,14 @@ def test_only_the_very_answer_is_right(tmp_path: Path, tokenizer: Tokenizer, sai
     assert (report.num_right, report.exact_match) == (right, right / 2)
 
 
-def test_asks_about_the_last_turn_of_a_chat(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_asks_about_the_last_turn_of_chats_from_all_over(tmp_path: Path, tokenizer: Tokenizer) -> None:
     turns = [chat("One?", "Yes."), chat("Two?", "No.")]
-    row = {"messages": [message for turn in turns for message in turn["messages"]]}
+    rows = [{"messages": [message for turn in turns for message in turn["messages"]]}]
+    rows += [chat(f"Question {i}?", "No.") for i in range(1, 10)]
     parrot = Parrot(tokenizer.encode("No.<|end|>"), tokenizer.vocab_size)
-    report = answer_held_out(parrot, tokenizer, held_out(tmp_path, tokenizer, [row]), 10)
-    (answer,) = report.answers
-    assert (answer.question, answer.expected, answer.right) == ("One?Yes.Two?", "No.", True)
-
-
-def test_takes_questions_from_all_over(tmp_path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
-    rows = [chat(f"Question {i}?", "x") for i in range(10)]
-    report = answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, rows), max_questions=4)
-    assert [answer.question for answer in report.answers] == [f"Question {i}?" for i in (0, 2, 5, 7)]
+    answers = answer_held_out(parrot, tokenizer, held_out(tmp_path, tokenizer, rows), max_questions=4).answers
+    assert [answer.question for answer in answers] == ["One?Yes.Two?", *(f"Question {i}?" for i in (2, 5, 7))]
+    assert all((answer.expected, answer.right) == ("No.", True) for answer in answers)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +156,15 @@ def test_a_pattern_compares_what_it_finds_last(
     assert (report.num_right, report.answers[0].expected) == (right, "12")
 
 
-def test_a_pattern_that_the_data_lacks_is_refused(tmp_path: Path, tokenizer: Tokenizer, model: Decoder) -> None:
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, tokenizer: Tokenizer, model: Decoder) -> None:
     with pytest.raises(ValueError, match=r"finds nothing in the expected answer that ends in 'Twelve\.'"):
         answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, [chat("7 + 5?", "Twelve.")]), 10, "#### (.*)")
     with pytest.raises(ValueError, match=r"'#### \(' is no regular expression: missing \)"):
         RecipeConfig(output_dir=tmp_path, eval_pattern="#### (")
+    with pytest.raises(ValueError, match=r"data\.validation_source"):
+        say_answers("before", model, tokenizer, None, 5)
+    with pytest.raises(ValueError, match="no question"):
+        answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, [{"text": "Just text."}]), 5)
 
 
 def test_says_the_share_and_what_is_right_with_short_samples(
@@ -185,13 +184,6 @@ def test_says_the_share_and_what_is_right_with_short_samples(
     told, *_, said = capsys.readouterr().out.splitlines()[:-3]
     assert "of 4 held-out questions answered in" in told
     assert "exact match of the text that (.) finds last" in said
-
-
-def test_refuses_what_has_no_question(tmp_path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"data\.validation_source"):
-        say_answers("before", model, tokenizer, None, 5)
-    with pytest.raises(ValueError, match="no question"):
-        answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, [{"text": "Just text."}]), 5)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])

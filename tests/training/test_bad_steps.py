@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,14 +158,6 @@ def test_a_model_that_predicts_nothing_is_told_of_once(losses, times_said, tmp_p
     for step, loss in enumerate(losses, 1):
         steps.look_at({"step": step, "loss": loss, "grad_norm": 1.0})
     assert capsys.readouterr().out.count("the model predicts nothing: for 10 steps") == times_said
-
-
-def test_batches_without_a_target_are_counted(tmp_path, capsys):
-    steps = BadSteps(tmp_path, None, max_bad_steps=0)
-    for step, targets in enumerate([(3, 0), (0, 0), (1, 1)]):
-        steps.keep(step, [SimpleNamespace(num_targets=number) for number in targets])
-    steps.say_totals()
-    assert capsys.readouterr().out == "no targets  3 batches had no token to train on\n"
 
 
 @pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true"]], ids=str)

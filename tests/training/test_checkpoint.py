@@ -79,15 +79,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(name, run, train, tmp_pat
     assert digests(run / "step_00000006") == digests(train(tmp_path / "whole", max_steps=6) / "step_00000006")
 
 
-def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(run, train):
-    good = digests(run / "step_00000004")
-    flip_a_byte(run / "step_00000004/model.safetensors")
-    train(run, max_steps=4)
-    assert digests(run / "step_00000004") == good
-    check_whole(run / "step_00000004")
-    assert not list(run.glob(".step_*"))
-
-
 def test_missing_and_shortened_files_are_named(run):
     folder = run / "step_00000004"
     weights = (folder / "model.safetensors").read_bytes()

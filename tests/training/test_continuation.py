@@ -42,10 +42,13 @@ def test_a_setting_that_makes_it_another_run_is_refused(setting, value, old, new
     restart(train, run)  # the run is unchanged
 
 
-def test_the_model_is_refused_by_its_path(run, train, model_folder, tmp_path):
+def test_another_model_or_recipe_is_refused(run, train, model_folder, monkeypatch, tmp_path):
     shutil.copytree(model_folder, tmp_path / "other")
     with pytest.raises(ValueError, match=r"model\.path: .*other"):
         restart(train, run, model__path=tmp_path / "other")
+    monkeypatch.setattr("lean_ft.training.continuation.recipe_name", lambda cfg: "lora")
+    with pytest.raises(ValueError, match=r'recipe: "toy_recipe" then, "lora" now'):
+        restart(train, run)
 
 
 def test_how_long_and_how_often_are_free(run, train, capsys):
@@ -88,12 +91,6 @@ def test_other_data_under_the_same_name_is_refused(run, train, recipe, monkeypat
 
     monkeypatch.setattr(recipe.Batches, "__init__", changed)
     with pytest.raises(ValueError, match=r'other data.*\n.*"7 rows" then, "7 other rows" now'):
-        restart(train, run)
-
-
-def test_another_recipe_is_refused(run, train, recipe, monkeypatch):
-    monkeypatch.setattr("lean_ft.training.continuation.recipe_name", lambda cfg: "lora")
-    with pytest.raises(ValueError, match=r'recipe: "toy_recipe" then, "lora" now'):
         restart(train, run)
 
 

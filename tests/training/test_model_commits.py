@@ -61,17 +61,13 @@ def test_a_resumed_run_stays_where_it_began(repository, train, tmp_path, capsys,
     assert digests(part / "step_00000004") == digests(whole / "step_00000004")
 
 
-def test_a_branch_from_a_checkpoint_stays_too(repository, train, tmp_path):
+def test_a_branch_from_a_checkpoint_stays_and_a_new_run_takes_the_newest(repository, train, tmp_path):
     run = train(tmp_path / "run", max_steps=2)
     repository.revisions["main"] = NEW
     branch = train(tmp_path / "branch", max_steps=4, resume=run / "step_00000002")
     assert f"path: org/toy@{OLD}" in (branch / "config.yaml").read_text()
-
-
-def test_a_new_run_takes_the_newest(repository, train, tmp_path):
-    repository.revisions["main"] = NEW
-    run = train(tmp_path / "run", max_steps=1, resume="never")
-    assert f"path: org/toy@{NEW}" in (run / "config.yaml").read_text()
+    new = train(tmp_path / "new", max_steps=1, resume="never")
+    assert f"path: org/toy@{NEW}" in (new / "config.yaml").read_text()
 
 
 def test_a_named_branch_that_moved_is_another_model(repository, train, tmp_path):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lean_ft.cli.run import run_recipe
 from lean_ft.settings.text import load_config

@@ -46,19 +46,6 @@ def test_without_a_terminal_lines_come_now_and_then(screen, monkeypatch):
     assert "peak 3.00 GiB" in file.getvalue()
 
 
-def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
-    file = screen()
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
-    with ProgressBar(90, 100) as bar:
-        clock[0] = 20.0
-        bar.update(row(92))
-        assert "1 min 20 s left" in file.getvalue()  # 8 steps of 10 s
-        clock[0] = 32.0
-        bar.update(row(94))
-    assert "36 s left" in file.getvalue()  # 6 steps of 6 s: compilation in the 1st step is excluded
-
-
 def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     file = screen(force_terminal=True, width=150)
     with ProgressBar(0, 10) as bar:

@@ -3,14 +3,10 @@
 import threading
 
 import pytest
-import torch
 
-from lean_ft.memory import apply_memory
-from lean_ft.models import load_model
-from lean_ft.settings import MemoryConfig
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoint import list_checkpoints
-from lean_ft.training.saving import host_copy, is_due, kept_steps, most_checkpoints, num_due
+from lean_ft.training.saving import is_due, kept_steps, most_checkpoints, num_due
 from tests.training.test_checkpoint import flip_a_byte
 from tests.training.toy_runs import digests, metrics
 
@@ -89,23 +85,6 @@ def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
     assert most(save_every="auto") == 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"keep_best": 1}, "keep_best keeps more than the newest checkpoints, and keep_last=null keeps all"),
-        ({"keep_every": 5}, "keep_every keeps more"),
-        ({"keep_last": 1, "keep_best": 1, "save_every": 4, "eval_every": 3}, "Set save_every to a multiple of eval"),
-        ({"keep_last": 1, "keep_best": 1, "save_every": "auto", "eval_every": "epoch"}, "Set save_every to a multiple"),
-        ({"keep_last": 1, "keep_best": 1, "save_every": "epoch", "eval_every": 2}, "Set save_every to a multiple"),
-        ({"stop_after_evals": 2}, "with eval_every=0 there is only the last"),
-        ({"schedule__warmup_steps": 2, "schedule__warmup_ratio": 0.1}, "both say how long the warm-up is"),
-    ],
-)
-def test_settings_that_could_not_be_honoured_are_refused(settings, message, config, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        config(tmp_path, **settings)
-
-
 @pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true", "optimizer.name=adamw_8bit"]], ids=str)
 def test_checkpoints_are_those_of_a_run_that_waits(settings, train_real, tmp_path):
     waited = train_real(tmp_path / "waited", *settings, "save_every=1")
@@ -151,18 +130,3 @@ def test_an_error_ends_the_run_after_a_later_step(config, recipe, train, monkeyp
     assert not list((tmp_path / "run").glob("*step_*"))
     assert 2 <= len(metrics(tmp_path / "run")) <= 4
     train(tmp_path / "run", max_steps=3)  # the lock is released
-
-
-def test_a_host_copy_is_no_view_and_shares_what_is_frozen(model_folder):
-    model = load_model(model_folder, random_init=True)
-    frozen = next(model.parameters()).requires_grad_(False)
-    apply_memory(model, MemoryConfig(activation_checkpointing="full"), compile=True)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _: pytest.fail("hooks stay with the model"))
-    copy = host_copy(model)
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), copy.named_parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-        assert (ours.data_ptr() == theirs.data_ptr()) == (ours is frozen), name
-        assert not theirs._post_accumulate_grad_hooks
-    assert copy.source.config == model.source.config
