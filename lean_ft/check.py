@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,8 @@ from lean_ft.optim import build_optimizer
 from lean_ft.peft import load_with_adapter
 from lean_ft.peft.layers import LoRALinear
 from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.settings import LoRAConfig, SFTDataConfig, TrainingConfig
+from lean_ft.settings.base import Device
 from lean_ft.system.environment import available_bytes
 from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import load_tokenizer
@@ -75,6 +77,16 @@ USER, ANSWER = {"role": "user", "content": "What is 17 + 25?"}, {"role": "assist
 AGAIN, SYSTEM = {"role": "user", "content": "  And\n\ntwice? 🙂 日本 "}, {"role": "system", "content": "Be brief."}
 CHATS = ([USER], [USER, ANSWER], [USER, ANSWER, AGAIN], [SYSTEM, USER, ANSWER])
 
+
+class CheckedConfig(TrainingConfig, Protocol):
+    """The settings of the recipe `finetune` that the checks read."""
+
+    data: SFTDataConfig
+    lora: LoRAConfig | None
+    batch_size: int
+    device: Device
+
+
 Row = tuple[str, str, str, str, str]  # check, what was compared, result, allowed, verdict
 Tensors = dict[str, Tensor]
 
@@ -87,11 +99,14 @@ class Check:
     """
 
     def __init__(
-        self, folder: Path, configure: Callable[..., Any], techniques: Mapping[str, str], command: Sequence[str] | None
+        self,
+        folder: Path,
+        configure: Callable[[Sequence[str]], CheckedConfig],
+        techniques: Mapping[str, str],
+        command: Sequence[str] | None,
     ) -> None:
-        self.folder, self.techniques, self.command = folder, techniques, command
-        self.configure = lambda overrides: configure([*PLAIN, *overrides])
-        self.cfg = cfg = self.configure([])
+        self.folder, self.techniques, self.command, self._configure = folder, techniques, command, configure
+        self.cfg = cfg = self.configure()
         self.device = resolve_device(cfg.device)
         torch.set_float32_matmul_precision("highest")
         self.tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
@@ -124,6 +139,9 @@ class Check:
         for name, work, reason in checks:
             gc.collect()
             yield name, partial(list, [(name, "", "", "", f"skipped: {reason}")]) if reason else work
+
+    def configure(self, *overrides: str) -> CheckedConfig:
+        return self._configure([*PLAIN, *overrides])
 
     def _token_ids(self) -> Iterator[Row]:
         theirs = self.transformers.AutoTokenizer.from_pretrained(self.folder)
@@ -187,7 +205,7 @@ class Check:
         yield self._greedy(model)
         del model, logits, gradients
         theirs = self._results(self._load_theirs("bfloat16"))[:2]
-        ours = self._results(load_model(self.configure(["model.dtype=bfloat16"]).model, self.device))[:2]
+        ours = self._results(load_model(self.configure("model.dtype=bfloat16").model, self.device))[:2]
         for name, exact, a, b in zip(("logits", "gradients"), (self.logits, self.gradients), ours, theirs, strict=True):
             own, other = _relative(a, exact), _relative(b, exact)
             result, allowed = f"{own:.1e}; transformers {other:.1e}", self.margin_16_bit * other
@@ -208,19 +226,19 @@ class Check:
         return _row("greedy tokens", "equal to transformers' in float32", f"{same}", f"{len(ours)}", same == len(ours))
 
     def _technique(self, name: str, overrides: Sequence[str]) -> Iterator[Row]:
-        cfg = self.configure(overrides)
+        cfg = self.configure(*overrides)
         if cfg.lora is not None:
-            yield self._adapter(name, self.configure([*overrides, "lora.dropout=0"]))
+            yield self._adapter(name, self.configure(*overrides, "lora.dropout=0"), cfg.lora.quantize != "none")
         elif any(override.startswith("optimizer.") for override in overrides):
             yield self._update(name, overrides)
         else:
             yield self._compared(name, "gradients, with the plain step", self._gradients(cfg)[1], self.gradients)
 
-    def _adapter(self, name: str, cfg: Any) -> Row:
+    def _adapter(self, name: str, cfg: CheckedConfig, quantizes: bool) -> Row:
         model, gradients = self._gradients(cfg)
         layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, LoRALinear)}
         plain, what = self.gradients, "gradients of lora_B, with the plain step"
-        if cfg.lora.quantize != "none":
+        if quantizes:
             whole = load_model(self.cfg.model, self.device)
             for n, layer in model.named_modules():
                 if isinstance(layer, NF4Linear):
@@ -236,7 +254,7 @@ class Check:
     def _update(self, name: str, overrides: Sequence[str]) -> Row:
         rounds = "optimizer.stochastic_rounding=true" in overrides
         lr, dtype = (1e-4, "bfloat16") if rounds else (1.0, "float32")
-        cfg = self.configure([*overrides, f"model.dtype={dtype}", f"optimizer.eps={self.eps}"])
+        cfg = self.configure(*overrides, f"model.dtype={dtype}", f"optimizer.eps={self.eps}")
         if cfg.optimizer.name not in CODE_ERROR:
             raise ValueError(f"the closed form of an update by optimizer.name={cfg.optimizer.name} is not known here.")
         gradients = self._gradients(cfg)[1] if rounds else self.gradients
@@ -303,7 +321,7 @@ class Check:
         model.get_input_embeddings().padding_idx = None
         return model
 
-    def _prepared(self, cfg: Any) -> tuple[Decoder, list[tuple[Any, bool]]]:
+    def _prepared(self, cfg: CheckedConfig) -> tuple[Decoder, list[tuple[Any, bool]]]:
         """Return the model as a recipe prepares it, and its batches, each with a flag for the last."""
         model = load_with_adapter(cfg.model, cfg.lora, self.device)
         apply_memory(model, cfg.memory, compile=cfg.compile)
@@ -312,14 +330,14 @@ class Check:
         plan = layout.plan(None)
         return model, [(layout.batch(plan[i]).to(self.device), i == len(plan) - 1) for i in range(len(plan))]
 
-    def _gradients(self, cfg: Any) -> tuple[Decoder, Tensors]:
+    def _gradients(self, cfg: CheckedConfig) -> tuple[Decoder, Tensors]:
         model, batches = self._prepared(cfg)
         cross_entropy = CrossEntropy(model, cfg)
         for batch, _ in batches:
             (cross_entropy(model, batch) / self.num_targets).backward()
         return model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    def _stepped(self, cfg: Any, lr: float) -> Tensors:
+    def _stepped(self, cfg: CheckedConfig, lr: float) -> Tensors:
         """Return the weights after 3 steps on the same rows. Only the 3rd step changes them."""
         model, batches = self._prepared(cfg)
         optimizer, cross_entropy = build_optimizer(model, cfg), CrossEntropy(model, cfg)

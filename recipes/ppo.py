@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lean_ft.data import PolicyBatch, prompt_rows
 from lean_ft.frozen import load_policy_reference
-from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss, value_loss
+from lean_ft.losses import TokenLogProbs, TokenStatistics, policy_loss, value_loss
 from lean_ft.memory import apply_memory
 from lean_ft.online import Rewards, SampleLog, Sampler, ValuedRollouts, ValueModel
 from lean_ft.optim import build_optimizer, learning_rate
@@ -76,7 +76,17 @@ def main(cfg: Config) -> None:
         """The batch's share of the step's policy and value loss. The batch is on the device."""
         now = log_probs(model, batch, tokens)
         # -min(r A, clip(r) A), a mean over the step's tokens
-        policy = batch_loss(cfg, batch, now, num_tokens=num_tokens, statistics=tokens)
+        policy = policy_loss(
+            "dapo",
+            now.log_probs,
+            batch.old,
+            batch.advantages,
+            batch.counts,
+            num_tokens=num_tokens,
+            statistics=tokens,
+            epsilon=cfg.loss.epsilon,
+            epsilon_high=cfg.loss.epsilon,
+        )
         values, epsilon = value(batch, now), cfg.loss.value_epsilon
         error = value_loss(values, batch.values, batch.returns, batch.counts, epsilon, num_tokens)
         tokens.add(policy_loss=policy * num_tokens, value_loss=error * num_tokens)

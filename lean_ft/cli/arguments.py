@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from lean_ft.hub.paths import free_directory
 from lean_ft.settings import ParallelConfig, RecipeConfig
@@ -124,11 +125,12 @@ def _with_a_batch_for_each(cfg: RecipeConfig, processes: int) -> RecipeConfig:
     return cfg.model_copy(update={"gradient_accumulation_steps": number})
 
 
-def batches_of(cfg: Any, given: list[str]) -> list[str]:
+def batches_of(cfg: BaseModel, given: list[str]) -> list[str]:
     """Return gradient_accumulation_steps as an override for every process, unless `given` sets it."""
     is_given = any(word.startswith("gradient_accumulation_steps") for word in given)
-    has_it = isinstance(cfg, RecipeConfig) and not is_given
-    return [f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}"] if has_it else []
+    if is_given or not isinstance(cfg, RecipeConfig):
+        return []
+    return [f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}"]
 
 
 def _without_held_out_rows_of_other_data(preset: dict[str, str], overrides: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
-from lean_ft.settings import DataConfig
+from lean_ft.settings import DataConfig, RecipeConfig
 from lean_ft.system.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
@@ -87,7 +87,7 @@ def stats(
         statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed, sides=len(cfg.data.sides))
         for length in candidates
     ]
-    peaks = _peaks(module, cfg, candidates) if peak else {}
+    peaks = _peaks(module, cfg, cfg.data, candidates) if peak else {}
     column = (">peak",) if peak else ()
     print_table(
         (">max_length", ">rows cut", ">tokens lost", ">padding", ">packed rows", ">packed full", *column, ""),
@@ -159,7 +159,7 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
     return module, cfg
 
 
-def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str]:
+def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: list[int]) -> dict[int, str]:
     """Return the predicted peak memory at each maximum length, or a dash if batch_tokens is too small for such a row."""
     from lean_ft.plan.devices import choose_device
     from lean_ft.plan.rehearsal import rehearse
@@ -168,10 +168,10 @@ def _peaks(module: ModuleType, cfg: Any, candidates: list[int]) -> dict[int, str
     peaks = dict.fromkeys(candidates, "-")
     with progress() as tell:
         for length in candidates:
-            if cfg.data.batch_tokens is None or length * len(cfg.data.sides) <= cfg.data.batch_tokens:
+            if data.batch_tokens is None or length * len(data.sides) <= data.batch_tokens:
                 tell(f"rehearsing a step with rows of {length:,} tokens")
-                data = cfg.data.model_copy(update={"max_length": length})
-                peak_bytes = rehearse(module, cfg.model_copy(update={"data": data}), device).peak_bytes
+                changed = {"data": data.model_copy(update={"max_length": length})}
+                peak_bytes = rehearse(module, cfg.model_copy(update=changed), device).peak_bytes
                 peaks[length] = gibibytes(peak_bytes)
     return peaks
 

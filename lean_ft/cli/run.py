@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
 from lean_ft.cli.errors import add_place, is_out_of_memory
@@ -120,7 +121,7 @@ def _quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def run_recipe(recipe: ModuleType, cfg: Any) -> None:
+def run_recipe(recipe: ModuleType, cfg: BaseModel) -> None:
     """Pin Hub models to a commit, print the expected memory, and run a recipe with its settings."""
     if any(repository_name(path) for path in models_of(cfg).values()):
         from lean_ft.training.continuation import hold_models_to_commits  # here, because it imports torch
@@ -212,7 +213,7 @@ def _draw_profile(recipe: ModuleType, cfg: RecipeConfig) -> None:
         say("profile", f"{measured.with_suffix('.png')}: memory over time" + (", beside the plan" if planned else ""))
 
 
-def memory_advice(recipe: ModuleType, cfg: Any) -> str:
+def memory_advice(recipe: ModuleType, cfg: BaseModel) -> str:
     """Return advice for a run that ran out of memory: settings that need less, with the peak memory of each."""
     advice = "A smaller batch_size or a shorter data.max_length takes less."
     if isinstance(cfg, RecipeConfig) and not plans_itself(recipe, cfg):

@@ -4,24 +4,30 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
+from pydantic import BaseModel
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.hub.download import find_cached
 from lean_ft.hub.paths import repository_name, resolve_data_path
 from lean_ft.settings import (
+    AnswersConfig,
     DataConfig,
     DistillConfig,
+    GroupT,
     ModelConfig,
     ParallelConfig,
     PromptDataConfig,
     RecipeConfig,
-    ReferenceConfig,
+    Source,
 )
 from lean_ft.settings.text import dump
 from lean_ft.system.catalog import is_shipped
+
+if TYPE_CHECKING:
+    from lean_ft.tokenizers import Tokenizer
 
 
 def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
@@ -39,7 +45,7 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
     typer.echo(dump(cfg) + "\n".join(f"# {line}" for line in (*notes, ok)))
 
 
-def look_at(cfg: Any) -> tuple[list[str], list[str]]:
+def look_at(cfg: BaseModel) -> tuple[list[str], list[str]]:
     """Return problems of the machine, the files and the first rows, which the rehearsal cannot find; and notes.
 
     Uses no network. Skips repositories that are not in the Hub's cache.
@@ -58,57 +64,65 @@ def look_at(cfg: Any) -> tuple[list[str], list[str]]:
     from lean_ft.training.continuation import check_output_dir
     from lean_ft.training.device import check_dtype, resolve_device
 
-    def group(kind: type[Any]) -> Any:
+    def group(kind: type[GroupT]) -> GroupT | None:
         return next((value for _, value in cfg if isinstance(value, kind)), None)
 
     problems, notes, tokenizer = list[str](), list[str](), None
     model, data = group(ModelConfig), group(DataConfig)
     with _gathered(problems):
-        if hasattr(cfg, "device"):
-            check_dtype(model.dtype if model else "float32", resolve_device(cfg.device))
+        if (device := getattr(cfg, "device", None)) is not None:
+            check_dtype(model.dtype if model else "float32", resolve_device(device))
     with _gathered(problems):
         if isinstance(cfg, RecipeConfig):
             check_output_dir(cfg)
     if isinstance(cfg, RecipeConfig) and cfg.eval_tasks:
         with _gathered(problems):
             find_tasks(cfg.eval_tasks)
-    if group(ReferenceConfig) is not None:
+    if isinstance(cfg, AnswersConfig):
         with _gathered(problems):
             kind, why = choose_kind(cfg)
             notes.append(f"reference: {kind}{why}")
-    name = repository_name(model.path) if model else None
-    if model and name is not None and find_cached(name, weights=not model.random_init) is None:
-        notes.append(f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download.")
+    if model and (note := _not_downloaded(model.path, weights=not model.random_init)):
+        notes.append(note)
     elif model:
         with _gathered(problems):
             empty_model(model.path, torch.float32, new_ids=new_token_ids(model))
         with _gathered(problems):
-            tokenizer = load_tokenizer(model, getattr(data, "chat_template", None)) if data is not None else None
+            tokenizer = load_tokenizer(model, data.chat_template) if data is not None else None
     distill = group(DistillConfig)
     if distill is not None and distill.cached is not None:
         with _gathered(problems):
             notes.append(
-                f"teacher: what {check_cached(cfg)['model']} said of its rows; whether of these, the run finds out"
+                f"teacher: what {check_cached(distill)['model']} said of its rows; whether of these, the run finds out"
             )
-    elif distill is not None and (name := repository_name(distill.teacher)) and find_cached(name, weights=True) is None:
-        notes.append(f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download.")
-    elif distill is not None:
-        with _gathered(problems):
-            empty_model(distill.teacher, torch.float32)
-            if tokenizer is not None:
-                check_tokenizer(distill.teacher, tokenizer)
-    for setting in ("source", "validation_source"):
-        value = getattr(data, setting, None)
-        for source in [value] if isinstance(value, str) else value or []:
-            with _gathered(problems, f"data.{setting}: "):
-                notes.append(f"data.{setting}: {_read_first_rows(data, tokenizer, source)}")
-    if (prompts := group(PromptDataConfig)) is not None and model and name is None:
+    elif distill is not None and distill.teacher is not None:
+        if note := _not_downloaded(distill.teacher, weights=True):
+            notes.append(note)
+        else:
+            with _gathered(problems):
+                empty_model(distill.teacher, torch.float32)
+                if tokenizer is not None:
+                    check_tokenizer(distill.teacher, tokenizer)
+    if data is not None:
+        for setting, value in (("source", data.source), ("validation_source", data.validation_source)):
+            for source in [value] if isinstance(value, str) else value or []:
+                with _gathered(problems, f"data.{setting}: "):
+                    notes.append(f"data.{setting}: {_read_first_rows(data, tokenizer, source)}")
+    if (prompts := group(PromptDataConfig)) is not None and model and repository_name(model.path) is None:
         with _gathered(problems, "data.source: "):
             found, _ = prompt_rows(prompts, load_tokenizer(model, prompts.chat_template), seed=0)
             notes.append(f"data.source: {found.report}")
         with _gathered(problems):
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
+
+
+def _not_downloaded(path: str, *, weights: bool) -> str:
+    """Return a note if the model is a Hub repository that is not in the cache, else an empty text."""
+    name = repository_name(path)
+    if name is None or find_cached(name, weights=weights) is not None:
+        return ""
+    return f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download."
 
 
 def _begin(recipe: ModuleType, cfg: RecipeConfig) -> list[str]:
@@ -141,7 +155,7 @@ def _gathered(problems: list[str], prefix: str = "") -> Iterator[None]:
             problems.append(f"{prefix}{error}")
 
 
-def _read_first_rows(data: Any, tokenizer: Any, source: Any) -> str:
+def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: str | Source) -> str:
     """Read the first rows of one source (without a tokenizer only their fields) and return a report.
 
     Raise ValueError for rows that would stop the run.

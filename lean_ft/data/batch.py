@@ -54,6 +54,11 @@ class Batch:
     fields."""
 
     @property
+    def asked(self) -> Tensor | None:
+        """Positions that predict the first token of each chosen or desirable completion; None: every sequence's."""
+        return None
+
+    @property
     def built(self) -> Batch:
         """This batch; `UnbuiltBatch` builds it."""
         return self

@@ -20,7 +20,7 @@ from lean_ft.data.objective import Objective, Placed, zeros
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, kind
 from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.settings import ClassificationDataConfig
+from lean_ft.settings import ClassificationDataConfig, DataConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Passage
@@ -86,6 +86,7 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) ->
 class LabelReader(RowReader):
     """Converts a row to its text and labels."""
 
+    config: ClassificationDataConfig
     known = KNOWN
     takes = tuple(KNOWN)
 
@@ -150,7 +151,7 @@ class Classification(Objective):
     def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
         return {"last": placed.last}
 
-    def longest(self, config: Any, batch_size: int, share_prompts: bool = False) -> TextBatch:
+    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> TextBatch:
         batch = super().longest(config, batch_size)
         number = len(batch.input_ids)
         return TextBatch(**vars(batch), last=zeros(number), targets=zeros(number), num_texts=number)

@@ -196,7 +196,7 @@ def _shortened(places: list[str]) -> str:
 class RowReader:
     """Converts rows to the sequences of an objective. Each objective's file defines a subclass."""
 
-    config: Any
+    config: DataConfig
     formats: dict[int, RowFormat]
     """Format of each source, by source index."""
     tokenizer: Tokenizer

@@ -50,7 +50,7 @@ class Objective:
     shares_prompts: ClassVar[bool] = False
     """Whether the sequences of a row can share their prompt."""
 
-    def check(self, config: Any, share_prompts: bool) -> None:
+    def check(self, config: DataConfig, share_prompts: bool) -> None:
         """Raise ValueError for settings that the recipe does not support."""
 
     def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
@@ -64,18 +64,18 @@ class Objective:
         """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
 
-    def longest(self, config: Any, batch_size: int, share_prompts: bool = False) -> Batch:
+    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
         """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label."""
         sides = len(config.sides)
         number = batch_size if config.batch_tokens is None else config.batch_tokens // (config.max_length * sides)
         num_documents = None if config.packing == "none" else number * sides
         return empty_batch((number * sides, config.max_length), num_documents)
 
-    def names(self, config: Any, values: Sequence[Any]) -> Sequence[str]:
+    def names(self, config: DataConfig, values: Sequence[Any]) -> Sequence[str]:
         """Return a name for each sequence of a row, for previews; values: from `RowReader.values`."""
         return config.sides
 
-    def fitted(self, config: Any, batches: Batches) -> dict[str, Any]:
+    def fitted(self, config: DataConfig, batches: Batches) -> dict[str, Any]:
         """Return settings that make `longest` as large as the largest of `batches`, for the planner."""
         longest = batches.longest if config.longest is None else min(config.longest, batches.longest)
         update: dict[str, Any] = {"max_length": longest}

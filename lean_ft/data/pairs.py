@@ -36,7 +36,7 @@ from lean_ft.data.formats import (
 from lean_ft.data.objective import Objective, Placed, empty_batch, zeros
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, kind
-from lean_ft.settings import AnswerDataConfig, RewardDataConfig
+from lean_ft.settings import AnswerDataConfig, DataConfig, PreferenceDataConfig, RewardDataConfig
 from lean_ft.tokenizers import Passage
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Pair:
 class PairReader(RowReader):
     """Converts a row to the two texts of a pair."""
 
+    config: AnswerDataConfig
     takes: ClassVar[tuple[str, ...]] = ("preference",)
     expected: ClassVar[str] = (
         "learns from pairs; expected the fields `chosen` and `rejected`, with a `prompt` or with one in both. Rename with data.columns."
@@ -252,6 +253,11 @@ class PairBatch(Batch):
 
     labels_whole_rows: ClassVar[bool] = True
 
+    @property
+    def asked(self) -> Tensor:
+        lengths = self.answer_tokens.flatten()
+        return self.index[(lengths.cumsum(0) - lengths)[:: self.answer_tokens.shape[1]]]
+
     def without_targets(self) -> PairBatch:
         names = ("index", "label", "answer_tokens", "pairs", "last", "margins")
         nothing: dict[str, Any] = {name: getattr(self, name)[:0] for name in names}
@@ -268,8 +274,8 @@ class Pairs(Objective):
     worse = ("rejected",)
     shares_prompts = True
 
-    def check(self, config: Any, share_prompts: bool) -> None:
-        if self.shares_prompts and config.shared_prompt is True and not share_prompts:
+    def check(self, config: DataConfig, share_prompts: bool) -> None:
+        if isinstance(config, PreferenceDataConfig) and config.shared_prompt is True and not share_prompts:
             raise ValueError(
                 "data.shared_prompt=true, and this recipe computes every prompt for each answer. Leave it out; or in the "
                 "recipe, give preference_batches share_prompts=shares_prompts(cfg), and the model what the batch has of "
@@ -287,10 +293,10 @@ class Pairs(Objective):
     def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
         return {"index": placed.index, "label": placed.label, "last": placed.last}
 
-    def longest(self, config: AnswerDataConfig, batch_size: int, share_prompts: bool = False) -> PairBatch:
+    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> PairBatch:
         """As in the base class. With shared prompts, a row has `max_length` tokens plus the longest completion."""
         sides, length, answer = len(config.sides), config.max_length, config.max_length
-        if share_prompts and config.max_completion_length is not None:
+        if share_prompts and isinstance(config, AnswerDataConfig) and config.max_completion_length is not None:
             answer = min(answer, config.max_completion_length)
         shares_padded = share_prompts and not config.packs_rows
         taken = length + answer if shares_padded else length * sides  # positions per row of data
@@ -315,7 +321,7 @@ class Pairs(Objective):
             num_pairs=number,
         )
 
-    def fitted(self, config: AnswerDataConfig, batches: Batches) -> dict[str, Any]:
+    def fitted(self, config: DataConfig, batches: Batches) -> dict[str, Any]:
         fitted = super().fitted(config, batches)
         return fitted | {"max_completion_length": batches.longest_answer} if self.shares_prompts else fitted
 

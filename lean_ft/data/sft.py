@@ -10,12 +10,15 @@ from lean_ft.data.formats import FORMATS, RowReader, as_chat, in_front, join, pl
 from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED, Document, Row, kind
+from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Passage
 
 
 @dataclass(frozen=True)
 class SFTReader(RowReader):
     """Converts a row to one text, or to its token ids."""
+
+    config: SFTDataConfig
 
     takes: ClassVar[tuple[str, ...]] = tuple(name for name in FORMATS if name != "preference")
     expected: ClassVar[str] = (

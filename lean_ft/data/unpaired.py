@@ -19,7 +19,7 @@ from lean_ft.data.objective import Placed, zeros
 from lean_ft.data.pairs import PairBatch, PairReader, Pairs, fit_answers, until_the_answer_ends
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, kind
-from lean_ft.settings import UnpairedDataConfig
+from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Passage
 
 if TYPE_CHECKING:
@@ -95,6 +95,10 @@ class UnpairedBatch(PairBatch):
     """Each prompt with the completion of the previous sequence (the first prompt with the last completion). None in the
     mismatched batch itself. Its `pairs` follow the numbers of all completions, and differ in each epoch."""
 
+    @property
+    def asked(self) -> Tensor:
+        return super().asked[self.is_desirable]
+
     def without_targets(self) -> UnpairedBatch:
         return replace(super().without_targets(), is_desirable=self.is_desirable[:0])  # pyright: ignore[reportReturnType]
 
@@ -119,12 +123,12 @@ class Unpaired(Pairs):
         fields = super().token_fields(layout, placed, epoch)
         return fields | {"mismatched": self._mismatched(layout, placed.documents, epoch)}
 
-    def longest(self, config: UnpairedDataConfig, batch_size: int, share_prompts: bool = False) -> UnpairedBatch:
+    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> UnpairedBatch:
         pairs = super().longest(config, batch_size)
         batch = UnpairedBatch(**vars(pairs), is_desirable=zeros(pairs.num_pairs, dtype="bool"))
         return replace(batch, mismatched=batch)
 
-    def names(self, config: UnpairedDataConfig, values: Sequence[float]) -> list[str]:
+    def names(self, config: DataConfig, values: Sequence[float]) -> list[str]:
         return ["desirable" if value else "undesirable" for value in values]
 
     def num_numbers(self, layout: Layout, num_epochs: int) -> int:

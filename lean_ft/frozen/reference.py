@@ -41,7 +41,14 @@ from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
 from lean_ft.peft import AdaptedLayer, TrainedRows, adapter_off, has_adapter
-from lean_ft.settings import GenerationConfig, ParallelConfig
+from lean_ft.settings import (
+    AnswerDataConfig,
+    AnswersConfig,
+    GenerationConfig,
+    ParallelConfig,
+    PreferenceLossConfig,
+    ReferencedLossConfig,
+)
 from lean_ft.system.host_link import open_link
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
@@ -61,14 +68,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def load_reference(
-    cfg: Any,
+    cfg: AnswersConfig,
     model: Decoder,
     log_probs: AnswerLogProbs,
     batches: Batches | None = None,
     held_out: EvalBatches | None = None,
     ranks: Ranks = ALONE,
 ) -> Reference:
-    """Return the reference for `cfg.reference` and `cfg.loss`, and log its kind.
+    """Return the reference for `cfg.reference` and the recipe's loss, and log its kind.
 
     model: the model to train, sharded over `ranks` and with the memory settings applied; log_probs: built from the same
     settings; batches: the training batches to cache, or None for sampled completions.
@@ -91,11 +98,11 @@ def load_reference(
 
 
 def load_policy_reference(
-    cfg: Any, model: Decoder, log_probs: TokenLogProbs, ranks: Ranks = ALONE
+    cfg: AnswersConfig, model: Decoder, log_probs: TokenLogProbs, ranks: Ranks = ALONE
 ) -> Callable[[PolicyBatch], Tensor] | None:
     """Return a function that computes the reference's log-probabilities of sampled tokens, (B, A), without gradients.
 
-    Return None if `cfg.loss` does not use a reference. `auto` means adapter_off with an adapter, else a second model:
+    Return None if the recipe's loss does not use a reference. `auto` means adapter_off with an adapter, else a second model:
     completions are new in every round, so caching does not help.
     """
     kind, why = choose_kind(cfg)
@@ -107,7 +114,9 @@ def load_policy_reference(
     return _without_adapter(model, log_probs)
 
 
-def _of_second_model(cfg: Any, kind: str, device: torch.device, log_probs: Callable[..., Any], ranks: Ranks) -> Any:
+def _of_second_model(
+    cfg: AnswersConfig, kind: str, device: torch.device, log_probs: Callable[..., Any], ranks: Ranks
+) -> Callable[[Any], Tensor]:
     link = open_link(device, "reference.kind=streamed", "reference.kind=model") if kind == "streamed" else None
     frozen = load_frozen(
         cfg.model,
@@ -129,7 +138,7 @@ def _of_second_model(cfg: Any, kind: str, device: torch.device, log_probs: Calla
     return ask
 
 
-def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Any:
+def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Callable[[Any], Tensor]:
     @torch.no_grad()
     def ask(batch: Any) -> Tensor:
         with adapter_off(model) if has_adapter(model) else nullcontext():
@@ -138,25 +147,25 @@ def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Any:
     return ask
 
 
-def choose_kind(cfg: Any) -> tuple[str, str]:
+def choose_kind(cfg: AnswersConfig) -> tuple[str, str]:
     """Return the kind of reference, and the reason if the user did not choose it."""
-    asked, loss = cfg.reference.kind, cfg.loss
+    asked, loss = cfg.reference.kind, cfg.needed(ReferencedLossConfig)
+    setting = f"loss.name={loss.name}" if isinstance(loss, PreferenceLossConfig) else "loss.kl_weight=0"
     if not loss.needs_reference:
-        unread = "loss.kl_weight=0" if hasattr(loss, "kl_weight") else f"loss.name={loss.name}"
-        return "none", f", as with {unread} nothing reads it"
+        return "none", f", because {setting} uses no reference model"
     if asked == "none":
-        return asked, f": loss.name={loss.name} measures the answers against nothing"
+        return asked, ", zeros take the place of the reference's log-probabilities"
     if asked != "auto":
         return asked, ""
-    if isinstance(getattr(cfg, "generation", None), GenerationConfig):
+    if cfg.group(GenerationConfig) is not None:
         return ("model" if cfg.lora is None else "adapter_off"), ""
     if cfg.lora is not None and cfg.epochs <= 1:
-        return "adapter_off", ", which takes no memory, and no more time than to compute each answer beforehand"
-    return "cached", ", each answer's log-probability once for all epochs, and no second model in memory"
+        return "adapter_off", ", which takes no memory, and with one epoch no more time than a cache"
+    return "cached", ", computed once for all epochs, with no second model in memory"
 
 
 def _filled(
-    cfg: Any,
+    cfg: AnswersConfig,
     model: Decoder,
     reference: Reference,
     batches: Batches,
@@ -171,21 +180,23 @@ def _filled(
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     sides = batches.layout.sides
     num_pairs = sum(len(layout.starts) // sides for layout in layouts)
-    settings = [cfg.model.dtype, str(getattr(cfg.loss, "ld_alpha", 1.0)), model.device.type]
-    num_epochs, needs_mismatched = 1, getattr(cfg.loss, "needs_mismatched", False)
-    if needs_mismatched:
+    data, loss = cfg.needed(AnswerDataConfig), cfg.needed(ReferencedLossConfig)
+    ld_alpha = loss.ld_alpha if isinstance(loss, PreferenceLossConfig) else 1.0
+    settings: list[Any] = [cfg.model.dtype, str(ld_alpha), model.device.type]
+    num_epochs = 1
+    if loss.needs_mismatched:
         num_epochs, objective = math.ceil(cfg.epochs), batches.layout.objective
         assert isinstance(objective, Unpaired)
         num_pairs = objective.num_numbers(batches.layout, num_epochs)
         settings += [
-            cfg.seed if cfg.data.shuffle else None,
+            cfg.seed if data.shuffle else None,
             cfg.batch_size,
-            cfg.data.batch_tokens,
-            cfg.data.packing,
+            data.batch_tokens,
+            data.packing,
             num_epochs,
         ]
     key = hash_of(FORMAT, _weights_digest(model, ranks), [layout.content() for layout in layouts], settings)
-    kept = torch.from_numpy(growing_array(cache_folder(cfg.data.cache_dir), f"reference-{key}", sides * num_pairs))
+    kept = torch.from_numpy(growing_array(cache_folder(data.cache_dir), f"reference-{key}", sides * num_pairs))
     kept = kept.view(-1, sides)  # memory-mapped: writes go to the file
     device = model.device
 
@@ -200,7 +211,7 @@ def _filled(
     parts = (
         part
         for batch in shown(all_batches, total, "reference")
-        for part in ((batch, batch.mismatched) if needs_mismatched else (batch,))
+        for part in ((batch, batch.mismatched) if loss.needs_mismatched else (batch,))
     )
     missing = (part for part in parts if is_missing[part.pairs].any())
     num_computed = 0

@@ -12,7 +12,7 @@ from lean_ft.data import Batch, Batches, EvalBatches
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.frozen.teacher_cache import TeacherCache, read_about
 from lean_ft.losses import Teacher, TeacherStates, TopLogProbs
-from lean_ft.settings import DistillConfig
+from lean_ft.settings import DataConfig, DistillConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.host_link import open_link
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
@@ -22,24 +22,24 @@ from lean_ft.tokenizers import Tokenizer, load_tokenizer
 
 
 def load_teacher(
-    cfg: Any,
+    cfg: RecipeConfig,
     tokenizer: Tokenizer,
     device: torch.device,
     batches: Batches,
     held_out: EvalBatches | None,
     ranks: Ranks = ALONE,
 ) -> Teacher:
-    """Return the teacher that `cfg.distill` sets, on the student's device and sharded as the student is.
+    """Return the teacher of the recipe's `DistillConfig`, on the student's device and sharded as the student is.
 
     Raises ValueError for another tokenizer, or a cache of other rows.
     """
-    distill: DistillConfig = cfg.distill
+    distill = cfg.needed(DistillConfig)
     if distill.cached is not None:
-        return _cached(cfg, device, batches, held_out)
+        return _cached(distill, cfg.needed(DataConfig), device, batches, held_out)
     assert distill.teacher is not None
     if stage() is None:
         check_tokenizer(distill.teacher, tokenizer)
-    kept_as = distill.teacher_dtype or cfg.model.dtype
+    kept_as = distill.teacher_dtype or cfg.needed(ModelConfig).dtype
     nf4 = kept_as == "nf4"
     setting = "distill.teacher_streamed"
     link = open_link(device, f"{setting}=true", f"{setting}=false") if distill.teacher_streamed else None
@@ -49,9 +49,9 @@ def load_teacher(
         getattr(torch, "bfloat16" if nf4 else kept_as),
         nf4=nf4,
         link=link,
-        memory=cfg.memory,
+        memory=cfg.needed(MemoryConfig),
         compile=cfg.compile,
-        parallel=cfg.parallel,
+        parallel=cfg.group(ParallelConfig),
         ranks=ranks,
     )
     num_bytes = sum(tensor.nbytes for tensor in (*frozen.parameters(), *frozen.buffers()))
@@ -79,9 +79,8 @@ def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
             )
 
 
-def check_cached(cfg: Any) -> dict[str, Any]:
-    """Return the metadata of `cfg.distill.cached`. Raise ValueError if it does not fit these settings."""
-    distill: DistillConfig = cfg.distill
+def check_cached(distill: DistillConfig) -> dict[str, Any]:
+    """Return the metadata of `distill.cached`. Raise ValueError if it does not fit these settings."""
     assert distill.cached is not None
     about = read_about(distill.cached)
     if about["temperature"] != distill.temperature:
@@ -93,8 +92,11 @@ def check_cached(cfg: Any) -> dict[str, Any]:
     return about
 
 
-def _cached(cfg: Any, device: torch.device, batches: Batches, held_out: EvalBatches | None) -> Teacher:
-    about = check_cached(cfg)
+def _cached(
+    distill: DistillConfig, data: DataConfig, device: torch.device, batches: Batches, held_out: EvalBatches | None
+) -> Teacher:
+    about = check_cached(distill)
+    assert distill.cached is not None
     top_k, num_columns, vocab_size = about["top_k"], about["num_columns"], about["vocab_size"]
     if stage() is not None:  # planning: tensors without contents
 
@@ -105,7 +107,7 @@ def _cached(cfg: Any, device: torch.device, batches: Batches, held_out: EvalBatc
 
         return shapes
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    cache = TeacherCache(cfg.distill.cached, layouts, cfg.data)
+    cache = TeacherCache(distill.cached, layouts, data)
     say(
         "teacher", f"what {about['model']} said of {cache.num_documents:,} documents, its {top_k} likeliest tokens each"
     )

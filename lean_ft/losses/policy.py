@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.settings import OnlineConfig, PolicyLossConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import check_shape, is_function_path, load_function
 
@@ -187,7 +188,7 @@ def _own(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def batch_loss(
-    cfg: Any,
+    cfg: OnlineConfig,
     batch: Any,
     now: Any,
     reference: Tensor | None = None,
@@ -196,18 +197,18 @@ def batch_loss(
     num_tokens: int,
     statistics: TokenStatistics | None = None,
 ) -> Tensor:
-    """Return a batch's part of the step's loss, with the settings of `cfg.loss` and `cfg.generation`.
+    """Return a batch's part of the step's loss, with the settings of `cfg`, whose loss is a `PolicyLossConfig`.
 
     batch: like `lean_ft.data.PolicyBatch`, on the device; now: the output of `TokenLogProbs`; reference: (B, T), if the
     loss includes the divergence; num_answers, num_tokens: counts of the step; num_answers only for losses that divide
     by it.
     """
+    loss, weights = cfg.needed(PolicyLossConfig), None
     old = now.log_probs.detach() if batch.old is None else batch.old  # equal with one update per round
-    weights = None
-    if cfg.loss.correction != "none":
-        weights = correction(old, batch.sampled, batch.counts, cfg.loss.correction, cfg.loss.correction_max)
+    if loss.correction != "none":
+        weights = correction(old, batch.sampled, batch.counts, loss.correction, loss.correction_max)
     return policy_loss(
-        cfg.loss.name,
+        loss.name,
         now.log_probs,
         old,
         batch.advantages,
@@ -218,7 +219,7 @@ def batch_loss(
         num_answers=num_answers,
         num_tokens=num_tokens,
         statistics=statistics,
-        **cfg.loss.of_tokens,
+        **loss.of_tokens,
     )
 
 

@@ -10,7 +10,6 @@ Source: Agarwal et al. 2023, arXiv:2306.13649. As there, no gradient flows throu
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from lean_ft.data import Batch
 from lean_ft.data.batches import Layout
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import Decoder
+from lean_ft.settings import DataConfig, DistillConfig, RecipeConfig, SamplingConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import questions_of
@@ -26,10 +26,9 @@ from lean_ft.training.answers import questions_of
 class OnPolicy:
     """Replaces completions of the data by the student's own in some steps."""
 
-    def __init__(self, cfg: Any, model: Decoder, tokenizer: Tokenizer) -> None:
-        """cfg: of a recipe that has `distill`, `generation` and `data`."""
-        self._share, self._sampling, self._data, self._seed = cfg.distill.on_policy, cfg.generation, cfg.data, cfg.seed
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(self, cfg: RecipeConfig, model: Decoder, tokenizer: Tokenizer) -> None:
+        self._share, self._sampling = cfg.needed(DistillConfig).on_policy, cfg.needed(SamplingConfig)
+        self._data, self._seed, self._model, self._tokenizer = cfg.needed(DataConfig), cfg.seed, model, tokenizer
 
     def samples(self, step: int) -> bool:
         """Return True for a random fraction `distill.on_policy` of the steps, drawn by the seed."""

@@ -28,6 +28,7 @@ from lean_ft.data.pairs import Pairs
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
 from lean_ft.online.rewards import Rewards, Scores
+from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 
@@ -82,7 +83,7 @@ class Rounds(Generic[BatchT]):
     answers_in_a_row = 1  # of a batch
 
     def __init__(
-        self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
+        self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
     ) -> None:
         if cfg.data.shared_prompt is True and not share_prompts:
             raise ValueError(
@@ -292,10 +293,11 @@ class Rollouts(Rounds[PolicyBatch]):
     """
 
     def __init__(
-        self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
+        self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
     ) -> None:
         super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
         self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
+        self._masks_truncated = (cfg.group(PPOLossConfig) or cfg.needed(PolicyLossConfig)).mask_truncated
 
     # Log-probabilities before the first update ------------------------------------------------------------------------
 
@@ -303,7 +305,7 @@ class Rollouts(Rounds[PolicyBatch]):
     def _looks_back(self) -> bool:
         """Whether the trainer's log-probabilities are needed before the first update: for several updates, for the
         entropies of all tokens, or for a divergence in the rewards."""
-        loss = self._cfg.loss
+        loss = self._cfg.needed(PolicyLossConfig)
         return self._steps > 1 or loss.entropy_share < 1 or loss.kl_in_reward
 
     def to_remember(self) -> list[PolicyBatch]:
@@ -344,14 +346,14 @@ class Rollouts(Rounds[PolicyBatch]):
         return entropies
 
     def _counts(self, answer: Answer) -> bool:
-        return answer.reward is not None and (answer.ended or not self._cfg.loss.mask_truncated)
+        return answer.reward is not None and (answer.ended or not self._masks_truncated)
 
     def _work_out(self) -> None:
-        loss, size = self._cfg.loss, self._cfg.generation.num_answers
+        loss, size = self._cfg.needed(PolicyLossConfig), self._cfg.generation.num_answers
         if self._looks_back:
             entropies = self._take_what_is_known()
             if loss.entropy_share < 1:
-                self._mark_uncertain(entropies)
+                self._mark_uncertain(entropies, loss.entropy_share)
         worth = [
             math.nan if answer.reward is None else answer.reward - loss.kl_weight * (answer.divergence or 0.0)
             for answer in self._answers
@@ -362,15 +364,13 @@ class Rollouts(Rounds[PolicyBatch]):
         for answer, value in zip(self._answers, above, strict=True):
             answer.advantages = [value]
 
-    def _mark_uncertain(self, entropies: list[list[float]]) -> None:
-        """Keep the policy loss of the `loss.entropy_share` of a round's tokens with the highest entropy.
+    def _mark_uncertain(self, entropies: list[list[float]], share: float) -> None:
+        """Keep the policy loss of this share of a round's tokens, those with the highest entropy.
 
         Denominators and the divergence from the reference stay those of all tokens. Wang et al. 2025, arXiv:2506.01939.
         """
         counted = [e for own, one in zip(entropies, self._answers, strict=True) if one.counts[0] for e in own]
-        threshold = float(
-            np.quantile(counted or [0.0], 1 - self._cfg.loss.entropy_share)
-        )  # a checkpoint takes no numpy bool
+        threshold = float(np.quantile(counted or [0.0], 1 - share))  # a checkpoint takes no numpy bool
         for answer, own in zip(self._answers, entropies, strict=True):
             answer.uncertain = [entropy >= threshold for entropy in own]
 
@@ -447,7 +447,7 @@ class ValuedRollouts(Rollouts):
         return True
 
     def _work_out(self) -> None:
-        loss = self._cfg.loss
+        loss = self._cfg.needed(PPOLossConfig)
         self._take_what_is_known()
         for answer in self._answers:
             rewards = -loss.kl_weight * torch.tensor(answer.of_tokens(answer.divergences))
@@ -466,7 +466,7 @@ class PairRollouts(Rounds[PairBatch]):
     """Pairs of the best and the worst completion of a prompt; none if their rewards are equal."""
 
     def __init__(
-        self, cfg: Any, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
+        self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
     ) -> None:
         self.answers_in_a_row = cfg.generation.num_answers
         super().__init__(cfg, prompts, pad_id, ranks, share_prompts)

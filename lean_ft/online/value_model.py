@@ -17,6 +17,7 @@ from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder
 from lean_ft.parallel import cut, parallelize, sharded_linear
 from lean_ft.peft import load_with_adapter
+from lean_ft.settings import AnswersConfig, ParallelConfig, ValueConfig
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks, local
 
@@ -24,21 +25,22 @@ from lean_ft.system.shards import ALONE, Ranks, local
 class ValueModel(nn.Module):
     """`value(batch, now)`: (G, A) float32, 0 after a completion's end."""
 
-    def __init__(self, cfg: Any, model: Decoder, ranks: Ranks = ALONE) -> None:
-        """cfg: of a recipe with `model`, `value`, `lora`, `memory` and `parallel`; model: the policy. Raises ValueError
-        for `value.path` with an adapter, or as `load_with_adapter`, `cut` and `parallelize` do."""
+    def __init__(self, cfg: AnswersConfig, model: Decoder, ranks: Ranks = ALONE) -> None:
+        """model: the policy. Raises ValueError for `value.path` with an adapter, or as `load_with_adapter`, `cut` and
+        `parallelize` do."""
         super().__init__()
+        path, parallel = cfg.needed(ValueConfig).path, cfg.needed(ParallelConfig)
         self._is_float16, device = cfg.model.dtype == "float16", model.device
         self.own: Decoder | None = None
         if cfg.lora is None:
-            from_path = {} if cfg.value.path is None else {"path": cfg.value.path}
+            from_path = {} if path is None else {"path": path}
             self.own = load_with_adapter(cfg.model.model_copy(update=from_path), None, device, ranks, scores=True)
-            cut(self.own, cfg.parallel, ranks)
+            cut(self.own, parallel, ranks)
             apply_memory(self.own, cfg.memory, compile=cfg.compile)
-            parallelize(self.own, cfg.parallel, ranks)
-        elif cfg.value.path is not None:
+            parallelize(self.own, parallel, ranks)
+        elif path is not None:
             raise ValueError(
-                f"value.path={cfg.value.path} is a separate model, but with an adapter the value model is an output layer on the "
+                f"value.path={path} is a separate model, but with an adapter the value model is an output layer on the "
                 "policy. Remove value.path, or set lora=null."
             )
         else:

@@ -173,20 +173,24 @@ _WORKS: dict[str, _Work] = {work.__name__: work for work in (_peak, _lines_of_re
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     """An upper bound of memory for any settings: everything in float32, nothing recomputed. None for a mixture of experts,
     whose activations do not follow from its shapes, and for a recipe without a model or data. Raises as `load_model`."""
-    model_settings = getattr(cfg, "model", None)
+    model_settings = cfg.group(ModelConfig)
     if model_settings is None or cfg.row_tokens is None:
         return None
     model = empty_model(model_settings.path, torch.float32)
     if model.mixture is not None:
         return None
     # Weights, gradients and both moments, and half as much again for workspace.
-    bound = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(model, cfg)
+    bound = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(
+        model, cfg, cfg.row_tokens
+    )
     for place, path in models_of(cfg).items():
         if place != ("model", "path"):  # a teacher: one layer's activations, and its logits
             other = empty_model(path, torch.float32)
             if other.mixture is not None:
                 return None
-            bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(other, cfg)
+            bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(
+                other, cfg, cfg.row_tokens
+            )
     generation = cfg.group(GenerationConfig)
     if generation is None:
         return bound
@@ -194,12 +198,12 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     return bound + model.cache_bytes(answers, cfg.row_tokens) + 4 * 4 * answers * model.config.vocab_size
 
 
-def _activation_bytes(model: Decoder, cfg: Any) -> int:
+def _activation_bytes(model: Decoder, cfg: RecipeConfig, row_tokens: int) -> int:
     config = model.config
     features = sum(m.out_features + m.in_features for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     features += config.num_layers * 16 * config.hidden_size  # norms, rotary embeddings, residuals
     data = cfg.group(DataConfig)
-    tokens = cfg.batch_size * cfg.row_tokens * (1 if data is None else len(data.sides))
+    tokens = cfg.batch_size * row_tokens * (1 if data is None else len(data.sides))
     return 4 * tokens * (2 * features + 4 * config.vocab_size)
 
 

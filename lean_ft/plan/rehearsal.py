@@ -27,6 +27,7 @@ from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.labels import ACTIVATIONS, BATCH, GRADIENTS, STATES, WORKSPACE
 from lean_ft.plan.ranks import PlannedRanks, pretended_ranks
 from lean_ft.plan.trace import Moment, Trace
+from lean_ft.settings import MemoryConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
@@ -60,7 +61,7 @@ class Rehearsal:
 
 
 def rehearse(
-    recipe: ModuleType, cfg: Any, device: Device, machines: Machines = ONE_DEVICE, *, takes_step: bool = True
+    recipe: ModuleType, cfg: RecipeConfig, device: Device, machines: Machines = ONE_DEVICE, *, takes_step: bool = True
 ) -> Rehearsal:
     """Run one step of `recipe.main(cfg)` for `device` without weights, data or the device; with several devices, rank 0's step.
     With `takes_step=False`, stop before the step: this only raises the errors that a run would raise before it.
@@ -69,9 +70,8 @@ def rehearse(
     takes no step; NotSimulatedError for a line of user code that needs values.
     """
     started = time.perf_counter()
-    memory = getattr(cfg, "memory", None)
+    memory, parallel = cfg.group(MemoryConfig), cfg.group(ParallelConfig)
     trace = Trace(device, host_pool=memory is not None and wants_host_pool(memory), machines=machines)
-    parallel = getattr(cfg, "parallel", None)
     num_sharing = 1 if parallel is None else parallel.context * parallel.tensor
     stage = WatchedStage(trace, num_sharing, takes_step)
     torch.compiler.reset()

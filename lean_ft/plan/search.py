@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
-from lean_ft.settings import RecipeConfig, RewardLossConfig
+from lean_ft.settings import OptimizerConfig, RecipeConfig, RewardLossConfig
 from lean_ft.settings.conflicts import check_conflicts
 
 Overrides = dict[str, Any]
@@ -73,7 +73,7 @@ class _Rehearsals:
     def __init__(
         self,
         recipe: ModuleType,
-        cfg: Any,
+        cfg: RecipeConfig,
         device: Device,
         progress: Callable[[str], None],
         machines: Machines = ONE_DEVICE,
@@ -98,7 +98,7 @@ class _Rehearsals:
 
 def search(
     recipe: ModuleType,
-    cfg: Any,
+    cfg: RecipeConfig,
     device: Device,
     budget_bytes: int,
     progress: Callable[[str], None] = lambda settings: None,
@@ -146,7 +146,7 @@ def search(
     )
 
 
-def remedies(recipe: ModuleType, cfg: Any, device: Device) -> tuple[Rehearsal, list[Candidate]]:
+def remedies(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> tuple[Rehearsal, list[Candidate]]:
     """Return the rehearsal of `cfg`, and candidates with one more technique each, the smallest first.
 
     Candidates that save less than 1% are left out. All techniques together come last.
@@ -166,7 +166,7 @@ def remedies(recipe: ModuleType, cfg: Any, device: Device) -> tuple[Rehearsal, l
     return own, found
 
 
-def with_overrides(cfg: Any, overrides: Overrides) -> Any:
+def with_overrides(cfg: RecipeConfig, overrides: Overrides) -> RecipeConfig:
     """The settings with `group.name` keys replaced. Raises ValueError if they contradict each other."""
     updates: dict[str, Any] = {}
     for key, value in overrides.items():
@@ -177,8 +177,7 @@ def with_overrides(cfg: Any, overrides: Overrides) -> Any:
             own: BaseModel = updates.get(group, getattr(cfg, group))
             updates[group] = own.model_copy(update={name: value})
     changed = cfg.model_copy(update=updates)
-    if isinstance(changed, RecipeConfig):  # `model_copy` does not validate
-        check_conflicts(changed)
+    check_conflicts(changed)  # `model_copy` does not validate
     return changed
 
 
@@ -195,12 +194,12 @@ def _layouts(machines: Machines) -> list[Overrides]:
     ]
 
 
-def _has_no_logits(cfg: Any) -> bool:
+def _has_no_logits(cfg: RecipeConfig) -> bool:
     """Whether the settings of the logits' memory do not apply: a reward model has none."""
-    return isinstance(getattr(cfg, "loss", None), RewardLossConfig)
+    return cfg.group(RewardLossConfig) is not None
 
 
-def _ladder(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
+def _ladder(cfg: RecipeConfig, device: Device, is_alone: bool = True) -> list[Overrides]:
     """Complete settings for activations, gradients and the loss, from the fastest to the smallest."""
     always: Overrides = {} if cfg.clip_grad_norm is not None else {"optimizer.in_backward": True}
     rungs: list[Overrides] = [
@@ -223,23 +222,24 @@ def _ladder(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
     return [{**always, **rung} for rung in rungs]
 
 
-def _states(cfg: Any, device: Device, is_alone: bool = True) -> list[Overrides]:
+def _states(cfg: RecipeConfig, device: Device, is_alone: bool = True) -> list[Overrides]:
     """Settings for the optimizer's state: unchanged, then smaller."""
     streams = is_alone and not device.is_cpu
-    if cfg.optimizer.name != "adamw":
-        return [{}] if not streams or cfg.optimizer.name == "sgd" else [{}, {"optimizer.state": "streamed"}]
+    rule = cfg.needed(OptimizerConfig).name
+    if rule != "adamw":
+        return [{}] if not streams or rule == "sgd" else [{}, {"optimizer.state": "streamed"}]
     lean: Overrides = {"optimizer.name": "adamw_8bit"}
     return [{}, lean] if not streams else [{}, lean, {**lean, "optimizer.state": "streamed"}]
 
 
-def _larger_chunks(cfg: Any) -> Iterator[Overrides]:
+def _larger_chunks(cfg: RecipeConfig) -> Iterator[Overrides]:
     """Larger chunks of the loss, which sum the output weight's gradient less often, up to the number of tokens."""
     for tokens in () if _has_no_logits(cfg) else (8192, 32768):
-        if tokens < cfg.batch_size * cfg.row_tokens * 2:
+        if tokens < cfg.batch_size * (cfg.row_tokens or 0) * 2:
             yield {"memory.loss_chunk_tokens": tokens}
 
 
-def _smaller_batches(cfg: Any) -> Iterator[Overrides]:
+def _smaller_batches(cfg: RecipeConfig) -> Iterator[Overrides]:
     """The same rows per step in more micro-batches."""
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     for batch_size in range(cfg.batch_size // 2, 0, -1):

@@ -22,6 +22,7 @@ from lean_ft.settings.losses import (
     PPOLossConfig,
     PreferenceLossConfig,
     ReferenceConfig,
+    ReferencedLossConfig,
     RewardLossConfig,
     UnpairedLossConfig,
 )
@@ -52,7 +53,7 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "ppo_loss": PPOLossConfig,
     "score_loss": (RewardLossConfig, ClassificationLossConfig),
     "kl_loss": (PolicyLossConfig, PPOLossConfig),
-    "loss": (PreferenceLossConfig, UnpairedLossConfig, PolicyLossConfig, PPOLossConfig),
+    "loss": ReferencedLossConfig,
 }
 
 

@@ -1,7 +1,7 @@
 """Settings of losses, reference models, value models and teachers."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
@@ -32,6 +32,19 @@ def _check_read(given: dict[str, float], loss: str, reads: dict[str, tuple[str, 
             )
 
 
+class ReferencedLossConfig(Settings):
+    """A loss that may compare the model with a frozen reference model."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
+    def needs_mismatched(self) -> bool:
+        """Whether the loss compares prompts with completions of other prompts."""
+        return False
+
+
 # Settings of each preference loss in addition to beta.
 LOSS_READS = {
     "sigmoid": ("label_smoothing",),
@@ -42,7 +55,7 @@ LOSS_READS = {
 }
 
 
-class PreferenceLossConfig(Settings):
+class PreferenceLossConfig(ReferencedLossConfig):
     """The loss of a preference pair; docs/preferences.md has the formulas."""
 
     name: Annotated[
@@ -118,7 +131,7 @@ class PreferenceLossConfig(Settings):
         return self
 
 
-class UnpairedLossConfig(Settings):
+class UnpairedLossConfig(ReferencedLossConfig):
     """The loss of desirable and undesirable completions; docs/preferences.md has the formulas."""
 
     name: Literal["kto", "apo_zero_unpaired", "bco"] = Field(
@@ -137,11 +150,8 @@ class UnpairedLossConfig(Settings):
     )
     undesirable_weight: NonNegativeFloat = Field(1.0, description="Weight of undesirable completions.")
 
-    needs_reference: ClassVar[bool] = True
-
     @property
     def needs_mismatched(self) -> bool:
-        """Whether the loss compares prompts with completions of other prompts."""
         return self.name == "kto"
 
 
@@ -187,7 +197,7 @@ POLICY_LOSS_READS = {
 }
 
 
-class PolicyLossConfig(Settings):
+class PolicyLossConfig(ReferencedLossConfig):
     """The policy loss of sampled completions; docs/online.md has the formulas."""
 
     name: Annotated[
@@ -272,7 +282,7 @@ class PolicyLossConfig(Settings):
         return self
 
 
-class PPOLossConfig(Settings):
+class PPOLossConfig(ReferencedLossConfig):
     """The losses of the policy and the value model; docs/online.md has the formulas."""
 
     epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
@@ -294,14 +304,6 @@ class PPOLossConfig(Settings):
         " reference model.",
     )
     mask_truncated: bool = Field(False, description="Do not train on completions that max_new_tokens cut.")
-
-    name: ClassVar[str] = "dapo"  # name of the policy loss: a mean over the step's tokens
-    correction: ClassVar[str] = "none"
-
-    @property
-    def of_tokens(self) -> dict[str, Any]:
-        """Arguments of `policy_loss` after the name."""
-        return {"epsilon": self.epsilon, "epsilon_high": self.epsilon}
 
     @property
     def needs_reference(self) -> bool:

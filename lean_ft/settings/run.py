@@ -207,6 +207,15 @@ class RecipeConfig(Settings):
         """Return the recipe's first group of settings of this class, or None."""
         return next((value for _, value in self if isinstance(value, kind)), None)
 
+    def needed(self, kind: type[GroupT]) -> GroupT:
+        """Return the recipe's first group of settings of this class. Raises ValueError if it has none."""
+        if (group := self.group(kind)) is None:
+            raise ValueError(
+                f"the recipe's Config has no settings of the class {kind.__name__}, which a function of the recipe reads. "
+                f"Add a field of this class, such as `data: {kind.__name__}`."
+            )
+        return group
+
 
 class AnswersConfig(RecipeConfig):
     """Settings of recipes that train on completions and a frozen reference model, except for data and loss."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from lean_ft.data import Batch, PairBatch, UnpairedBatch
+from lean_ft.data import Batch
 from lean_ft.generation import Sampling, longest_first, sample
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
@@ -166,13 +166,9 @@ def questions_of(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
     rows = range(0, batch.num_tokens + 1, num_columns)
     boundaries = list(rows) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
-    right: set[int] | None = None  # positions in chosen or desirable sequences; None: all are
-    if isinstance(batch, PairBatch):
-        lengths = batch.answer_tokens.flatten()
-        firsts = batch.index[(lengths.cumsum(0) - lengths)[:: batch.answer_tokens.shape[1]]]
-        right = set((firsts[batch.is_desirable] if isinstance(batch, UnpairedBatch) else firsts).tolist())
+    asked = None if batch.asked is None else set(batch.asked.tolist())
     for start, end in pairwise(boundaries):
-        if right is not None and right.isdisjoint(range(start, end)):
+        if asked is not None and asked.isdisjoint(range(start, end)):
             continue
         trained = [i for i in range(start, end) if labels[i] != -100]
         if trained:

@@ -1,5 +1,6 @@
 """The search with a stub rehearsal: the ranking, the result if nothing fits, and the suggested settings."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import Rehearsal
 from lean_ft.plan.search import remedies, search
 from lean_ft.plan.trace import Moment
-from lean_ft.settings import MemoryConfig, OptimizerConfig
+from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig, SFTDataConfig
 
 RECIPE = SimpleNamespace()
 # Saved bytes per row of the batch, and its time.
@@ -17,21 +18,20 @@ HOLES = 0  # free bytes between the tensors
 ACTIVATIONS = {"none": (100, 1.0), "every_n": (60, 1.15), "selective": (30, 1.25), "full": (20, 1.3)}
 
 
-class Config(SimpleNamespace):
-    def model_copy(self, update):
-        return Config(**{**vars(self), **update})
+class Config(RecipeConfig):
+    optimizer: OptimizerConfig
+    memory: MemoryConfig
+    data: SFTDataConfig
 
 
 @pytest.fixture
 def cfg():
     return Config(
         batch_size=4,
-        gradient_accumulation_steps=1,
-        clip_grad_norm=None,
         optimizer=OptimizerConfig(name="adamw"),
         memory=MemoryConfig(),
-        data=SimpleNamespace(max_length=512),
-        row_tokens=512,
+        data=SFTDataConfig(source="unread", max_length=512),
+        output_dir=Path("unused"),
     )
 
 
@@ -92,7 +92,7 @@ def test_where_nothing_fits_smaller_batches_are_tried_and_the_nearest_is_told(cf
 
 
 def test_clipping_keeps_the_step_out_of_backward(cfg, rehearsed):
-    search(RECIPE, cfg.model_copy({"clip_grad_norm": 1.0}), CPU, 10_000)
+    search(RECIPE, cfg.model_copy(update={"clip_grad_norm": 1.0}), CPU, 10_000)
     assert not any(settings.optimizer.in_backward for settings in rehearsed)
 
 
@@ -121,7 +121,7 @@ def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, m
 
 
 def test_what_fits_as_it_is_comes_first_and_larger_chunks_of_the_loss_are_tried(cfg, rehearsed):
-    cfg = cfg.model_copy({"data": SimpleNamespace(max_length=4096), "row_tokens": 4096})
+    cfg = cfg.model_copy(update={"data": SFTDataConfig(source="unread", max_length=4096)})
     own = search_module.rehearse(RECIPE, cfg, CPU)
     found = search(RECIPE, cfg, CPU, 2000, own=own)
     assert found.fitting[0].overrides == {}
