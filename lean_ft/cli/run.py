@@ -1,6 +1,5 @@
 """`leanft run`: run a recipe."""
 
-import contextlib
 import logging
 import os
 import re
@@ -134,7 +133,7 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> None:
         if _is_one_of_many():
             _part()
         elif isinstance(cfg, RecipeConfig) and cfg.profile:
-            _draw_profile(recipe, cfg)
+            _draw_profile(cfg)
     except SystemExit as error:
         if error.code or not is_shipped(recipe):
             raise
@@ -146,7 +145,7 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> None:
         raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
     except Exception as error:
         if is_out_of_memory(error):
-            error.add_note(memory_advice(recipe, cfg))
+            error.add_note(memory_advice(cfg))
         add_place(error, Path(recipe.__file__ or ""), is_shipped(recipe), getattr(cfg, "output_dir", None))
         raise
 
@@ -190,39 +189,27 @@ def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
             say("plan", "WARNING: that does not fit. The same arguments after `leanft plan` name settings that do.")
 
 
-def _draw_profile(recipe: ModuleType, cfg: RecipeConfig) -> None:
-    """Draw the measured memory beside the plan. The plan is computed after the run, because it would disturb the measurement."""
-    from lean_ft.plan.beforehand import planned_step
+def _draw_profile(cfg: RecipeConfig) -> None:
     from lean_ft.plan.picture import draw_measured
     from lean_ft.system.log import say
     from lean_ft.training.profiling import FOLDER, MEMORY_FILE
 
-    measured, planned = cfg.output_dir / FOLDER / MEMORY_FILE, None
+    measured = cfg.output_dir / FOLDER / MEMORY_FILE
     if not measured.exists():
         return
-    if plans_itself(recipe, cfg):
-        try:
-            planned = planned_step(recipe, cfg)
-        except RuntimeError as error:
-            say("plan", f"none, as the rehearsal of a step failed: {error}")
     try:
-        draw_measured(measured, planned or [], measured.with_suffix(".png"))
+        draw_measured(measured, measured.with_suffix(".png"))
     except ImportError:
         say("profile", "pictures need matplotlib: pip install 'lean-ft[plots]'")
     else:
-        say("profile", f"{measured.with_suffix('.png')}: memory over time" + (", beside the plan" if planned else ""))
+        say("profile", f"{measured.with_suffix('.png')}: memory over time")
 
 
-def memory_advice(recipe: ModuleType, cfg: BaseModel) -> str:
-    """Return advice for a run that ran out of memory: settings that need less, with the peak memory of each."""
-    advice = "A smaller batch_size or a shorter data.max_length takes less."
-    if isinstance(cfg, RecipeConfig) and not plans_itself(recipe, cfg):
-        advice += " The same arguments after `leanft plan` name settings that fit."
-    elif isinstance(cfg, RecipeConfig) and not _is_one_of_many():
-        from lean_ft.plan.beforehand import what_takes_less
-
-        with contextlib.suppress(RuntimeError):  # if the rehearsal fails, keep the general advice
-            advice = what_takes_less(recipe, cfg) or advice
-    if isinstance(cfg, RecipeConfig) and cfg.batch_size > 1:
-        advice += "\nA smaller batch_size with as many more gradient_accumulation_steps goes on with this run."
-    return f"Out of memory. {advice}"
+def memory_advice(cfg: BaseModel) -> str:
+    """Return advice for a run that ran out of memory."""
+    if not isinstance(cfg, RecipeConfig):
+        return "Out of memory. Lower batch_size or the length of the texts."
+    advice = "Out of memory. Run `leanft plan` with the same arguments: it prints settings that fit this device."
+    if cfg.batch_size > 1:
+        advice += " To resume this run, lower batch_size and raise gradient_accumulation_steps by the same factor."
+    return advice

@@ -1,23 +1,19 @@
-"""The memory estimate before a run loads weights, and advice after a run ran out of memory.
+"""The memory estimate before a run loads weights.
 
 If an upper bound from the shapes is less than half of the free memory, nothing is rehearsed. Otherwise, if rows are not packed
 to one length, the data are prepared first, because the longest row may be far below `data.max_length`. The run then takes the
 prepared data from the cache.
 
-The rehearsal runs in another process, so that the tracer and the compiler take no memory of the run, and side effects of a
-recipe do not reach it. The process is forked, unless CUDA is initialized here, which no fork may use. Then a fresh process
-without a GPU gets the recipe's path, the settings and the device.
+The rehearsal runs in a fresh process, so that the tracer and the compiler take no memory of the run, and side effects of a
+recipe do not reach it. The process gets the recipe's path, the settings and the device.
 """
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,11 +37,7 @@ from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.process_memory import rss_bytes
 
-_PATIENCE_SECONDS = 20.0  # for one rehearsal before a run; an 8B model takes less than 10 s
-_PATIENCE_AFTER_SECONDS = 120.0  # for several rehearsals after a run
-_START_SECONDS = 15.0  # added for a fresh process, which imports torch
-
-_Work = Callable[[ModuleType, RecipeConfig, Device], Any]  # runs in another process and returns JSON
+_PATIENCE_SECONDS = 35.0  # an 8B model takes less than 10 s, and the import of torch a few more
 
 
 @dataclass(frozen=True)
@@ -100,18 +92,10 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     if outlook is not None:
         return outlook
 
-    found = _in_child(_peak, recipe, cfg, device, _PATIENCE_SECONDS)
+    found = _rehearse_apart(recipe, cfg, device)
     if found is None:
         return None
-    peak_bytes, where, pinned_bytes, reserved_bytes = found
-    return Outlook(peak_bytes, where, room_bytes, device.name, pinned_bytes, reserved_bytes, process_bytes)
-
-
-def _peak(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[Any]:
-    from lean_ft.plan.rehearsal import rehearse
-
-    rehearsal = rehearse(recipe, cfg, device)
-    return [rehearsal.peak_bytes, rehearsal.peak.where, rehearsal.pinned_bytes, rehearsal.reserved_bytes]
+    return Outlook(**found, room_bytes=room_bytes, device=device.name, process_bytes=process_bytes)
 
 
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
@@ -128,46 +112,6 @@ def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
     name = next(name for name, value in cfg if value is data)
     batch_size = min(cfg.batch_size, batches.num_rows)
     return cfg.model_copy(update={name: data.model_copy(update=update), "batch_size": batch_size})
-
-
-def what_takes_less(recipe: ModuleType, cfg: RecipeConfig) -> str:
-    """Return lines with settings that take less memory and the peak of each, the smallest first."""
-    device, cfg = choose_device(None, cfg.device), as_long_as_its_data(cfg)
-    return _in_child(_lines_of_remedies, recipe, cfg, device, _PATIENCE_AFTER_SECONDS) or ""
-
-
-def _lines_of_remedies(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> str:
-    from lean_ft.plan.search import remedies
-
-    own, found = remedies(recipe, cfg, device)
-    if not found:
-        return "Every setting that saves memory is in use. Set a shorter data.max_length or use a smaller model."
-    width = max(len(candidate.command_line) for candidate in found)
-    return "\n".join(
-        [f"Planned peak: {gibibytes(own.peak_bytes)}. Settings that take less, each alone and the last line together:"]
-        + [
-            f"  {c.command_line:<{width}}  {gibibytes(c.peak_bytes)} ({gibibytes(own.peak_bytes - c.peak_bytes)} less)"
-            for c in found
-        ]
-    )
-
-
-def planned_step(recipe: ModuleType, cfg: RecipeConfig) -> list[tuple[float, int]] | None:
-    """Return the memory of one planned step, (estimated seconds, bytes) at each change; None for refused settings.
-
-    Raises RuntimeError if the rehearsal fails for another reason.
-    """
-    device, cfg = choose_device(None, cfg.device), as_long_as_its_data(cfg)
-    return _in_child(_timeline, recipe, cfg, device, _PATIENCE_AFTER_SECONDS)
-
-
-def _timeline(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> list[tuple[float, int]]:
-    from lean_ft.plan.rehearsal import rehearse
-
-    return [(seconds, sum(alive.values())) for seconds, alive in rehearse(recipe, cfg, device).timeline]
-
-
-_WORKS: dict[str, _Work] = {work.__name__: work for work in (_peak, _lines_of_remedies, _timeline)}
 
 
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
@@ -214,49 +158,13 @@ def _room_bytes(setting: str) -> int | None:
     return available_bytes()
 
 
-def _in_child(work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float) -> Any:
-    """Run `work` in another process and return its JSON result; None if it raises ValueError.
+def _rehearse_apart(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> dict[str, Any] | None:
+    """Rehearse a step in a fresh process without a GPU. Return the facts for `Outlook`; None if it raises ValueError.
 
     Raises RuntimeError if it raises another error, dies, or takes too long.
     """
-    can_fork = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
-    ask = _forked if can_fork else _fresh
-    answer = ask(work, recipe, cfg, device, patience_seconds)
-    # torch 2.11 with CUDA refuses a fork after any backward pass.
-    if "Autograd-and-Fork" in answer.get("failure", ""):
-        answer = _fresh(work, recipe, cfg, device, patience_seconds)
-    if "failure" in answer:
-        raise RuntimeError(answer["failure"])
-    return answer["result"]
-
-
-def _forked(
-    work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float
-) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    rehearse = partial(work, recipe, cfg, device)
-    process = context.Process(target=lambda: sender.send_bytes(_answer(rehearse)), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(patience_seconds):
-            raise RuntimeError(f"it took longer than {patience_seconds:.0f} s")
-        return json.loads(receiver.recv_bytes())
-    except EOFError:
-        raise RuntimeError("the rehearsal process died") from None
-    finally:
-        process.kill()
-        process.join()
-
-
-def _fresh(
-    work: _Work, recipe: ModuleType, cfg: RecipeConfig, device: Device, patience_seconds: float
-) -> dict[str, Any]:
-    patience_seconds += _START_SECONDS
     question = {
         "recipe": recipe.__file__,
-        "work": work.__name__,
         "settings": cfg.model_dump(mode="json", round_trip=True),
         "device": asdict(device),
     }
@@ -265,54 +173,52 @@ def _fresh(
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path),
     }
-    # Not multiprocessing, which would run the main module again. A new session keeps a terminal's Ctrl-C for the run.
+    # Not multiprocessing: a fork may not use an initialized CUDA, and other start methods run the main module again.
+    # A new session keeps a terminal's Ctrl-C for the run.
     command = [sys.executable, "-P", "-c", f"from {__name__} import answer_a_question; answer_a_question()"]
     try:
         process = subprocess.run(
             command,
             input=json.dumps(question).encode(),
             stdout=subprocess.PIPE,
-            timeout=patience_seconds,
+            timeout=_PATIENCE_SECONDS,
             env=environment,
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"it took longer than {patience_seconds:.0f} s") from None
+        raise RuntimeError(f"it took longer than {_PATIENCE_SECONDS:.0f} s") from None
     if not process.stdout:
         raise RuntimeError("the rehearsal process died")
-    return json.loads(process.stdout)
+    answer = json.loads(process.stdout)
+    if "failure" in answer:
+        raise RuntimeError(answer["failure"])
+    return answer["result"]
 
 
 def answer_a_question() -> None:
-    """The main function of a fresh process: read a question as JSON from standard input, write the answer to standard output."""
+    """The main function of the fresh process: read a question as JSON from standard input, write the answer to standard
+    output."""
     out = os.dup(1)
     os.dup2(2, 1)  # output of the recipe goes to standard error
-    question = json.load(sys.stdin)
-
-    def ask() -> Any:
-        recipe = load_recipe(Path(question["recipe"]))
-        try:  # validated from JSON text, where strict settings accept text for a path and a list for a tuple
-            cfg = recipe.Config.model_validate_json(json.dumps(question["settings"]), strict=True)
-        except ValueError as error:
-            raise RuntimeError(f"the settings changed on the way to the other process: {error}") from None
-        device: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in question["device"].items()
-        }
-        return _WORKS[question["work"]](recipe, cfg, Device(**device))
-
-    with os.fdopen(out, "wb") as answers:
-        answers.write(_answer(ask))
-
-
-def _answer(work: Callable[[], Any]) -> bytes:
     try:
-        answer = {"result": work()}
+        answer = {"result": _answer(json.load(sys.stdin))}
     except ValueError:
         answer = {"result": None}
     except BaseException as error:
-        answer = (
-            {"failure": f"{error}"}
-            if type(error).__name__ == "NotSimulatedError"
-            else {"failure": traceback.format_exception_only(error)[-1].strip()}
-        )
-    return json.dumps(answer).encode()
+        is_explained = type(error).__name__ == "NotSimulatedError"
+        answer = {"failure": f"{error}" if is_explained else traceback.format_exception_only(error)[-1].strip()}
+    with os.fdopen(out, "w") as answers:
+        json.dump(answer, answers)
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    from lean_ft.plan.rehearsal import rehearse
+
+    recipe = load_recipe(Path(question["recipe"]))
+    try:  # validated from JSON text, where strict settings accept text for a path and a list for a tuple
+        cfg = recipe.Config.model_validate_json(json.dumps(question["settings"]), strict=True)
+    except ValueError as error:
+        raise RuntimeError(f"the settings changed on the way to the other process: {error}") from None
+    found = rehearse(recipe, cfg, Device(**question["device"]))
+    names = ("peak_bytes", "pinned_bytes", "reserved_bytes")
+    return {"where": found.peak.where} | {name: getattr(found, name) for name in names}

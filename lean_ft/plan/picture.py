@@ -1,7 +1,6 @@
-"""Pictures of a step's memory over time, planned and measured (matplotlib, the `plots` extra)."""
+"""Pictures of memory over time, planned and measured (matplotlib, the `plots` extra)."""
 
 import csv
-from collections.abc import Sequence
 from pathlib import Path
 
 from lean_ft.plan.labels import LABELS
@@ -51,25 +50,17 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
     figure.savefig(path, dpi=150)
 
 
-def draw_measured(memory_file: Path, planned: Sequence[tuple[float, int]], path: Path) -> None:
-    """Draw the memory measured by a profiled run (`profile/memory.csv`), and next to it a planned step, (seconds, bytes) at each
-    change, if there is one. The time axes differ, because planned seconds are only good for comparing settings.
-
-    Raises ImportError if matplotlib is not installed.
-    """
+def draw_measured(memory_file: Path, path: Path) -> None:
+    """Draw the memory measured by a profiled run (`profile/memory.csv`). Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     with memory_file.open(encoding="utf-8", newline="") as file:
-        measured = [(float(row["seconds"]), int(row["bytes"])) for row in csv.DictReader(file)]
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    curves = [("measured while profiling", measured)] + [("planned for one step", list(planned))] * bool(planned)
-    first = None
-    for place, (title, points) in enumerate(curves, start=1):
-        axes = figure.add_subplot(1, len(curves), place, sharey=first)
-        first = first or axes
-        seconds, taken = zip(*points, strict=True) if points else ((), ())
-        peak = max(taken, default=0)
-        axes.step(seconds, [value / GIB for value in taken], where="post")
-        axes.axhline(peak / GIB, linestyle=":", color="black")
-        axes.set(xlabel="seconds", ylabel="GiB", ylim=(0, None), title=f"{title}: peak {gibibytes(peak)}")
+        measured = [(float(row["seconds"]), int(row["bytes"]) / GIB) for row in csv.DictReader(file)]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    seconds, taken = zip(*measured, strict=True) if measured else ((), ())
+    peak = max(taken, default=0.0)
+    axes.step(seconds, taken, where="post")
+    axes.axhline(peak, linestyle=":", color="black")
+    axes.set(xlabel="seconds", ylabel="GiB", ylim=(0, None), title=f"peak {gibibytes(int(peak * GIB))}")
     figure.savefig(path, dpi=150)

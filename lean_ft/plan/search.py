@@ -1,4 +1,4 @@
-"""Search for the fastest settings that fit a memory budget, and for the savings of each technique.
+"""Search for the fastest settings that fit a memory budget.
 
 Only settings that leave the training the same are varied: how activations, gradients and the loss are kept, and the split of a
 step's rows into micro-batches. Two settings change rounding: 8-bit moments for AdamW, and the output weight's gradient summed
@@ -144,26 +144,6 @@ def search(
         sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.reserved_bytes),
         rehearsals.refused,
     )
-
-
-def remedies(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> tuple[Rehearsal, list[Candidate]]:
-    """Return the rehearsal of `cfg`, and candidates with one more technique each, the smallest first.
-
-    Candidates that save less than 1% are left out. All techniques together come last.
-    """
-    rehearsals = _Rehearsals(recipe, cfg, device, lambda settings: None)
-    own = rehearse(recipe, cfg, device)
-    single: list[Overrides] = [{key: value} for rung in _ladder(cfg, device) for key, value in rung.items()]
-    single += _states(cfg, device)
-    single += list(_smaller_batches(cfg))[:1]
-    unique = {str(overrides): overrides for overrides in single if overrides}
-    found = [candidate for overrides in unique.values() if (candidate := rehearsals.of(overrides)) is not None]
-    found = [candidate for candidate in found if candidate.peak_bytes < 0.99 * own.peak_bytes]
-    found.sort(key=lambda candidate: candidate.peak_bytes)
-    together = rehearsals.of({**_ladder(cfg, device)[-1], **_states(cfg, device)[-1]})
-    if together is not None and (not found or together.peak_bytes < found[0].peak_bytes):
-        found.append(together)
-    return own, found
 
 
 def with_overrides(cfg: RecipeConfig, overrides: Overrides) -> RecipeConfig:

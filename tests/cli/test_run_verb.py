@@ -92,7 +92,7 @@ def test_out_of_memory_says_what_takes_less(leanft, toy_recipe, monkeypatch):
     answer = leanft("run", toy_recipe, "model.path=m", "act=exhaust")
     assert answer.code == 1
     assert "MemoryError" in answer.err
-    assert "A smaller batch_size" in answer.err  # not a training recipe, so no rehearsal
+    assert "Out of memory. Lower batch_size" in answer.err
 
 
 def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, tmp_path, monkeypatch):

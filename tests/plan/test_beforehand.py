@@ -1,15 +1,15 @@
 """The memory estimate before a run: a bound if it suffices, otherwise a rehearsal in another process."""
 
 import json
-import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lean_ft.data import longest_batch, preference_batches, sft_batches
 from lean_ft.plan import beforehand
-from lean_ft.plan.beforehand import as_long_as_its_data, foresee, upper_bound_bytes, what_takes_less
+from lean_ft.plan.beforehand import as_long_as_its_data, foresee, upper_bound_bytes
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings.text import load_config
@@ -47,7 +47,7 @@ def test_the_bound_is_one(recipe, configure, overrides):
 
 
 def test_a_run_that_surely_fits_is_not_rehearsed(recipe, configure, monkeypatch):
-    monkeypatch.setattr(beforehand, "_in_child", None)
+    monkeypatch.setattr(beforehand, "_rehearse_apart", None)
     outlook = foresee(recipe, configure())
     assert outlook is not None and outlook.fits and not outlook.where
     assert "peak memory below" in str(outlook)
@@ -68,9 +68,7 @@ def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeyp
     assert outlook.peak_bytes == rehearse(recipe, cfg, CPU).peak_bytes
     assert f"of the process itself, reached in: {outlook.where}" in str(outlook) and outlook.where
     assert outlook.process_bytes > 2**27  # torch alone
-    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: None)
-    monkeypatch.setattr(beforehand, "upper_bound_bytes", lambda cfg: None)
-    assert foresee(recipe, cfg).fits
+    assert replace(outlook, room_bytes=None).fits
 
 
 @pytest.mark.parametrize("settings", [("batch_size=99",), ("data.batch_tokens=1000000000",)])
@@ -111,76 +109,58 @@ def test_rows_of_one_length_are_planned_without_data(configure):
     assert as_long_as_its_data(packed) is packed  # packed rows have one length, so no data is read
 
 
-def test_what_a_rehearsal_does_stays_in_its_process(recipe, configure, monkeypatch):
+@pytest.fixture
+def written(monkeypatch, tmp_path):
+    """A function that writes a recipe with this `main`, for a run that may not fit."""
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
-    monkeypatch.setattr(recipe, "main", lambda cfg: sys.modules.update(left_behind=sys))
+    (tmp_path / "recipes_beside.py").write_text(
+        "from lean_ft.system.catalog import find_recipe, load_recipe\n"
+        "Config = load_recipe(find_recipe('full_finetune_single_device')).Config\n"
+    )
+
+    def write(main: str):
+        path = tmp_path / f"recipe_{abs(hash(main))}.py"
+        path.write_text(f"import os, sys\nfrom recipes_beside import Config\ndef main(cfg):\n    {main}\n")
+        return load_recipe(path)
+
+    return write
+
+
+def test_what_a_rehearsal_does_stays_in_its_process(written, configure):
+    recipe = written("sys.modules.update(left_behind=sys)")
     assert foresee(recipe, configure()) is None  # without a step
     assert "left_behind" not in sys.modules
 
 
-def test_a_rehearsal_that_fails_or_dies_says_so(recipe, configure, monkeypatch):
-    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
-    monkeypatch.setattr(recipe, "main", lambda cfg: 1 / 0)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
-        foresee(recipe, configure())
-    monkeypatch.setattr(recipe, "main", lambda cfg: os._exit(1))
+def test_a_rehearsal_that_dies_says_so(written, configure):
     with pytest.raises(RuntimeError, match="process died"):
-        foresee(recipe, configure())
-
-
-@pytest.fixture
-def cannot_fork(monkeypatch):
-    """Simulates initialized CUDA, or a system without fork."""
-    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
-    monkeypatch.setattr(beforehand.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+        foresee(written("os._exit(1)"), configure())
 
 
 @pytest.mark.long
-def test_a_fresh_process_finds_what_a_fork_does(configure, cannot_fork):
+def test_an_alias_is_rehearsed_with_its_own_settings(configure, written):
     lora = load_recipe(find_recipe("lora_finetune_single_device"))  # the alias has its own settings class
     adapted = lora.Config.model_validate({name: value for name, value in configure() if name != "lora"})
     outlook = foresee(lora, adapted)
     assert outlook is not None and outlook.peak_bytes == rehearse(lora, adapted, CPU).peak_bytes
 
 
-def test_a_fresh_process_sees_no_gpu_and_tells_prints_from_the_answer(configure, cannot_fork, tmp_path, capfd):
-    (tmp_path / "mine.py").write_text(
-        "import os\nfrom recipes_beside import Config\ndef main(cfg):\n    print('a print of its own')\n"
-        "    raise KeyError(os.environ['CUDA_VISIBLE_DEVICES'])\n"
-    )
-    (tmp_path / "recipes_beside.py").write_text(
-        "from lean_ft.system.catalog import find_recipe, load_recipe\n"
-        "Config = load_recipe(find_recipe('full_finetune_single_device')).Config\n"
-    )
-    mine = load_recipe(tmp_path / "mine.py")
+def test_a_rehearsal_sees_no_gpu_and_tells_prints_from_the_answer(written, configure, capfd):
+    mine = written("print('a print of its own'); raise KeyError(os.environ['CUDA_VISIBLE_DEVICES'])")
     with pytest.raises(RuntimeError, match="KeyError: ''"):
         foresee(mine, configure())
     assert "a print of its own" in capfd.readouterr().err
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_run_is_planned_and_advised_after_it_went_backward(recipe, configure, monkeypatch):
+def test_on_a_gpu_a_run_is_planned(recipe, configure, monkeypatch):
     monkeypatch.setattr(beforehand, "upper_bound_bytes", lambda cfg: None)
-    weight = torch.randn(4, 4, device="cuda", requires_grad=True)
-    (weight @ weight).sum().backward()
-    cfg = configure("device=cuda", "model.dtype=float32")
-    outlook = foresee(recipe, cfg)
+    torch.cuda.init()
+    outlook = foresee(recipe, configure("device=cuda", "model.dtype=float32"))
     assert outlook is not None and outlook.where
-    assert "less)" in what_takes_less(recipe, cfg)
 
 
 def test_the_run_reports_refused_settings(recipe, configure, monkeypatch):
     assert foresee(recipe, configure("model.path=no/such/folder/here")) is None
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
     assert foresee(recipe, configure("memory.activation_offload=true")) is None
-
-
-def test_what_takes_less_names_settings_and_sizes(recipe, configure, tmp_path):
-    """Also for a run that ran out of memory, whose folder exists by then."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    cfg = configure("resume=never", "batch_size=4", "data.max_length=512", "optimizer.name=adamw")
-    lines = what_takes_less(recipe, cfg).splitlines()
-    assert lines[0].startswith("Planned peak: ")
-    assert any("memory.activation_checkpointing=full" in line and "less)" in line for line in lines)
-    assert lines[-1].count("=") > 1, "the last is several together"

@@ -1,4 +1,4 @@
-"""The search with a stub rehearsal: the ranking, the result if nothing fits, and the suggested settings."""
+"""The search with a stub rehearsal: the ranking, the result if nothing fits."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 from lean_ft.plan import search as search_module
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import Rehearsal
-from lean_ft.plan.search import remedies, search
+from lean_ft.plan.search import search
 from lean_ft.plan.trace import Moment
 from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig, SFTDataConfig
 
@@ -94,16 +94,6 @@ def test_where_nothing_fits_smaller_batches_are_tried_and_the_nearest_is_told(cf
 def test_clipping_keeps_the_step_out_of_backward(cfg, rehearsed):
     search(RECIPE, cfg.model_copy(update={"clip_grad_norm": 1.0}), CPU, 10_000)
     assert not any(settings.optimizer.in_backward for settings in rehearsed)
-
-
-def test_remedies_are_single_and_ranked_and_the_last_is_all_of_them(cfg):
-    own, found = remedies(RECIPE, cfg, CPU)
-    assert own.peak_bytes == 200 + 400 + 400 + 100 + 40
-    singles, together = found[:-1], found[-1]
-    assert [candidate.peak_bytes for candidate in singles] == sorted(candidate.peak_bytes for candidate in singles)
-    assert singles[0].overrides == {"memory.activation_checkpointing": "full"}
-    assert {"optimizer.name": "adamw_8bit"} in [candidate.overrides for candidate in singles]
-    assert together.peak_bytes == 200 + 4 * 20 + 200 + 20
 
 
 def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, monkeypatch):

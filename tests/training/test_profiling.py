@@ -42,9 +42,7 @@ def test_the_trace_has_the_steps_that_were_watched(profiled: Path) -> None:
     assert names.count("module: model.layers.3.mlp") == 2
 
 
-def test_memory_is_sampled_and_drawn_beside_the_plan(
-    profiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_is_sampled_and_drawn(profiled: Path) -> None:
     with (profiled / "profile" / "memory.csv").open() as file:
         rows = list(csv.DictReader(file))
     seconds = [float(row["seconds"]) for row in rows]
@@ -76,12 +74,3 @@ def test_a_run_that_ends_before_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     run(tmp_path / "short", "profile=true", "profile_steps=[1,1,2]", "plan=false", *more)
     assert "profile     not written: it needs 4 steps (profile_steps)" in capsys.readouterr().out
     assert not any((tmp_path / "short" / "profile").iterdir())
-
-
-def test_a_profile_is_drawn_beside_the_plan_of_a_run_that_may_not_begin_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At that time output_dir already contains a run, which `resume=never` would refuse."""
-    folder = run(tmp_path / "once", "profile=true", "profile_steps=[1,1,1]", "resume=never", "data.packing=none")
-    assert "memory over time, beside the plan" in capsys.readouterr().out
-    assert (folder / "profile" / "memory.png").is_file()
