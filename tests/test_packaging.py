@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,7 +17,6 @@ import lean_ft
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-WITHOUT_TORCH = ("torch", "torchao", "bitsandbytes")  # torch, and packages that require it
 
 
 @pytest.fixture(scope="module")
@@ -116,17 +114,6 @@ def new_environment(python: str, folder: Path) -> Callable[..., subprocess.Compl
     return run
 
 
-def python_of(version: str) -> str:
-    """The Python executable of a `version`, from the path or pyenv."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
-    found = shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))
-    for python in filter(None, found):
-        asked = subprocess.run([python, "-c", "import venv, sys; print(sys.version)"], capture_output=True, text=True)
-        if asked.stdout.startswith(version):  # a pyenv shim may not work
-            return python
-    pytest.skip(f"there is no Python {version} here")
-
-
 @pytest.mark.long
 def test_the_wheel_installs_from_nothing_and_trains(wheel, tmp_path):
     run, constraints = new_environment(sys.executable, tmp_path), ("-c", CHECKOUT / "constraints.txt")
@@ -140,30 +127,6 @@ def test_the_wheel_installs_from_nothing_and_trains(wheel, tmp_path):
     done = run("leanft", "run", "full_finetune_single_device", "--config", "tiny/full", "max_steps=2", "eval_answers=0")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "tiny" / "step_00000002" / "config.json").is_file()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_the_wheel_installs_on_each_python(wheel, version, tmp_path):
-    """Without torch, which some Pythons only have with gigabytes of CUDA: all code compiles, and verbs without torch run."""
-    run, constraints = new_environment(python_of(version), tmp_path), ("-c", CHECKOUT / "constraints.txt")
-    done = run("pip", "install", "--no-deps", wheel)
-    assert done.returncode == 0, done.stderr
-    needed = [one for one in PROJECT["dependencies"] if name_of(one) not in WITHOUT_TORCH]
-    if (done := run("pip", "install", *constraints, *needed)).returncode != 0:
-        pytest.skip(f"its dependencies cannot be installed for Python {version}: {done.stderr.splitlines()[-1]}")
-    (package,) = tmp_path.glob("venv/lib/*/site-packages/lean_ft")
-    done = run("python", "-W", "error", "-m", "compileall", "-q", "-f", package)
-    assert done.returncode == 0, done.stdout
-    asked = "from importlib.metadata import metadata as m; print(*m('lean-ft').get_all('Provides-Extra'))"
-    assert run("python", "-c", asked).stdout.split() == sorted(PROJECT["optional-dependencies"])
-    for arguments, said in (
-        (["--help"], "convert-config"),
-        (["ls"], "full_finetune_single_device"),
-        (["cat", "tiny/lora"], "recipe: finetune"),
-    ):
-        told = run("leanft", *arguments)
-        assert told.returncode == 0 and said in told.stdout, told.stderr
 
 
 def test_versions_agree():

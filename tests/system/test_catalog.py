@@ -1,13 +1,10 @@
 """Recipes and presets are found by name; shipped recipes are short and independent, and presets fit one."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from lean_ft.system import catalog
-
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def test_a_file_in_the_working_directory_does_not_hide_a_shipped_name(tmp_path, monkeypatch):

@@ -36,15 +36,6 @@ WITH_BOS = """\
 {%- endfor %}"""
 
 
-CALLS_TOOLS = """\
-{%- if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\n' }}{% if m.content is defined %}{{ m.content }}{% endif %}
-{%- for call in m.tool_calls or [] %}{{ '<tool_call>' + call | tojson + '</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
 # As Mistral's: the system message is in the last user message, so earlier messages change with each new one.
 MOVES_SYSTEM = """\
 {%- set last = (messages | selectattr('role', '==', 'user') | list)[-1] %}
@@ -121,22 +112,6 @@ class TestAgainstTransformers:
             assert rendered[0] == expected
             assert len(runs(ours, rendered)) == sum(m["role"] == "assistant" for m in messages)
             assert not rendered[1][-1]
-
-    def test_tools_and_json(self, byte_level, make_folder: MakeFolder):
-        folder = make_folder(byte_level, chat_template=CALLS_TOOLS)
-        ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-        tools = [{"type": "function", "function": {"name": "größe<>&'", "parameters": {"b": 1, "a": None}}}]
-        call = {"name": "größe<>&'", "arguments": {"x": "1 & 2"}}
-        messages = [
-            {"role": "user", "content": "How big?"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "7"},
-            {"role": "assistant", "content": "Seven."},
-        ]
-        rendered = ours.render(messages, tools=tools)
-        assert rendered[0] == theirs.apply_chat_template(messages, tools=tools, return_dict=False)
-        called = f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call><|im_end|>"
-        assert runs(ours, rendered) == [called, "Seven.<|im_end|>"]
 
     def test_functions_of_the_sandbox(self, byte_level, make_folder: MakeFolder):
         template = """\

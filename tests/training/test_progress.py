@@ -56,12 +56,3 @@ def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     assert "loss not finite" in shown
     assert "saved       somewhere" in shown
     assert shown.rstrip("\r\n").endswith(("\x1b[2K", "\x1b[?25h"))  # the bar is cleared and the cursor visible
-
-
-def test_a_bar_fits_into_80_columns(screen):
-    file = screen(force_terminal=True, width=80)
-    with ProgressBar(0, 10_000) as bar:
-        bar.update(row(4321))
-    assert "4321/10000" in file.getvalue()
-    assert "…" not in file.getvalue()
-    assert " left" in file.getvalue()
