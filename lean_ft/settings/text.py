@@ -286,7 +286,8 @@ class _Reader:
         key, equals, text = override.partition("=")
         names = key.split(".")
         if not equals or not all(names):
-            self.problems.append(f"'{override}': expected key=value, such as batch_size=4.{self._nearest(key)}")
+            example = f"prompt='{override}'" if "prompt" in self.settings else "batch_size=4"
+            self.problems.append(f"'{override}': expected key=value, such as {example}.{self._nearest(key)}")
             return
         owner = self._owner(names)
         setting, entry = self.settings.get(owner), key.removeprefix(owner).removeprefix(".")
