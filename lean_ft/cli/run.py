@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
 from lean_ft.cli.errors import add_place, is_out_of_memory
 from lean_ft.hub.paths import repository_name
-from lean_ft.settings import RecipeConfig, models_of
+from lean_ft.settings import ParallelConfig, RecipeConfig, models_of
 from lean_ft.system.before_torch import prepare_torch
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import usable_cores
@@ -73,7 +73,9 @@ def run(
         _, cfg = load_run(recipe, config, overrides, processes=plan.max_nodes * plan.processes_per_node)
         given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
         given += batches_of(cfg, given)
-        launch(plan, ["run", *given, *(["--debug"] if debug else [])])
+        parallel = cfg.group(ParallelConfig) if isinstance(cfg, RecipeConfig) else None
+        parallel = parallel or ParallelConfig()  # pyright: ignore[reportCallIssue]
+        launch(plan, ["run", *given, *(["--debug"] if debug else [])], parallel.timeout_minutes)
         return
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before the import of torch, which takes seconds
         prepare_torch()

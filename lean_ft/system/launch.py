@@ -17,8 +17,11 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,9 +70,10 @@ class Launch:
         return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
 
-def launch(plan: Launch, arguments: list[str]) -> None:
+def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> None:
     """Run `leanft ARGUMENTS` in the processes of the plan, and return when all have ended.
 
+    A process that stays stopped (SIGSTOP) for `timeout_minutes` is killed, since it ignores other signals and blocks its peers.
     Raises RefusedByRank or LaunchFailed if a process failed, SystemExit if the processes were stopped and have saved, and
     ValueError if the machines do not meet.
     """
@@ -104,6 +108,9 @@ def launch(plan: Launch, arguments: list[str]) -> None:
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
     previous = signal.signal(signal.SIGUSR1, _ask_first_child_to_save)
+    stopped: set[int] = set()
+    done = threading.Event()
+    threading.Thread(target=_kill_stopped, args=(60 * timeout_minutes, stopped, done), daemon=True).start()
     try:
         launch_agent(config, sys.executable, ["-u", "-m", "lean_ft", *arguments])
     except SignalException as signaled:
@@ -111,7 +118,7 @@ def launch(plan: Launch, arguments: list[str]) -> None:
     except ChildFailedError as failed:
         if not alone:
             time.sleep(2 * POLL_SECONDS)  # this machine may host the store, where other machines read the reason
-        raise _first_failure(failed, plan.max_restarts) from None
+        raise _first_failure(failed, plan.max_restarts, stopped) from None
     except RendezvousError as error:
         timed_out = isinstance(error, RendezvousTimeoutError)
         why = f"fewer joined within {JOIN_TIME}." if timed_out else str(error) or type(error).__name__
@@ -121,6 +128,7 @@ def launch(plan: Launch, arguments: list[str]) -> None:
             "message says why."
         ) from None
     finally:
+        done.set()
         signal.signal(signal.SIGUSR1, previous)
 
 
@@ -155,14 +163,35 @@ def _await_endpoint(plan: Launch) -> None:
 
 
 def _ask_first_child_to_save(number: int, frame: object) -> None:
-    """Forward SIGUSR1 to one of the ranks that this process started, which is sufficient."""
+    """Forward SIGUSR1 to one rank, which is sufficient."""
+    for child in _local_ranks():
+        os.kill(child, signal.SIGUSR1)
+        return
+
+
+def _local_ranks() -> Iterator[int]:
+    """Yield the process ids of the ranks that this process started."""
     for task in Path("/proc/self/task").glob("*/children"):
         for child in task.read_text().split():
             if b"lean_ft" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return os.kill(int(child), signal.SIGUSR1)
+                yield int(child)
 
 
-def _first_failure(failed: Any, max_restarts: int) -> BaseException:
+def _kill_stopped(seconds: float, killed: set[int], done: threading.Event) -> None:
+    """Until `done`, kill each rank that stays stopped for so many seconds, and add it to `killed`. Time during which this
+    process is stopped too (Ctrl-Z) does not count."""
+    num_polls: Counter[int] = Counter()
+    while not done.wait(POLL_SECONDS):
+        with suppress(OSError):  # a rank that has just ended
+            for child in _local_ranks():
+                state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+                num_polls[child] = num_polls[child] + 1 if state == "T" else 0
+                if num_polls[child] * POLL_SECONDS >= seconds:
+                    killed.add(child)
+                    os.kill(child, signal.SIGKILL)
+
+
+def _first_failure(failed: Any, max_restarts: int, stopped: Collection[int] = ()) -> BaseException:
     """Return the error that caused the others, as an exception to raise."""
     failures = sorted(failed.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
     codes = {failure.exitcode for _, failure in failures}
@@ -180,8 +209,10 @@ def _first_failure(failed: Any, max_restarts: int) -> BaseException:
         return RefusedByRank(message)
     if failure.exitcode < 0:
         message = f"was killed by {signal.Signals(-failure.exitcode).name}"
-        if failure.exitcode == -signal.SIGKILL:
-            message += "; the system does this when memory is full, and the launcher when a rank does not end"
+        if failure.pid in stopped:
+            message = "was stopped (SIGSTOP) for longer than the timeout"
+        elif failure.exitcode == -signal.SIGKILL:
+            message += "; the system does this when memory is full"
     elif not report or message == "<NONE>":
         message = f"ended with exit code {failure.exitcode}"
     else:
