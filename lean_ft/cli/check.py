@@ -8,6 +8,7 @@ import typer
 from lean_ft.cli.arguments import Debug, Overrides, Preset, find
 from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_table, progress
+from lean_ft.cli.run import quiet_libraries
 from lean_ft.settings.text import load_config, preset_recipe, preset_values
 from lean_ft.system import catalog
 
@@ -74,6 +75,7 @@ def check(
         techniques = {name: text for name, text in techniques.items() if "compile=true" not in text}
     command = ["finetune", *(["--config", config] if config else []), *overrides]
     command += [*start[1:], "data.validation_source=null", "eval_answers=0"]
+    quiet_libraries()
     console.stderr, rows = True, []  # only the table goes to stdout
     try:
         with progress() as tell:

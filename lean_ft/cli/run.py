@@ -79,7 +79,7 @@ def run(
         return
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before the import of torch, which takes seconds
         prepare_torch()
-        _quiet_libraries()
+        quiet_libraries()
         run_recipe(*load_run(recipe, config, overrides))
 
 
@@ -114,7 +114,7 @@ def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_
     return Launch(number, int(least), int(most or least), endpoint or "", run_id, max_restarts=max_restarts)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Silence warnings of torchao about kernels for other devices, and of torch about torchao. Users cannot fix them."""
     from lean_ft.torch_private import PYTREE_LOGGER
 
