@@ -94,6 +94,11 @@ CONFLICTS = [
         )
     ),
     Conflict(
+        lambda recipe: recipe.profile and recipe.max_steps is not None and recipe.max_steps < sum(recipe.profile_steps),
+        "profile=true needs the steps of profile_steps={recipe.profile_steps} together, and max_steps={recipe.max_steps} is "
+        "less. Set a larger max_steps or smaller profile_steps.",
+    ),
+    Conflict(
         lambda policy_loss: _differs(policy_loss, "kl") and not policy_loss.kl_weight,
         "loss.kl={policy_loss.kl} is used only with loss.kl_weight above 0. Set loss.kl_weight, or remove loss.kl.",
     ),

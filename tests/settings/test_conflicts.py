@@ -13,6 +13,7 @@ REFUSED = [
     ("finetune", "profile_steps=[1,1,1]", "is used only with profile"),
     ("dpo", "eval_tasks_every=2", "eval_tasks_every=2 is used only with eval_tasks"),
     ("finetune", "eval_tasks_limit=2", "eval_tasks_limit=2 is used only with eval_tasks"),
+    ("finetune", "profile=true max_steps=4", "max_steps=4 is less"),
     ("grpo", "loss.kl=k1", "loss.kl=k1 is used only with loss.kl_weight above 0"),
     ("grpo", "generation.engine_url=http://127.0.0.1:9", "is used only with generation.engine=vllm"),
     ("finetune", "keep_every=2 save_every=1", "keep_last=null keeps all"),

@@ -101,7 +101,7 @@ CASES = {
     "log.project": Case("another", "log.to=[wandb]", counts=("wandb",)),
     "log.name": Case("another", "log.to=[wandb]", counts=("wandb",)),
     "log.offline": Case("true", "log.to=[wandb]", counts=("wandb",)),
-    "profile_steps": Case("[0, 1, 1]", "profile=true"),
+    "profile_steps": Case("[0, 1, 1]", "profile=true max_steps=6 epochs=4"),
     "device": Case("cuda"),
     "plan": Case("true", counts=("log",)),
     "output_dir": Case("other"),
