@@ -78,7 +78,7 @@ class Comparison(NamedTuple):
 
 
 # The last rung, with two faster settings: attention is stored, and the output gradient accumulates in bfloat16.
-_LEAN = rung_settings("adamw_8bit") | {
+LEAN = rung_settings("adamw_8bit") | {
     "memory.activation_checkpointing": "selective",
     "memory.loss_accumulation_dtype": "weight",
 }
@@ -86,7 +86,7 @@ _LEAN_LABEL = (
     "selective checkpointing, compile, chunked cross-entropy with bfloat16 accumulation and 8-bit AdamW in backward"
 )
 # Frozen weights have neither gradients nor states.
-_LORA = {
+LORA = {
     "lora.rank": LORA_RANK,
     "compile": True,
     "memory.activation_checkpointing": "selective",
@@ -97,12 +97,12 @@ _LORA_ARGUMENTS = ("--lora-rank", str(LORA_RANK))
 _DPO_LABEL = "the settings of the fine-tuning comparison and shared prompts"
 _CACHED = {"reference.kind": "cached"}
 COMPARISONS = {
-    "full": Comparison(Objective.sft, "full fine-tuning", "full_finetune_single_device", _LEAN, _LEAN_LABEL),
+    "full": Comparison(Objective.sft, "full fine-tuning", "full_finetune_single_device", LEAN, _LEAN_LABEL),
     "lora": Comparison(
         Objective.sft,
         f"LoRA of rank {LORA_RANK} on all linear layers",
         "lora_finetune_single_device",
-        _LORA,
+        LORA,
         "selective checkpointing that keeps matrix products, compile and chunked cross-entropy",
         _LORA_ARGUMENTS,
     ),
@@ -110,7 +110,7 @@ COMPARISONS = {
         Objective.distill,
         "distillation from a frozen model of the same shape",
         "distill",
-        {**_LEAN, "distill.divergence": "jsd", "data.train_on": "all"},
+        {**LEAN, "distill.divergence": "jsd", "data.train_on": "all"},
         "Jensen-Shannon divergence, selective checkpointing, compile, both models' logits in chunks, bfloat16 accumulation and "
         "8-bit AdamW in backward",
     ),
@@ -118,7 +118,7 @@ COMPARISONS = {
         Objective.dpo,
         "DPO, cached reference",
         "dpo",
-        _LEAN | _CACHED,
+        LEAN | _CACHED,
         _DPO_LABEL,
         ("--reference", "cached"),
         1 / 8,
@@ -127,7 +127,7 @@ COMPARISONS = {
         Objective.dpo,
         "DPO, resident reference",
         "dpo",
-        _LEAN | {"reference.kind": "model"},
+        LEAN | {"reference.kind": "model"},
         _DPO_LABEL,
         (),
         1 / 8,
@@ -137,7 +137,7 @@ COMPARISONS = {
         f"DPO with LoRA of rank {LORA_RANK}",
         "lora_dpo_single_device",
         # A pair has two rows.
-        _LORA | {"reference.kind": "adapter_off", "memory.selective_keeps": "attention"},
+        LORA | {"reference.kind": "adapter_off", "memory.selective_keeps": "attention"},
         _DPO_LABEL,
         _LORA_ARGUMENTS,
         1 / 8,
@@ -146,13 +146,13 @@ COMPARISONS = {
         Objective.dpo,
         "DPO, cached reference, prompts of 3/4 of a row",
         "dpo",
-        _LEAN | _CACHED,
+        LEAN | _CACHED,
         _DPO_LABEL,
         (),
         3 / 4,
         SEPARATE,
     ),
-    "grpo": Comparison(Objective.grpo, "GRPO", "grpo", _LEAN, _LEAN_LABEL, (), 1 / 2),
+    "grpo": Comparison(Objective.grpo, "GRPO", "grpo", LEAN, _LEAN_LABEL, (), 1 / 2),
 }
 
 

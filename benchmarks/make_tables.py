@@ -28,6 +28,7 @@ MARKER = re.compile(r"^<!-- table:(?P<name>\S+) -->\n(?P<body>.*?)^<!-- /table -
 BENCHMARKS = (
     "memory_ladder",
     "host_pool",
+    "compare_torchtune",
     "compare_trl",
     "compare_fsdp",
     "linear_cross_entropy",

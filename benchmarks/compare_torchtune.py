@@ -1,0 +1,265 @@
+"""Compare lean_ft with torchtune's own recipes on a CPU: one model shape, the same rows and length, new processes that alternate.
+
+    python benchmarks/compare_torchtune.py --peer-python torchtune-env/bin/python                # full, Qwen2.5-0.5B, 8 x 512
+    python benchmarks/compare_torchtune.py --peer-python torchtune-env/bin/python --recipe lora  # rank 16 on all linear layers
+    python benchmarks/compare_torchtune.py --only lean --rounds 1
+
+torchtune needs an environment of its own, because its last version works with an older torchao:
+
+    python -m venv torchtune-env && torchtune-env/bin/python -m pip install -c constraints.txt torch
+    torchtune-env/bin/python -m pip install --no-deps torchtune==0.6.1 torchao==0.10.0 torchdata==0.11.0
+    torchtune-env/bin/python -m pip install omegaconf kagglehub numpy tqdm datasets huggingface-hub safetensors sentencepiece tiktoken \
+        tokenizers blobfile typer
+
+Both sides use bfloat16 weights. torchtune_peer.py names torchtune's settings; SIDES has those of lean_ft. Each side runs in a new process per
+round, and the order is reversed in every second round. A run is stopped before it saves. The table compares each side of lean_ft with torchtune's
+fastest and leanest side.
+
+Writes `results/compare_torchtune_[lora_|qlora_]<shape>_<batch>x<length>_<hardware>.json`.
+"""
+
+import json
+import statistics
+import subprocess
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import product_rate
+import typer
+from compare_trl import LEAN, LORA, LORA_RANK
+from measure import Budget, measure_training, names_in, recipe_command
+from memory_ladder import outcome
+from results import RESULTS, console, peaks, print_result, require_hardware, tokens_per_second, write_result
+from shapes import num_parameters, write_model_folder, write_text_rows
+
+
+class Recipe(StrEnum):
+    """The kind of training."""
+
+    full = "full"
+    lora = "lora"
+    qlora = "qlora"
+
+
+class Side(NamedTuple):
+    """One side: `settings` of lean_ft, or `arguments` of torchtune_peer.py."""
+
+    label: str
+    settings: dict[str, Any] | None = None
+    arguments: tuple[str, ...] | None = None
+
+
+_PEER_LORA = ("--lora-rank", str(LORA_RANK))
+_NF4 = {"lora.quantize": "nf4"}
+SIDES: dict[Recipe, dict[str, Side]] = {
+    Recipe.full: {
+        "lean": Side("lean_ft: 8-bit AdamW in backward, selective checkpointing, compiled", LEAN),
+        "fast": Side("lean_ft: 8-bit AdamW in backward, compiled", LEAN | {"memory.activation_checkpointing": "none"}),
+        "peer": Side("torchtune: AdamW in backward, checkpointing", arguments=()),
+        "peer_compiled": Side("torchtune: AdamW in backward, checkpointing, compiled", arguments=("--compile",)),
+    },
+    Recipe.lora: {
+        "lean": Side("lean_ft: LoRA, selective checkpointing, compiled", LORA),
+        "peer": Side("torchtune: LoRA, checkpointing", arguments=_PEER_LORA),
+        "peer_compiled": Side("torchtune: LoRA, checkpointing, compiled", arguments=(*_PEER_LORA, "--compile")),
+    },
+    Recipe.qlora: {
+        "lean": Side("lean_ft: QLoRA, selective checkpointing, compiled", LORA | _NF4),
+        "peer": Side("torchtune: QLoRA, checkpointing", arguments=(*_PEER_LORA, "--quantize")),
+    },
+}
+
+
+def write_token_rows(file: Path, model: Path, num_rows: int, length: int) -> Path:
+    """Write JSONL rows of `length` token ids, `input_ids`, and return the path."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in write_text_rows(file, num_rows, length).read_text().splitlines()]
+    file.write_text("".join(json.dumps({"input_ids": tokenizer.encode(text).ids[:length]}) + "\n" for text in texts))
+    return file
+
+
+def measure_sides(
+    recipe: Recipe, names: list[str], peer_python: Path, *, shape: str, batch_size: int, length: int, rounds: int, steps: int, warmup_steps: int,
+    budget: Budget,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Measure the sides in turns. Returns one row per process."""
+    rows, num_steps = list[dict[str, Any]](), warmup_steps + steps + 1  # one more: the run is stopped before it saves
+    with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
+        model = write_model_folder(shape, Path(folder) / "model")
+        data = write_token_rows(Path(folder) / "rows.jsonl", model, num_steps * batch_size, length)
+
+        def command(run: Path, side: Side) -> list:
+            if side.arguments is not None:
+                return [
+                    *(
+                        peer_python,
+                        Path(__file__).with_name("torchtune_peer.py"),
+                        "--model-folder",
+                        model,
+                        "--data",
+                        data,
+                    ),
+                    *(
+                        "--run-directory",
+                        run,
+                        "--batch-size",
+                        str(batch_size),
+                        "--length",
+                        str(length),
+                        *side.arguments,
+                    ),
+                ]
+            own = {
+                "model.path": model,
+                "model.random_init": True,
+                "data.source": data,
+                "data.max_length": length,
+                "batch_size": batch_size,
+                "max_steps": num_steps,
+                "epochs": 100,
+                "device": "cpu",
+                "output_dir": run,
+            }
+            name = "full_finetune_single_device" if recipe is Recipe.full else "lora_finetune_single_device"
+            return recipe_command(name, own | (side.settings or {}))
+
+        for turn in range(rounds):
+            for name in names if turn % 2 == 0 else names[::-1]:
+                side = SIDES[recipe][name]
+                rate = int(subprocess.check_output(product_rate.command("cpu"), text=True))
+                row = measure_training(
+                    lambda run, side=side: command(run, side),
+                    steps=steps,
+                    warmup_steps=warmup_steps,
+                    tokens_per_step=batch_size * length,
+                    timeout_seconds=budget.timeout_seconds(),
+                    environment={"CUDA_VISIBLE_DEVICES": ""},
+                )
+                rows.append({"side": name, "round": turn, "product_gflops": rate} | row)
+                console.print(
+                    f"{side.label}, round {turn + 1}: {outcome(row)}; products at {rate} GFLOP/s before", markup=False
+                )
+    return rows
+
+
+def summarize(recipe: Recipe, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per side, with medians over the rounds. A failed round makes the side failed."""
+    summary = []
+    for name in dict.fromkeys(row["side"] for row in rows):
+        own = [row for row in rows if row["side"] == name]
+        bad = next((row for row in own if row["status"] != "ok"), None)
+        line: dict[str, Any] = {"side": name, "label": SIDES[recipe][name].label, "status": "ok"}
+        if bad is not None:
+            line |= {"status": bad["status"], "reason": bad["reason"]}
+        else:
+            keys = ("tokens_per_second", "step_seconds", "peak_memory_bytes")
+            line |= {key: statistics.median(row[key] for row in own) for key in keys}
+        summary.append(line)
+    return summary
+
+
+COLUMNS = [
+    "side",
+    "peak",
+    "tokens/s",
+    "speed / its fastest",
+    "peak / its fastest's",
+    "speed / its leanest",
+    "peak / its leanest's",
+]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The caption of the table."""
+    settings = result["settings"]
+    rates = [row["product_gflops"] for row in result["rows"]]
+    kind = {"full": "Full fine-tuning", "lora": f"LoRA of rank {LORA_RANK} on all linear layers", "qlora": "QLoRA"}[
+        settings["recipe"]
+    ]
+    return (
+        f"{kind} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), {settings['batch_size']} rows of "
+        f"{settings['length']} tokens, bfloat16; torchtune 0.6.1's own recipe; the columns on the right divide lean_ft's number by that of "
+        f"torchtune's fastest and leanest side; median of {settings['rounds']} alternating rounds of new processes, {settings['steps']} steps "
+        f"each; before each run, bfloat16 matrix products reached {min(rates)} to {max(rates)} GFLOP/s"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The rows of the table. A side without a number shows its status."""
+    peers = [line for line in result["summary"] if line["side"].startswith("peer") and line["status"] == "ok"]
+    others = [max(peers, key=lambda line: line["tokens_per_second"]), min(peers, key=peaks_of)] if peers else []
+    cells = []
+    for line in result["summary"]:
+        if line["status"] != "ok":
+            cells.append([line["label"], line["status"], "-", "-", "-", "-", "-"])
+            continue
+        ratios = ["-"] * 4
+        if others and not line["side"].startswith("peer"):
+            speeds = [f"{line['tokens_per_second'] / other['tokens_per_second']:.2f}x" for other in others]
+            shares = [f"{peaks_of(line) / peaks_of(other):.2f}" for other in others]
+            ratios = [speeds[0], shares[0], speeds[1], shares[1]]
+        cells.append([line["label"], peaks(line), tokens_per_second(line["tokens_per_second"]), *ratios])
+    return cells
+
+
+def peaks_of(line: dict[str, Any]) -> float:
+    return line["peak_memory_bytes"]
+
+
+def main(
+    peer_python: Annotated[Path, typer.Option(help="Python of the environment that has torchtune.")] = Path(
+        "torchtune-env/bin/python"
+    ),
+    recipe: Annotated[Recipe, typer.Option(help="full, lora or qlora.")] = Recipe.full,
+    shape: Annotated[str, typer.Option(help="Model shape of the family qwen2, from shapes.py.")] = "qwen2_5_0_5b",
+    batch_size: Annotated[int, typer.Option(help="Rows per step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 3,
+    steps: Annotated[int, typer.Option(help="Counted steps.")] = 3,
+    warmup_steps: Annotated[int, typer.Option(help="Warm-up steps before the counted steps.")] = 2,
+    only: Annotated[str, typer.Option(help="Names of sides, comma-separated.")] = "",
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of one process in seconds.")] = 3600,
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
+) -> None:
+    """Compare speed and peak memory with torchtune's recipe."""
+    names = names_in(only, SIDES[recipe])
+    if any(SIDES[recipe][name].arguments is not None for name in names) and not peer_python.exists():
+        console.print(
+            f"{peer_python} does not exist. This file's first lines show how to make torchtune's environment."
+        )
+        raise typer.Exit(2)
+    hardware = require_hardware("cpu")
+    common: dict[str, Any] = {
+        "shape": shape,
+        "batch_size": batch_size,
+        "length": length,
+        "rounds": rounds,
+        "steps": steps,
+    }
+    common["warmup_steps"] = warmup_steps
+    peer = peer_python if peer_python.is_absolute() else Path.cwd() / peer_python
+    rows = measure_sides(recipe, names, peer, **common, budget=Budget(timeout_seconds))
+    which = "" if recipe is Recipe.full else f"{recipe}_"
+    path = write_result(
+        f"compare_torchtune_{which}{shape}_{batch_size}x{length}",
+        benchmark="compare_torchtune",
+        hardware=hardware,
+        settings={
+            **common,
+            "recipe": recipe,
+            "parameters": num_parameters(shape),
+            "sides": {name: SIDES[recipe][name]._asdict() for name in names},
+        },
+        rows=rows,
+        summary=summarize(recipe, rows),
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+
+
+if __name__ == "__main__":
+    typer.run(main)
