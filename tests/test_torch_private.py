@@ -1,16 +1,213 @@
-"""Every private name of torch is in the table and exists in this torch. The tests of its users show what it does."""
+"""Every private name of torch in the table exists in this torch and does what the table says it is for."""
 
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from lean_ft import torch_private
 from lean_ft.torch_private import PRIVATE_NAMES, PrivateName, missing_names
 
 
-def test_a_name_that_torch_lacks_is_reported(monkeypatch):
+def _graph_is_kept() -> bool:
+    seen = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch_private.graph_is_kept())
+            return grad
+
+    y = Note.apply(torch.ones(1, requires_grad=True))
+    y.backward(retain_graph=True)
+    y.backward()
+    return seen == [True, False]
+
+
+def _adamw_moves_against_the_gradient() -> bool:
+    weight, grad, first, second = torch.ones(3), torch.ones(3), torch.zeros(3), torch.zeros(3)
+    torch_private.fused_adamw_(
+        [weight], [grad], [first], [second], [], [torch.ones(())],
+        lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return torch.allclose(weight, torch.full((3,), 0.9))
+
+
+def _foreach_mul() -> bool:
+    tensors = [torch.ones(2), torch.ones(3)]
+    torch_private.foreach_mul_(tensors, 3.0)
+    return all((tensor == 3).all() for tensor in tensors)
+
+
+def _assert_on_device() -> bool:
+    torch_private.assert_on_device(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        torch_private.assert_on_device(torch.tensor(False), "not fine")
+    return True
+
+
+def _softmax_backward() -> bool:
+    scores = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    weights, grad = scores.softmax(-1), torch.randn(2, 5, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(weights, scores, grad)
+    return torch.allclose(torch_private.softmax_backward(grad, weights.detach(), -1, torch.float64), expected)
+
+
+def _shapes_only() -> bool:
+    seen = []
+
+    class Watch(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert isinstance(func, torch_private.OpOverload)
+            if func is torch_private.read_scalar:
+                seen.append(func)
+                return 1.0
+            return func(*args, **(kwargs or {}))
+
+    with torch_private.FakeTensorMode(), Watch():
+        total = torch.ones(4).sum()
+        assert isinstance(total, torch_private.FakeTensor)
+        with torch_private.unset_fake_temporarily():
+            assert not isinstance(torch.ones(1), torch_private.FakeTensor)
+        total.item()
+    return len(seen) == 1
+
+
+def _compiled_backend() -> bool:
+    """The planner's backend: graphs by AOTAutograd and the min-cut partitioner, copies dropped as Inductor drops them."""
+    graphs = []
+
+    def compiler(graph, inputs):
+        torch_private.reinplace_operations(graph.graph)
+        torch_private.decompose_auto_functionalized(graph.graph)
+        torch_private.donated_inputs()  # None outside of a backward graph
+        graphs.append(graph)
+
+        def call(arguments):
+            return graph(*arguments)
+
+        call._boxed_call = True
+        return call
+
+    backend = torch_private.aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=torch_private.min_cut_partition
+    )
+    x = torch.randn(3, requires_grad=True)
+    torch.compile(lambda x: x.sin().cos(), backend=backend)(x).sum().backward()
+    torch_private.dynamo.reset()
+    return len(graphs) == 2 and torch.allclose(x.grad, -x.sin().sin() * x.cos())
+
+
+def _fake_group() -> bool:
+    """FSDP2 on a group that sends nothing: its gathering is watched, and a rank keeps half of the rows."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    calls = []
+
+    def wrap(function, resizes):
+        def call(*args, **kwargs):
+            calls.append(resizes)
+            return function(*args, **kwargs)
+
+        return call
+
+    dist.init_process_group("fake", store=torch_private.FakeStore(), rank=0, world_size=2)
+    try:
+        gathered = torch_private.collectives.all_gather_into_tensor(torch.ones(2), 2, dist.group.WORLD.group_name)
+        assert torch_private.collectives.wait_tensor(gathered).shape == (4,)
+        layer = nn.Linear(4, 6)
+        with torch_private.wrapped_gathering(wrap):
+            fully_shard(layer)
+            layer(torch.ones(1, 4)).sum().backward()
+        assert torch_private.fsdp_common.FSDPMeshInfo
+        return torch_private.local_rows(layer.weight).shape == (3, 4) and {True, False} == set(calls)
+    finally:
+        dist.destroy_process_group()
+
+
+def _uncompiled() -> bool:
+    layer = nn.Linear(2, 2)
+    layer.compile(backend="eager")
+    compiled = layer._compiled_call_impl
+    with torch_private.uncompiled([layer]):
+        assert layer._compiled_call_impl is None
+    return layer._compiled_call_impl is compiled is not None
+
+
+def _version() -> bool:
+    tensor = torch.ones(2)
+    before = torch_private.version_of(tensor)
+    return torch_private.version_of(tensor.add_(1)) == before + 1
+
+
+def _storage() -> bool:
+    tensor = torch.ones(4)
+    key = torch_private.storage_key(tensor.untyped_storage())
+    return (
+        key
+        == torch_private.storage_key(tensor[2:].untyped_storage())
+        != torch_private.storage_key(torch.ones(4).untyped_storage())
+    )
+
+
+def _budget() -> bool:
+    with torch_private.functorch_config.patch(activation_memory_budget=0.5):
+        return torch_private.functorch_config.activation_memory_budget == 0.5
+
+
+USES = {
+    "foreach_mul_": _foreach_mul,
+    "fused_adamw_": _adamw_moves_against_the_gradient,
+    "assert_on_device": _assert_on_device,
+    "softmax_backward": _softmax_backward,
+    "graph_is_kept": _graph_is_kept,
+    "is_wrapper_tensor": lambda: not torch_private.is_wrapper_tensor(torch.ones(1)),
+    "dynamo": lambda: torch_private.dynamo.config.recompile_limit > 0 and torch_private.dynamo.mark_static,
+    "lookup_backend": lambda: callable(torch_private.lookup_backend("inductor")),
+    "functorch_config": _budget,
+    "tree_iter": lambda: list(torch_private.tree_iter({"a": [1, (2,)]})) == [1, 2],
+    "is_this_machine": lambda: torch_private.is_this_machine("localhost"),
+    "version_of": _version,
+    "storage_key": _storage,
+    "uncompiled": _uncompiled,
+    **dict.fromkeys(
+        ["read_scalar", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily", "TorchDispatchMode", "OpOverload"],
+        _shapes_only,
+    ),
+    **dict.fromkeys(
+        [
+            "aot_autograd",
+            "min_cut_partition",
+            "decompose_auto_functionalized",
+            "reinplace_operations",
+            "donated_inputs",
+        ],
+        _compiled_backend,
+    ),
+    **dict.fromkeys(
+        ["FakeStore", "collectives", "fsdp_common", "fsdp_param", "fsdp_param_group", "local_rows"], _fake_group
+    ),
+}
+
+
+def test_each_name_has_a_use_here():
+    assert set(USES) == set(PRIVATE_NAMES)
     assert missing_names() == {}
+
+
+@pytest.mark.parametrize("use", dict.fromkeys(USES.values()), ids=lambda use: use.__name__)
+def test_names_do_what_they_are_for(use):
+    assert use()
+
+
+def test_a_name_that_torch_lacks_is_reported(monkeypatch):
     gone = PrivateName("torch:_no_such_name", "nothing", "nothing fails")
     monkeypatch.setitem(PRIVATE_NAMES, "gone", gone)
     assert missing_names() == {"gone": gone}

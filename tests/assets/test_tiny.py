@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -39,6 +41,15 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer("tiny")
 
 
+@pytest.fixture(scope="module")
+def world() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import tiny_world
+
+    yield tiny_world
+    sys.path.remove(str(ROOT / "scripts"))
+
+
 def test_names_of_the_embedded_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolve_model_path("tiny") == FOLDER
@@ -47,6 +58,10 @@ def test_names_of_the_embedded_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "train.jsonl").write_text("{}")
     assert resolve_data_path("tiny/train.jsonl") == Path("tiny/train.jsonl"), "a file on disk wins"
+
+
+def test_everything_together_is_small() -> None:
+    assert sum(file.stat().st_size for file in ASSETS.rglob("*") if file.is_file()) < 3_000_000
 
 
 def test_logits_equal_transformers() -> None:
@@ -91,6 +106,21 @@ def test_no_held_out_question_is_trained() -> None:
     assert not train.keys() & held_out.keys()
 
 
+def test_no_held_out_item_is_trained_in_other_words() -> None:
+    """An item is the names and numbers in a question, and its answer."""
+
+    def item(question: str, answer: str) -> tuple:
+        names = re.findall(r"\b(?!Mira|Tomas|Ada|Piet|Lena|Oskar|Nila|Hugo)[A-Z][a-z]+\b", question[1:])
+        numbers = re.findall(r"\d+", question)
+        answer = re.sub(r"^Now .*? has (\d+) .*", r"\1", answer)  # the story around two numbers
+        answer = re.sub(r"^.* = ", "", answer).rstrip(".")
+        return sorted(names), sorted(numbers), answer
+
+    train = {repr(item(*row)) for row in questions_and_answers("train") if re.search(r"\d|[A-Z]", row[0][1:])}
+    for question, answer in questions_and_answers("validation"):
+        assert repr(item(question, answer)) not in train, question
+
+
 def test_answers_are_right() -> None:
     """Sums, extremes, orderings and so on are computed again from the question."""
     checked = set()
@@ -120,6 +150,15 @@ def test_answers_are_right() -> None:
         assert answer == right, question
         checked.add(kind)
     assert len(checked) == 7
+
+
+def test_the_pretraining_text_states_facts_and_holds_no_held_out_exercise(world: ModuleType) -> None:
+    text = " ".join(islice(world.documents(1), 30_000))
+    for question, answer in questions_and_answers("validation"):
+        if re.match(r"\d+ [+-] \d+", answer):
+            assert f" {answer}" not in text, question
+        elif re.match(r"The capital|The longest|The flag|\w+ lies|\w+ is known|\w+ is the capital", answer):
+            assert answer in text, question
 
 
 @pytest.mark.long
