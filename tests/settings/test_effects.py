@@ -304,30 +304,24 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         {"prompt": f"What is {i} plus {i}?" * (1 + i % 2), "completion": f"It is {2 * i}, I think."} for i in range(6)
     ]
     held_out = [{"prompt": f"What is {i} minus 1?", "completion": f"It is {i - 1}."} for i in range(7, 9)]
-    for name, chosen in {
-        "rows": rows,
-        "others": rows[1:],
-        "held_out": held_out,
-        "bad": [*rows, {"prompt": 3, "completion": "No."}],
-    }.items():
-        text = "".join(json.dumps({**row, "answer": "4"}) + "\n" for row in chosen)
-        (folder / f"{name}.jsonl").write_text(text)
-    for name, chosen in {
-        "pairs": rows,
-        "held_out_pairs": held_out,
-        "other_pairs": rows[1:],
-        "bad_pairs": [*rows, {"prompt": 3, "completion": "No."}],
-    }.items():
-        pairs = [{**row, "chosen": row.get("completion"), "rejected": "No. " * (i + 1)} for i, row in enumerate(chosen)]
-        for pair in pairs:
-            pair.pop("completion", None)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-        texts = [{"text": row["prompt"], "other": f"Text {i}", "label": "aab"[i % 3]} for i, row in enumerate(chosen)]
-        (folder / f"{name.replace('pairs', 'texts')}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in texts)
-        )
-    questions = [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+
+    def write(name: str, lines: list[dict[str, Any]]) -> None:
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    bad = [*rows, {"prompt": 3, "completion": "No."}]
+    for name, of_kind, chosen in (
+        ("rows", "{}", rows),
+        ("others", "other_{}", rows[1:]),
+        ("held_out", "held_out_{}", held_out),
+        ("bad", "bad_{}", bad),
+    ):
+        write(name, [{**row, "answer": "4"} for row in chosen])
+        numbered = list(enumerate(chosen))
+        pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "No. " * (i + 1)} for i, r in numbered]
+        write(of_kind.format("pairs"), pairs)
+        texts = [{"text": r["prompt"], "other": f"Text {i}", "label": "aab"[i % 3]} for i, r in numbered]
+        write(of_kind.format("texts"), texts)
+    write("questions", [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)])
     (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
     (folder / "prompts.txt").write_text("Who\nWhat\n")
     (folder / "rewards.py").write_text(REWARDS)

@@ -5,10 +5,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lean_ft.settings.text import load_config
 from recipes import full_finetune_single_device as real_recipe
+from tests.data.conftest import bytes_tokenizer
 from tests.training import toy_recipe
 from tests.training.toy_runs import QWEN
 
@@ -55,18 +55,28 @@ def train(recipe: ModuleType, config: Callable[..., Any]) -> Callable[..., Path]
     return run
 
 
+@pytest.fixture
+def interrupted(recipe: ModuleType, config: Callable[..., Any], monkeypatch) -> Callable[..., Path]:
+    """Run the toy recipe until the body of a step fails, and return its directory. With `killed`, nothing is saved."""
+
+    def run(output_dir: Path, step: int, *, killed: bool = True, **settings: Any) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(recipe, "FAILING_STEP", step)
+            if killed:
+                patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)
+            with pytest.raises(KeyError):
+                recipe.main(config(output_dir, **settings))
+        return output_dir
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory):
     """Inputs of the real recipe: a model with a byte tokenizer, and 13 rows of prompts and completions."""
     folder = tmp_path_factory.mktemp("inputs")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate([*alphabet, "<end>"])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    bytes_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     (folder / "config.json").write_text(json.dumps({**QWEN, "vocab_size": 264}))
     rows = [{"prompt": f"{n} times {n} is ", "completion": str(n * n)[: 1 + n % 3] * (1 + n % 4)} for n in range(13)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -168,7 +168,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path, tokenizer: Tokenizer, m
 
 
 def test_says_the_share_and_what_is_right_with_short_samples(
-    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [chat(f"Question {i}?" + " and so on" * 30, "Yes." if i else "No.") for i in range(4)]
     batches = held_out(tmp_path, tokenizer, rows, truncation_side="left")
@@ -178,12 +178,8 @@ def test_says_the_share_and_what_is_right_with_short_samples(
     assert "before training: 3 of 4 held-out questions right (75.0%); exact match of the whole answer" in said
     assert len(samples) == 3 and all(len(sample) < 120 for sample in samples)
     assert "->  Yes.  (expected: No.)" in samples[0] and "->  Yes.  (right)" in samples[1]
-
-    monkeypatch.setattr("lean_ft.training.answers._PROGRESS_SECONDS", 0.0)
     say_answers("before training", parrot, tokenizer, batches, 4, pattern="(.)")
-    told, *_, said = capsys.readouterr().out.splitlines()[:-3]
-    assert "of 4 held-out questions answered in" in told
-    assert "exact match of the text that (.) finds last" in said
+    assert "exact match of the text that (.) finds last" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])

@@ -111,23 +111,21 @@ def test_too_many_bad_steps_end_the_run_with_its_weights_saved(poison, train_rea
 
 def test_weights_that_are_not_finite_are_not_saved(train_real, monkeypatch, tmp_path):
     """If the recipe itself makes weights NaN, the last good checkpoint stays the newest."""
-
-    class Optimizer:
-        def __init__(self, inner, parameters):
-            self.inner, self.parameters = inner, parameters
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-        def step(self):
-            self.inner.step()
-            if self.inner.step_count == 2:
-                self.parameters[0].data.fill_(math.nan)
-
     real = recipe.build_optimizer
-    monkeypatch.setattr(
-        recipe, "build_optimizer", lambda model, *a, **k: Optimizer(real(model, *a, **k), list(model.parameters()))
-    )
+
+    def build(model, cfg):
+        optimizer = real(model, cfg)
+        step = optimizer.step
+
+        def poisoned():
+            step()
+            if optimizer.step_count == 2:
+                next(model.parameters()).data.fill_(math.nan)
+
+        optimizer.step = poisoned
+        return optimizer
+
+    monkeypatch.setattr(recipe, "build_optimizer", build)
     with pytest.raises(TrainingFailed, match=r"weights are not finite after step 4.*newest .*step_00000002"):
         train_real(tmp_path / "run", "save_every=2")
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000002"]

@@ -82,26 +82,8 @@ def test_a_complete_run_is_not_taken_for_one_with_other_settings(settings, named
     assert digests(run) == before
 
 
-def test_other_data_under_the_same_name_is_refused(run, train, recipe, monkeypatch):
-    original = recipe.Batches.__init__
-
-    def changed(self, *args):
-        original(self, *args)
-        self.fingerprint = "7 other rows"
-
-    monkeypatch.setattr(recipe.Batches, "__init__", changed)
-    with pytest.raises(ValueError, match=r'other data.*\n.*"7 rows" then, "7 other rows" now'):
-        restart(train, run)
-
-
-def test_another_model_is_refused_even_before_the_first_checkpoint(
-    train, config, recipe, monkeypatch, tmp_path, model_folder
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe, "FAILING_STEP", 2)
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
-        with pytest.raises(KeyError):
-            recipe.main(config(tmp_path / "run"))
+def test_another_model_is_refused_even_before_the_first_checkpoint(train, interrupted, tmp_path, model_folder):
+    interrupted(tmp_path / "run", 2)
     shutil.copytree(model_folder, tmp_path / "other")
     with pytest.raises(ValueError, match=r"holds another run.*\n  model.path"):
         train(tmp_path / "run", model__path=tmp_path / "other")
@@ -124,12 +106,8 @@ def test_a_path_continues_in_a_new_directory(run, train, tmp_path):
     assert (start["start_step"], start["resumed_from"]) == (2, str(run / "step_00000002"))
 
 
-def test_a_branch_that_saved_nothing_begins_again(run, train, recipe, config, monkeypatch, tmp_path):
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe, "FAILING_STEP", 3)
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
-        with pytest.raises(KeyError):
-            recipe.main(config(tmp_path / "branch", resume=run / "step_00000002"))
+def test_a_branch_that_saved_nothing_begins_again(run, train, interrupted, tmp_path):
+    interrupted(tmp_path / "branch", 3, resume=run / "step_00000002")
     branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")
     assert [row["step"] for row in metrics(branch) if "loss" in row] == [3, 4, 5, 6]
     assert (branch / "metrics.previous.jsonl").exists()

@@ -85,17 +85,13 @@ MODULES = {name: name for name in READERS} | {"csv": "csv"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name == "mlflow" else name for name in READERS]
 )
-def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, tmp_path, monkeypatch):
+def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, interrupted, tmp_path, monkeypatch):
     pytest.importorskip(MODULES[name])
     monkeypatch.setenv("WANDB_API_KEY", TOKEN)
     settings = {"log__to": f"[{name},jsonl]", "log__offline": "true", "save_every": 2, "eval_every": 5, "epochs": 3}
     whole = train(tmp_path / "whole", epochs=3, save_every=2)
     # The first part has a step that is repeated: a crash after step 5, saved at step 4.
-    monkeypatch.setattr("lean_ft.training.run.Run._save_complete_steps", lambda self: None)
-    monkeypatch.setattr("tests.training.toy_recipe.FAILING_STEP", 5)
-    with pytest.raises(KeyError):
-        train(tmp_path / "run", **settings)
-    monkeypatch.setattr("tests.training.toy_recipe.FAILING_STEP", -1)
+    interrupted(tmp_path / "run", 5, **settings)
     run = train(tmp_path / "run", **settings)
 
     expected = {row["step"]: row["loss"] for row in metrics(run) if "loss" in row}

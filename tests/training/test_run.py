@@ -253,14 +253,9 @@ def test_extending_a_schedule_that_ends_is_said(train, tmp_path, capsys):
     assert "6 then, 8 now. schedule.name=cosine" in capsys.readouterr().out
 
 
-def test_metrics_are_trimmed_to_the_checkpoint(whole, train, config, recipe, tmp_path, monkeypatch):
+def test_metrics_are_trimmed_to_the_checkpoint(whole, train, interrupted, tmp_path):
     """If a run dies after its last checkpoint, resuming removes the lines written since."""
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe, "FAILING_STEP", 8)
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
-        with pytest.raises(KeyError):
-            recipe.main(config(tmp_path / "run", save_every=3))
-    run = tmp_path / "run"
+    run = interrupted(tmp_path / "run", 8, save_every=3)
     assert [row["step"] for row in metrics(run)] == list(range(1, 9))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # torn by the crash
@@ -268,23 +263,13 @@ def test_metrics_are_trimmed_to_the_checkpoint(whole, train, config, recipe, tmp
     assert metrics(run, timed=False) == metrics(whole, timed=False)
 
 
-def test_lines_not_yet_written_survive_a_failing_body(config, recipe, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe, "FAILING_STEP", 4)
-        with pytest.raises(KeyError):
-            recipe.main(config(tmp_path / "run", log_every=100))
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+def test_lines_not_yet_written_survive_a_failing_body(interrupted, tmp_path):
+    run = interrupted(tmp_path / "run", 4, killed=False, log_every=100)
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
 
 
-def test_a_failed_start_without_checkpoint_keeps_its_metrics_aside(
-    config, recipe, train, tmp_path, capsys, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe, "FAILING_STEP", 2)
-        patch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
-        with pytest.raises(KeyError):
-            recipe.main(config(tmp_path / "run"))
-    first = (tmp_path / "run/metrics.jsonl").read_bytes()
+def test_a_failed_start_without_checkpoint_keeps_its_metrics_aside(interrupted, train, tmp_path, capsys):
+    first = (interrupted(tmp_path / "run", 2) / "metrics.jsonl").read_bytes()
     train(tmp_path / "run", batch_size=4)  # as after running out of memory: other settings, same directory
     assert (tmp_path / "run/metrics.previous.jsonl").read_bytes() == first
     assert "saved no checkpoint" in capsys.readouterr().out
