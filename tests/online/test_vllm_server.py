@@ -15,27 +15,16 @@ from lean_ft import load_model
 from lean_ft.generation import Sampling, sample
 from lean_ft.models.hf_format import tensors_on_disk
 from lean_ft.peft import load_merged
-from lean_ft.settings.text import load_config
-from lean_ft.system.catalog import find_recipe, load_recipe
+from tests.recipes.conftest import PROBLEMS, run_recipe
 from tests.training.toy_runs import metrics
 
-SETTINGS = (
-    "model.path=tiny",
-    "model.dtype=float32",
-    "data.source=tiny/problems_train.jsonl",
-    "data.chat=false",
-    "data.max_prompt_length=32",
-    "rewards=[length]",
-    "generation.max_new_tokens=8",
-    "generation.num_answers=4",
-    "generation.temperature=1.3",
+SETTINGS = (*PROBLEMS, "rewards=[length]", "generation.num_answers=4", "generation.temperature=1.3", "save_every=1")
+SETTINGS += (
     "loss.correction=token_truncate",
     "optimizer.lr=1e-3",
     "batch_size=8",
     "max_steps=2",
-    "save_every=1",
-    "device=cpu",
-    "plan=false",
+    "gradient_accumulation_steps=1",
 )
 UPDATE = ["pause?mode=wait", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
 
@@ -117,14 +106,10 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def train(tmp_path: Path, server: Server) -> Callable[..., Path]:
     def run(*settings: str, output: str = "run") -> Path:
-        module, folder = load_recipe(find_recipe("grpo")), tmp_path / output
-        url = (
-            [f"generation.engine_url=http://127.0.0.1:{server.server_port}"]
-            if "generation.engine=vllm" in settings
-            else []
-        )
-        module.main(load_config(module.Config, None, [*SETTINGS, f"output_dir={folder}", *url, *settings]))
-        return folder
+        url = f"generation.engine_url=http://127.0.0.1:{server.server_port}"
+        own = [url] if "generation.engine=vllm" in settings else []
+        run_recipe("grpo", tmp_path / output, *SETTINGS, *own, *settings)
+        return tmp_path / output
 
     return run
 

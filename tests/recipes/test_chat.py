@@ -6,30 +6,23 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from lean_ft.generation import generate
 from lean_ft.models import load_model
-from lean_ft.settings.text import load_config
-from lean_ft.system.catalog import find_recipe, load_recipe
+from tests.recipes.conftest import config_of, recipe_module
 
 FIRST, SECOND = "What is the capital of Zanemar?", "And of Galostan?"
 
 
-@pytest.fixture(scope="module")
-def recipe() -> ModuleType:
-    return load_recipe(find_recipe("chat"))
-
-
 @pytest.fixture
-def chat(recipe: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def run(*lines: str, **settings: object) -> list[str]:
         """Return the printed lines, with these lines as input from a pipe."""
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         given = {"model.path": "tiny", "model.dtype": "float32", "device": "cpu", "max_new_tokens": 12, **settings}
-        recipe.main(load_config(recipe.Config, None, [f"{name}={value}" for name, value in given.items()]))
+        recipe_module("chat").main(config_of("chat", *(f"{name}={value}" for name, value in given.items())))
         return capsys.readouterr().out.splitlines()
 
     return run
@@ -71,8 +64,9 @@ def test_a_conversation_is_saved_as_a_row_of_data(chat: Callable[..., list[str]]
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(
-    chat: Callable[..., list[str]], recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    chat: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    recipe = recipe_module("chat")
     whole, stream, before = chat(FIRST)[0], recipe.stream, signal.getsignal(signal.SIGINT)
 
     def interrupted(*arguments, **settings):

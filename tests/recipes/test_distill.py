@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,30 +14,18 @@ from transformers import AutoModelForCausalLM
 
 from lean_ft.data import sft_batches
 from lean_ft.frozen.teacher_cache import keep_teacher
-from lean_ft.hub.paths import resolve_data_path, resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model, save_model
-from lean_ft.plan.devices import choose_device
-from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings import KeepTeacherConfig
 from lean_ft.settings.text import load_config
-from lean_ft.system.catalog import load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer
+from tests.recipes.conftest import TINY, Train, config_of, planned, update
 
 RECIPE = "distill"
-SETTINGS = (
-    "model.dtype=float32",
-    "data.source=tiny/validation.jsonl",
-    "data.max_length=64",
-    "optimizer.lr=1e-3",
-    "schedule.name=constant",
-    "batch_size=4",
-    "max_steps=6",
-    "device=cpu",
-    "plan=false",
-)
+ROWS = ("data.source=tiny/validation.jsonl", "data.max_length=64")
+SETTINGS = (*TINY[1:], *ROWS, "optimizer.lr=1e-3", "batch_size=4", "schedule.name=constant", "max_steps=6")
 LIVE = ("distill.teacher=tiny",)
 V = 768  # of the embedded model
-Train = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +49,7 @@ def own_settings(student: Path) -> tuple[str, ...]:
 
 def keep(destination: Path, *settings: str, top_k: int = V) -> tuple[str]:
     """Cache the embedded model's predictions for the rows; return the setting that names the cache."""
-    given = ["model.path=tiny", *SETTINGS[:3], "device=cpu", f"top_k={top_k}", f"destination={destination}", *settings]
+    given = [*TINY[:3], *ROWS, f"top_k={top_k}", f"destination={destination}", *settings]
     keep_teacher(load_config(KeepTeacherConfig, None, given))
     return (f"distill.cached={destination}",)
 
@@ -77,8 +64,7 @@ def numbers(lines: list[dict[str, Any]], *more: str) -> list[tuple]:
 @cache
 def by_hand(student: Path, divergence: str, packing: str, num_steps: int = 20) -> list[float]:
     """Distillation written by hand: one document at a time, whole logits, two transformers models, torch's AdamW."""
-    given = [f"model.path={student}", *SETTINGS, *LIVE, "output_dir=unused", f"data.packing={packing}"]
-    config = load_config(load_recipe(recipes()["distill"]).Config, None, given)
+    config = config_of("distill", f"model.path={student}", *SETTINGS, *LIVE, f"data.packing={packing}")
     batches, _ = sft_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
     learner = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32)
@@ -103,10 +89,7 @@ def by_hand(student: Path, divergence: str, packing: str, num_steps: int = 20) -
                 }[divergence].sum()
                 total = total + 0.8 * kl - 0.2 * s[place].log_softmax(-1)[labels[place]]
                 count += 1
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        losses.append((total / count).item())
+        losses.append(update(optimizer, total / count))
     return losses
 
 
@@ -132,24 +115,6 @@ def test_twenty_steps_equal_a_loop_by_hand(train: Train, student: Path, settings
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=5e-5)
     for line in lines:
         assert line["loss"] == pytest.approx(0.8 * line["divergence"] + 0.2 * line["cross_entropy"], rel=1e-6)
-
-
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_micro_batches_and_packed_rows_add_up_to_the_whole_batch(train: Train, tmp_path: Path, compile: bool) -> None:
-    """Each step uses all rows, because packing changes which rows share a batch."""
-    rows = resolve_data_path("tiny/validation.jsonl").read_text().splitlines()
-    (tmp_path / "few.jsonl").write_text("\n".join(rows[:12]))
-    settings = (*LIVE, f"data.source={tmp_path / 'few.jsonl'}", "epochs=3", "max_steps=3")
-    whole = train(*settings, "batch_size=12")
-    others = [
-        train(*settings, f"compile={compile}", "batch_size=4", "gradient_accumulation_steps=3", output="parts"),
-        train(*settings, f"compile={compile}", "data.packing=bfd", "batch_size=12", output="packed"),
-    ]
-    for lines in others:
-        for line, expected in zip(lines, whole, strict=True):
-            assert line["target_tokens"] == expected["target_tokens"]
-            for name in ("loss", "divergence", "cross_entropy", "entropy", "grad_norm"):
-                assert line[name] == pytest.approx(expected[name], rel=2e-4), name
 
 
 # What was kept of a teacher -------------------------------------------------------------------------------------------------
@@ -218,13 +183,8 @@ def test_on_policy_steps_train_on_the_students_completions(train: Train, student
 
 
 def test_the_seed_draws_on_policy_steps_and_resuming_changes_nothing(train: Train) -> None:
-    settings = (
-        *LIVE,
-        "distill.on_policy=0.4",
-        "generation.max_new_tokens=3",
-        "max_steps=12",
-        "data.packing=padding_free",
-    )
+    settings = (*LIVE, "distill.on_policy=0.4", "generation.max_new_tokens=3", "max_steps=12")
+    settings += ("data.packing=padding_free",)
     whole = train(*settings, output="whole")
     train(*settings, "max_steps=5", output="parts")
     assert numbers(train(*settings, output="parts")) == numbers(whole)
@@ -234,34 +194,6 @@ def test_the_seed_draws_on_policy_steps_and_resuming_changes_nothing(train: Trai
     assert 2 <= sum(sampled) <= 10
     other = train(*settings, "seed=1", output="other")
     assert [line["target_tokens"] <= 4 * 3 for line in other] != sampled
-
-
-def test_micro_batch_sizes_change_no_completion(train: Train) -> None:
-    settings = (*LIVE, "distill.on_policy=1", "generation.max_new_tokens=4", "max_steps=2")
-    whole = train(*settings, "batch_size=6")
-    parts = train(*settings, "batch_size=2", "gradient_accumulation_steps=3", output="parts")
-    for line, expected in zip(parts, whole, strict=True):
-        for name in ("loss", "cross_entropy", "target_tokens"):
-            assert line[name] == pytest.approx(expected[name], rel=2e-4), name
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("generation.temperature=0.5",), "generation.temperature=0.5 is for completions of the student"),
-        (("distill.on_policy=0.5", "data.packing=bfd"), "data.packing=bfd"),
-        (("distill.on_policy=0.5", "data.batch_tokens=512"), "data.batch_tokens=512 fill batches"),
-        (
-            ("distill.on_policy=0.01", "data.train_on=all"),
-            "needs prompts",
-        ),  # refused before the first on-policy step
-        (("distill.on_policy=1.5",), "<= 1"),
-    ],
-    ids=str,
-)
-def test_unsupported_on_policy_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(*LIVE, *settings)
 
 
 # Resuming, precision, planning ----------------------------------------------------------------------------------------------
@@ -276,47 +208,20 @@ def test_a_teacher_in_fewer_bits_is_close(train: Train) -> None:
     assert line["divergence"] == pytest.approx(exact, rel=0.01)
 
 
-def test_the_divergence_on_held_out_rows_falls(train: Train, capsys: pytest.CaptureFixture) -> None:
-    settings = ("data.validation_fraction=0.3", "data.train_on=all", "epochs=8", "max_steps=40", "eval_every=5")
-    evaluations = [line for line in train(*LIVE, *settings) if "eval_loss" in line]
-    assert evaluations[-1]["eval_divergence"] < 0.8 * evaluations[0]["eval_divergence"]
-    assert evaluations[-1]["eval_loss"] == evaluations[-1]["eval_divergence"]
-    said = capsys.readouterr().out
-    assert "teacher     tiny in float32" in said
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((), "expected one of teacher=MODEL and cached=FOLDER.*found neither"),
-        (("distill.teacher=./nowhere",), "nowhere"),
-        (("distill.teacher=OTHER",), r"another tokenizer: 300 is '.*' to the student and '.*' to the teacher"),
-        (("distill.cached=nowhere",), "distill.cached=nowhere is no folder of a teacher's likeliest tokens"),
-        ((*LIVE, "distill.divergence=forward"), "forward_kl"),
-        ((*LIVE, "distill.beta=0.5"), "beta=0.5 is not read by divergence=forward_kl, but by jsd"),
-        ((*LIVE, "distill.cross_entropy_weight=1"), "leaves nothing of the teacher"),
-        ((*LIVE, "distill.temprature=2"), "temperature"),
-        ((*LIVE, "distill.temperature=0"), "> 0"),
-    ],
-    ids=str,
-)
-def test_invalid_settings_are_refused(train: Train, tmp_path: Path, settings: tuple[str, ...], message: str) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(resolve_model_path("tiny"), other)
+def test_a_teacher_with_another_tokenizer_is_refused(train: Train, tmp_path: Path) -> None:
+    other = shutil.copytree(resolve_model_path("tiny"), tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     a, b = (next(token for token, number in vocabulary.items() if number == wanted) for wanted in (300, 301))
     vocabulary[a], vocabulary[b] = 301, 300
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=message):
-        train(*(setting.replace("OTHER", str(other)) for setting in settings))
+    with pytest.raises(ValueError, match=r"another tokenizer: 300 is '.*' to the student and '.*' to the teacher"):
+        train(f"distill.teacher={other}")
 
 
 def test_the_planner_counts_a_live_teacher_but_not_a_cached_one(student: Path, tmp_path: Path) -> None:
     def weights(*settings: str) -> int:
-        recipe = load_recipe(recipes()["distill"])
-        cfg = load_config(recipe.Config, None, [f"model.path={student}", *SETTINGS, "output_dir=unused", *settings])
-        return rehearse(recipe, cfg, choose_device("A100 80GB", "cuda")).peak.bytes_by_label["weights"]
+        return planned("distill", f"model.path={student}", *SETTINGS, *settings).peak.bytes_by_label["weights"]
 
     def num_bytes(path: Any) -> int:
         return sum(parameter.nbytes for parameter in load_model(path).parameters())

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,9 +13,8 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from lean_ft.generation.harness import HarnessModel  # noqa: E402
 from lean_ft.hub.paths import resolve_model_path  # noqa: E402
 from lean_ft.models import load_model  # noqa: E402
-from lean_ft.settings.text import load_config  # noqa: E402
-from lean_ft.system.catalog import find_recipe, load_recipe  # noqa: E402
 from lean_ft.tokenizers import load_tokenizer  # noqa: E402
+from tests.recipes.conftest import TINY, config_of, recipe_module, run_recipe  # noqa: E402
 
 CHOICE = """
 task: our_choice
@@ -75,14 +73,11 @@ def test_the_harness_gives_the_results_of_transformers(tasks: list[str], chat: b
     folder = str(resolve_model_path("tiny"))
     theirs = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=2)
     asked = tasks[:2] if chat else tasks
-    told = []
-    for model in (ours, theirs):
-        manager = TaskManager(include_defaults=False)
-        told.append(
-            lm_eval.simple_evaluate(
-                model, tasks=asked, task_manager=manager, bootstrap_iters=0, apply_chat_template=chat, num_fewshot=0
-            )
-        )
+    settings = {"tasks": asked, "bootstrap_iters": 0, "apply_chat_template": chat, "num_fewshot": 0}
+    told = [
+        lm_eval.simple_evaluate(model, task_manager=TaskManager(include_defaults=False), **settings)
+        for model in (ours, theirs)
+    ]
     for task, results in told[1]["results"].items():
         for name, value in results.items():
             if isinstance(value, float):
@@ -99,23 +94,18 @@ def test_the_harness_gives_the_results_of_transformers(tasks: list[str], chat: b
                     assert (our[0], our[1]) == (pytest.approx(float(their[0]), abs=1e-4), bool(their[1]))
 
 
-@pytest.fixture(scope="module")
-def recipe() -> ModuleType:
-    return load_recipe(find_recipe("evaluate"))
+def evaluate(*settings: str) -> None:
+    recipe_module("evaluate").main(config_of("evaluate", *settings, "model.dtype=float32", "device=cpu"))
 
 
-def evaluate(recipe: ModuleType, *settings: str) -> None:
-    recipe.main(load_config(recipe.Config, None, [*settings, "model.dtype=float32", "device=cpu"]))
+TRAINING = (*TINY, "data.source=tiny/train.jsonl", "batch_size=4")
 
 
-def test_results_are_stored_in_the_run_by_step(recipe: ModuleType, tasks: list[str], tmp_path: Path) -> None:
-    finetune = load_recipe(find_recipe("finetune"))
-    given = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=4", "max_steps=2"]
-    given += [f"output_dir={tmp_path}", "save_every=1", "device=cpu", "plan=false", "eval_answers=4"]
-    given += ["data.validation_source=tiny/validation.jsonl"]
-    finetune.main(load_config(finetune.Config, None, given))
-    evaluate(recipe, f"model.path={tmp_path}", f"tasks=[{tasks[0]}]", "data.source=tiny/validation.jsonl", "limit=3")
-    evaluate(recipe, f"model.path={tmp_path / 'step_00000001'}", f"tasks=[{tasks[1]}]")
+def test_results_are_stored_in_the_run_by_step(tasks: list[str], tmp_path: Path) -> None:
+    held_out = ("data.validation_source=tiny/validation.jsonl", "eval_answers=4")
+    run_recipe("finetune", tmp_path, *TRAINING, *held_out, "max_steps=2", "save_every=1")
+    evaluate(f"model.path={tmp_path}", f"tasks=[{tasks[0]}]", "data.source=tiny/validation.jsonl", "limit=3")
+    evaluate(f"model.path={tmp_path / 'step_00000001'}", f"tasks=[{tasks[1]}]")
     kept = json.loads((tmp_path / "evaluation.json").read_text())
     assert kept.keys() == {"step_00000001", "step_00000002"}
     assert kept["step_00000002"]["tasks"]["our_choice"].keys() >= {"acc", "acc_norm"}
@@ -126,41 +116,26 @@ def test_results_are_stored_in_the_run_by_step(recipe: ModuleType, tasks: list[s
 @pytest.mark.long
 def test_evaluation_tasks_do_not_change_a_run(tasks: list[str], tmp_path: Path) -> None:
     """Bitwise, with random dropout and noise. The results equal those of `evaluate` on the same checkpoint."""
-    finetune = load_recipe(find_recipe("finetune"))
-    given = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=4", "max_steps=3"]
-    given += [
-        "device=cpu",
-        "plan=false",
-        "data.max_length=64",
-        "lora={dropout: 0.2}",
-        "neftune_alpha=5",
-        "save_every=0",
-    ]
-    asked = [f"eval_tasks=[{tasks[0]},{tasks[1]}]", "eval_tasks_every=2", "eval_tasks_limit=2", "log.to=[csv]"]
-    for name, more in (("without", []), ("with", asked)):
-        finetune.main(load_config(finetune.Config, None, [*given, *more, f"output_dir={tmp_path / name}"]))
-    lines, told = [], []
-    for name in ("without", "with"):
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        lines.append([(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row])
-        told = [row for row in rows if "loss" not in row]
-    assert lines[0] == lines[1]
-    states = [
-        (tmp_path / name / "step_00000003" / "adapter_model.safetensors").read_bytes() for name in ("without", "with")
-    ]
-    assert states[0] == states[1]
+    given = (*TRAINING, "max_steps=3", "data.max_length=64", "lora={dropout: 0.2}", "neftune_alpha=5", "save_every=0")
+    asked = (f"eval_tasks=[{tasks[0]},{tasks[1]}]", "eval_tasks_every=2", "eval_tasks_limit=2", "log.to=[csv]")
+    without = run_recipe("finetune", tmp_path / "without", *given)
+    lines = run_recipe("finetune", tmp_path / "with", *given, *asked)
+    steps, told = [row for row in lines if "loss" in row], [row for row in lines if "loss" not in row]
+    for row, expected in zip(steps, without, strict=True):
+        assert (row["loss"], row["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+    files = [tmp_path / name / "step_00000003" / "adapter_model.safetensors" for name in ("without", "with")]
+    assert files[0].read_bytes() == files[1].read_bytes()
     assert [row["step"] for row in told] == [2, 3]
     assert "eval_our_generate/exact_match" in (tmp_path / "with" / "metrics.csv").read_text().splitlines()[0]
-    evaluated = load_recipe(find_recipe("evaluate"))
-    evaluate(evaluated, f"adapter={tmp_path / 'with'}", f"tasks=[{tasks[0]}]", "limit=2")
+    evaluate(f"adapter={tmp_path / 'with'}", f"tasks=[{tasks[0]}]", "limit=2")
     kept = json.loads((tmp_path / "with" / "evaluation.json").read_text())["step_00000003"]["tasks"]["our_choice"]
     assert kept == {name.removeprefix("eval_our_choice/"): v for name, v in told[-1].items() if "choice" in name}
     for wrong in ("eval_tasks=[no_such.yaml]", "eval_tasks=[no_such_task]"):
         with pytest.raises(ValueError, match="no_such"):
-            finetune.main(load_config(finetune.Config, None, [*given, wrong, f"output_dir={tmp_path / 'wrong'}"]))
+            run_recipe("finetune", tmp_path / "wrong", *given, wrong)
 
 
-def test_answers_match_exactly_or_by_pattern(recipe: ModuleType, tmp_path: Path) -> None:
+def test_answers_match_exactly_or_by_pattern(tmp_path: Path) -> None:
     from lean_ft.generation import generate
 
     said = generate(load_model("tiny"), [QUESTIONS[0]], max_new_tokens=60)[0].strip()
@@ -168,7 +143,7 @@ def test_answers_match_exactly_or_by_pattern(recipe: ModuleType, tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, more, right in (("whole", [], 1), ("pattern", [f"pattern={said[-6:-1]}"], 2)):
         output = tmp_path / f"{name}.json"
-        evaluate(recipe, "model.path=tiny", f"data.source={tmp_path / 'rows.jsonl'}", f"output={output}", *more)
+        evaluate("model.path=tiny", f"data.source={tmp_path / 'rows.jsonl'}", f"output={output}", *more)
         (told,) = json.loads(output.read_text()).values()
         assert told["answers"]["num_right"] == right
 
@@ -178,12 +153,8 @@ def test_answers_match_exactly_or_by_pattern(recipe: ModuleType, tmp_path: Path)
     [
         ([], r"set tasks=\[...\], data.source=FILE, or both"),
         (["tasks=[nowhere.yaml]"], "there is no file nowhere.yaml"),
-        # Slow: the harness reads all of its tasks.
-        pytest.param(
-            ["tasks=[no_such_task_at_all]"], "the harness knows no no_such_task_at_all", marks=pytest.mark.long
-        ),
     ],
 )
-def test_invalid_settings_are_refused(recipe: ModuleType, settings: list[str], message: str) -> None:
+def test_invalid_settings_are_refused(settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluate(recipe, "model.path=tiny", *settings)
+        evaluate("model.path=tiny", *settings)

@@ -1,4 +1,4 @@
-"""The recipe on the embedded model: where it begins, that it learns, and that nothing about memory, layout or a crash changes it."""
+"""The recipe on the embedded model: its first step, rewards, filters, and runs that are killed."""
 
 import json
 import os
@@ -6,14 +6,12 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lean_ft import load_model, load_tokenizer, save_model
@@ -22,30 +20,13 @@ from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, policy
 from lean_ft.online import Rewards, Rollouts
 from lean_ft.online.rewards import Scores
-from lean_ft.plan.devices import choose_device
-from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings import Reward
-from lean_ft.settings.text import load_config
-from lean_ft.system.catalog import find_recipe, load_recipe
+from tests.recipes.conftest import PROBLEMS, Train, config_of, planned
+from tests.training.toy_runs import digests, metrics
 
 RECIPE = "grpo"
-SETTINGS = (
-    "model.path=tiny",
-    "model.dtype=float32",
-    "data.source=tiny/problems_train.jsonl",
-    "data.chat=false",
-    "data.max_prompt_length=32",
-    "rewards=[exact_answer]",
-    "generation.max_new_tokens=8",
-    "generation.num_answers=4",
-    "optimizer.lr=3e-4",
-    "batch_size=8",
-    "gradient_accumulation_steps=2",
-    "max_steps=4",
-    "device=cpu",
-    "plan=false",
-)
-Train = Callable[..., list[dict[str, Any]]]
+SETTINGS = (*PROBLEMS, "rewards=[exact_answer]", "generation.num_answers=4", "optimizer.lr=3e-4", "batch_size=8")
+SETTINGS += ("max_steps=4",)
 REWARDS = '''
 import asyncio
 
@@ -58,16 +39,6 @@ async def short(completions, completion_ids, ended, **columns):
     assert set(columns) == {"prompts", "answer"}
     return [0.1 * done - 0.01 * len(ids) for ids, done in zip(completion_ids, ended)]
 
-def fails(prompts, completions):
-    if any("less" in prompt for prompt in prompts):
-        raise KeyError("less")
-    return [0.0] * len(prompts)
-
-def few(completions):
-    return [1.0]
-
-def nothing(completions):
-    return [float("nan")] * len(completions)
 '''
 
 
@@ -112,30 +83,6 @@ def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
     if settings[0] == ROUNDS[0]:
         assert max(ratios[of_first_step:]) > 0  # the same answers, and another model
         assert lines[0]["reward"] == lines[1]["reward"]
-
-
-MEMORY = [
-    ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2"),
-    ("generation.cache_gib=0.0001", "optimizer.in_backward=true"),
-    ("batch_size=4", "gradient_accumulation_steps=4"),
-    ("batch_size=16", "gradient_accumulation_steps=1"),
-    ("data.shared_prompt=false",),
-]
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dapo"])
-def test_memory_waves_and_layout_change_nothing(train: Train, loss: str) -> None:
-    """That samples are the same is exact; sums are in another order."""
-    name = f"loss.name={loss}"
-    expected = train(name, "max_steps=2")
-    for i, settings in enumerate(MEMORY):
-        lines = train(name, "max_steps=2", *settings, output=f"other{i}")
-        assert [line["reward"] for line in lines] == [line["reward"] for line in expected]
-        assert [line["completion_length"] for line in lines] == [line["completion_length"] for line in expected]
-        if "optimizer.in_backward=true" not in settings:
-            for ours, theirs in zip(lines, expected, strict=True):
-                assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-                assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
 def test_rewards_of_ones_own_are_added_up_by_their_weights(train: Train, tmp_path: Path) -> None:
@@ -189,64 +136,21 @@ def test_a_reward_model_judges_as_transformers_does(reward_model: Path) -> None:
     assert written.totals == pytest.approx(expected(ids), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "error", "message"),
-    [
-        ("[]", ValueError, "rewards is empty"),
-        ("[exact]", ValueError, "no reward is called 'exact'. Did you mean 'exact_answer'"),
-        ("['TMP/mine.py:wrong']", ValueError, "has no function wrong; it has right, short, fails, few, nothing"),
-        ("[format]", ValueError, "give its pattern"),
-        (
-            "['TMP/mine.py:fails']",
-            RuntimeError,
-            r"TMP/mine.py:fails failed at .*problems_train.jsonl, line \d+: KeyError: 'less'",
-        ),
-        ("['TMP/mine.py:few']", RuntimeError, "TMP/mine.py:few returned 1 values for 16 answers"),
-        ("['TMP/mine.py:nothing']", RuntimeError, "TMP/mine.py:nothing returned nan at .*line"),
-        ("[{model: tiny}]", ValueError, "no reward model: it has no output layer"),
-        ("[{weight: 2}]", ValueError, "expected a function or a model, found neither"),
-    ],
-)
-def test_what_is_wrong_with_a_reward_is_said(
-    train: Train, rewards: str, error: type, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message.replace("TMP", str(tmp_path))):
-        train(f"rewards={rewards}", "max_steps=20")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("generation.num_answers=3",), "16 answers, which are no whole groups of generation.num_answers=3"),
-        (("generation.num_answers=1",), "leaves nothing to compare a completion with"),
-        (("generation.offload_training_state=true",), "to host memory, but the model is on cpu"),
-        (("generation.top_k=5",), "set loss.correction=token_truncate"),
-        (("reference.kind=model",), "with loss.kl_weight=0 nothing reads a reference"),
-        (("reference.kind=cached", "loss.kl_weight=0.1"), "completions are sampled anew"),
-        (("loss.name=cispo", "loss.epsilon=0.1"), "epsilon=0.1 is not read by the loss cispo"),
-        (
-            ("data.max_prompt_length=2",),
-            "nothing in tiny/problems_train.jsonl is left to ask: 0 prompts of 800 rows; 800 longer",
-        ),
-        (("data.columns.prompt=question",), "data.columns.prompt=question: the row has prompt, answer"),
-    ],
-    ids=str,
-)
-def test_invalid_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(*settings)
-
-
-def test_a_divergence_that_alone_tells_answers_apart_is_not_rounded_away(tmp_path: Path) -> None:
-    """Beside rewards of -1 float32 would round it to 6e-8: a hundredth of what stands over a small deviation."""
-    module = load_recipe(find_recipe("grpo"))
-    given = ("loss.kl=in_reward", "loss.kl_weight=0.1", "generation.num_answers=2", "batch_size=2")
-    given += ("gradient_accumulation_steps=1",)
-    cfg = load_config(module.Config, None, [*SETTINGS, f"output_dir={tmp_path}", *given])
+def sampled_round(*settings: str, lengths: list[int], rewards: list[float]) -> tuple[Any, Rollouts]:
+    """Return the configuration and a round of one micro-batch: groups of 2 completions, with these rewards."""
+    given = ("generation.num_answers=2", f"batch_size={len(lengths)}", "gradient_accumulation_steps=1")
+    cfg = config_of("grpo", *SETTINGS, *given, *settings)
     prompts, _ = prompt_rows(cfg.data, load_tokenizer(cfg.model), cfg.seed)
     rollouts = Rollouts(cfg, prompts, pad_id=0)
-    samples = [Sample([5, 6], [-1.0, -1.0], True), Sample([7, 8], [-1.0, -1.0], True)]
-    rollouts.sample(lambda *_: samples, lambda *_: Scores([-1.0, -1.0], [[-1.0]] * 2, ["", ""]))  # type: ignore[arg-type]
+    samples = [Sample([5] * length, [-1.0] * length, True) for length in lengths]
+    scores = Scores(rewards, [[reward] for reward in rewards], [""] * len(rewards))
+    rollouts.sample(lambda *_: samples, lambda *_: scores)  # type: ignore[arg-type]
+    return cfg, rollouts
+
+
+def test_a_divergence_that_alone_tells_answers_apart_is_not_rounded_away() -> None:
+    """Beside rewards of -1 float32 would round it to 6e-8: a hundredth of what stands over a small deviation."""
+    _, rollouts = sampled_round("loss.kl=in_reward", "loss.kl_weight=0.1", lengths=[2, 2], rewards=[-1.0, -1.0])
     (batch,) = rollouts.to_remember()
     now, apart = torch.full((2, 2), -1.0), torch.tensor([[11.0, 0.0], [90.0, 3.0]]) * 2**-20
     rollouts.remember(batch, AnswerTokens(now, now, None, now), now - apart)
@@ -258,22 +162,16 @@ def test_a_divergence_that_alone_tells_answers_apart_is_not_rounded_away(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
-def test_tokens_of_low_entropy_stay_in_the_denominators_and_the_divergence(name: str, tmp_path: Path) -> None:
-    """Against TRL's own method (top_entropy_quantile), and dapo against the paper's formula, arXiv:2506.01939."""
+def test_tokens_of_low_entropy_stay_in_the_denominators_and_the_divergence(name: str) -> None:
+    """Against TRL's own method (top_entropy_quantile, arXiv:2506.01939)."""
     from tests.losses.test_policy import LONGEST, trl_loss
 
     share, lengths, generator = 0.3, [9, 1, 4, 7, 2, 9], torch.Generator().manual_seed(0)
     old, now, reference, entropies = (-torch.rand(6, 9, generator=generator) for _ in range(4))
     now.requires_grad_()
-    given = (f"loss.name={name}", f"loss.entropy_share={share}", "loss.kl_weight=0.1", "generation.num_answers=2")
-    given += ("batch_size=6", "gradient_accumulation_steps=1", f"generation.max_new_tokens={LONGEST}")
-    module = load_recipe(find_recipe("grpo"))
-    cfg = load_config(module.Config, None, [*SETTINGS, f"output_dir={tmp_path}", *given])
-    prompts, _ = prompt_rows(cfg.data, load_tokenizer(cfg.model), cfg.seed)
-    rollouts = Rollouts(cfg, prompts, pad_id=0)
+    given = (f"loss.name={name}", f"loss.entropy_share={share}", "loss.kl_weight=0.1")
     rewards = [1.0, 0.0, 0.5, 0.1, 0.0, 2.0]
-    samples = [Sample([5] * length, [-1.0] * length, True) for length in lengths]
-    rollouts.sample(lambda *_: samples, lambda *_: Scores(rewards, [[r] for r in rewards], [""] * 6))  # type: ignore[arg-type]
+    cfg, rollouts = sampled_round(*given, f"generation.max_new_tokens={LONGEST}", lengths=lengths, rewards=rewards)
     (batch,) = rollouts.to_remember()
     rollouts.remember(batch, AnswerTokens(old, -entropies, None, now), None)
     rollouts.begin()
@@ -284,14 +182,6 @@ def test_tokens_of_low_entropy_stay_in_the_denominators_and_the_divergence(name:
 
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
     above = policy.advantages(torch.tensor(rewards).view(-1, 2), cfg.loss.advantage_of_loss).flatten()
-    if name == "dapo":
-        threshold = (-entropies)[mask].quantile(1 - share)
-        ratio, s = (now - old).exp(), now - reference
-        gain = torch.minimum(ratio * above[:, None], ratio.clamp(0.8, 1.28) * above[:, None])
-        gain = torch.where(-entropies >= threshold, gain, 0.0)
-        divergence = ((-s).exp() - 1 + s) * ratio
-        by_hand = (0.1 * divergence - gain)[mask].sum() / 32
-        torch.testing.assert_close(loss, by_hand, rtol=1e-5, atol=1e-6)
     answers = {"logps": now, "old_logps": old, "reference": reference, "advantages": above, "entropies": -entropies}
     theirs = trl_loss(name, answers | {"mask": mask.float()}, beta=0.1, top_entropy_quantile=share)
     torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-6)
@@ -299,9 +189,8 @@ def test_tokens_of_low_entropy_stay_in_the_denominators_and_the_divergence(name:
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
-def test_prompts_come_in_order_without_shuffling(tmp_path: Path) -> None:
-    module = load_recipe(find_recipe("grpo"))
-    cfg = load_config(module.Config, None, [*SETTINGS, f"output_dir={tmp_path}"])
+def test_prompts_come_in_order_without_shuffling() -> None:
+    cfg = config_of("grpo", *SETTINGS)
     tokenizer = load_tokenizer(cfg.model)
     shuffled, _ = prompt_rows(cfg.data, tokenizer, cfg.seed)
     ordered, _ = prompt_rows(cfg.data.model_copy(update={"shuffle": False}), tokenizer, cfg.seed)
@@ -328,44 +217,16 @@ def test_filters_leave_out_what_they_say(train: Train) -> None:
     assert plain["even_groups"] > 0 == sampled["even_groups"]
 
 
-def test_it_learns(train: Train) -> None:
-    """On held-out problems, sampled as in training."""
-    settings = ("data.validation_source=tiny/problems_validation.jsonl", "batch_size=64", "max_steps=12", "seed=1")
-    lines = train(*settings, "optimizer.lr=3e-4", "gradient_accumulation_steps=1", "generation.num_answers=8")
-    rewards = [line["reward"] for line in lines if "reward" in line]
-    (evaluation,) = [line["eval_reward"] for line in lines if "eval_reward" in line]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
-    assert evaluation > 0.45  # from 0.22
-
-
-STATEFUL = (
-    *ROUNDS,
-    "save_every=1",
-    "keep_last=9",
-    "sample_every=2",
-    "rewards=['TMP/mine.py:right', 'TMP/mine.py:short']",
-)
+STATEFUL = (*ROUNDS, "save_every=1", "keep_last=9", "sample_every=2")
+STATEFUL += ("rewards=['TMP/mine.py:right', 'TMP/mine.py:short']",)
 STATEFUL += ("generation.most_attempts=2", "loss.entropy_share=0.8", "lora.rank=4", "lora.dropout=0.1", "max_steps=7")
-
-
-def result(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], list[tuple], str]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (weights,) = (folder / f"step_{step:08d}").glob("*.safetensors")
-    return load_file(weights), numbers(lines), (folder / "samples.jsonl").read_text()
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert one[1:] == other[1:]
-    assert one[0].keys() == other[0].keys()
-    for name, value in one[0].items():
-        assert torch.equal(value, other[0][name]), name
 
 
 @pytest.mark.long
 def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(train: Train, tmp_path: Path) -> None:
     """SIGKILL at random moments: while it samples, scores, updates or saves."""
     train(*STATEFUL)
-    expected, generator = result(tmp_path / "run", 7), random.Random(0)
+    whole, generator = tmp_path / "run", random.Random(0)
     for run in range(6):
         output = tmp_path / f"killed{run}"
         given = [*SETTINGS, *STATEFUL, f"output_dir={output}"]
@@ -380,7 +241,9 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(train: T
                 process.send_signal(signal.SIGKILL)
                 process.wait()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        assert_same(result(output, 7), expected)
+        assert metrics(output, timed=False) == metrics(whole, timed=False)
+        assert digests(output / "step_00000007") == digests(whole / "step_00000007")
+        assert (output / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
 def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
@@ -398,18 +261,15 @@ def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
     assert numbers(lines) == numbers(train(*given, output="undisturbed"))
 
 
-def test_the_planner_counts_it(tmp_path: Path) -> None:
-    """The caches that sampling takes, and the second model where there is one, are in the peak."""
-    module = load_recipe(find_recipe("grpo"))
+def test_the_planner_counts_it() -> None:
+    """The peak includes the caches of sampling, and the reference model if there is one."""
 
     def peak(*settings: str) -> tuple[int, int]:
-        given = [*SETTINGS, f"output_dir={tmp_path / 'run'}", "optimizer.name=sgd", *settings]
-        cfg = load_config(module.Config, None, given)
-        found = rehearse(module, cfg, choose_device(None, "cpu"))
+        found = planned("grpo", *SETTINGS, "optimizer.name=sgd", *settings, device=None)
         return found.peak_bytes, found.peak.bytes_by_label.get("generation", 0)
 
     assert peak("loss.kl_weight=0.1")[0] - peak()[0] == pytest.approx(885_888 * 4, rel=0.02)
-    # 4 layers of 2 heads of 32 features, keys and values, in float32, of 512 answers of 40 tokens; not while it learns
+    # 4 layers of 2 heads of 32 features, keys and values, in float32, for 512 completions of 40 tokens.
     bytes_of_cache = 2 * 4 * 2 * 32 * 4 * 40 * 512
     assert peak("generation.steps_per_round=32", "generation.num_answers=512")[1] >= bytes_of_cache
     assert peak()[1] < 1024  # only the lists of the round

@@ -55,11 +55,6 @@ def growth(folder: Path, recipe: str, steps: int, settings: dict[str, object]) -
 
 
 @pytest.mark.long
-def test_packed_documents_of_new_lengths_do_not_grow_memory(tmp_path):
-    assert growth(tmp_path, "full_finetune_single_device", 30, FULL | PACKED) < 0.05
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [

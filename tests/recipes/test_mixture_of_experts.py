@@ -11,9 +11,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from lean_ft.data import sft_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import SFTDataConfig
-from lean_ft.settings.text import load_config
-from lean_ft.system.catalog import load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer
+from tests.recipes.conftest import TINY, run_recipe
 
 COEFFICIENT = 0.3
 DATA = {"source": "tiny/validation.jsonl", "max_length": 64}
@@ -49,12 +48,9 @@ def train(folder, tmp_path):
     """Run the recipe in float32; return the lines of metrics.jsonl."""
 
     def run(*settings: str, output: str = "run"):
-        module = load_recipe(recipes()["full_finetune_single_device"])
-        given = [f"model.path={folder}", "model.dtype=float32", "device=cpu", "optimizer.lr=1e-2", "batch_size=8"]
+        given = [*TINY, f"model.path={folder}", "optimizer.lr=1e-2", "batch_size=8", "max_steps=4"]
         given += [f"data.{name}={value}" for name, value in DATA.items()]
-        given += ["max_steps=4", f"output_dir={tmp_path / output}", *settings]
-        module.main(load_config(module.Config, None, given))
-        return [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        return run_recipe("full_finetune_single_device", tmp_path / output, *given, *settings)
 
     return run
 
@@ -76,22 +72,9 @@ def test_the_router_loss_equals_transformers_without_padding(train, folder):
     assert line["router_aux_loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_memory_settings_change_no_number(train):
-    plain = train("gradient_accumulation_steps=2")
-    lean = train(
-        "gradient_accumulation_steps=2",
-        "optimizer.in_backward=true",
-        "memory.activation_checkpointing=selective",
-        output="lean",
-    )
-    for line, expected in zip(losses(lean), losses(plain), strict=True):
-        assert line == pytest.approx(expected, rel=1e-4)
-    assert plain[-1]["loss"] < plain[0]["loss"]
-
-
 def test_a_resumed_run_is_equal_and_opens_in_transformers(train, folder, tmp_path):
-    whole = losses(train("save_every=2", "schedule.name=constant", "optimizer.in_backward=true", output="whole"))
     settings = ("save_every=2", "schedule.name=constant", "optimizer.in_backward=true")
+    whole = losses(train(*settings, output="whole"))
     train(*settings, "max_steps=2", output="parts")
     assert losses(train(*settings, output="parts")) == whole
     first, second = (tmp_path / name / "step_00000004" for name in ("whole", "parts"))

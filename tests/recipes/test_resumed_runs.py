@@ -15,7 +15,7 @@ from tests.recipes import (
     test_ppo,
     test_reward,
 )
-from tests.recipes.conftest import run_recipe
+from tests.recipes.conftest import run_of
 from tests.training.toy_runs import digests, metrics
 
 LORA = ("lora.rank=4", "lora.dropout=0.1")
@@ -54,41 +54,23 @@ ROWS = [  # test module, settings, the step after which the run stops
 ]
 
 
-def run(module, settings: tuple[str, ...], folder: Path) -> Path:
-    given = (one.replace("TMP", str(folder.parent)) for one in (*module.SETTINGS, *settings))
-    run_recipe(module.RECIPE, folder, *given)
-    return folder
+def prepare(folder: Path) -> None:
+    (folder / "mine.py").write_text(test_grpo.REWARDS)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of the uninterrupted run with these settings, made once."""
-    made: dict[object, Path] = {}
-
-    def of(module, settings: tuple[str, ...]) -> Path:
-        key = module, settings
-        if key not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            (folder / "mine.py").write_text(test_grpo.REWARDS)
-            if settings == KEPT:
-                test_distill.keep(folder / "kept", top_k=16)
-            made[key] = run(module, settings, folder / "run")
-        return made[key]
-
-    return of
+def prepare_cache(folder: Path) -> None:
+    test_distill.keep(folder / "kept", top_k=16)
 
 
 @pytest.mark.parametrize(("module", "settings", "stop"), ROWS, ids=lambda value: getattr(value, "RECIPE", str(value)))
-def test_a_resumed_run_equals_the_uninterrupted_run(uninterrupted, module, settings, stop):
-    whole = uninterrupted(module, settings)
+def test_a_resumed_run_equals_the_uninterrupted_run(run_once, module, settings, stop):
+    whole = run_once(module, settings, prepare_cache if settings == KEPT else prepare)
     parts = whole.with_name(f"stopped{stop}")
     cache = (f"data.cache_dir={parts}_cache",) if module is test_dpo else ()
-    run(module, (*settings, *cache, f"max_steps={stop}"), parts)
-    for values in Path(f"{parts}_cache").glob(
-        "reference-*/values"
-    ):  # a lost cache is computed again from the same model
+    run_of(module, (*settings, *cache, f"max_steps={stop}"), parts)
+    for values in Path(f"{parts}_cache").glob("reference-*/values"):  # a lost cache is computed again
         values.write_bytes(b"\xff" * len(values.read_bytes()))
-    run(module, (*settings, *cache), parts)
+    run_of(module, (*settings, *cache), parts)
     assert metrics(parts, timed=False) == metrics(whole, timed=False)
     last = max(path.name for path in whole.glob("step_*"))
     assert digests(parts / last) == digests(whole / last)

@@ -1,8 +1,6 @@
 """reward on the embedded model: an independent loop, and equal scores from transformers, peft and `leanft score`."""
 
 import json
-import math
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,26 +18,11 @@ from lean_ft.export import export_folder, export_gguf
 from lean_ft.frozen.scoring import open_reward_model, score, score_rows
 from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import save_model
-from lean_ft.plan.devices import choose_device
-from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings.text import load_config
-from lean_ft.system.catalog import load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer
+from tests.recipes.conftest import PAIRS, Train, config_of, update
 
 RECIPE = "reward"
-SETTINGS = (
-    "model.path=tiny",
-    "model.dtype=float32",
-    "data.source=tiny/pairs_validation.jsonl",
-    "data.max_length=96",
-    "optimizer.lr=1e-3",
-    "schedule.name=constant",
-    "batch_size=4",
-    "max_steps=6",
-    "device=cpu",
-    "plan=false",
-)
-Train = Callable[..., list[dict[str, Any]]]
+SETTINGS = (*PAIRS, "optimizer.lr=1e-3")
 
 
 @pytest.fixture
@@ -61,8 +44,7 @@ def with_a_score(**config: Any) -> Any:
 @cache
 def by_hand(source: str, packing: str, shares: bool, num_steps: int = 8) -> tuple[list[float], list[float]]:
     """A reward model trained by hand: one text at a time, transformers, torch's AdamW. Return losses and margins."""
-    given = [*SETTINGS, "output_dir=unused", f"data.packing={packing}", f"data.source={source}"]
-    config = load_config(load_recipe(recipes()["reward"]).Config, None, given)
+    config = config_of("reward", *SETTINGS, f"data.packing={packing}", f"data.source={source}")
     tokenizer, rows = load_tokenizer("tiny"), [json.loads(line) for line in Path(source).read_text().splitlines()]
     batches, _ = preference_batches(config.data, tokenizer, batch_size=4, seed=config.seed, share_prompts=shares)
     model = with_a_score()
@@ -77,10 +59,7 @@ def by_hand(source: str, packing: str, shares: bool, num_steps: int = 8) -> tupl
             terms.append(-logsigmoid(chosen - rejected - row["margin"]) + 0.1 * (chosen + rejected) ** 2)
             ahead.append((chosen - rejected).item())
         loss = torch.stack(terms).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update(optimizer, loss))
         margins.append(sum(ahead) / len(ahead))
     return losses, margins
 
@@ -137,13 +116,12 @@ def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train,
     assert [values[-1] for values in score(ours, ids, tokens_at_a_time=1)] == pytest.approx(expected, abs=1e-5)
 
     (row, *_) = [json.loads(line) for line in resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()]
-    first = next(iter(train(f"model.path={folder}", "max_steps=1", "batch_size=206", "optimizer.lr=0", output="again")))
+    (first,) = train(f"model.path={folder}", "max_steps=1", "batch_size=206", "optimizer.lr=0", output="again")
     scored = list(score_rows(ours, tokenizer, "tiny/pairs_validation.jsonl"))
-    assert scored[0] == row | {"chosen_score": scored[0]["chosen_score"], "rejected_score": scored[0]["rejected_score"]}
-    assert first["rewards/chosen"] == pytest.approx(sum(row["chosen_score"] for row in scored) / 206, abs=1e-5)
-    assert first["rewards/margins"] == pytest.approx(
-        sum(row["chosen_score"] - row["rejected_score"] for row in scored) / 206, abs=1e-5
-    )
+    chosen, rejected = ([row[f"{side}_score"] for row in scored] for side in ("chosen", "rejected"))
+    assert scored[0] == row | {"chosen_score": chosen[0], "rejected_score": rejected[0]}
+    assert first["rewards/chosen"] == pytest.approx(sum(chosen) / 206, abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx((sum(chosen) - sum(rejected)) / 206, abs=1e-5)
     # Saving an opened reward model gives the same bytes.
     save_model(ours, tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -168,21 +146,10 @@ def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Pat
         export_gguf(tmp_path / "merged", tmp_path / "merged.gguf")
 
 
-def test_margins_start_at_0_and_the_loss_at_ln_2(train: Train) -> None:
-    (first,) = train("max_steps=1")
-    assert first["loss"] == pytest.approx(math.log(2))
-    assert first["rewards/margins"] == 0 and first["rewards/accuracies"] == 0.5
-
-
 def test_token_rewards_have_the_trained_mean(train: Train, tmp_path: Path) -> None:
     train("loss.per_token=true", "max_steps=4")
-    (line,) = train(
-        f"model.path={tmp_path / 'run' / 'step_00000004'}",
-        "loss.per_token=true",
-        "max_steps=1",
-        "batch_size=206",
-        output="again",
-    )
+    again = (f"model.path={tmp_path / 'run' / 'step_00000004'}", "loss.per_token=true", "max_steps=1", "batch_size=206")
+    (line,) = train(*again, output="again")
     rows = list(score_rows(*open_reward_model(tmp_path / "run", "cpu"), "tiny/pairs_validation.jsonl", per_token=True))
     means = [sum(row["chosen_token_scores"]) / len(row["chosen_token_scores"]) for row in rows]
     assert line["rewards/chosen"] == pytest.approx(sum(means) / 206, abs=1e-5)
@@ -195,16 +162,6 @@ def test_pairs_equal_after_truncation_are_dropped_and_counted(train: Train, tmp_
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [row, other, other])))
     train(f"data.source={tmp_path / 'rows.jsonl'}", "data.max_completion_length=8", "max_steps=1")
     assert "1 dropped (chosen equals rejected within the lengths); 2 pairs" in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_held_out_rows_are_evaluated_and_improve(train: Train, capsys: pytest.CaptureFixture) -> None:
-    settings = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
-    lines = train(*settings, "batch_size=16", "max_steps=30", "eval_every=30")
-    (evaluation,) = [line for line in lines if "eval_loss" in line]
-    assert evaluation["eval_loss"] < 0.692  # ln 2 before
-    assert evaluation["eval_rewards/accuracies"] > 0.52
-    assert "% of pairs right" in capsys.readouterr().out
 
 
 def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
@@ -223,38 +180,13 @@ def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
     renamed = ["score", str(tmp_path / "run"), str(tmp_path / "renamed.jsonl"), "data.columns.completion=answer"]
     assert json.loads(CliRunner().invoke(app, renamed).stdout)["score"] == pytest.approx(scored[0]["score"], abs=1e-6)
     assert scored[0]["score"] != 0
-    result = CliRunner().invoke(app, command)
-    assert isinstance(result.exception, ValueError) and "there already" in str(result.exception)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "q"}')
-    result = CliRunner().invoke(app, ["score", str(tmp_path / "run"), str(tmp_path / "bad.jsonl")])
-    assert "bad.jsonl, line 1" in str(result.exception)
-    result = CliRunner().invoke(app, ["score", "tiny", str(tmp_path / "0.jsonl")])
-    assert "tiny is no reward model" in str(result.exception) or "no reward model" in str(result.exception)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("pad_token=<|end|>",), "pads with '<|end|>', which also ends a sequence.*Set pad_token"),
-        (("pad_token=<|edn|>",), "not a control token of this tokenizer. Did you mean"),
-        (("data.source=tiny/validation.jsonl",), "this recipe learns from pairs"),
-        (("lora.targets=[score]",), "which is trained whole"),
-        (("loss.per_token=true", "data.shared_prompt=true"), "data.shared_prompt=true"),
-        (("eval_answers=3", "data.validation_fraction=0.1"), "eval_answers=3.* gives scores and no text"),
-        (("loss.beta=1",), "beta"),
-    ],
-    ids=str,
-)
-def test_invalid_settings_are_refused(train: Train, settings: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(*settings)
-
-
-def test_a_margin_must_be_a_number(train: Train, tmp_path: Path) -> None:
-    row = {"prompt": "q", "chosen": "yes", "rejected": "no", "margin": "much"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match="rows.jsonl, line 1: `margin` is a string"):
-        train(f"data.source={tmp_path / 'rows.jsonl'}")
+    for arguments, message in (
+        (command[1:], "there already"),
+        ([str(tmp_path / "run"), str(tmp_path / "bad.jsonl")], "bad.jsonl, line 1"),
+        (["tiny", str(tmp_path / "0.jsonl")], "no reward model"),
+    ):
+        assert message in str(CliRunner().invoke(app, ["score", *arguments]).exception)
 
 
 def test_language_models_reward_models_and_classifiers_are_told_apart(train: Train, tmp_path: Path) -> None:
@@ -270,13 +202,3 @@ def test_language_models_reward_models_and_classifiers_are_told_apart(train: Tra
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="transformers has no sequence classification model"):
         load_model(folder, scores=True)
-
-
-def test_the_planner_counts_it() -> None:
-    recipe = load_recipe(recipes()["reward"])
-
-    def peak(*settings: str) -> int:
-        cfg = load_config(recipe.Config, None, [*SETTINGS, "output_dir=unused", *settings])
-        return rehearse(recipe, cfg, choose_device("A100 80GB", "cuda")).peak_bytes
-
-    assert 0 < peak("lora.rank=4") < peak()
