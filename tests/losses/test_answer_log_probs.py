@@ -83,9 +83,7 @@ def test_an_answers_sum_is_the_same_in_any_batch(batch: SimpleNamespace) -> None
     for pair in range(NUM_PAIRS):
         count = int(batch.answer_tokens[pair].sum())
         labels = slice(begin, begin + count)
-        alone = SimpleNamespace(
-            **{**vars(batch), "index": batch.index[labels], "label": batch.label[labels]},
-        )
+        alone = SimpleNamespace(**{**vars(batch), "index": batch.index[labels], "label": batch.label[labels]})
         alone.answer_tokens = batch.answer_tokens[pair : pair + 1]
         torch.testing.assert_close(answers_of(model, alone).log_probs[0], together[pair], rtol=1e-6, atol=0)
         begin += count

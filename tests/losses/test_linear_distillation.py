@@ -47,6 +47,20 @@ def problem(
     }
 
 
+def in_dtype(given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+        for name, tensor in given.items()
+    }
+
+
+def assert_gradients(given: dict[str, Tensor], value: Tensor, expected: Tensor, bound: float) -> None:
+    trained = [tensor for tensor in (given["hidden"], given["weight"]) if tensor.requires_grad]
+    gradients = (torch.autograd.grad(loss / 5, trained) for loss in (value, expected))
+    for gradient, exact in zip(*gradients, strict=True):
+        assert error(gradient, exact) < bound
+
+
 def plain(given: dict[str, Tensor], loss: dict[str, Any], teacher_softcap: float | None = None) -> Tensor:
     """The sum computed from full logits in float64, with torch's KL divergence."""
     is_target = given["labels"].flatten() != IGNORED_LABEL
@@ -97,32 +111,35 @@ LOSSES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
-@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",)], ids=str)
-@pytest.mark.parametrize("chunk_tokens", [0, 7, 1024])
-def test_value_and_gradients_equal_the_plain_computation(loss: Any, frozen: Any, chunk_tokens: int) -> None:
+ALL = [
+    (loss, frozen, size, "") for loss in LOSSES for frozen in ((), ("weight",), ("hidden",)) for size in (0, 7, 1024)
+]
+ALL += [({"cross_entropy_weight": 0.4}, (), 7, smaller) for smaller in ("weight", "teacher_weight")]
+
+
+@pytest.mark.parametrize(("loss", "frozen", "chunk_tokens", "smaller"), ALL, ids=str)
+def test_value_and_gradients_equal_the_plain_computation(
+    loss: Any, frozen: tuple[str, ...], chunk_tokens: int, smaller: str
+) -> None:
+    """Also if one vocabulary is smaller: tokens that only the other one has are left out."""
     given = problem()
+    if smaller:
+        given[smaller] = given[smaller].detach()[: V - 4].requires_grad_(smaller == "weight")
     for name in frozen:
         given[name].requires_grad_(False)
-    trained = [given[name] for name in ("hidden", "weight") if name not in frozen]
     expected = plain(given, loss, teacher_softcap=1.1)
-    expected_gradients = torch.autograd.grad(expected / 5, trained)
     value = ours(given, teacher_of(given, 1.1), chunk_tokens=chunk_tokens, **loss)
-    gradients = torch.autograd.grad(value / 5, trained)
     assert value.item() == pytest.approx(expected.item(), rel=1e-13)
-    for gradient, exact in zip(gradients, expected_gradients, strict=True):
-        assert error(gradient, exact) < 1e-12
     with torch.no_grad():
         assert ours(given, teacher_of(given, 1.1), chunk_tokens=chunk_tokens, **loss) == value
+    assert_gradients(given, value, expected, 1e-12)
 
 
 @pytest.mark.parametrize("loss", [LOSSES[3], pytest.param(LOSSES[5], marks=pytest.mark.long)], ids=str)
 def test_compiled_it_equals_the_plain_computation(loss: Any) -> None:
     torch._dynamo.reset()
     exact = problem()
-    given = {
-        k: v.detach().float().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in exact.items()
-    }
+    given = in_dtype(exact, torch.float32)
     expected = plain(exact, loss, teacher_softcap=1.1)
     expected.backward()
     value = ours(given, teacher_of(given, 1.1), chunk_tokens=16, compile=True, **loss)
@@ -153,54 +170,7 @@ def test_jsd_is_that_of_trl(beta: float, temperature: float) -> None:
     value = ours(given, divergence="jsd", beta=beta, temperature=temperature) / (given["labels"] != IGNORED_LABEL).sum()
     # TRL computes the logs of beta in float32.
     assert value.item() == pytest.approx(expected.item(), rel=1e-13 if beta in (0.0, 1.0) else 1e-6)
-    for gradient, exact in zip(
-        *(torch.autograd.grad(loss, [given["hidden"], given["weight"]]) for loss in (value, expected)), strict=True
-    ):
-        assert error(gradient, exact) < 1e-6
-
-
-def test_jsd_is_that_of_liger_and_the_kls_are_those_of_torchtune() -> None:
-    """Liger's LigerFusedLinearJSDLoss weights a hard and a soft loss; the soft loss is the same as TRL's. torchtune's
-    ForwardKLLoss omits the teacher's entropy, a constant; its KDLoss has cross_entropy_weight = 1 - kd_ratio."""
-    given = problem()
-    is_target = given["labels"] != IGNORED_LABEL
-    student, teacher = (given[f"{who}hidden"] @ given[f"{who}weight"].T for who in ("", "teacher_"))
-    student, teacher, labels = student[is_target], teacher[is_target], given["labels"][is_target]
-    t, log_s = teacher.softmax(-1), student.log_softmax(-1)
-    # Liger, test/chunked_loss/test_jsd_loss.py: HFJSDLoss.distillation_loss, at beta 0.3 and temperature 2
-    log_s2, log_t2 = (student / 2).log_softmax(-1), (teacher / 2).log_softmax(-1)
-    m = torch.lerp(log_s2.exp(), log_t2.exp(), 0.3)
-    kls = (
-        F.kl_div(m.log(), log_t2, reduction="sum", log_target=True),
-        F.kl_div(m.log(), log_s2, reduction="sum", log_target=True),
-    )
-    liger = 0.5 * F.cross_entropy(student, labels, reduction="sum") + 0.5 * (0.3 * kls[0] + 0.7 * kls[1])
-    value = ours(given, divergence="jsd", beta=0.3, temperature=2.0, cross_entropy_weight=0.5)
-    assert value.item() == pytest.approx(liger.item(), rel=1e-12)
-    # torchtune, modules/loss/kd_losses.py
-    torchtune_forward = -(t * log_s).sum()
-    torchtune_reverse = -(log_s.exp() * (t.log() - log_s)).sum()
-    entropy = -(t * t.log()).sum()
-    assert ours(given).item() == pytest.approx((torchtune_forward - entropy).item(), rel=1e-12)
-    assert ours(given, divergence="reverse_kl").item() == pytest.approx(torchtune_reverse.item(), rel=1e-12)
-    theirs = torch.autograd.grad(torchtune_forward, given["hidden"])[0]
-    assert error(torch.autograd.grad(ours(given), given["hidden"])[0], theirs) < 1e-12
-
-
-@pytest.mark.parametrize("rows", [(V, V - 4), (V - 4, V)])
-def test_of_the_larger_vocabulary_what_the_other_lacks_is_left_out(rows: tuple[int, int]) -> None:
-    given = problem()
-    for name, count in zip(("weight", "teacher_weight"), rows, strict=True):
-        given[name] = given[name].detach()[:count].requires_grad_(name == "weight")
-    loss = {"cross_entropy_weight": 0.4}
-    expected = plain(given, loss)
-    expected_gradients = torch.autograd.grad(expected, [given["hidden"], given["weight"]])
-    value = ours(given, chunk_tokens=7, **loss)
-    assert value.item() == pytest.approx(expected.item(), rel=1e-13)
-    for gradient, exact in zip(
-        torch.autograd.grad(value, [given["hidden"], given["weight"]]), expected_gradients, strict=True
-    ):
-        assert error(gradient, exact) < 1e-12
+    assert_gradients(given, value, expected, 1e-6)
 
 
 def test_a_student_like_its_teacher_costs_nothing_and_learns_nothing() -> None:
@@ -220,9 +190,7 @@ def test_nothing_overflows_where_the_two_are_sure_of_different_tokens(scale: flo
     given = problem(dtype=torch.float32)
     given["teacher_hidden"] = given["teacher_hidden"] * scale
     given["hidden"] = (given["hidden"].detach() * scale).requires_grad_()
-    exact = {
-        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in given.items()
-    }
+    exact = in_dtype(given, torch.float64)
     teacher = None if kept is None else top_log_probs(teacher_of(given), given["labels"], kept)
     value = ours(given, teacher, divergence=divergence)
     gradient = torch.autograd.grad(value, given["hidden"])[0]
@@ -264,23 +232,7 @@ def test_what_was_kept_is_compared_over_the_likeliest_tokens_and_one_bucket_of_t
     )
     value = ours(given, kept, chunk_tokens=7, compile=True, **loss)
     assert value.item() == pytest.approx(expected.item(), rel=1e-9)
-    expected_gradients = torch.autograd.grad(expected, [given["hidden"], given["weight"]])
-    for gradient, exact in zip(
-        torch.autograd.grad(value, [given["hidden"], given["weight"]]), expected_gradients, strict=True
-    ):
-        assert error(gradient, exact) < 1e-8
-
-
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_of_all_tokens_kept_the_loss_is_the_live_ones(loss: Any) -> None:
-    given = problem()
-    kept = top_log_probs(teacher_of(given), given["labels"], V, temperature=loss.get("temperature", 1.0))
-    assert kept.log_probs.shape == kept.ids.shape
-    live, recalled = ours(given, **loss), ours(given, kept, **loss)
-    assert recalled.item() == pytest.approx(live.item(), rel=1e-12)
-    trained = [given["hidden"], given["weight"]]
-    for gradient, exact in zip(torch.autograd.grad(recalled, trained), torch.autograd.grad(live, trained), strict=True):
-        assert error(gradient, exact) < 1e-11
+    assert_gradients(given, value, expected, 1e-8)
 
 
 def test_fewer_tokens_kept_are_never_further_from_the_student_and_never_below_0() -> None:
@@ -323,9 +275,7 @@ def test_without_a_target_it_is_an_exact_zero() -> None:
 def test_bfloat16_rounds_no_worse_than_the_plain_bfloat16_computation() -> None:
     given = problem((4, 64), dims=(64, 80), vocab=1000, dtype=torch.bfloat16)
     loss: dict[str, Any] = {"divergence": "jsd", "temperature": 0.9}
-    exact = {
-        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in given.items()
-    }
+    exact = in_dtype(given, torch.float64)
     plain(exact, loss).backward()
     rounded = []
     for value in (ours(given, chunk_tokens=50, **loss), plain(given, loss)):

@@ -1,4 +1,4 @@
-"""Losses, gradients and advantages compared with results of verl's functions, which make_verl_values.py recorded."""
+"""PPO's losses, gradients, returns and advantages compared with results of verl's functions, which make_verl_values.py recorded."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from lean_ft.losses import advantages, generalized_advantages, policy_loss, value_loss, whitened
+from lean_ft.losses import generalized_advantages, policy_loss, value_loss, whitened
 
 VERL: dict[str, Any] = json.loads(Path(__file__).with_name("verl_values.json").read_text())
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}  # verl adds 1e-8 to denominators
@@ -24,23 +24,14 @@ def given() -> dict[str, Tensor]:
     return {name: grid(values) for name, values in VERL["given"].items()}
 
 
-@pytest.mark.parametrize("name", VERL["losses"])
-def test_policy_losses(name: str, given: dict[str, Tensor]) -> None:
+def test_a_policy_loss_with_advantages_per_token(given: dict[str, Tensor]) -> None:
     logps = given["logps"].requires_grad_()
-    settings = {"dr_grpo": {"max_length": VERL["longest"]}, "ppo": {"epsilon": 0.2, "epsilon_high": 0.2}}.get(name, {})
-    advantages = given["rewards" if name == "ppo" else "advantages"]
     loss = policy_loss(
-        "dapo" if name == "ppo" else name, logps, given["old_logps"], advantages, given["mask"], **settings
+        "dapo", logps, given["old_logps"], given["rewards"], given["mask"], epsilon=0.2, epsilon_high=0.2
     )
-    expected, gradient = VERL["losses"][name]
+    expected, gradient = VERL["policy_loss"]
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert_close(torch.autograd.grad(loss, logps)[0], grid(gradient), **CLOSE)
-
-
-@pytest.mark.parametrize("kind", VERL["advantages"])
-def test_advantages_of_groups(kind: str, given: dict[str, Tensor]) -> None:
-    found = advantages(given["rewards"][:, 0].view(2, 3), kind)  # pyright: ignore[reportArgumentType]
-    assert_close(found.flatten().tolist(), VERL["advantages"][kind], **CLOSE)
 
 
 def test_a_value_model(given: dict[str, Tensor]) -> None:
