@@ -15,6 +15,22 @@ Reference = transformers.PreTrainedModel
 MakeCheckpoint = Callable[..., tuple[Path, Reference]]
 
 
+def kept_bytes(forward: Callable[[], Any], module: torch.nn.Module, *inputs: torch.Tensor) -> int:
+    """Bytes that autograd keeps for backward in addition to a module's weights and these inputs."""
+    own = {t.untyped_storage().data_ptr() for t in (*inputs, *module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(kept.values())
+
+
 def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) -> Reference:
     """transformers' model with random weights, norms and biases, large enough that a wrong formula shows."""
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})

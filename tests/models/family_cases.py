@@ -39,6 +39,7 @@ LONG_CASES = {
     "deepseek_v3_dense",
     "granitemoehybrid_dense_tied",
     "falcon_h1_normed_biases",
+    "falcon_h1_norm_after_gate",
     "nemotron_h_experts",
 }
 NUM_TOKENS = 40  # length of the test texts, longer than windows and original contexts
@@ -402,6 +403,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **MAMBA, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True,
         "attention_bias": True, "mlp_bias": True, "mlp_multipliers": [1.2, 0.9], "ssm_in_multiplier": 0.5,
         "attention_in_multiplier": 0.7, "tie_word_embeddings": True,
+    }),
+    "falcon_h1_norm_after_gate": ("falcon_h1", {
+        **MAMBA, "mamba_d_ssm": 60, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False,
     }),
     "nemotron_h": ("nemotron_h", {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 20,

@@ -68,25 +68,6 @@ def test_changed_weights_change_the_fingerprint(change, folder):
     assert weights_fingerprint(folder) != fingerprint
 
 
-def test_a_fingerprint_samples_pages_of_the_whole_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr("lean_ft.models.hf_format._FINGERPRINT_PAGES", 9)
-    weight = torch.zeros(100, 4096, dtype=torch.uint8).view(torch.bfloat16)  # a page a row
-    read = torch.zeros(100, dtype=torch.bool)
-    for row in [None, *range(100)]:
-        changed = weight.clone()
-        if row is not None:
-            changed[row] = 1.0
-        safetensors.torch.save_file({"weight": changed}, tmp_path / "model.safetensors")
-        if row is None:
-            fingerprint = weights_fingerprint(tmp_path)
-        else:
-            read[row] = weights_fingerprint(tmp_path) != fingerprint
-    places = read.nonzero().flatten()
-    assert 9 <= len(places) <= 18  # a page may lie over two rows
-    assert (places[0], places[-1]) == (0, 99)
-    assert places.diff().max() <= 100 / 8 + 1
-
-
 @pytest.mark.parametrize("case_name", ["llama", "qwen2_tied"])
 def test_shards_are_read_and_written(make_checkpoint, case_name, tmp_path):
     source, reference = make_checkpoint(case_name)
@@ -111,20 +92,13 @@ def test_shards_are_read_and_written(make_checkpoint, case_name, tmp_path):
     assert torch.equal(reopened(IDS).logits, reference(IDS).logits)
 
 
-def test_a_tensor_larger_than_a_shard_gets_its_own_file(folder, tmp_path):
-    save_model(load_model(folder), tmp_path / "saved", max_shard_bytes=1)
-    files = list((tmp_path / "saved").glob("*.safetensors"))
-    assert len(files) == len(stored(folder))
-    assert stored(tmp_path / "saved").keys() == stored(folder).keys()
-
-
 def test_saving_again_removes_earlier_weight_files(folder):
     model = load_model(folder)
     (folder / "tokenizer.json").write_text("{}")
     with torch.no_grad():
         model.output_weight.fill_(0.5)
     names = {"config.json", "generation_config.json", "tokenizer.json"}
-    for max_shard_bytes in (10**9, 30_000, 60_000, 10**9):
+    for max_shard_bytes in (10**9, 1, 30_000, 60_000, 10**9):
         save_model(model, folder, max_shard_bytes)
         weights = {f.name for f in folder.iterdir()} - names
         reopened = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -333,10 +307,8 @@ for folder in sys.argv[1:]:
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "qwen3_next"])
 def test_drafting_layers_are_neither_loaded_nor_saved(case, make_checkpoint, tmp_path):
     folder, reference = make_checkpoint(case)
-    config, stored = (
-        json.loads((folder / "config.json").read_text()),
-        safetensors.torch.load_file(folder / "model.safetensors"),
-    )
+    config = json.loads((folder / "config.json").read_text())
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
     if case == "qwen3_next":
         drafting = ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"]
     else:
@@ -358,12 +330,8 @@ def test_kimi_k2_is_loaded_and_saved_as_deepseek_v3(make_checkpoint, tmp_path):
     """Its config.json is DeepSeek V3's with another name and custom code."""
     folder, reference = make_checkpoint("deepseek_v3")
     config = json.loads((folder / "config.json").read_text())
-    own = {
-        **config,
-        "model_type": "kimi_k2",
-        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
-    }
-    (folder / "config.json").write_text(json.dumps(own))
+    custom = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    edit_config(folder, model_type="kimi_k2", auto_map=custom)
     model, ids = load_model(folder), torch.arange(3, 23)[None]
     torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
     save_model(model, tmp_path)

@@ -15,6 +15,7 @@ from lean_ft.models.decoder import Decoder
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.moe import MixtureOfExperts
 from lean_ft.settings import MemoryConfig
+from tests.models.conftest import kept_bytes
 
 FAMILIES = ["mixtral", "qwen3_moe_some_layers", "olmoe", "gpt_oss"]
 SOFTMAX_OF_ALL = MixtureConfig(5, 2, 7, weights_sum_to_one=False, activation="gelu_tanh")
@@ -125,22 +126,12 @@ def test_a_frozen_parameter_gets_no_gradient(mixture):
 def test_it_keeps_only_tokens_gate_and_up_for_backward(mixture):
     config, num_tokens = mixture.config, 40
     x = tokens(num_tokens)
-    own = {parameter.untyped_storage().data_ptr() for parameter in mixture.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        mixture(x)
+    kept = kept_bytes(lambda: mixture(x), mixture)
     num_rows = num_tokens * config.experts_per_token
     large = x.nbytes + num_rows * 2 * config.intermediate_size * x.itemsize
     of_the_router = (4 * num_tokens * config.num_experts + 8 * num_rows) * 8
-    assert sum(kept.values()) <= large + of_the_router
-    assert large > 0.5 * sum(kept.values())
+    assert kept <= large + of_the_router
+    assert large > 0.5 * kept
 
 
 def test_autocast_computes_the_experts_in_its_dtype(mixture):
@@ -215,12 +206,7 @@ def test_the_routers_loss_is_off_by_default(make_checkpoint, batch):
     coefficients += [load_model(asking), load_model(asking, router_aux_loss_coef=0.0)]
     assert [model.router_aux_loss_coef for model in coefficients] == [0.0, 0.2, 0.7, 0.0]
     values = [model(batch[0], return_router_loss=True)[1] for model in coefficients]
-    assert [value is not None and value.requires_grad and float(value) > 0 for value in values] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    assert [value is not None and value.requires_grad and float(value) > 0 for value in values] == [0, 1, 1, 0]
     with torch.no_grad():  # no loss in evaluation
         assert coefficients[1](batch[0], return_router_loss=True)[1] is None
 
@@ -307,48 +293,12 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(
-    ("family", "billions", "tensors"),
-    [
-        (
-            "mixtral",
-            46.7,
-            {
-                "model.layers.31.block_sparse_moe.gate.weight": (8, 4096),
-                "model.layers.31.block_sparse_moe.experts.7.w1.weight": (14336, 4096),
-                "model.layers.31.block_sparse_moe.experts.7.w2.weight": (4096, 14336),
-                "model.layers.31.block_sparse_moe.experts.7.w3.weight": (14336, 4096),
-            },
-        ),
-        (
-            "qwen3_moe",
-            30.5,
-            {
-                "model.layers.47.mlp.gate.weight": (128, 2048),
-                "model.layers.47.mlp.experts.127.gate_proj.weight": (768, 2048),
-                "model.layers.47.mlp.experts.127.up_proj.weight": (768, 2048),
-                "model.layers.47.mlp.experts.127.down_proj.weight": (2048, 768),
-            },
-        ),
-        ("olmoe", 6.9, {"model.layers.15.mlp.experts.63.down_proj.weight": (2048, 1024)}),
-        (
-            "gpt_oss",
-            20.9,
-            {
-                "model.layers.23.mlp.router.bias": (32,),
-                "model.layers.23.mlp.experts.gate_up_proj": (32, 2880, 5760),
-                "model.layers.23.mlp.experts.gate_up_proj_bias": (32, 5760),
-                "model.layers.23.self_attn.sinks": (64,),
-            },
-        ),
-    ],
+    ("family", "billions"), [("mixtral", 46.7), ("qwen3_moe", 30.5), ("olmoe", 6.9), ("gpt_oss", 20.9)]
 )
-def test_published_models_have_the_published_tensors(family, billions, tensors):
+def test_published_models_have_the_published_size(family, billions):
     with torch.device("meta"):
         model = Decoder(decoder_config(PUBLISHED[family]))
     assert model.router_aux_loss_coef == 0.0  # none of them asks for it
-    model.source.config = PUBLISHED[family]
-    on_disk = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
-    assert on_disk.items() >= tensors.items()
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.1)
 
 

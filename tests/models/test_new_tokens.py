@@ -22,9 +22,8 @@ from lean_ft.peft import (
     save_adapter,
 )
 from lean_ft.settings import LoRAConfig, ModelConfig
-from lean_ft.settings.text import load_config
-from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.tokenizers import load_tokenizer
+from tests.recipes.conftest import run_recipe
 
 NEW = ["<think>", "[[n]]"]
 TEXT = "a question<think> with [[n]] an answer"
@@ -157,57 +156,36 @@ def test_invalid_targets_with_new_tokens_are_refused(folder):
         load_with_adapter(ModelConfig(path=str(folder), new_tokens=NEW), LoRAConfig(targets=["q_proj", "lm_head"]))
 
 
-@pytest.mark.parametrize("lora", ["lora.rank=2", "lora.targets=[]"])
-def test_an_adapter_with_new_tokens_trains_resumes_and_is_exported(lora, tmp_path):
+FULL = ("model.dtype=float32",)
+ADAPTER = ("optimizer.in_backward=true", "optimizer.name=adamw_8bit", "clip_grad_norm=null")
+
+
+@pytest.mark.parametrize("settings", [FULL, (*ADAPTER, "lora.rank=2"), (*ADAPTER, "lora.targets=[]")], ids=str)
+def test_a_model_with_new_tokens_trains_resumes_and_is_exported(settings, tmp_path):
     rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(rows))
-    recipe = load_recipe(find_recipe("finetune"))
-    settings = ["model.path=tiny", f"model.new_tokens={json.dumps(NEW)}", f"data.source={tmp_path}/data.jsonl"]
-    settings += ["data.max_length=32", "batch_size=2", "device=cpu", "plan=false", "log_every=1", lora]
-    settings += ["schedule.name=constant", "optimizer.lr=1e-2", "memory.host_pool=false", "epochs=4"]
-    settings += ["optimizer.in_backward=true", "optimizer.name=adamw_8bit", "clip_grad_norm=null"]
+    given = ["model.path=tiny", f"model.new_tokens={json.dumps(NEW)}", f"data.source={tmp_path}/data.jsonl"]
+    given += ["data.max_length=32", "batch_size=2", "device=cpu", "plan=false", "log_every=1", *settings]
+    given += ["schedule.name=constant", "optimizer.lr=1e-2", "memory.host_pool=false", "epochs=4"]
+    is_full = settings == FULL
 
     def run(name: str, max_steps: int):
-        given = [*settings, f"output_dir={tmp_path / name}", f"max_steps={max_steps}"]
-        recipe.main(load_config(recipe.Config, None, given))
+        recipe = "full_finetune_single_device" if is_full else "finetune"
+        run_recipe(recipe, tmp_path / name, *given, f"max_steps={max_steps}")
         return tmp_path / name / f"step_{max_steps:08d}"
 
     whole = run("whole", 4)
     run("halves", 2)
-    assert (run("halves", 4) / "adapter_model.safetensors").read_bytes() == (
-        whole / "adapter_model.safetensors"
-    ).read_bytes()
-    start = load_model(ModelConfig(path="tiny", new_tokens=NEW)).model.embed_tokens.weight
-    exported = export_folder(whole, tmp_path / "exported", merge=True).destination
-    rows = load_file(exported / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(rows[:-2], start[:-2]) and (rows[-2:] - start[-2:]).abs().max() > 1e-3
-    theirs = transformers.AutoTokenizer.from_pretrained(exported)
-    assert theirs(TEXT, add_special_tokens=False)["input_ids"] == load_tokenizer(whole).encode(TEXT)
-    assert json.loads((exported / "config.json").read_text())["vocab_size"] == len(rows) == 770
-    model, tokenizer = open_model("auto", adapter=str(whole), device="cpu")
-    assert model.model.embed_tokens.weight.shape[0] == tokenizer.vocab_size == 770
-
-
-def test_a_full_model_with_new_tokens_trains_resumes_and_is_exported(tmp_path):
-    rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]
-    (tmp_path / "data.jsonl").write_text("".join(rows))
-    recipe = load_recipe(find_recipe("full_finetune_single_device"))
-    settings = ["model.path=tiny", f"model.new_tokens={json.dumps(NEW)}", f"data.source={tmp_path}/data.jsonl"]
-    settings += ["data.max_length=32", "batch_size=2", "model.dtype=float32", "device=cpu", "plan=false", "log_every=1"]
-    settings += ["schedule.name=constant", "optimizer.lr=1e-2", "memory.host_pool=false", "epochs=4"]
-
-    def run(name: str, max_steps: int):
-        given = [*settings, f"output_dir={tmp_path / name}", f"max_steps={max_steps}"]
-        recipe.main(load_config(recipe.Config, None, given))
-        return tmp_path / name / f"step_{max_steps:08d}"
-
-    whole = run("whole", 4)
-    run("halves", 2)
-    assert (run("halves", 4) / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    file = "model.safetensors" if is_full else "adapter_model.safetensors"
+    assert (run("halves", 4) / file).read_bytes() == (whole / file).read_bytes()
     start = load_model(ModelConfig(path="tiny", dtype="float32", new_tokens=NEW)).model.embed_tokens.weight
-    rows = load_file(whole / "model.safetensors")["model.embed_tokens.weight"]
-    assert rows.shape == start.shape and (rows[-2:] - start[-2:]).abs().max() > 1e-3
-    exported = export_folder(whole, tmp_path / "exported").destination
+    exported = export_folder(whole, tmp_path / "exported", merge=not is_full).destination
+    rows = load_file(exported / "model.safetensors")["model.embed_tokens.weight"].float()
+    assert (rows[-2:] - start[-2:]).abs().max() > 1e-3
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     assert theirs(TEXT, add_special_tokens=False)["input_ids"] == load_tokenizer(whole).encode(TEXT)
     assert json.loads((exported / "config.json").read_text())["vocab_size"] == len(rows) == 770
+    if not is_full:
+        assert torch.equal(rows[:-2], start[:-2].to(torch.bfloat16).float())
+        model, tokenizer = open_model("auto", adapter=str(whole), device="cpu")
+        assert model.model.embed_tokens.weight.shape[0] == tokenizer.vocab_size == 770

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lean_ft.models import Decoder, decoder_config, load_model
+from lean_ft.models import Decoder, load_model
 from lean_ft.models.attention import row_attention
 from lean_ft.models.attention.attention import Prefixes
 from lean_ft.models.attention.document_attention import document_attention
 from lean_ft.models.attention.row_attention import Rules, attend_rows, attend_rows_backward
-from tests.models.family_cases import CASES, SIZES
 
 ROW = 160  # two of these
 BOUNDS = [0, 70, 80, 150, 160, 161, 300, 300, 320]
@@ -135,13 +134,3 @@ def test_completions_with_a_shared_prompt_equal_each_with_its_own(checkpoint, ca
     )
     for mine, true in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, true, atol=1e-10 * float(true.abs().max() + 1), rtol=1e-10)
-
-
-def test_what_depends_on_the_length_of_the_text_is_among_the_cases():
-    configs = {name: decoder_config({**SIZES, "model_type": kind, **more}) for name, (kind, more) in CASES.items()}
-    varies = {
-        name
-        for name, config in configs.items()
-        if not all(layer.rope.same_frequencies(1, PROMPT + LONGER) for layer in config.layers if layer.rope)
-    }
-    assert 0 < len(varies) < 6, varies

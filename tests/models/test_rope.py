@@ -1,13 +1,11 @@
 """Rotary embeddings against transformers, at distant positions and in bfloat16."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lean_ft.models.rope import RopeConfig, RotaryEmbedding, rotate
+from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 
 ONES = (1.0,) * 64
 RISING = tuple(1.0 + 0.5 * i for i in range(64))
@@ -76,41 +74,9 @@ def test_each_document_has_the_frequencies_of_its_length(scaling):
     assert [rope.same_frequencies(n, n + 1) for n in (49, 50, 51)] == [True, False, scaling == "longrope"]
 
 
-def test_long_documents_have_another_factor():
-    short = RopeConfig(1e4, "longrope", original_max_positions=50, short_factors=ONES, long_factors=RISING)
-    both = replace(short, attention_factor=1.2, long_attention_factor=1.5)
-    positions = torch.stack((torch.arange(80), torch.arange(80) % 40))
-    own, plain = (RotaryEmbedding(rope, 128)(positions, torch.float32) for rope in (both, short))
-    factors = torch.tensor([1.5, 1.2])[:, None, None]
-    for mine, without in zip(own, plain, strict=True):
-        torch.testing.assert_close(mine, without * factors, atol=0.0, rtol=0.0)
-
-
-def test_a_part_of_a_head_is_rotated_as_a_smaller_head():
-    x = torch.randn(1, 9, 2, 16, generator=torch.Generator().manual_seed(0))
-    cos, sin = RotaryEmbedding(RopeConfig(100.0, rotary_fraction=0.75), 16)(torch.arange(9)[None], torch.float32)
-    turned = rotate(x, cos, sin)
-    assert torch.equal(turned[..., 12:], x[..., 12:])
-    small = RotaryEmbedding(RopeConfig(100.0), 12)(torch.arange(9)[None], torch.float32)
-    assert torch.equal(turned[..., :12], rotate(x[..., :12], *small))
-
-
 def test_consecutive_positions_differ_in_bfloat16():
     rotary = RotaryEmbedding(RopeConfig(1e4), 64)
     cos, sin = rotary(torch.tensor([[1000, 1001]]), torch.bfloat16)
     exact = torch.tensor([1000.0, 1001.0], dtype=torch.float64)
     torch.testing.assert_close(cos[0, :, 0].double(), exact.cos(), atol=4e-3, rtol=0.0)
     torch.testing.assert_close(sin[0, :, 0].double(), exact.sin(), atol=4e-3, rtol=0.0)
-
-
-def test_scores_depend_only_on_the_distance():
-    rotary = RotaryEmbedding(RopeConfig(100.0), 16)
-    query, key = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).double()
-    scores = []
-    for start in (0, 7, 50):
-        cos, sin = rotary(torch.tensor([[start, start + 5]]), torch.float64)
-        turned = rotate(torch.stack((key, query))[None, :, None], cos, sin)[0, :, 0]
-        scores.append(turned[0] @ turned[1])
-    torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(scores[0], scores[2], atol=1e-4, rtol=0.0)
-    assert (scores[0] - query @ key).abs() > 1e-2

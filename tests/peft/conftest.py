@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lean_ft import load_model
 from lean_ft.models import Decoder
-from lean_ft.peft import apply_lora
+from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.settings import LoRAConfig
 from tests.models.conftest import reference_model
 from tests.models.family_cases import CASES
@@ -40,6 +41,32 @@ def randomize(model: nn.Module, seed: int = 3) -> None:
 
 def loss_of(logits: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
+
+
+def from_peft(folder: Path, base: nn.Module, destination: Path, config: Any) -> tuple[Decoder, nn.Module]:
+    """Our model with a random adapter that PEFT saved, with only the adapter trained, and PEFT's model."""
+    import peft
+
+    reference = peft.get_peft_model(base, config)
+    randomize(reference)
+    reference.save_pretrained(destination)
+    model = load_model(folder)
+    load_adapter(model, destination)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("base_layer" not in name and "lora" in name)
+    return model, reference
+
+
+def assert_peft_computes_it(model: Decoder, base: nn.Module, folder: Path, bound: float = 5e-4) -> None:
+    """Save the adapter. PEFT and a new model of ours compute the same logits with it."""
+    import peft
+
+    save_adapter(model, folder)
+    expected = model(IDS)
+    again = load_model(model.source.folder)
+    load_adapter(again, folder)
+    for logits in (peft.PeftModel.from_pretrained(base, folder)(IDS).logits, again(IDS)):
+        torch.testing.assert_close(logits, expected, atol=bound, rtol=bound)
 
 
 @pytest.fixture(scope="session")

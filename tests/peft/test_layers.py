@@ -12,6 +12,7 @@ from lean_ft.memory import apply_memory
 from lean_ft.peft import NF4Linear, adapted_layers, apply_lora, quantize_as_loaded
 from lean_ft.peft.layers import AdapterShape, LoRALinear
 from lean_ft.settings import LoRAConfig, MemoryConfig
+from tests.models.conftest import kept_bytes
 from tests.peft.conftest import IDS, loss_of, randomize
 
 NUM_INPUTS, NUM_OUTPUTS = 64, 96
@@ -106,52 +107,32 @@ def test_autocast_computes_in_its_own_dtype():
         assert (ours - theirs).norm() <= 0.01 * theirs.norm()
 
 
-def kept_bytes(layer: nn.Module, x: Tensor) -> int:
-    """Bytes that autograd keeps for backward in addition to the weights and the input."""
-    own = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters(), *layer.buffers())}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize("quantized", [False, True])
 def test_nothing_wider_than_the_rank_is_kept(quantized):
     linear = linear_layer()
     x = inputs()
     num_tokens = x[..., 0].numel()
     layer = adapted_layer(NF4Linear(linear) if quantized else linear)
-    assert kept_bytes(layer, x) == 4 * num_tokens * layer.shape.rank
+    assert kept_bytes(lambda: layer(x), layer, x) == 4 * num_tokens * layer.shape.rank
     dropping = adapted_layer(linear, dropout=0.5)
-    assert kept_bytes(dropping, x) == 4 * num_tokens * dropping.shape.rank + num_tokens * NUM_INPUTS
+    assert (
+        kept_bytes(lambda: dropping(x), dropping, x) == 4 * num_tokens * dropping.shape.rank + num_tokens * NUM_INPUTS
+    )
 
 
-def test_no_gradient_is_computed_for_a_frozen_input():
-    layer = adapted_layer(linear_layer())
-    y = layer(inputs().detach())
-    y.sum().backward()
-    assert layer.lora_A.grad is not None
-    assert layer.base_layer.weight.grad is None
+TECHNIQUES = [("full", "attention"), ("selective", "attention"), ("selective", "products")]
+SETTINGS = [{}, {"dora": True}, {"dropout": 0.3}, {"quantize": "nf4"}, {"init": "pissa"}]
+CHECKPOINTED = [("llama_biases", settings, *kind) for settings in SETTINGS for kind in TECHNIQUES]
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"dora": True}, {"dropout": 0.3}, {"quantize": "nf4"}, {"init": "pissa"}], ids=str
+    ("case", "settings", "checkpointing", "keeps"), [*CHECKPOINTED, ("olmoe", {}, "full", "attention")], ids=str
 )
-@pytest.mark.parametrize(
-    ("checkpointing", "keeps"), [("full", "attention"), ("selective", "attention"), ("selective", "products")]
-)
-def test_checkpointing_changes_no_gradient(checkpointing, keeps, settings, tiny_folder):
-    cfg, results = LoRAConfig(rank=4, **settings), []
+def test_checkpointing_changes_no_gradient(case, settings, checkpointing, keeps, make_checkpoint):
+    cfg, results, (folder, _) = LoRAConfig(rank=4, **settings), [], make_checkpoint(case)
     for memory in (MemoryConfig(), MemoryConfig(activation_checkpointing=checkpointing, selective_keeps=keeps)):
         torch.manual_seed(0)
-        model = load_model(tiny_folder, after_module=quantize_as_loaded(cfg))
+        model = load_model(folder, after_module=quantize_as_loaded(cfg))
         apply_lora(model, cfg)
         randomize(model)
         apply_memory(model, memory, compile=False)
@@ -221,3 +202,4 @@ def test_pissa_starts_with_the_largest_singular_directions(tiny_folder):
         rest = weight - layer.shape.scaling * layer.lora_B @ layer.lora_A
         smallest = torch.linalg.svdvals(weight)[6:].norm()
         assert rest.norm() <= 1.02 * smallest
+        torch.testing.assert_close(layer.lora_A.norm(dim=1), layer.lora_B.norm(dim=0), rtol=1e-4, atol=1e-6)

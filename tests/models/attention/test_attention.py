@@ -5,10 +5,7 @@ import torch
 
 from lean_ft.models.attention.attention import Prefixes, Scoring, attend_documents, attend_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CU_SEQLENS = torch.tensor([0, 1, 70, 100, 164, 200], dtype=torch.int32)
 PREFIXES = torch.tensor([(0, 0), (0, 0), (1, 40), (0, 0), (100, 130)], dtype=torch.int32)
 

@@ -48,33 +48,17 @@ def relative_errors(result, leaves, grad, exact, exact_leaves) -> list[float]:
     return [((own - true).norm() / true.norm()).item() for own, true in pairs]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (4, 4, 10), (3, 1, 64)])
-def test_float32_equals_float64_masked_softmax(heads, kv_heads, size):
-    leaves, cu_seqlens, grad = inputs(torch.float32, heads, kv_heads, size)
-    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
-    result = document_attention(*leaves, cu_seqlens)
-    errors = relative_errors(result, leaves, grad, dense(*exact_leaves), exact_leaves)
-    assert max(errors) < 1e-6
+WHOLE, PARTS = 2**22, 6 * 129 * 7  # block sizes: all scores, and a few rows
+RULES = [{"scale": 0.7}, {"window": 2}, {"window": 5}, {"window": 64}, {"window": 100}, {"softcap": 0.8}, {"sinks": 6}]
+RULES += [{"sinks": 6, "window": 17, "softcap": 1.5, "scale": 0.3}]
+CASES = [(6, 2, 16, rules, scores) for rules in RULES for scores in (WHOLE, PARTS)]
+CASES += [(*heads, {}, WHOLE) for heads in ((6, 2, 16), (4, 4, 10), (3, 1, 64))]
 
 
-@pytest.mark.parametrize("block_scores", [2**22, 6 * 129 * 7])
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {"scale": 0.7},
-        {"window": 2},
-        {"window": 5},
-        {"window": 64},
-        {"window": 100},
-        {"softcap": 0.8},
-        {"sinks": 6},
-        {"sinks": 6, "window": 17, "softcap": 1.5, "scale": 0.3},
-    ],
-    ids=str,
-)
-def test_windows_caps_sinks_and_scales_equal_a_masked_softmax(rules, block_scores, monkeypatch):
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "rules", "block_scores"), CASES, ids=str)
+def test_float32_equals_a_masked_softmax_in_float64(heads, kv_heads, size, rules, block_scores, monkeypatch):
     monkeypatch.setattr("lean_ft.models.attention.document_attention._BLOCK_SCORES", block_scores)
-    leaves, cu_seqlens, grad = inputs(torch.float32)
+    leaves, cu_seqlens, grad = inputs(torch.float32, heads, kv_heads, size)
     if "sinks" in rules:
         leaves.append(torch.randn(6, generator=torch.Generator().manual_seed(1)).requires_grad_())
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
