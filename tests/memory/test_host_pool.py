@@ -136,26 +136,6 @@ def test_every_pair_of_settings_composes_with_it() -> None:
     assert re.search(r"\d{3} passed", out), out
 
 
-def run_recipe(folder: Path, *settings: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lean_ft", "run", "full_finetune_single_device", "--config", "tiny/full"]
-    command += [*settings, f"output_dir={folder}", "device=cpu"]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
-
-
-@pytest.mark.long
-def test_a_run_has_the_same_numbers_with_it(tmp_path: Path) -> None:
-    settings = ["max_steps=3", "optimizer.name=adamw_8bit", "optimizer.in_backward=true", "clip_grad_norm=null"]
-    settings += ["memory.activation_checkpointing=selective", "eval_answers=4", "memory.loss_chunk_tokens=512"]
-    losses = []
-    for pooled in ("true", "false"):
-        folder = tmp_path / pooled
-        done = run_recipe(folder, *settings, f"memory.host_pool={pooled}")
-        assert done.returncode == 0, done.stderr
-        assert ("memory.host_pool=true" in done.stdout) == (pooled == "true")
-        losses.append(re.findall(r'"(?:eval_)?loss": [\d.]+', (folder / "metrics.jsonl").read_text()))
-    assert losses[0] == losses[1] and len(losses[0]) >= 3
-
-
 def test_without_a_compiler_it_is_refused_or_left_out_with_the_reason(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))

@@ -12,6 +12,7 @@ from lean_ft import load_model
 from lean_ft.memory import apply_memory, checkpoint_layers, compile_layers, compiling
 from lean_ft.peft import apply_lora, quantize_as_loaded
 from lean_ft.settings import LoRAConfig, MemoryConfig
+from tests.models.conftest import kept_bytes
 
 WIDTH, NUM_LAYERS = 16, 4
 
@@ -50,19 +51,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def saved_bytes(model: nn.Module) -> int:
-    """Bytes that autograd keeps between forward and backward, without parameters."""
-    parameters = {param.data_ptr() for param in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model(torch.randn(3, WIDTH))
-    assert out.requires_grad
-    return sum(kept.values())
+    return kept_bytes(lambda: model(torch.randn(3, WIDTH)), model)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -1,16 +1,13 @@
 """The gradient of tied embeddings is one tensor, fires one hook, and has the plain computation's numbers."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.memory import apply_memory, fuse_tied_gradient
-from lean_ft.memory.tied_gradient import _add_rows
 from lean_ft.settings import MemoryConfig
 from tests.late_link import LateLink
 from tests.memory.tiny_step import backward, batch, relative_error, tiny
@@ -37,38 +34,6 @@ def test_bfloat16_rounds_no_more_than_autograd() -> None:
             fuse_tied_gradient(model)
         errors.append(float((backward(model)[EMBEDDING].double() - exact).norm()))
     assert errors[1] <= 1.02 * errors[0]
-
-
-def test_the_gradient_is_the_tensor_that_the_loss_made() -> None:
-    model = tiny()
-    fuse_tied_gradient(model)
-    ids, labels = batch()
-    hidden = model(ids, return_hidden=True)
-    made = []
-    model.output_weight.register_hook(lambda grad: made.append(grad.data_ptr()))
-    linear_cross_entropy(hidden, model.output_weight, labels).backward()
-    assert made == [model.model.embed_tokens.weight.grad.data_ptr()]
-
-
-def test_rows_of_equal_ids_are_added_once_and_zeros_to_different_rows() -> None:
-    """A GPU serializes adds to one row, so zeros must not all go to the same row."""
-    gradient, ids = torch.zeros(50, 4), torch.tensor([7] * 30 + [49, 0, 49])
-    with Indices() as added:
-        _add_rows(gradient, ids, torch.ones(len(ids), 4))
-    assert gradient[:, 0].nonzero().flatten().tolist() == [0, 7, 49]
-    assert gradient[[0, 7, 49], 0].tolist() == [1.0, 30.0, 2.0]
-    assert max(Counter(added.last.tolist()).values()) <= 2
-
-
-class Indices(TorchDispatchMode):
-    """Keeps the rows that the last `index_add_` added to."""
-
-    last: Tensor
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.aten.index_add_.default:
-            self.last = args[2]
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_hook_fires_once_and_a_weight_that_waits_takes_no_memory() -> None:

@@ -1,40 +1,9 @@
 """Unsupported combinations raise an error that names the setting, the reason and a fix."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.optim.tiny_training import TinyModel, build
-
-
-@pytest.mark.parametrize(
-    ("settings", "kwargs", "words"),
-    [
-        (
-            {"name": "adamw_8bit", "in_backward": True},
-            {"clip_grad_norm": 1.0},
-            ["clip_grad_norm=1", "every gradient", "clip_grad_norm=null (optimizer.update_clipping=true"],
-        ),
-        (
-            {"name": "sgd", "in_backward": True},
-            {"clip_grad_norm": 0.5},
-            ["clip_grad_norm=0.5", "or set optimizer.in_backward=false"],
-        ),
-        ({"in_backward": True}, {"float16": True}, ["float16", "model.dtype=bfloat16"]),
-        ({"name": "sgd", "update_clipping": True}, {}, ["optimizer.name=sgd", "update_clipping=false"]),
-        ({"name": "adafactor", "update_clipping": True}, {}, ["adafactor already limits its updates"]),
-        ({"name": "adamw", "momentum": 0.9}, {}, ["optimizer.name=sgd", "optimizer.betas"]),
-        ({"name": "adafactor", "momentum": 0.9}, {}, ["optimizer.momentum=0.9", "adafactor would ignore it"]),
-        ({"name": "sgd", "betas": (0.8, 0.9)}, {}, ["optimizer.betas=(0.8, 0.9)", "sgd would ignore it"]),
-        ({"name": "adafactor", "eps": 1e-6}, {}, ["optimizer.eps=1e-06", "adafactor would ignore it"]),
-    ],
-)
-def test_refusals(settings: dict[str, Any], kwargs: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
-        build(TinyModel(), settings, **kwargs)
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_stochastic_rounding_is_for_bfloat16_weights() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lean_ft.optim.build import MATRIX_RULES
-from lean_ft.optim.slices import RoundingNoise, slices, store
+from lean_ft.optim.slices import RoundingNoise, store
 from tests.optim.tiny_training import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,11 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def noise(num_elements: int, seed: int = 0, index: int = 0) -> torch.Tensor:
     return RoundingNoise(torch.device("cpu"), seed, index).draw(num_elements)
-
-
-def test_slices_cover_everything_once() -> None:
-    assert [(part.start, part.stop) for part in slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
-    assert list(slices(0, 4)) == []
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-9, -1.0 - 3 * 2**-10, 1e-3, 3e-39, -2e30])
