@@ -5,19 +5,15 @@ import torch
 
 from lean_ft.models import load_model
 from lean_ft.peft import NF4Linear, apply_lora, quantize_as_loaded
-from lean_ft.plan.devices import CPU
-from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings import LoRAConfig
-from lean_ft.settings.text import load_config
-from lean_ft.system.catalog import find_recipe, load_recipe
+from tests.recipes.conftest import planned
 
 
 @pytest.mark.parametrize("lora", [{}, {"dora": True}, {"quantize": "nf4"}], ids=str)
-def test_weights_and_states_are_their_real_bytes(tmp_path, lora):
-    recipe = load_recipe(find_recipe("lora_finetune_single_device"))
+def test_weights_and_states_are_their_real_bytes(lora):
     own = ["batch_size=2", "data.max_length=256", "model.path=tiny", "data.source=none.jsonl", "lora.rank=4"]
     own += [f"lora.{name}={str(value).lower()}" for name, value in lora.items()]
-    planned = rehearse(recipe, load_config(recipe.Config, None, [*own, f"output_dir={tmp_path}"]), CPU)
+    parts = planned("lora_finetune_single_device", *own, device=None).peak.bytes_by_label
 
     cfg = LoRAConfig(rank=4, **lora)
     model = load_model("tiny", dtype=torch.bfloat16, after_module=quantize_as_loaded(cfg))
@@ -26,7 +22,6 @@ def test_weights_and_states_are_their_real_bytes(tmp_path, lora):
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     # In the plan all matrices of the quantized model share one table of levels; here each has its own.
     slack = 2**20 if any(isinstance(module, NF4Linear) for module in model.modules()) else 2**12
-    parts = planned.peak.bytes_by_label
     assert abs(parts["weights"] - weights) < slack
     assert 0 <= parts["optimizer state"] - 2 * trained < 2**18
     assert parts.get("gradients", 0) <= trained

@@ -60,12 +60,7 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
     # compiled: traced graphs that run operation by operation
     "compiled_float32": (FULL, "float32", "compile=true memory.activation_checkpointing=selective", ""),
     "compiled_bfloat16": (FULL, "bfloat16", f"{IN_BACKWARD} compile=true optimizer.stochastic_rounding=true", ""),
-    "compiled_budget_bfloat16": (
-        FULL,
-        "bfloat16",
-        f"{PACKED} compile=true memory.activation_checkpointing=budget",
-        "",
-    ),
+    "compiled_budget_bfloat16": (FULL, "bfloat16", f"{PACKED} compile=true memory.activation_checkpointing=budget", ""),
     "compiled_qlora_bfloat16": (LORA, "bfloat16", f"lora.quantize=nf4 compile=true {PACKED}", ""),
     # tiles with quantized weights, and quantization-aware training
     "tiled_qlora_float32": (
