@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -102,21 +101,16 @@ def test_an_installed_copy_finds_its_recipes_and_presets(installed, tmp_path):
         assert shown == file.read_text()
 
 
-def new_environment(python: str, folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Make a virtual environment. Returns a function that runs its programs in `folder`, isolated from this environment."""
-    subprocess.run([python, "-m", "venv", folder / "venv"], check=True, timeout=600)
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-    def run(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [folder / "venv" / "bin" / program, *arguments]
-        return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=1800)
-
-    return run
-
-
 @pytest.mark.long
 def test_the_wheel_installs_from_nothing_and_trains(wheel, tmp_path):
-    run, constraints = new_environment(sys.executable, tmp_path), ("-c", CHECKOUT / "constraints.txt")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=600)
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    constraints = ("-c", CHECKOUT / "constraints.txt")
+
+    def run(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [tmp_path / "venv" / "bin" / program, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1800)
+
     if (done := run("pip", "install", *constraints, "torch")).returncode != 0:
         pytest.skip(f"torch cannot be installed: {done.stderr.splitlines()[-1]}")
     done = run("pip", "install", *constraints, wheel)

@@ -1,7 +1,7 @@
 """The sides alternate on the same rows, ratios are computed per round, and failures are shown."""
 
 import pytest
-from compare_trl import COMPARISONS, OURS, SEPARATE, TRL, measure_sides, summarize, table_cells
+from compare_trl import COMPARISONS, OURS, SEPARATE, TRL, measure_sides, summarize
 from measure import Budget
 
 
@@ -24,15 +24,6 @@ def test_ratios_are_formed_within_a_round():
     assert line[OURS]["tokens_per_second"] == 80.0
 
 
-def test_grpo_reports_the_time_of_sampling():
-    grpo = {"comparison": "grpo"}
-    rows = [row(OURS, 0, 0.5, sampling_seconds=1.0, **grpo), row(TRL, 0, 0.125, sampling_seconds=2.0, **grpo)]
-    rows += [row(TRL, 1, 0.25, sampling_seconds=4.0, **grpo), row(OURS, 1, 0.5, sampling_seconds=1.0, **grpo)]
-    whole, sampling = table_cells({"summary": summarize(rows)})
-    assert whole[-1] == "3.00x"
-    assert sampling[-3:] == ["1.00 of 2.00", "3.00 of 6.00", "2.67x"]  # of ratios 1/2 and 1/4
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "side", "length", "targets", "computed"),
@@ -51,7 +42,8 @@ def test_each_side_trains_on_the_requested_tokens(name, side, length, targets, c
     """In separate processes, as in the benchmark; lean_ft without compilation, to save time."""
     plain = COMPARISONS[name]._replace(settings=COMPARISONS[name].settings | {"compile": False})
     monkeypatch.setitem(COMPARISONS, name, plain)
-    (measured,), defaults = measure(name, [side], length=length, steps=1, warmup_steps=1)
+    once = {"rounds": 1, "steps": 1, "warmup_steps": 1, "device": "cpu", "budget": Budget(600)}
+    (measured,), defaults = measure_sides(name, [side], shape="tiny", batch_size=2, lengths=[length], **once)
     assert measured["status"] == "ok", measured
     assert measured["computed_tokens"] == computed
     if targets is not None:
@@ -62,18 +54,3 @@ def test_each_side_trains_on_the_requested_tokens(name, side, length, targets, c
         assert defaults["weights"] == "float32" and defaults["bf16_autocast"] and defaults["gradient_checkpointing"]
         assert defaults["parameters"] == 598_592
         assert name != "grpo" or defaults["beta"] == 0
-
-
-def measure(name, sides, *, length, rounds=1, steps=1, warmup_steps=0):
-    return measure_sides(
-        name,
-        sides,
-        shape="tiny",
-        batch_size=2,
-        lengths=[length],
-        rounds=rounds,
-        steps=steps,
-        warmup_steps=warmup_steps,
-        device="cpu",
-        budget=Budget(600),
-    )

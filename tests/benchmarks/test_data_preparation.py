@@ -32,16 +32,3 @@ def test_our_side_prepares_and_finds_its_work_again(tmp_path: Path, tokenizer: P
     assert first.pop("seconds") > second.pop("seconds")
     assert first == second
     assert first["packed_rows"] * 256 >= first["tokens"] > 100 * 20
-
-
-def test_ratios_are_formed_within_a_round():
-    def row(label: str, turn: int, seconds: float) -> dict:
-        side = "trl" if label == "TRL" else "ours"
-        common = {"status": "ok", "tokens": 900, "packed_rows": 10, "peak_tree_rss_bytes": 2**30}
-        return {"label": label, "side": side, "round": turn, "seconds": seconds, **common}
-
-    rows = [row("lean_ft", 0, 2), row("TRL", 0, 8), row("TRL", 1, 20), row("lean_ft", 1, 10)]
-    ours, trl = benchmark.summarize(rows, 1000)
-    assert (ours["seconds"], ours["times_as_fast"], trl["times_as_fast"]) == (6, 3, 1)
-    cells = benchmark.table_cells({"summary": [ours], "settings": {"length": 100}})
-    assert cells == [["lean_ft", "6.00", "167", "3.0x", "1.00 GiB", "10", "90.00%"]]

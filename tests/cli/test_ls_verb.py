@@ -56,12 +56,6 @@ def test_a_users_own_recipe_lists_the_presets_that_fit(leanft, tmp_path):
     assert "tiny/lora" not in presets
 
 
-def test_lines_in_a_pipe_are_whole(leanft, shipped, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
-    (shipped / "configs" / "long.yaml").write_text(f"data: {{source: {'x' * 500}}}\n")
-    assert f"  data.source={'x' * 500}\n" in leanft("ls").out
-
-
 def test_a_recipe_shows_its_presets_and_what_it_needs(leanft, shipped):
     answer = leanft("ls", "toy_single_device")
     assert answer.code == 0

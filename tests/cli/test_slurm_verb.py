@@ -63,22 +63,3 @@ def test_a_job_that_is_warned_saves_and_is_queued_again(job, tmp_path, monkeypat
     assert process.wait(20) == 0
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[2:] == ["scancel --signal=TERM 17", "saved", "scontrol requeue 17"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "setting", "message"),
-    [
-        ("finetune", "gradient_accumulation_steps=4", "gradient_accumulation_steps=4 counts the batches of a step"),
-        ("finetune", "parallel.replicate=3", "parallel.replicate=3 needs a multiple of 3 processes, and there are 8"),
-        ("finetune", "batch_size=x", "batch_size"),
-        (
-            "full_finetune_single_device",
-            "gradient_accumulation_steps=8",
-            "so it is for one process, and 8 were started",
-        ),
-    ],
-)
-def test_what_is_not_for_so_many_processes_is_refused_now(leanft, recipe, setting, message):
-    answer = leanft("slurm", recipe, "-c", "tiny/full", setting)
-    assert (answer.code, answer.out) == (2, "")
-    assert message in answer.err

@@ -6,6 +6,7 @@ import pytest
 
 METRICS = '{"step": 1, "loss": 2.0, "tokens": 8, "step_seconds": 1.0}\n'
 KEEP = "score tiny tiny/validation.jsonl"
+DISTILL = "validate distill --config tiny/distill device=cpu"
 PLAN = "--config tiny/full data.max_length=64 --device-name H100"
 # The command, and parts of its message. The current directory has a run `a` and nothing else.
 WITH_SHIPPED_RECIPES = [
@@ -43,6 +44,17 @@ WITH_SHIPPED_RECIPES = [
     (f"{KEEP} kept --top-k 8 data.max_lenght=8", "Did you mean 'data.max_length'"),
     (f"{KEEP} kept --top-k 8 --force", "leave them out with --top-k"),
     (f"{KEEP} a --top-k 8", "is there already"),
+    (f"{DISTILL} distill.teacher=./none", "./none"),
+    (f"{DISTILL} distill.on_policy=0.5 data.packing=bfd", "samples completions of unknown length"),
+    (f"{DISTILL} distill.teacher=null distill.cached=a", "is no folder of a teacher's likeliest tokens"),
+    (f"{DISTILL} distill.teacher=null", "found neither"),
+    ("slurm finetune -c tiny/full batch_size=x", "batch_size"),
+    ("slurm finetune -c tiny/full gradient_accumulation_steps=4", "=4 counts the batches of a step"),
+    ("slurm finetune -c tiny/full parallel.replicate=3", "needs a multiple of 3 processes, and there are 8"),
+    (
+        "slurm full_finetune_single_device -c tiny/full gradient_accumulation_steps=8",
+        "so it is for one process, and 8 were",
+    ),
 ]
 WITH_TOY_RECIPES = [
     ("rnu", "no such command 'rnu'", "'run'", "leanft --help"),

@@ -6,16 +6,12 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
-
 
 def work_on(item: Any) -> Any:
-    if isinstance(item, np.ndarray):
-        return [item * 3, item > 1, np.empty(0, np.int64)]
     if isinstance(item, int):
         return 3 * item
     if isinstance(item, dict):
-        return "here" if item.get("here") == os.getpid() else item["number"]
+        return item["number"]
     if item == "print":
         print("said by some library", flush=True)
     elif item == "modules":

@@ -69,6 +69,8 @@ def test_a_saved_dataset(tmp_path: Path):
     assert len(list(read_rows(path))) == 2
     rows = list(read_rows(path, None, SFTDataConfig(source=path, split="test")))
     assert [(row.fields, row.place) for row in rows] == [(expected()[1], f"{path} (test), row 1")]
+    half = SFTDataConfig(source=path, split="train[50%:]")
+    assert [row.fields for row in read_rows(path, None, half)] == expected()[1:]
     with pytest.raises(ValueError, match=r"data.split=dev.*it has the splits train, test, and no dev"):
         list(read_rows(path, None, SFTDataConfig(source=path, split="dev")))
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.conftest import CHATML, build, prepare
+from tests.data.conftest import build, prepare
 
 Config = Callable[..., Any]
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -80,22 +80,6 @@ def test_arguments_nested_too_deeply(config: Config, tmp_path):
     _, report = prepare(config(rows, on_bad_row="skip", train_on="all", max_length=4096), tokenizer)
     assert (report.kept, report.bad_rows) == (1, 1)
     assert "nested too deeply" in report.bad_row_examples[0]
-
-
-def test_a_row_that_the_tokenizer_refuses_is_found(config: Config, tmp_path, monkeypatch):
-    tokenizer = build(tmp_path / "t", chat_template=CHATML)
-    tokenize = tokenizer.tokenize
-
-    def refuse(passages):
-        if any("x" in passage.text for passage in passages):
-            raise ValueError("this tokenizer cannot write it as text.")
-        return tokenize(passages)
-
-    monkeypatch.setattr(tokenizer, "tokenize", refuse)
-    bad = {"messages": [{"role": "user", "content": "x"}]}
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 3: this tokenizer cannot"):
-        prepare(config([GOOD, GOOD, bad, GOOD]), tokenizer)
-    assert prepare(config([GOOD, GOOD, bad, GOOD], on_bad_row="skip"), tokenizer)[1].kept == 3
 
 
 def test_control_tokens_that_a_user_typed_are_text(config: Config, chat_tokenizer):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import Batch, Batches, EvalBatches, longest_batch, preference_batches, sft_batches, unpaired_batches
+from lean_ft.data import Batch, Batches, longest_batch, preference_batches, sft_batches, unpaired_batches
 from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
 
 Config = Callable[..., Any]
@@ -305,17 +305,6 @@ class TestEvaluation:
             whole, _ = sft_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=1)
             assert sorted(targets(epoch(batches)) + targets(list(held_out))) == targets(epoch(whole))
             assert held_out.report.target_tokens == sum(batch.num_targets for batch in held_out)
-
-    def test_the_split_is_the_seeds(self, config: Config, plain_tokenizer):
-        def held_out(seed: int) -> EvalBatches:
-            settings = config(rows(), validation_fraction=0.25)
-            result = sft_batches(settings, plain_tokenizer, 9, seed=seed)[1]
-            assert result is not None
-            return result
-
-        [first], [same], [other] = held_out(1), held_out(1), held_out(2)
-        assert torch.equal(first.input_ids, same.input_ids)
-        assert first.input_ids.shape != other.input_ids.shape or not torch.equal(first.input_ids, other.input_ids)
 
     def test_a_file_of_its_own_in_fixed_order(self, config: Config, write, plain_tokenizer):
         path = write([{"text": f"row {i}"} for i in range(5)], "validation.jsonl")

@@ -113,25 +113,6 @@ def test_without_chat_strings_become_what_a_model_without_a_template_reads(
     assert sequences(chat_tokenizer) == sequences(chat_tokenizer, chat=True) != expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "given", "message"),
-    [
-        (
-            {"messages": MESSAGES},
-            {"chat": False},
-            "data.chat=false applies to .* plain strings, and the rows are messages",
-        ),
-        ({"text": "q"}, {"chat": True}, "data.chat=true applies to .* plain strings, and the rows are text"),
-        ({"text": "q"}, {"system": "s"}, "the rows are text"),
-        ({"prompt": "q", "completion": "a"}, {"chat": False, "system": "s"}, "by a chat template, and data.chat=false"),
-    ],
-)
-def test_what_data_chat_would_not_change_is_refused(fields, given, message, chat_tokenizer):
-    with pytest.raises(ValueError, match=message):
-        read(fields, chat_tokenizer, **given)
-
-
-SYSTEM = {"role": "system", "content": "s"}
 BEHIND = "<|im_start|>system\ns<|im_end|>\n" + CHAT
 
 
@@ -200,9 +181,13 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
         ({"messages": MESSAGES, "tools": "[{"}, {}, "`tools` is a string that is not JSON"),
         ({"messages": MESSAGES, "tools": ["f"]}, {}, "`tools` is not a list of objects"),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, {}, "the rows are preference.*data.columns.completion=chosen"),
+        ({"messages": MESSAGES}, {"chat": False}, "data.chat=false applies to .* plain strings, and the rows are messages"),
+        ({"text": "q"}, {"chat": True}, "data.chat=true applies to .* plain strings, and the rows are text"),
+        ({"text": "q"}, {"system": "s"}, "the rows are text"),
+        ({"prompt": "q", "completion": "a"}, {"chat": False, "system": "s"}, "by a chat template, and data.chat=false"),
     ],
 )  # fmt: skip
-def test_rows_that_cannot_be_read(fields, settings, message, chat_tokenizer):
+def test_rows_and_settings_that_are_refused(fields, settings, message, chat_tokenizer):
     with pytest.raises(ValueError, match=message):
         read(fields, chat_tokenizer, **settings)
 

@@ -112,13 +112,8 @@ def reference(prompt: list[int], answers: list[list[int]], max_prompt, max_compl
 def test_cutting(sizes, max_prompt, max_completion, max_length, side):
     prompt, chosen, rejected = (list(range(100 * i, 100 * i + size)) for i, size in enumerate(sizes))
     expected = reference(prompt, [chosen, rejected], max_prompt, max_completion, max_length, side)
-    config = PreferenceDataConfig(
-        source="x",
-        max_prompt_length=max_prompt,
-        max_completion_length=max_completion,
-        max_length=max_length,
-        truncation_side=side,
-    )
+    limits = {"max_prompt_length": max_prompt, "max_completion_length": max_completion, "max_length": max_length}
+    config = PreferenceDataConfig(source="x", truncation_side=side, **limits)
     report = DataReport("preference")
     sides = [(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool)) for ids in (chosen, rejected)]
     kept = fit_pair(Pair(np.array(prompt, dtype=np.int32), sides[0], sides[1]), config, "a place", report)

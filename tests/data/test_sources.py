@@ -36,13 +36,6 @@ def test_byte_order_mark_blank_lines_and_windows_line_ends(write: Write):
     )
 
 
-def test_digest_sees_every_byte(write: Write):
-    for name, text in (("rows.jsonl", '{"a": 1}\n\n{"a": 2}\n'), ("rows.json", '[{"a": 1}]\n')):
-        digest = hashlib.sha256()
-        list(read_rows(write(text, name), digest))
-        assert digest.digest() == hashlib.sha256(text.encode()).digest()
-
-
 def test_a_source_is_a_path_a_glob_or_a_list_of_them(write: Write, tmp_path):
     for i in (2, 0, 1):
         write([{"n": i}], f"part{i}.jsonl")

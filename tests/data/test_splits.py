@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-from datasets import Dataset, DatasetDict
 from datasets.arrow_reader import ReadInstruction
 from pydantic import ValidationError
 
@@ -100,17 +99,3 @@ def test_a_slice_of_what_is_trained_on_needs_one_of_what_is_held_out() -> None:
         RowsConfig(source="a.jsonl", split="train[:95%]", validation_source="b.jsonl")
     given = [Source(path="b.jsonl", split="train")]
     assert RowsConfig(source="a.jsonl", split="train[:95%]", validation_source=given).validation_source == given
-
-
-def test_a_saved_dataset_has_its_splits_and_their_slices(tmp_path) -> None:
-    rows = Dataset.from_list([{"text": str(i)} for i in range(10)])
-    rows.save_to_disk(tmp_path / "one")
-    DatasetDict({"train": rows, "test": rows.select(range(4))}).save_to_disk(tmp_path / "several")
-
-    def read(name: str, split: str) -> list[str]:
-        return [row.fields["text"] for row in read_rows([Source(path=str(tmp_path / name), split=split)])]
-
-    assert read("one", "train[80%:]") == ["8", "9"]
-    assert read("several", "test[:50%]") == ["0", "1"]
-    with pytest.raises(ValueError, match="it has the splits train, and no test"):
-        read("one", "test")

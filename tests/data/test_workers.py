@@ -60,13 +60,6 @@ def test_what_else_goes_wrong_in_a_process_is_told():
         list(answers(["die", *map(str, range(9))], num_processes=2))
 
 
-def test_an_item_too_deep_to_be_sent_is_worked_on_here():
-    deep = []
-    for _ in range(5000):
-        deep = [deep]
-    assert list(answers([1, {"here": os.getpid(), "deep": deep}, 2])) == [3, "here", 6]
-
-
 @pytest.mark.parametrize("how", ["to its end", "closed", "an error in the items"])
 def test_the_processes_end_with_the_work(how: str):
     def items():

@@ -19,14 +19,8 @@ from lean_ft.training.checkpoint import write_checkpoint
 from tests.tokenizers.conftest import TEXTS
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def qwen_tokenizer() -> HFTokenizer:
@@ -96,15 +90,9 @@ def run_directory(qwen_folder, tmp_path) -> Path:
     for step in (1, 2):
         with torch.no_grad():
             model.model.norm.weight.fill_(step)
-        write_checkpoint(
-            tmp_path,
-            step,
-            model=model,
-            tokenizer=load_tokenizer(qwen_folder),
-            optimizer_state={"exp_avg": part_of(torch.ones(3))},
-            training_state={"step": step},
-            random_state={},
-        )
+        states = {"optimizer_state": {"exp_avg": part_of(torch.ones(3))}, "training_state": {"step": step}}
+        tokenizer = load_tokenizer(qwen_folder)
+        write_checkpoint(tmp_path, step, model=model, tokenizer=tokenizer, random_state={}, **states)
     return tmp_path
 
 

@@ -123,14 +123,13 @@ class TestDestination:
     def test_other_files_are_never_replaced(self, qwen_folder, destination, name):
         (destination / name).parent.mkdir(parents=True)
         (destination / name).write_text("my work")
-        with pytest.raises(ValueError, match=r"has files that are not of an export.*not even --force"):
-            export_folder(qwen_folder, destination, force=True)
+        for place, reason in (
+            (destination, r"has files that are not of an export.*not even --force"),
+            (destination / name, "is a file"),
+        ):
+            with pytest.raises(ValueError, match=reason):
+                export_folder(qwen_folder, place, force=True)
         assert (destination / name).read_text() == "my work"
-
-    def test_a_file_is_not_replaced_by_a_folder(self, qwen_folder, tmp_path):
-        (tmp_path / "file").write_text("my work")
-        with pytest.raises(ValueError, match="is a file"):
-            export_folder(qwen_folder, tmp_path / "file", force=True)
 
     @pytest.mark.parametrize("place", [".", "inside", ".."])
     def test_source_and_destination_do_not_contain_one_another(self, run_directory, place):

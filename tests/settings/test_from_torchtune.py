@@ -44,17 +44,12 @@ metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_d
 log_every_n_steps: 1
 profiler: {_component_: torchtune.training.setup_torch_profiler, enabled: False, output_dir: x, wait_steps: 5}
 """
+ALPACA = {"source": "yahma/alpaca-cleaned", "format": "alpaca", "train_on": "all", "packing": "bfd", "max_length": 512}
 FULL = {
     "recipe": "finetune",
     "output_dir": "runs/here",
     "model": {"path": "meta-llama/Llama-3.2-1B-Instruct"},
-    "data": {
-        "source": "yahma/alpaca-cleaned",
-        "format": "alpaca",
-        "train_on": "all",
-        "packing": "bfd",
-        "max_length": 512,
-    },
+    "data": ALPACA,
     "optimizer": {"name": "paged_adamw_8bit", "lr": 2e-5, "weight_decay": 0.01, "in_backward": True},
     "schedule": {"name": "constant"},
     "memory": {"activation_checkpointing": "full", "activation_offload": True},
@@ -201,9 +196,9 @@ CASES = {
                 "format": "alpaca",
                 "split": "train[:95%]",
                 "train_on": "all",
-                "validation_source": [{"path": "a.json", "format": "alpaca", "split": "train[95%:]"}],
                 "max_length": 512,
-            },
+            }
+            | {"validation_source": [{"path": "a.json", "format": "alpaca", "split": "train[95%:]"}]},
             "seed": None,
         },
         "alpaca_dataset writes rows into the Alpaca prompt|seed: null is a random one there",

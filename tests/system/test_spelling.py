@@ -12,28 +12,20 @@ KEYS = ["batch_size", "seed", "optimizer.lr", "optimizer.name", "schedule.name",
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("meant", "typed"),
     [
-        ("batchsize", "batch_size"),
-        ("Batch_Size", "batch_size"),
-        ("sed", "seed"),
-        ("lr", "optimizer.lr"),
-        ("optim.lr", "optimizer.lr"),
-        ("schedule.nam", "schedule.name"),
-        ("optimizer.nam", "optimizer.name"),
-        ("max_len", "data.max_length"),
-        ("modelpath", "model.path"),
-        ("bat", "batch_size"),
-        ("learning_rate", "optimizer.lr"),
-        ("training.max_seq_length", "data.max_length"),
-        ("per_device_train_batch_size", "batch_size"),
-        ("lr_scheduler_type", "schedule.name"),
-        ("qqqqqq", None),
-        ("", None),
+        ("batch_size", ["batchsize", "Batch_Size", "bat", "per_device_train_batch_size"]),
+        ("seed", ["sed"]),
+        ("optimizer.lr", ["lr", "optim.lr", "learning_rate"]),
+        ("optimizer.name", ["optimizer.nam"]),
+        ("schedule.name", ["schedule.nam", "lr_scheduler_type"]),
+        ("data.max_length", ["max_len", "training.max_seq_length"]),
+        ("model.path", ["modelpath"]),
+        (None, ["qqqqqq", ""]),
     ],
 )
-def test_nearest(typed, meant):
-    assert nearest(typed, KEYS) == meant
+def test_nearest(meant, typed):
+    assert [nearest(name, KEYS) for name in typed] == [meant] * len(typed)
 
 
 def test_names_of_other_frameworks_lead_to_existing_settings():

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -70,23 +69,6 @@ def test_a_killed_process_leaves_no_partial_file_under_the_name(write, tmp_path)
     (leftover,) = (name for name in names(tmp_path) if name != "it")
     assert LEFTOVER.fullmatch(leftover)
     assert read(tmp_path / "it") == "old"
-
-
-def test_two_threads_may_write_the_same_file(tmp_path):
-    inside = threading.Barrier(2, timeout=60)
-
-    def work(text):
-        with write_whole(tmp_path / "it") as place:
-            place.write_text(text)
-            inside.wait()
-            assert place.read_text() == text
-            inside.wait()
-
-    threads = [threading.Thread(target=work, args=(text,)) for text in ("one", "two")]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert names(tmp_path) == ["it"]
-    assert read(tmp_path / "it") in ("one", "two")
 
 
 def test_everything_is_synced_before_it_is_renamed(write, tmp_path, monkeypatch):

@@ -213,16 +213,16 @@ class TestMask:
     def test_other_kinds_of_tokenizer(self, shared_data: Path, make_folder: MakeFolder, model: str):
         end = "</s>" if "llama2" in model else "<|eot_id|>"
         template = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", end)
-        masks = []
-        for spell in (plain, tagged):
-            folder = make_folder(shared_data / "tokenizers" / model, chat_template=spell(template))
-            tokenizer = load_tokenizer(folder)
-            ids, mask = tokenizer.render(CHAT)
-            first, second = runs(tokenizer, (ids, mask))
-            assert first.strip() == "Fine 😀.\n" + end
-            assert second.strip() == "Открыто 12345" + end
-            masks.append((ids, mask))
-        assert masks[0] == masks[1]
+        folders = [
+            make_folder(shared_data / "tokenizers" / model, chat_template=spell(template)) for spell in (plain, tagged)
+        ]
+        tokenizer = load_tokenizer(folders[0])
+        rendered = tokenizer.render(CHAT)
+        assert [text.strip() for text in runs(tokenizer, rendered)] == ["Fine 😀.\n" + end, "Открыто 12345" + end]
+        assert rendered == load_tokenizer(folders[1]).render(CHAT)
+        ids, _ = tokenizer.render(chat(f"a {end} b", "c"))  # typed by the user: text
+        assert ids.count(tokenizer.encode(end)[0]) == 2
+        assert tokenizer.decode(ids).count(end) == 3
 
 
 class TestTypedControlTokens:
@@ -257,15 +257,6 @@ class TestTypedControlTokens:
         assert ids == [*ignorant.encode("<s>[INST] what is </s>? [/INST] an end ", add_special_tokens=False).ids, 2]
         assert ids.count(2) == 1
         assert mask[-1]
-
-    @pytest.mark.parametrize("model", ["llama2_sentencepiece.model", "tiktoken_small.model"])
-    def test_other_kinds_of_tokenizer(self, shared_data: Path, make_folder: MakeFolder, model: str):
-        end = "</s>" if "llama2" in model else "<|eot_id|>"
-        template = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", end)
-        tokenizer = load_tokenizer(make_folder(shared_data / "tokenizers" / model, chat_template=plain(template)))
-        ids, _ = tokenizer.render(chat(f"a {end} b", "c"))
-        assert ids.count(tokenizer.encode(end)[0]) == 2
-        assert tokenizer.decode(ids).count(end) == 3
 
     @pytest.mark.parametrize(
         ("template", "said", "reason"),
