@@ -132,6 +132,13 @@ def test_ctrl_c_says_what_stays_and_the_same_command_goes_on(leanft, repository,
     assert hub_server.fetched() == ["model.safetensors"]
 
 
+def test_validating_asks_no_hub(leanft, repository, hub_server, tmp_path):
+    command = ["validate", "finetune", "model.path=org/tiny", "data.source=tiny/train.jsonl"]
+    answer = leanft(*command, f"output_dir={tmp_path}/run")
+    assert (answer.code, hub_server.requests) == (0, [])
+    assert "# org/tiny is no folder here and not downloaded: the run gets it" in answer.out
+
+
 def test_a_repository_answers_as_its_folder_does_without_a_network_too(leanft, repository, hub_server, monkeypatch):
     settings = ["prompt=What is the capital of Zanemar?", "model.dtype=float32", "max_new_tokens=5", "device=cpu"]
     by_name = leanft("run", "generate", "model.path=org/tiny", *settings)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lean_ft.data.arrow_rows import read_dataset, read_parquet_file
+from lean_ft.data.prepare import load_documents
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import SFTDataConfig
 
@@ -115,6 +116,18 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ValueError, match=r"org/name is a Hugging Face dataset.*pip install 'lean-ft\[datasets\]'"):
         list(read_rows("org/name"))
+
+
+def test_another_split_or_dataset_is_prepared_anew(tmp_path: Path, plain_tokenizer):
+    def key(name: str, split: str = "train") -> str | None:
+        source = str(tmp_path / name)
+        return load_documents(SFTDataConfig(source=source, split=split), plain_tokenizer, source, tmp_path).key
+
+    first = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    datasets.DatasetDict(train=first, test=first.select([1])).save_to_disk(tmp_path / "data")
+    datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "three"}])).save_to_disk(tmp_path / "other")
+    assert key("data") == key("data") is not None
+    assert len({key("data"), key("data", "test"), key("other")}) == 3
 
 
 def test_parquet_whose_text_is_not_utf8(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -260,3 +261,8 @@ class TestRefusals:
         ):
             with pytest.raises(ValueError, match=message):
                 export_gguf(make_model_folder(**settings), file)
+
+    def test_a_missing_package(self, folder, file, monkeypatch):
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(ValueError, match=r"pip install 'lean-ft\[gguf\]'"):
+            export_gguf(folder, file)

@@ -97,6 +97,7 @@ def test_defaults_are_those_of_the_settings():
     [
         ("optimizer.lr=1e-5", lambda c: c.optimizer.lr, 1e-5),
         ("optimizer.lr=1", lambda c: c.optimizer.lr, 1.0),
+        ("optimizer.name=sgd", lambda c: c.optimizer.weight_decay, 0.5),  # the recipe's default, not the group's
         ("optimizer.betas=[0.8, 0.9]", lambda c: c.optimizer.betas, (0.8, 0.9)),
         ("batch_size=1_000", lambda c: c.batch_size, 1000),
         ("clip_grad_norm=null", lambda c: c.clip_grad_norm, None),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from lean_ft.tokenizers import ascii_words
 from lean_ft.tokenizers.ascii_words import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, AsciiWords
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<think>"]
@@ -72,6 +73,14 @@ def test_ids_and_positions_are_the_librarys(tokenizers: list[tuple[Tokenizer, As
 @pytest.mark.parametrize("text", ["naïve", "it’s", "a\u00a0b", "\x1c", "\x00", "a\x0bb", "日本"])
 def test_other_characters_go_to_the_library(tokenizers: list[tuple[Tokenizer, AsciiWords]], text: str):
     assert all(words.encode(f"the {text} said") is None for _, words in tokenizers)
+
+
+def test_the_dictionary_is_bounded(tokenizers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ascii_words, "MAX_WORDS", 3)
+    tokenizer, words = tokenizers[0]
+    for text in (TEXT, "said " + "others" * 1000, TEXT):
+        assert words.encode(text).ids.tolist() == tokenizer.encode(text).ids
+        assert len(words._word_ids) <= 3 and max(map(len, words._word_ids)) <= 64
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])

@@ -175,6 +175,14 @@ class TestMask:
             rendered = tokenizer.render(chat("a", "b", "c", "d", "e"), train_on="last")
             assert runs(tokenizer, rendered) == ["d<|im_end|>"]
 
+    def test_templates_without_control_tokens_train_their_line_break(self, tokenizer_with):
+        tokenizer = tokenizer_with(
+            "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        )
+        trained = "".join(runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))))
+        assert (trained.replace(" ", "").replace("\n", ""), trained.count("\n")) == ("bd", 2)
+
     def test_a_turn_that_the_next_turns_token_ends(self, tokenizer_with):
         tokenizer = tokenizer_with(
             "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
@@ -321,5 +329,6 @@ class TestPassages:
             assert not trained[0]
         written = tokenizer.decode(ids.tolist())
         [(again, _)] = tokenizer.tokenize([Passage(written, [(0, len(written))], add_bos=True, add_eos=True)])
+        assert tokenizer.encode(written, add_special_tokens=True).count(bos) == int(bos is not None)
         assert (again[0], again[-1]) == (ids[0], eos)
         assert [again.tolist().count(token_id) for token_id in (bos, eos)] == [int(bos is not None), 1]

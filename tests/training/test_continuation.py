@@ -148,6 +148,9 @@ def test_output_dir_with_unrelated_files_is_refused(train, tmp_path):
     assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
     with pytest.raises(ValueError, match="is a file"):
         train(tmp_path / "thesis/chapter.tex")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/slurm-17.out").write_text("")  # a scheduler's log is no obstacle
+    train(tmp_path / "run", max_steps=1)
 
 
 @pytest.mark.parametrize(

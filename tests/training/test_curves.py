@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft.system.units import GIB
-from lean_ft.training.curves import draw_curves, read_curves
+from lean_ft.training.curves import draw_curves, figure_of, read_curves
 
 
 def write_run(folder: Path, num_steps: int, settings: dict | None = None, **more: float) -> Path:
@@ -55,3 +55,13 @@ def test_what_is_no_run_is_refused_with_the_nearest(tmp_path):
     (tmp_path / "lora_8" / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no line yet"):
         read_curves([tmp_path / "lora_8"])
+
+
+def test_runs_of_any_length_are_smoothed_over_the_same_steps(tmp_path):
+    runs = [write_run(tmp_path / str(num_steps), num_steps) for num_steps in (200, 30)]
+    figure = figure_of(runs)
+    loss = next(axes for axes in figure.axes if axes.get_title(loc="left") == "loss")
+    long, short = (line.get_ydata() for line in loss.lines if line.get_alpha() is None)
+    assert list(long[: len(short)]) == pytest.approx(list(short))
+    assert "running mean over about 10 steps, the same for all runs" in figure.legends[0].get_title().get_text()
+    assert read_curves(runs[1:])[0].points("loss")[0][0] == 2  # the loss of step 1 is not finite

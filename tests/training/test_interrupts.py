@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -188,3 +189,17 @@ def test_an_ignored_signal_stays_ignored():
             assert signals.received is None
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_actions_come_back_after_a_failing_loop(config, recipe, monkeypatch, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(recipe, "FAILING_STEP", 1)
+    try:
+        recipe.main(config(tmp_path / "run"))
+    except KeyError:  # in the handler, the traceback still references the loop's frame
+        assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_run_in_a_thread_installs_no_handler():
+    with ThreadPoolExecutor(1) as thread:  # signal.signal raises outside of the main thread
+        assert thread.submit(lambda: StopSignals().__enter__().received).result() is None

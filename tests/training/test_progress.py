@@ -46,6 +46,15 @@ def test_without_a_terminal_lines_come_now_and_then(screen, monkeypatch):
     assert "peak 3.00 GiB" in file.getvalue()
 
 
+def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
+    file, clock = screen(), [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    with ProgressBar(90, 100) as bar:
+        for clock[0], step, left in ((20.0, 92, "1 min 20 s left"), (32.0, 94, "36 s left")):
+            bar.update(row(step))  # 8 steps of 10 s; 6 steps of 6 s, without the 1st, which compiles
+            assert left in file.getvalue()
+
+
 def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     file = screen(force_terminal=True, width=150)
     with ProgressBar(0, 10) as bar:

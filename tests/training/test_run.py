@@ -170,6 +170,22 @@ def test_a_loop_that_fails_has_saved_what_is_whole(
     assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
 
 
+def test_the_last_evaluation_finds_everything_saved(train, recipe, monkeypatch, tmp_path):
+    monkeypatch.setattr(recipe.Run, "log_evaluation", raise_at(0, "before", recipe.Run.log_evaluation))
+    monkeypatch.setattr(recipe.Run, "_save_complete_steps", lambda self: None)  # as if killed
+    with pytest.raises(KeyError):
+        train(tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").glob("step_*")] == ["step_00000012"]
+
+
+@pytest.mark.parametrize(("num_calls", "message"), [(0, "Step 1 ended without run.log"), (2, "twice in one step")])
+def test_a_recipe_logs_each_step_once(num_calls, message, train, recipe, monkeypatch, tmp_path):
+    log = recipe.Run.log
+    monkeypatch.setattr(recipe.Run, "log", lambda self, **given: [log(self, **given) for _ in range(num_calls)])
+    with pytest.raises(RuntimeError, match=message):
+        train(tmp_path / "run")
+
+
 def test_the_run_ends_where_evaluations_stop_getting_better(train, recipe, monkeypatch, tmp_path, capsys):
     losses = [0, 3.0, 2.0, None, 2.0, 2.5, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]  # by step
     log_evaluation = recipe.Run.log_evaluation
