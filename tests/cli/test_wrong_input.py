@@ -64,7 +64,6 @@ WITH_TOY_RECIPES = [
     ("cat tiny/toy --schema", "tiny/toy"),
     ("cat nothing_like_it", "nothing_like_it"),
     ("cat tiny", "tiny"),
-    ("cat a", "folder"),
     ("cp toy_single_device", "missing argument 'DEST'", "leanft cp --help"),
     ("cp tiny/tpy .", "Did you mean 'tiny/toy'?"),
     ("cp toy_singledevice .", "Did you mean 'toy_single_device'?"),
