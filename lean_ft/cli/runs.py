@@ -35,7 +35,7 @@ def runs(
     keys = differing_settings(found)
     if as_json:
         listed = [
-            {"run": run.name, "settings": {key: run.settings.get(key) for key in keys}, **run.results()}
+            {"run": run.name, "settings": {k: run.settings[k] for k in keys if k in run.settings}, **run.results()}
             for run in found
         ]
         typer.echo(json.dumps(listed, indent=1))

@@ -147,9 +147,17 @@ def find_runs(folder: Path) -> list[Curves]:
 
 
 def differing_settings(runs: Sequence[Curves]) -> list[str]:
-    """Names of the settings that differ between the runs whose recipes have them, without `output_dir`."""
+    """Names of the settings that differ between the runs whose recipes have them, without `output_dir`.
+
+    A group that is null in one run and set in another, such as `lora`, differs as a whole.
+    """
     keys = dict.fromkeys(key for run in runs for key in run.settings if key != "output_dir")
-    return [key for key in keys if len({as_text(run.settings[key]) for run in runs if key in run.settings}) > 1]
+
+    def differs(key: str) -> bool:
+        values = {as_text(run.settings[key]) for run in runs if key in run.settings}
+        return len(values) > 1 or any(name.startswith(f"{key}.") for name in keys)
+
+    return [key for key in keys if differs(key)]
 
 
 def figure_of(runs: Sequence[Path]) -> Any:

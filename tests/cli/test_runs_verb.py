@@ -14,7 +14,7 @@ def folder(tmp_path, monkeypatch):
         run.mkdir(parents=True)
         settings = {
             "seed": 0,
-            **({} if name == "a" else {"loss.beta": 0.1}),
+            **({"lora": None} if name == "a" else {"loss.beta": 0.1, "lora.rank": 8}),
             "optimizer.lr": lr,
             "data.source": ["x.jsonl"],
             "output_dir": name,
@@ -32,18 +32,18 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_runs_are_listed_with_what_differs(folder, leanft):
-    """A setting that other recipes lack, `loss.beta`, does not differ."""
+    """A setting that other recipes lack, `loss.beta`, does not differ. A group that is null elsewhere, `lora`, does."""
     answer = leanft("runs")
     assert answer.code == 0, answer.err
     assert [line.split() for line in answer.out.splitlines()] == [
         ["run", "steps", "loss", "held-out", "lowest", "tokens/s", "peak", "settings"],
-        ["a", "2", "2", "4", "4", "200", "2.00", "GiB", "optimizer.lr=0.0001"],
+        ["a", "2", "2", "4", "4", "200", "2.00", "GiB", "lora=null", "optimizer.lr=0.0001"],
         ["sweep/b", "2", "1.5", "3.5", "3.5", "200", "2.00", "GiB", "optimizer.lr=0.001"],
         ["sweep/new", "0", "-", "-", "-", "-", "-", "optimizer.lr=0.001"],
     ]
     listed = json.loads(leanft("runs", "runs", "--json").out)
     assert [(run["run"], run["settings"], run["loss"]) for run in listed] == [
-        ("a", {"optimizer.lr": 1e-4}, 2.0),
+        ("a", {"lora": None, "optimizer.lr": 1e-4}, 2.0),
         ("sweep/b", {"optimizer.lr": 1e-3}, 1.5),
         ("sweep/new", {"optimizer.lr": 1e-3}, None),
     ]

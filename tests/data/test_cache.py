@@ -133,6 +133,11 @@ class TestContent:
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         assert content_digest(file, tmp_path / "files") != first
 
+    def test_a_file_changed_just_now_is_not_remembered(self, file: Path, tmp_path: Path):
+        os.utime(file, (time.time() + 1,) * 2)  # a later change may get the same time
+        content_digest(file, tmp_path / "files")
+        assert not (tmp_path / "files").exists()
+
 
 class TestPrepared:
     """Batches from the cache equal batches from the rows, and rows are read only when needed."""
