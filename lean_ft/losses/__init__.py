@@ -1,32 +1,23 @@
 """Losses computed from hidden states in chunks, without a full (tokens, vocabulary) tensor."""
 
 from lean_ft.losses.answer_log_probs import AnswerLogProbs, Answers
-from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.cross_entropy import CrossEntropy
 from lean_ft.losses.distillation import Distillation, Teacher
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs
-from lean_ft.losses.output_layer import hidden_states
-from lean_ft.losses.policy import advantages, batch_loss, correction, policy_loss
+from lean_ft.losses.output_layer import hidden_states, loss_chunk_tokens
+from lean_ft.losses.policy import advantages, batch_loss, policy_loss
 from lean_ft.losses.preference import LOSSES, pair_losses, preference_loss
 from lean_ft.losses.reward import add_scores, output_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.losses.token_log_probs import AnswerTokens, TokenLogProbs, on_grid
-from lean_ft.losses.unpaired import (
-    UNPAIRED_LOSSES,
-    Baseline,
-    RunningMean,
-    UnpairedStatistics,
-    answer_losses,
-    unpaired_loss,
-)
+from lean_ft.losses.unpaired import Baseline, RunningMean, UnpairedStatistics, answer_losses, unpaired_loss
 from lean_ft.losses.values import generalized_advantages, value_loss, whitened
 
 __all__ = [
     "IGNORED_LABEL",
     "LOSSES",
-    "UNPAIRED_LOSSES",
     "AnswerLogProbs",
     "AnswerTokens",
     "Answers",
@@ -44,7 +35,6 @@ __all__ = [
     "advantages",
     "answer_losses",
     "batch_loss",
-    "correction",
     "generalized_advantages",
     "hidden_states",
     "linear_cross_entropy",

@@ -47,9 +47,8 @@ class AnswerLogProbs:
         lengths, num_labels = batch.answer_tokens.flatten(), len(batch.label)  # (2 P,)
         sides = batch.answer_tokens.shape[1]  # 2, or 1 for single completions
         answer = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=num_labels)
-        place = (
-            torch.arange(num_labels, device=lengths.device) - (lengths.cumsum(0) - lengths)[answer]
-        )  # (N,): index in the completion
+        starts = lengths.cumsum(0) - lengths
+        place = torch.arange(num_labels, device=lengths.device) - starts[answer]  # (N,): index in the completion
 
         def sums(values: Tensor) -> Tensor:  # values (N,) summed per completion, (P, 2)
             # Each position is written once, so the result is deterministic; index_add is not on a GPU.
@@ -59,9 +58,8 @@ class AnswerLogProbs:
 
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch, of_rows=True)
-            squares = (
-                torch.empty(num_labels, device=hidden.device) if self._loss is not None and self._loss.wpo else None
-            )
+            has_weights = self._loss is not None and self._loss.wpo
+            squares = torch.empty(num_labels, device=hidden.device) if has_weights else None
             log_probs = linear_log_probs(
                 hidden,
                 model.output_weight,

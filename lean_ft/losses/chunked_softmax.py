@@ -40,12 +40,12 @@ class Terms(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     temperature: float = 1.0
-    tells_squares: bool = False
+    with_squares: bool = False
     vocab_size: int = 0  # size of the whole vocabulary if the logits cover only a part; 0: the logits cover all
 
     @property
     def num_columns(self) -> int:
-        return LOG_SUM_SQUARES + self.tells_squares
+        return LOG_SUM_SQUARES + self.with_squares
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -152,7 +152,7 @@ def _add_narrower(total: Tensor, product: Tensor) -> None:
 Work = Callable[..., None]
 
 
-def told_of(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def token_values(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """Return the values of each token (C, columns) and log Z (C, 1), from logits over the temperature, (C, V)."""
     # The exponentials are computed twice, for the sum and for the gradient, so that a compiler does not store them in
     # float32, which takes twice the memory of the logits.
@@ -161,7 +161,7 @@ def told_of(values: Tensor, labels: Tensor, terms: Terms) -> tuple[Tensor, Tenso
     weights = below.exp()
     total = weights.sum(dim=1, keepdim=True)
     columns = []
-    if terms.tells_squares:
+    if terms.with_squares:
         columns = [weights.square().sum(dim=1, keepdim=True).log() - 2 * total.log()]
     mean_below = weights.mul_(below).sum(dim=1, keepdim=True) / total
     log_total = total.log() + highest
@@ -242,13 +242,13 @@ def _warmed(logits: Tensor, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, T
 
 def _describe(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
     _, values = _warmed(logits, rows.dtype, terms)
-    rows.copy_(told_of(values, labels[:, None], terms)[0])
+    rows.copy_(token_values(values, labels[:, None], terms)[0])
 
 
 def _describe_with_gradient(terms: Terms, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
     wide, values = _warmed(logits, rows.dtype, terms)
-    told, log_total = told_of(values, labels[:, None], terms)
-    rows.copy_(told)
+    metrics, log_total = token_values(values, labels[:, None], terms)
+    rows.copy_(metrics)
     logits.copy_(gradient_of(wide, values, labels[:, None], log_total, terms))
 
 

@@ -5,7 +5,6 @@ One call runs the model and sums the loss over the targets. Logits exist for one
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,15 +53,12 @@ class CrossEntropy:
     def _sum(self, model: Any, batch: Any, statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch)
-            # A vocabulary that is sharded over ranks has its own loss function.
             cut = model.sharding.vocabulary
-            of_hidden = (
-                partial(linear_cross_entropy, hidden, model.output_weight)
-                if cut is None
-                else partial(cut.cross_entropy, hidden)
-            )
-            loss = of_hidden(
+            loss = linear_cross_entropy(
+                hidden,
+                model.output_weight if cut is None else cut.output_rows(),
                 batch.labels,
+                cut=cut,
                 num_targets=batch.num_targets,
                 label_smoothing=terms.label_smoothing,
                 z_loss=terms.z_loss,

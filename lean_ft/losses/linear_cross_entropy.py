@@ -18,8 +18,8 @@ over chunks; PaLM (Chowdhery et al., 2022, arXiv:2204.02311) for the z-loss. Not
 Shapes: N target tokens, C tokens per chunk, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     statistics: TokenStatistics | None = None,
     compile: bool = False,
+    cut: Any = None,
 ) -> Tensor:
     """Return the cross-entropy of `softmax(hidden @ weight.T)`, summed over the positions that have a label.
 
@@ -61,50 +62,51 @@ def linear_cross_entropy(
 
     Args:
         hidden: the decoder's last hidden states, (..., D).
-        weight: the output projection, (V, D); may be tied to the embedding.
+        weight: the output projection, (V, D).
         labels: the target token of each position, (...) int64; `IGNORED_LABEL` for untrained positions.
         num_targets: number of labels that are not ignored; None counts them, which synchronizes with a GPU.
         chunk_tokens: target tokens per chunk of logits; 0 processes all at once.
-        accumulation_dtype: dtype of the weight's gradient while it is summed over chunks: `float32` or the weight's
-            own.
+        accumulation_dtype: dtype in which the weight's gradient is summed over chunks.
         softcap: replace logits by `softcap * tanh(logit / softcap)` (Gemma 2); None leaves them unchanged.
         label_smoothing: share of each target's probability that is spread over the whole vocabulary.
         z_loss: coefficient of the squared log of the softmax normalizer, added to each token's loss.
         statistics: receives `token_accuracy`, the number of correct predictions, and `entropy`; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile.
+        cut: a `lean_ft.parallel.vocabulary.CutVocabulary` if `weight` has only this rank's rows. All ranks call this with
+            their own positions, and call backward on the result times the same factor. A chunk has `chunk_tokens` of all
+            ranks together.
 
     Returns:
         The sum, a float32 scalar (float64 for float64 inputs); exactly zero if no position has a label.
 
-    Raises:
-        ValueError: if shapes do not match or a setting is out of range.
+    Raises ValueError if shapes do not match.
     """
-    terms = Terms(softcap, label_smoothing, z_loss)
-    if (softcap is not None and softcap <= 0) or not 0 <= label_smoothing < 1 or z_loss < 0:
-        raise ValueError(
-            "linear_cross_entropy expects softcap above 0 or None, label_smoothing from 0 to below 1 and z_loss of 0 or "
-            f"more, but got softcap={softcap}, label_smoothing={label_smoothing} and z_loss={z_loss}"
-        )
-    if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "linear_cross_entropy expects hidden (..., D), weight (V, D) and labels (...), "
-            f"but got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}"
-        )
+    terms = Terms(softcap, label_smoothing, z_loss, vocab_size=0 if cut is None else cut.vocab_size)
+    check_shapes("linear_cross_entropy", hidden, weight, labels)
     labels, hidden = select_targets(labels, num_targets, hidden)
+    passes: Any = Passes(describe_with_gradient(terms, compile), chunk_tokens or max(len(labels), 1))
+    if cut is not None:
+        needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        passes = cut.passes(len(labels), chunk_tokens, terms, compile, needs_gradient)
     loss, sums = SumOfLosses.apply(
         hidden,
         weight,
         labels,
-        chunk_tokens or max(len(labels), 1),
+        passes,
         sum_dtype(weight, accumulation_dtype),
         compute_dtype(weight),
         torch.is_grad_enabled(),
-        describe_with_gradient(terms, compile),
         terms.num_columns,
     )
     if statistics is not None:
         statistics.add(token_accuracy=sums[IS_RIGHT], entropy=sums[ENTROPY])
     return loss
+
+
+def check_shapes(loss: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}"
+        raise ValueError(f"{loss}: expected hidden (..., D), weight (V, D) and labels (...); got {shapes}.")
 
 
 def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> tuple[Tensor, ...]:
@@ -119,12 +121,29 @@ def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> 
     return labels.index_select(0, targets), *(state.index_select(0, targets) for state in states)
 
 
-class SumOfLosses(torch.autograd.Function):
-    """Sum of token losses, with gradients computed in the forward pass.
+class Passes(NamedTuple):
+    """What `SumOfLosses` does with each chunk of tokens. A sharded vocabulary has passes of its own (`lean_ft.parallel`).
 
-    `work` gets a chunk's logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C,
-    columns). It overwrites the logits with their gradient and writes each token's values to the rows, the loss first.
+    `work_of_chunk` gets logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C, columns).
+    It overwrites the logits with their gradient and writes each token's values to the rows, the loss first.
     """
+
+    work_of_chunk: Work
+    chunk_tokens: int
+    beside: Callable[[slice], tuple[Tensor, ...]] = lambda chunk: ()
+
+    def chunks(self, hidden: Tensor, projection: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        return logits_in_chunks(hidden, projection, self.chunk_tokens)
+
+    def work(self, chunk: slice, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
+        self.work_of_chunk(logits, labels, *self.beside(chunk), rows)
+
+    def gradient_of_hidden(self, grad_logits: Tensor, projection: Tensor) -> Tensor:
+        return grad_logits @ projection
+
+
+class SumOfLosses(torch.autograd.Function):
+    """Sum of token losses, with gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -132,13 +151,11 @@ class SumOfLosses(torch.autograd.Function):
         hidden: Tensor,  # (N, D)
         weight: Tensor,  # (V, D)
         labels: Tensor,  # (N,)
-        chunk_tokens: int,
+        passes: Any,  # `Passes`
         accumulation_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         grad_enabled: bool,
-        work: Work,
         num_columns: int,
-        beside: Callable[[slice], tuple[Tensor, ...]] = lambda chunk: (),
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         projection = weight.to(compute_dtype)
@@ -147,23 +164,25 @@ class SumOfLosses(torch.autograd.Function):
 
         losses_dtype = torch.promote_types(compute_dtype, torch.float32)
         sums = torch.zeros(num_columns, dtype=losses_dtype, device=hidden.device)
-        for chunk, chunk_hidden, logits in logits_in_chunks(hidden, projection, chunk_tokens):
-            rows = torch.empty(logits.shape[0], num_columns, dtype=losses_dtype, device=hidden.device)
-            work(logits, labels[chunk], *beside(chunk), rows)
+        for chunk, chunk_hidden, logits in passes.chunks(hidden, projection):
+            of_chunk = labels[chunk]
+            rows = torch.empty(len(of_chunk), num_columns, dtype=losses_dtype, device=hidden.device)
+            passes.work(chunk, logits, of_chunk, rows)
             sums += rows.sum(0)
             if grad_hidden is not None:
-                grad_hidden[chunk] = logits @ projection
+                grad_hidden[chunk] = passes.gradient_of_hidden(logits, projection)[: len(of_chunk)]
             if weight_sum is not None:
                 weight_sum.add(logits, chunk_hidden)
         ctx.grad_hidden, ctx.weight_sum = grad_hidden, weight_sum
-        loss, statistics = sums[LOSS].clone(), sums
-        ctx.mark_non_differentiable(statistics)
-        return loss, statistics
+        ctx.mark_non_differentiable(sums)
+        return sums[LOSS].clone(), sums
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grad_hidden is None and ctx.weight_sum is None:
-            raise RuntimeError("the loss gives its gradients once; call it again for a second backward")
+            raise RuntimeError(
+                "the gradients of this loss were used already. Compute the loss again for a second backward."
+            )
         scale, _ = grad_outputs
         grad_hidden = ctx.grad_hidden.mul_(scale) if ctx.grad_hidden is not None else None
         grad_weight = ctx.weight_sum.scaled(scale) if ctx.weight_sum is not None else None

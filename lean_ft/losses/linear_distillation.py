@@ -47,10 +47,10 @@ from lean_ft.losses.chunked_softmax import (
     gradient_of,
     logits_in_chunks,
     sum_dtype,
-    told_of,
+    token_values,
     work_of,
 )
-from lean_ft.losses.linear_cross_entropy import SumOfLosses, select_targets
+from lean_ft.losses.linear_cross_entropy import Passes, SumOfLosses, check_shapes, select_targets
 from lean_ft.losses.statistics import TokenStatistics
 
 # Columns of each token's values after LOSS, IS_RIGHT and ENTROPY, including those that one pass writes for the next.
@@ -109,44 +109,34 @@ def linear_distillation(
     The divergence is between `softmax(hidden @ weight.T / temperature)` and the teacher's probabilities. Divide the sum
     by the number of targets in the optimizer step: a mean of means overweights short completions.
 
+    Further arguments and the result are those of `linear_cross_entropy`.
+
     Args:
-        hidden: the student's last hidden states, (..., D).
-        weight: the student's output projection, (V or more, D); may be tied to the embedding.
-        labels: the target token of each position, (...) int64; `IGNORED_LABEL` for untrained positions.
+        hidden, weight: the student's last hidden states, (..., D), and output projection, (V or more, D).
         teacher: hidden states and output projection, or stored predictions. Neither gets gradients.
         divergence: `forward_kl`, `reverse_kl` or `jsd`; only jsd uses beta.
         temperature: divides the logits of both models in the divergence. Stored predictions must have the same
             temperature.
         cross_entropy_weight: share of the labels' cross-entropy, from 0 to 1; the divergence has the rest.
-        num_targets: number of labels that are not ignored; None counts them, which synchronizes with a GPU.
-        chunk_tokens: target tokens per chunk of logits; 0 processes all at once.
-        accumulation_dtype: dtype of the weight's gradient while it is summed over chunks: `float32` or the weight's
-            own.
-        softcap: replace the student's logits by `softcap * tanh(logit / softcap)`; None leaves them unchanged.
+        softcap: of the student's logits.
         statistics: receives `divergence`, `cross_entropy`, `token_accuracy` (the number of correct predictions) and
             `entropy`, the last three at temperature 1; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile; ignored for stored predictions.
 
-    Returns:
-        The sum, a float32 scalar (float64 for float64 inputs); exactly zero if no position has a label.
-
-    Raises:
-        ValueError: if shapes do not match or a setting is out of range.
+    Raises ValueError if shapes do not match.
     """
-    mixture = _mixture(divergence, beta, temperature, cross_entropy_weight, softcap)
-    if hidden.shape[:-1] != labels.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "linear_distillation expects hidden (..., D), weight (V, D) and labels (...), "
-            f"but got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}"
-        )
+    if divergence == "jsd" and beta in (0, 1):
+        divergence = "forward_kl" if beta == 0 else "reverse_kl"
+    mixture = Mixture(divergence, beta, temperature, cross_entropy_weight, softcap)
+    check_shapes("linear_distillation", hidden, weight, labels)
     vocab_size = min(len(weight), len(teacher.weight) if isinstance(teacher, TeacherStates) else teacher.vocab_size)
     if vocab_size < len(weight):
         weight = weight[:vocab_size]  # the gradient of the other rows is zero
     if isinstance(teacher, TeacherStates):
         if teacher.hidden.shape[:-1] != labels.shape or teacher.hidden.shape[-1:] != teacher.weight.shape[1:]:
+            shapes = f"{tuple(teacher.hidden.shape)} and {tuple(teacher.weight.shape)}"
             raise ValueError(
-                f"linear_distillation expects the teacher's hidden states at the labels {tuple(labels.shape)}, and its weight "
-                f"(V, E), but got {tuple(teacher.hidden.shape)} and {tuple(teacher.weight.shape)}"
+                f"the teacher's hidden states and weight have the shapes {shapes}; expected (..., E) and (V, E)."
             )
         labels, hidden, states = select_targets(labels, num_targets, hidden, teacher.hidden)
         beside = _logits_of(states, teacher.weight[:vocab_size], teacher.softcap, compile)
@@ -158,9 +148,9 @@ def linear_distillation(
         labels, hidden = select_targets(labels, num_targets, hidden)
         kept = teacher.log_probs, teacher.ids
         if any(len(tensor) != len(labels) for tensor in kept):
+            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in kept)
             raise ValueError(
-                f"linear_distillation expects what was kept of the teacher for {len(labels)} targets, but got "
-                f"{' and '.join(str(tuple(tensor.shape)) for tensor in kept)}"
+                f"the teacher's stored predictions have the shapes {shapes}; expected {len(labels)} targets."
             )
         beside: Beside = lambda chunk: (kept[0][chunk], kept[1][chunk])  # noqa: E731
         # Not compiled: a compiler would store the logits without the top k in float32.
@@ -174,13 +164,11 @@ def linear_distillation(
         hidden,
         weight,
         labels,
-        chunk_tokens or max(len(labels), 1),
+        Passes(work, chunk_tokens or max(len(labels), 1), beside),
         sum_dtype(weight, accumulation_dtype),
         compute_dtype(weight),
         torch.is_grad_enabled(),
-        work,
         NUM_COLUMNS,
-        beside,
     )
     if statistics is not None:
         statistics.add(
@@ -202,49 +190,23 @@ def top_log_probs(
     num_targets: int | None = None,
     chunk_tokens: int = 1024,
 ) -> TopLogProbs:
-    """Return the teacher's log-probabilities of the `top_k` likeliest tokens and of all others together, for each
-    target.
+    """Return the teacher's log-probabilities of the `top_k` likeliest tokens and of all others together, for each label
+    (...) that is not `IGNORED_LABEL`.
 
-    Args:
-        teacher: hidden states (..., E) and output projection (V, E).
-        labels: (...) int64; `IGNORED_LABEL` for positions to skip.
-        top_k: from 1 to V; with V there is no column for the others.
-
-    Raises:
-        ValueError: if `top_k` or the temperature is out of range.
+    Raises ValueError unless `top_k` is from 1 to the vocabulary's size, where there is no column for the others.
     """
     vocab_size = len(teacher.weight)
-    if not 1 <= top_k <= vocab_size or temperature <= 0:
-        raise ValueError(
-            f"top_log_probs expects top_k from 1 to the vocabulary's {vocab_size} and temperature above 0, but got "
-            f"top_k={top_k} and temperature={temperature}"
-        )
+    if not 1 <= top_k <= vocab_size:
+        raise ValueError(f"top_k is {top_k}; expected 1 to {vocab_size}, the size of the teacher's vocabulary.")
     labels, hidden = select_targets(labels, num_targets, teacher.hidden)
     has_rest = top_k < vocab_size
     dtype = torch.promote_types(teacher.weight.dtype, torch.float32)
     log_probs = torch.empty(len(labels), top_k + has_rest, dtype=dtype, device=hidden.device)
     ids = torch.empty(len(labels), top_k, dtype=torch.int64, device=hidden.device)
-    work = work_of(_keep_top, _mixture("forward_kl", 0.5, temperature, 0.0, teacher.softcap), compile=False)
+    work = work_of(_keep_top, Mixture("forward_kl", 0.5, temperature, 0.0, teacher.softcap), compile=False)
     for chunk, _, logits in logits_in_chunks(hidden, teacher.weight, chunk_tokens or max(len(labels), 1)):
         work(logits, log_probs[chunk], ids[chunk])
     return TopLogProbs(log_probs, ids, vocab_size)
-
-
-def _mixture(
-    divergence: Divergence, beta: float, temperature: float, cross_entropy_weight: float, softcap: float | None
-) -> Mixture:
-    if divergence not in ("forward_kl", "reverse_kl", "jsd"):
-        raise ValueError(f"divergence is {divergence!r}; expected forward_kl, reverse_kl or jsd")
-    in_range = 0 <= beta <= 1 and 0 <= cross_entropy_weight <= 1 and temperature > 0
-    if not in_range or (softcap is not None and softcap <= 0):
-        raise ValueError(
-            "a distillation expects beta and cross_entropy_weight from 0 to 1, temperature above 0 and softcap above 0 or "
-            f"None, but got beta={beta}, cross_entropy_weight={cross_entropy_weight}, temperature={temperature} and "
-            f"softcap={softcap}"
-        )
-    if divergence == "jsd" and beta in (0, 1):
-        divergence = "forward_kl" if beta == 0 else "reverse_kl"
-    return Mixture(divergence, beta, temperature, cross_entropy_weight, softcap)
 
 
 Beside = Callable[[slice], tuple[Tensor, ...]]
@@ -272,12 +234,14 @@ def _logits_of(hidden: Tensor, weight: Tensor, softcap: float | None, compile: b
 def _normalize(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:
     """Write the student's metrics, from logits (C, V), and the logs of both softmax normalizers."""
     wide = logits.to(rows.dtype)
-    told, log_total = told_of(wide, labels[:, None], Terms())
+    metrics, log_total = token_values(wide, labels[:, None], Terms())
     log_z = log_total if mixture.temperature == 1 else _log_z(wide / mixture.temperature)
     of_teacher = _log_z(teacher.to(rows.dtype) / mixture.temperature)
     later = torch.zeros_like(log_z)
     rows.copy_(
-        torch.cat([later, told[:, IS_RIGHT:CROSS_ENTROPY], told[:, :1], later, later, log_total, log_z, of_teacher], 1)
+        torch.cat(
+            [later, metrics[:, IS_RIGHT:CROSS_ENTROPY], metrics[:, :1], later, later, log_total, log_z, of_teacher], 1
+        )
     )
 
 
@@ -309,11 +273,11 @@ def _compare_kept(
     # The gradient of the last outcome is divided among the other tokens by their probabilities.
     gradient = torch.zeros_like(values) if rest is None else rest.sub_(log_rest).exp_().mul_(of_outcomes[:, -1:])
     gradient.scatter_(1, ids, of_outcomes[:, : ids.shape[1]])
-    told, log_total = told_of(wide, labels[:, None], Terms())
-    cross_entropy, share = told[:, :1], mixture.cross_entropy_weight
+    metrics, log_total = token_values(wide, labels[:, None], Terms())
+    cross_entropy, share = metrics[:, :1], mixture.cross_entropy_weight
     loss = (1 - share) * divergence + share * cross_entropy
     later = torch.zeros_like(loss)
-    rows.copy_(torch.cat([loss, told[:, IS_RIGHT:CROSS_ENTROPY], cross_entropy, divergence, kl, *(later,) * 3], 1))
+    rows.copy_(torch.cat([loss, metrics[:, IS_RIGHT:CROSS_ENTROPY], cross_entropy, divergence, kl, *(later,) * 3], 1))
     logits.copy_(_mixed(mixture, gradient, wide, labels, log_total))
 
 

@@ -55,38 +55,29 @@ def linear_log_probs(
 ) -> Tensor:
     """Return the log-probability of each token `label` under `softmax(hidden[index] @ weight.T / temperature)`.
 
+    Further arguments are those of `linear_cross_entropy`.
+
     Args:
         hidden: the decoder's last hidden states, (..., D); flattened to positions.
-        weight: the output projection, (V, D); may be tied to the embedding.
         index: the flattened position that predicts, (N,) int64; positions may repeat.
         label: the predicted token, (N,) int64.
         temperature: divides the logits, after the soft cap.
-        chunk_tokens: pairs per chunk of logits; 0 processes all at once.
-        accumulation_dtype: dtype of the weight's gradient while it is summed over chunks: `float32` or the weight's
-            own.
-        softcap: replace logits by `softcap * tanh(logit / softcap)`; None leaves them unchanged.
         log_sum_squares: (N,), receives the log of the sum of the squared probabilities of all tokens.
         entropies: (N,), receives the entropy of each pair's distribution, in nats.
-        statistics: receives `token_accuracy`, the number of correct predictions, and `entropy`; without gradients.
-        compile: fuse the passes over a chunk's logits with torch.compile.
 
     Returns:
         (N,) float32 (float64 for float64 inputs), at most 0. Bitwise equal with and without gradients.
 
-    Raises:
-        ValueError: if shapes do not match, or temperature or softcap is not above 0.
+    Raises ValueError if shapes do not match, or the temperature is not above 0.
     """
-    if (softcap is not None and softcap <= 0) or temperature <= 0:
-        raise ValueError(
-            "linear_log_probs expects softcap above 0 or None and temperature above 0, but got "
-            f"softcap={softcap} and temperature={temperature}"
-        )
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; expected a number above 0.")
     if index.shape != label.shape or index.ndim != 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in (hidden, weight, index, label))
         raise ValueError(
-            "linear_log_probs expects hidden (..., D), weight (V, D), index (N,) and label (N,), but got hidden "
-            f"{tuple(hidden.shape)}, weight {tuple(weight.shape)}, index {tuple(index.shape)} and label {tuple(label.shape)}"
+            f"expected hidden (..., D), weight (V, D), index (N,) and label (N,); got the shapes {shapes}."
         )
-    terms = Terms(softcap, temperature=temperature, tells_squares=log_sum_squares is not None)
+    terms = Terms(softcap, temperature=temperature, with_squares=log_sum_squares is not None)
     log_probs, rows = _LinearLogProbs.apply(
         hidden.flatten(0, -2).index_select(0, index),
         weight,
@@ -130,10 +121,10 @@ class _LinearLogProbs(torch.autograd.Function):
         rows_dtype = torch.promote_types(compute_dtype, torch.float32)
         rows = torch.empty(hidden.shape[0], terms.num_columns, dtype=rows_dtype, device=hidden.device)
         # Use the same function with and without gradients: a differently compiled one would round differently.
-        told, with_gradient = describe(terms, compile), gradient(terms, compile, is_capped=True)
+        describe_chunk, with_gradient = describe(terms, compile), gradient(terms, compile, is_capped=True)
         minus_one = torch.full((min(chunk_tokens, len(label)),), -1.0, dtype=rows_dtype, device=hidden.device)
         for chunk, _, logits in logits_in_chunks(hidden, projection, chunk_tokens):
-            told(logits, label[chunk], rows[chunk])
+            describe_chunk(logits, label[chunk], rows[chunk])
             if grad_hidden is not None:
                 with_gradient(logits, label[chunk], rows[chunk, LOG_Z], minus_one[: len(logits)])
                 grad_hidden[chunk] = logits @ projection
@@ -149,7 +140,7 @@ class _LinearLogProbs(torch.autograd.Function):
         grad, _ = grad_outputs  # (N,)
         if not ctx.recomputes:
             if ctx.grad_hidden is None:
-                raise RuntimeError("linear_log_probs gives its gradients once; call it again for a second backward")
+                raise RuntimeError("the gradients of these log-probabilities were used already. Compute them again.")
             grad_hidden, ctx.grad_hidden = ctx.grad_hidden.mul_(grad[:, None]), None
             return grad_hidden, *(None,) * 8
         with_gradients = recomputed_log_probs(

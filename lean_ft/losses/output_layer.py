@@ -4,17 +4,22 @@ float16 means mixed precision: the model and the matrix products of the loss run
 weights.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lean_ft.losses.chunk_tokens import loss_chunk_tokens
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings.run import LogitsConfig
-from lean_ft.system.shards import Ranks
+from lean_ft.system.environment import memory_bytes
+from lean_ft.system.shards import Ranks, whole_numel
+
+SHARE = 64  # a chunk takes at most 1 / SHARE of the memory that the weights leave
+FEWEST_TOKENS, MOST_TOKENS = 256, 4096
+UNKNOWN_MEMORY_TOKENS = 1024  # if the memory size is unknown
 
 
 class OutputLayer:
@@ -69,3 +74,22 @@ def with_router_loss(
     if statistics is not None:
         statistics.add(**terms)
     return loss if router_loss is None else loss + terms["router_aux_loss"]
+
+
+def loss_chunk_tokens(model: nn.Module, chosen: int | Literal["auto"]) -> int:
+    """Return the target tokens per chunk of C * V logits: `chosen`, or for `auto` a size for this model and its device.
+
+    Small chunks make narrow matrix products and add the output weight's gradient often; large chunks take memory while
+    everything that backward needs is alive. The share is of the device's total memory, not of its free memory: the chunk
+    size decides how sums are rounded, and a resumed run must choose the same.
+    """
+    if chosen != "auto":
+        return chosen
+    weight = model.output_weight
+    assert isinstance(weight, Tensor)
+    total_bytes = memory_bytes(weight.device)
+    if total_bytes is None:
+        return UNKNOWN_MEMORY_TOKENS
+    room_bytes = total_bytes - sum(whole_numel(param) * param.element_size() for param in model.parameters())
+    tokens = max(1, room_bytes // SHARE // (weight.shape[0] * weight.element_size()))
+    return min(max(2 ** math.floor(math.log2(tokens)), FEWEST_TOKENS), MOST_TOKENS)

@@ -139,20 +139,18 @@ def policy_loss(
         ValueError: for an unknown loss, a setting that it does not read, or a missing argument.
     """
     if name not in LOSSES and not is_function_path(name):
-        raise ValueError(
-            f"no policy loss is called '{name}'.{did_you_mean(name, LOSSES)} There are {', '.join(LOSSES)}."
-        )
+        raise ValueError(f"unknown policy loss {name!r}.{did_you_mean(name, LOSSES)} Expected {', '.join(LOSSES)}.")
     reads = () if is_function_path(name) else settings_of(name)
     for setting in settings:
         if setting not in reads:
-            raise ValueError(f"the loss {name} does not read {setting}; it reads {', '.join(reads)}. Leave it out.")
+            raise ValueError(f"{setting} is no setting of the loss {name}. Remove it, or set {' or '.join(reads)}.")
     if kl not in KINDS_OF_KL:
-        raise ValueError(f"kl={kl} is no estimate of a divergence; expected one of {', '.join(KINDS_OF_KL)}.")
+        raise ValueError(f"kl is {kl!r}; expected one of {', '.join(KINDS_OF_KL)}.")
     loss, divided = (_own(name), "tokens") if is_function_path(name) else LOSSES[name]
     if divided == "longest" and max_length is None:
-        raise ValueError(f"the loss {name} divides by the longest answer that there may be: give max_length.")
+        raise ValueError(f"the loss {name} divides by the maximum length of completions. Pass max_length.")
     if kl_weight and reference_logps is None:
-        raise ValueError(f"kl_weight={kl_weight:g} weighs the divergence from a reference: give reference_logps.")
+        raise ValueError(f"kl_weight={kl_weight:g} needs a reference model. Pass reference_logps, or kl_weight=0.")
     counted = mask.to(logps.dtype)
     lengths = counted.sum(1, keepdim=True)
     answers = Answers(logps, old_logps, advantages if advantages.ndim == 2 else advantages[:, None], counted)

@@ -193,15 +193,12 @@ def preference_loss(
     """
     loss = load_function(name) if is_function_path(name) else LOSSES.get(name)
     if loss is None:
-        raise ValueError(
-            f"no preference loss is called '{name}'.{did_you_mean(name, LOSSES)} There are {', '.join(LOSSES)}."
-        )
+        raise ValueError(f"unknown preference loss {name!r}.{did_you_mean(name, LOSSES)} Expected {', '.join(LOSSES)}.")
     reads = () if is_function_path(name) else settings_of(name)
     for setting, value in settings.items():
         if setting not in reads:
-            raise ValueError(
-                f"the loss {name} does not read {setting}; it reads {', '.join(('beta', *reads))}. Leave it out."
-            )
+            settings_read = " or ".join(("beta", *reads))
+            raise ValueError(f"{setting} is no setting of the loss {name}. Remove it, or set {settings_read}.")
         if setting == "label_smoothing" and not (0 <= value < 0.5 and (value > 0 or name != "exo")):
             bound = "above 0" if name == "exo" else "from 0"
             raise ValueError(f"label_smoothing={value} of the loss {name}: expected {bound} to below 0.5.")

@@ -72,10 +72,8 @@ def unpaired_loss(
         ValueError: if `name` is unknown.
     """
     if name not in UNPAIRED_LOSSES:
-        raise ValueError(
-            f"no loss of single answers is called '{name}'.{did_you_mean(name, UNPAIRED_LOSSES)} There are "
-            f"{', '.join(UNPAIRED_LOSSES)}."
-        )
+        known = ", ".join(UNPAIRED_LOSSES)
+        raise ValueError(f"unknown unpaired loss {name!r}.{did_you_mean(name, UNPAIRED_LOSSES)} Expected {known}.")
     losses = UNPAIRED_LOSSES[name](gained, is_desirable, baseline, beta)
     return losses * torch.where(is_desirable, desirable_weight, undesirable_weight)
 

@@ -23,9 +23,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def _glibc() -> ctypes.CDLL | None:
-    if platform.libc_ver()[0] != "glibc":
-        return None
-    return ctypes.CDLL(None)
+    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
 def return_freed_memory() -> bool:
@@ -34,12 +32,8 @@ def return_freed_memory() -> bool:
     Returns False if the C library is not glibc or refuses a setting.
     """
     libc = _glibc()
-    if libc is None:
-        return False
-    return bool(
-        libc.mallopt(_M_MMAP_THRESHOLD, ctypes.c_int(MMAP_THRESHOLD_BYTES))
-        and libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(TRIM_THRESHOLD_BYTES))
-    )
+    limits = (_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+    return libc is not None and all(libc.mallopt(name, ctypes.c_int(limit)) for name, limit in limits)
 
 
 def trim_heap() -> bool:

@@ -27,13 +27,8 @@ AHEAD_BYTES = IN_FLIGHT_BYTES  # prefetched for backward
 
 
 def offload_activations(model: nn.Module) -> None:
-    """Offload what `model`'s forward pass saves for backward.
-
-    Raises ValueError if the model is not on a CUDA device or has no `layers`.
-    """
+    """Offload what `model`'s forward pass saves for backward. Raises ValueError if the model is not on a CUDA device."""
     device = next(model.parameters()).device
-    if not isinstance(getattr(model, "layers", None), nn.ModuleList):
-        raise ValueError(f"offload_activations expects a model with `layers`, but got {type(model).__name__}")
     offload_to(model, open_link(device, "memory.activation_offload=true", "memory.activation_offload=false"))
 
 
@@ -65,9 +60,8 @@ class Offloaded:
         self._smallest_bytes, self._ahead_bytes = smallest_bytes, ahead_bytes
         self._order: list[ReferenceType[Sent]] = []  # owned by autograd, which drops them with the graph
         self._places: dict[int, int] = {}  # id of a Sent -> its place in the order
-        self._shared: list[
-            ReferenceType[Sent]
-        ] = []  # saved by several layers, as rotary angles are: stay on the device
+        # Saved by several layers, as rotary angles are: stay on the device.
+        self._shared: list[ReferenceType[Sent]] = []
         self._came: set[int] = set()  # places that backward has reached
 
     @property

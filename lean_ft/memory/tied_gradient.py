@@ -30,22 +30,18 @@ from lean_ft.system.host_link import HostLink, Sent
 def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
     """Make the embedding's backward add to the output layer's gradient, which waits in host memory if there is a `link`.
 
-    Raises ValueError if the embeddings are not tied, or the embedding has padding_idx, max_norm or scale_grad_by_freq.
+    Raises ValueError if the embeddings are not tied.
     """
     embedding = model.model.embed_tokens
     if model.head is not None:
-        raise ValueError(
-            "fuse_tied_gradient expects tied embeddings, but this model's output layer has its own weight. Set "
-            "memory.tied_gradient=separate."
-        )
-    if embedding.padding_idx is not None or embedding.max_norm is not None or embedding.scale_grad_by_freq:
-        raise ValueError("fuse_tied_gradient expects an embedding without padding_idx, max_norm and scale_grad_by_freq")
+        raise ValueError("tied embeddings are needed, but the output layer of this model has its own weight.")
     output = _OutputWeight(embedding, link)
-    setattr(embedding, "forward", output.look_up)  # noqa: B010  (the instance's, which no stub knows)
+    setattr(embedding, "forward", output.look_up)  # noqa: B010  (pyright: an attribute of the instance)
     model.tied_output_weight = output.hand_out
     if link is not None:
         # Copy it back once the first layer's first part has its gradients, when no layer's workspace takes memory.
-        part: Any = model.layers[0].first_part
+        first: Any = model.layers[0]
+        part = getattr(first, next(iter(first.mixer_names), "mlp"))
         output.awaited = {name for name, param in part.named_parameters() if param.requires_grad}
         for name, param in part.named_parameters():
             if param.requires_grad:
@@ -62,8 +58,9 @@ class _OutputWeight:
         self.awaited: set[str] = set()  # parameters whose gradients come shortly before the embedding's
         self._seen: set[str] = set()  # those of them whose gradients have come
 
-    def __deepcopy__(self, memo: Any) -> "_OutputWeight":
-        # A copied model makes its output weight in its own forward pass.
+    def __deepcopy__(
+        self, memo: Any
+    ) -> "_OutputWeight":  # a copied model makes its output weight in its own forward pass
         return _OutputWeight(copy.deepcopy(self.embedding, memo), self.link)
 
     def look_up(self, ids: Tensor) -> Tensor:

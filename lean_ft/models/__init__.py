@@ -1,9 +1,9 @@
 """Models: one decoder for every dense family, and Hugging Face folders in and out."""
 
 from lean_ft.models.cache import KVCache
-from lean_ft.models.config import DecoderConfig, LayerConfig
+from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import decoder_config
-from lean_ft.models.decoder import Block, Decoder
+from lean_ft.models.decoder import Decoder
 from lean_ft.models.few_rows import FewRows
 from lean_ft.models.hf_format import (
     build_decoder,
@@ -19,12 +19,10 @@ from lean_ft.models.rope import RopeConfig
 
 __all__ = [
     "MLP",
-    "Block",
     "Decoder",
     "DecoderConfig",
     "FewRows",
     "KVCache",
-    "LayerConfig",
     "RMSNorm",
     "RopeConfig",
     "build_decoder",

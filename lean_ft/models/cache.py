@@ -7,8 +7,8 @@ continue it, and rows that have ended are dropped.
 Shapes: B batch, T new tokens, C capacity, K key-value heads, D features of a head.
 """
 
-import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -83,8 +83,9 @@ class KVCache:
         self._sources = [
             i if layer.kv_from_layer is None else layer.kv_from_layer for i, layer in enumerate(config.layers)
         ]
-        # Zeros rather than uninitialized memory: a masked NaN times a zero weight is NaN.
-        keys: dict[int, tuple[Tensor, ...]] = {
+        # Per attention layer with its own keys: keys and values, (rows, C, K, D). Zeros rather than uninitialized memory: a
+        # masked NaN times a zero weight is NaN.
+        self.keys: dict[int, tuple[Tensor, ...]] = {
             i: tuple(
                 torch.zeros(batch_size, capacity, heads // num_head_parts, features, dtype=dtype, device=device)
                 for heads, features in shapes
@@ -92,22 +93,15 @@ class KVCache:
             for i in range(config.num_layers)
             if (shapes := config.cached_shapes(i))
         }
-        states = {
+        # Per recurrent layer: the last inputs and the state.
+        self.states = {
             i: _state(layer.mixer, batch_size, dtype, device) for i, layer in enumerate(config.layers) if layer.mixer
         }
-        self._take(keys, states, capacity, batch_size, device)
+        self.capacity = capacity
+        self._empty(batch_size, device)
 
-    def _take(
-        self,
-        keys: dict[int, tuple[Tensor, ...]],
-        states: dict[int, tuple[Tensor, Tensor | None]],
-        capacity: int,
-        num_rows: int,
-        device: torch.device,
-    ) -> None:
-        self.keys = keys  # per attention layer with its own keys: keys and values, (rows, C, K, D)
-        self.states = states  # per recurrent layer: the last inputs and the state
-        self.capacity, self.num_rows = capacity, num_rows
+    def _empty(self, num_rows: int, device: torch.device) -> None:
+        self.num_rows = num_rows
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (B,)
         # Upper and lower bounds of the rows' lengths, on the host.
         self.filled = self.shortest = 0
@@ -118,6 +112,10 @@ class KVCache:
         self.new_lengths: Tensor | None = None  # (B,) new tokens that are not padding; None if there is no padding
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1), where new tokens are stored
         self._visible: dict[tuple[int | None, int | None], Tensor | None] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self._key_tensors(), *self._state_tensors()))
 
     def layer(self, i: int) -> tuple[LayerCache | None, StateCache | None]:
         """Layer i's caches. They are made anew for each pass; stored, they would form a reference cycle that keeps the memory
@@ -171,11 +169,10 @@ class KVCache:
 
     def part(self, start: int, end: int) -> "KVCache":
         """An empty cache for rows `start` to `end`, which shares this cache's memory."""
-        part = KVCache.__new__(KVCache)
-        part._sources = self._sources
-        keys = {i: tuple(x[start:end] for x in kept) for i, kept in self.keys.items()}
-        states = {i: (x[start:end], None if y is None else y[start:end]) for i, (x, y) in self.states.items()}
-        part._take(keys, states, self.capacity, min(end, self.num_rows) - start, self.lengths.device)
+        part = copy(self)
+        part.keys = {i: tuple(x[start:end] for x in kept) for i, kept in self.keys.items()}
+        part.states = {i: (x[start:end], None if y is None else y[start:end]) for i, (x, y) in self.states.items()}
+        part._empty(min(end, self.num_rows) - start, self.lengths.device)
         return part
 
     def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> None:
@@ -220,15 +217,3 @@ def _state(mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.
     if mixer.state_shape is None:
         return inputs, None
     return inputs, torch.zeros(num_rows, *mixer.state_shape, dtype=torch.float32, device=device)
-
-
-def cache_bytes(config: DecoderConfig, batch_size: int, capacity: int, itemsize: int, num_head_parts: int = 1) -> int:
-    """The size of a cache."""
-    total = 0
-    for i, layer in enumerate(config.layers):
-        shapes = config.cached_shapes(i)
-        total += capacity * itemsize * sum(heads // num_head_parts * features for heads, features in shapes)
-        if layer.mixer is not None:
-            total += (layer.mixer.num_taps - 1) * layer.mixer.num_channels * itemsize
-            total += 4 * math.prod(layer.mixer.state_shape or (0,))
-    return batch_size * total

@@ -3,7 +3,6 @@
 Parameter names and the rotary convention follow Hugging Face, so loading and saving rename little. As in transformers, norm
 statistics and rotary angles are computed in float32, whatever the dtype of the weights.
 
-
 Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 """
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.attention.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
 from lean_ft.models.attention.latent_attention import LatentAttention
-from lean_ft.models.cache import KVCache, LayerCache, StateCache, cache_bytes
+from lean_ft.models.cache import KVCache, LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.layers import MLP, RMSNorm, gated
@@ -154,11 +153,6 @@ class Block(nn.Module):
                 attended, given = attended
             parts.append(attended if out_of == 1.0 else attended * out_of)
         return parts[0] if len(parts) == 1 else parts[0] + parts[1], given
-
-    @property
-    def first_part(self) -> nn.Module:
-        """The module that the layer calls first: a token mixer, or the feed-forward layer if there is none."""
-        return getattr(self, next(iter(self.mixer_names), "mlp"))
 
     def _normed(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else getattr(self, name)(x)
@@ -309,8 +303,7 @@ class Decoder(nn.Module):
                 raise ValueError("prefixes need cu_seqlens.")
             if self.config.has_states:
                 raise ValueError(
-                    "prefixes work with attention only, and layers of this model have a recurrent state. Copy the prefix into "
-                    "each document."
+                    "prefixes are not supported: the model has recurrent layers. Copy the prefix into each document."
                 )
             seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, num_rows * num_tokens)
 
@@ -397,15 +390,16 @@ class Decoder(nn.Module):
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """An empty cache for `batch_size` rows of up to `capacity` positions."""
-        return KVCache(self.config, batch_size, capacity, self.dtype, self.device, self._num_head_parts)
+        return self._cache(batch_size, capacity, self.device)
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:
         """The size of such a cache."""
-        return cache_bytes(self.config, batch_size, capacity, self.dtype.itemsize, self._num_head_parts)
+        return self._cache(batch_size, capacity, torch.device("meta")).num_bytes
 
-    @property
-    def _num_head_parts(self) -> int:
-        return 1 if self.sharding.row_tokens is None else self.sharding.row_tokens.num_head_parts
+    def _cache(self, batch_size: int, capacity: int, device: torch.device) -> KVCache:
+        row_tokens = self.sharding.row_tokens
+        num_head_parts = 1 if row_tokens is None else row_tokens.num_head_parts
+        return KVCache(self.config, batch_size, capacity, self.dtype, device, num_head_parts)
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -44,11 +44,6 @@ def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], matrices.shape[2])
 
 
-@register_flop_formula(torch.ops.lean_ft.grouped_matmul)
-def _num_flops(rows_shape: Any, matrices_shape: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(rows_shape) * matrices_shape[2]
-
-
 @torch.library.custom_op("lean_ft::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Each group's transposed rows of left (M, K) times its rows of right (M, N): (G, K, N), zero for a group without rows.
@@ -72,9 +67,9 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(len(ends), left.shape[1], right.shape[1])
 
 
-@register_flop_formula(torch.ops.lean_ft.grouped_outer)
-def _num_flops_outer(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(left_shape) * right_shape[1]
+@register_flop_formula([torch.ops.lean_ft.grouped_matmul, torch.ops.lean_ft.grouped_outer])
+def _num_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(left_shape) * right_shape[-1]
 
 
 def _has_kernel(*operands: Tensor) -> bool:

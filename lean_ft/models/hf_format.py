@@ -53,7 +53,7 @@ _ROWS_PER_TOKEN = {
     "model.embed_tokens_per_layer.weight": "vocab_size_per_layer_input",
 }
 
-_CONFIG_PURPOSE = "it says what the model computes; is this a model's folder?"
+_CONFIG_PURPOSE = "it describes the model. Set model.path to a model's folder."
 AfterModule = Callable[[Decoder, str], None]
 Fill = Callable[[str, Tensor], None]
 
@@ -214,8 +214,7 @@ def _meta_model(
     model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
     if model.config.scores and scores is False:
         raise ValueError(
-            f"{folder} is a reward model: it gives scores and no text. Expected a language model; use it with `leanft score` "
-            "or the recipe reward."
+            f"{folder} is a reward model: it gives scores and no text. Use `leanft score` or the recipe reward."
         )
     model.source = Source(
         folder=folder,
@@ -229,10 +228,8 @@ def _meta_model(
         model.router_aux_loss_coef = router_aux_loss_coef
     if model.router_aux_loss_coef and (model.mixture is None or model.mixture.score != "softmax"):
         reason = "has no experts" if model.mixture is None else f"scores experts by {model.mixture.score}"
-        raise ValueError(
-            f"router_aux_loss_coef is {model.router_aux_loss_coef}: it balances a softmax over experts, and {folder} {reason}. "
-            "Leave it out, or set it to 0."
-        )
+        coefficient = f"router_aux_loss_coef is {model.router_aux_loss_coef}"
+        raise ValueError(f"{coefficient}: it balances a softmax over experts, and {folder} {reason}. Set it to 0.")
     return model
 
 
@@ -468,9 +465,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     headers = {name: read_header(_inside(folder, name, folder / WEIGHTS_INDEX)) for name in set(weight_map.values())}
     absent = [name for name, file_name in weight_map.items() if name not in headers[file_name]]
     if absent:
+        file = folder / weight_map[absent[0]]
         raise ValueError(
-            f"{folder / WEIGHTS_INDEX} places {_first_few(absent)} in {weight_map[absent[0]]}, which does not hold it. The "
-            "files belong to different models. Download or copy the folder again."
+            f"{file} lacks {_first_few(absent)}, which {WEIGHTS_INDEX} lists. Download or copy the folder again."
         )
     return {name: headers[file_name][name] for name, file_name in weight_map.items()}
 
@@ -512,30 +509,25 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     if model.source.score_is_new:
         del expected["score.weight"]
     if missing := expected.keys() - stored.keys():
-        raise ValueError(
-            f"{folder}: the weights lack {_first_few(missing)}, which config.json calls for. The files are incomplete or "
-            "belong to another model."
-        )
+        lacking = f"the weights lack {_first_few(missing)}"
+        raise ValueError(f"{folder}: {lacking}. They are incomplete, or config.json belongs to another model.")
     if config.tied_embeddings and "lm_head.weight" in stored:
         _check_tied(stored["model.embed_tokens.weight"], stored.pop("lm_head.weight"))
     if unexpected := stored.keys() - expected.keys():
+        file, names = stored[min(unexpected)].file, _first_few(unexpected)
         raise ValueError(
-            f"{stored[min(unexpected)].file}: config.json has no place for {_first_few(unexpected)}. The weights belong to "
-            "another model, or config.json lacks a field."
+            f"{file}: unexpected tensors: {names}. config.json belongs to another model, or lacks a field."
         )
     for name, tensor in stored.items():
         shape = expected[name]
         if model.source.new_ids and name in _ROWS_PER_TOKEN and 0 < tensor.shape[0] <= shape[0]:
             shape = (tensor.shape[0], *shape[1:])  # the folder has no rows of new tokens
         if tensor.shape != shape:
-            raise ValueError(
-                f"{tensor.file}: {name} has the shape {list(tensor.shape)}; by config.json it is {list(shape)}."
-            )
+            shapes = f"{list(tensor.shape)}; expected from config.json: {list(shape)}"
+            raise ValueError(f"{tensor.file}: {name} has the shape {shapes}.")
         if tensor.dtype not in _STORED_DTYPES:
-            raise ValueError(
-                f"{tensor.file}: {name} is stored as {tensor.dtype_name}; expected F32, BF16, F16 or F64. Quantized "
-                "weights cannot be trained. Use the unquantized model."
-            )
+            stored_as = f"{name} is stored as {tensor.dtype_name}; expected F32, BF16, F16 or F64"
+            raise ValueError(f"{tensor.file}: {stored_as}. Use the unquantized model.")
     return stored
 
 
@@ -547,16 +539,17 @@ def _num_drafting_layers(hf_config: Mapping[str, Any]) -> int:
 
 def _check_tied(embedding: Readable, head: Readable) -> None:
     """Raise ValueError unless a stored tied output layer equals the embedding."""
-    is_same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and head.dtype in _STORED_DTYPES
-    if isinstance(embedding, StoredTensor) and isinstance(head, StoredTensor):
-        is_same = is_same and all(a == b for a, b in zip(embedding.pieces(2**24), head.pieces(2**24), strict=True))
+    is_alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and head.dtype in _STORED_DTYPES
+    if is_alike and isinstance(embedding, StoredTensor) and isinstance(head, StoredTensor):  # neither is quantized
+        is_alike = all(a == b for a, b in zip(embedding.pieces(2**24), head.pieces(2**24), strict=True))
     else:
-        is_same = False  # tied output layers are never quantized
-    if not is_same:
-        raise ValueError(
-            f"{head.file}: tie_word_embeddings is true in config.json, but lm_head.weight differs from "
-            "model.embed_tokens.weight. Set tie_word_embeddings to false if the model has its own output layer."
-        )
+        is_alike = False
+    if is_alike:
+        return
+    raise ValueError(
+        f"{head.file}: lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings of config.json is true. "
+        "Set it to false if the model has its own output layer."
+    )
 
 
 def _no_weights(folder: Path) -> str:

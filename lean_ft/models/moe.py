@@ -170,7 +170,7 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, -2)
         router = getattr(self, self.config.router_name)
         logits = router(tokens if router_input is None else router_input.flatten(0, -2))
-        weights, chosen = _router_of(router).choose(logits, self.config)
+        weights, chosen = getattr(router, "base_layer", router).choose(logits, self.config)  # an adapter may wrap it
         mixed = self.experts(tokens, weights, chosen)
         if self.config.shared_intermediate_size:
             shared = getattr(self, self.config.shared_name)(tokens)
@@ -178,13 +178,6 @@ class MixtureOfExperts(nn.Module):
                 shared = shared * getattr(self, f"{self.config.shared_name}_gate")(tokens).sigmoid()
             mixed = mixed + shared
         return mixed.view(x.shape), logits
-
-
-def _router_of(layer: nn.Module) -> Router | NormedRouter:
-    """The router, also if an adapter wraps it."""
-    router = getattr(layer, "base_layer", layer)
-    assert isinstance(router, Router | NormedRouter)
-    return router
 
 
 def load_balancing_loss(

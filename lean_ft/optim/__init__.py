@@ -5,19 +5,10 @@ import math
 from lean_ft.optim.build import build_optimizer
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.optimizer import Optimizer
-from lean_ft.optim.rule import ParameterState, Rule, StepInfo
+from lean_ft.optim.rule import Rule, StepInfo
 from lean_ft.settings import ScheduleConfig, TrainingConfig
 
-__all__ = [
-    "LossScaler",
-    "Optimizer",
-    "ParameterState",
-    "Rule",
-    "StepInfo",
-    "build_optimizer",
-    "learning_rate",
-    "num_warmup_steps",
-]
+__all__ = ["LossScaler", "Optimizer", "Rule", "StepInfo", "build_optimizer", "learning_rate", "num_warmup_steps"]
 
 
 def learning_rate(cfg: TrainingConfig, step: int, total_steps: int) -> float:

@@ -56,9 +56,9 @@ def build_optimizer(
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
         _refuse_without_kernel(cfg, on_gpu=any(param.is_cuda for _, param in trainable))
     if cfg.state == "paged" and devices and devices != {"cuda"}:
+        device = min(devices - {"cuda"})
         raise ValueError(
-            "optimizer.state=paged keeps state in CUDA managed memory, but the model is on "
-            f"{min(devices - {'cuda'})}. Set optimizer.state=device."
+            f"optimizer.state=paged uses CUDA managed memory, but the model is on {device}. Set optimizer.state=device."
         )
     paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
     on_gpu = devices == {"cuda"}
@@ -85,8 +85,7 @@ def _refuse_what_cannot_be_cut(
     """Raise ValueError if a rule cannot update the rows that a rank has."""
     if ranks.size > 1 and cfg.state == "streamed":
         raise ValueError(
-            f"optimizer.state=streamed is for one process, and there are {ranks.size}. Set optimizer.state=device, which "
-            "shards the state over them."
+            f"optimizer.state=streamed is for one process, and there are {ranks.size}. Set optimizer.state=device."
         )
     for name, param in trainable if ranks.num_shards > 1 else []:
         own = rule if isinstance(rule, Rule) else rule(param)
@@ -97,9 +96,8 @@ def _refuse_what_cannot_be_cut(
             )
         columns = part_of(param).run
         if columns is not None and (cfg.name == "adafactor" or columns % own.block):
-            kept = (
-                "means of whole rows" if cfg.name == "adafactor" else f"one scale per {own.block} neighboring elements"
-            )
+            per_block = f"one scale per {own.block} neighboring elements"
+            kept = "means of whole rows" if cfg.name == "adafactor" else per_block
             raise ValueError(
                 f"optimizer.name={cfg.name} keeps {kept}, but parallel.tensor splits {name} of shape "
                 f"{list(whole_shape(param))} every {columns} columns. Set parallel.tensor=1, or optimizer.name=adamw."
@@ -109,9 +107,9 @@ def _refuse_what_cannot_be_cut(
         ends = [rows] * (rows < num_rows) + [num_rows] * (parts > 1)
         if within := [end for end in ends if end * math.prod(param.shape[1:]) % own.block]:
             raise ValueError(
-                f"optimizer.name={cfg.name} keeps one scale per {own.block} neighboring elements, but over "
-                f"{parts * -(-num_rows // rows)} processes {name} of shape {list(whole_shape(param))} is split within such a "
-                f"block, every {within[0]} rows. Set another parallel.shard, or optimizer.name=adamw."
+                f"optimizer.name={cfg.name} keeps one scale per {own.block} neighboring elements, but {name} of shape "
+                f"{list(whole_shape(param))} is split within such a block, every {within[0]} rows. Set another parallel.shard, "
+                "or optimizer.name=adamw."
             )
 
 

@@ -93,6 +93,10 @@ class HeadExchange:
 def check_heads(model: Decoder, num_context: int, num_tensor: int) -> None:
     """Raise ValueError unless the heads of each of `num_tensor` ranks can be exchanged over `num_context` ranks."""
     config = model.config
+    if config.has_states:
+        raise ValueError(
+            f"parallel.context={num_context} does not support this model's recurrent layers. Set parallel.shard instead."
+        )
     num_heads, *kv_heads = (n // num_tensor for n in (config.num_heads, *config.kv_head_counts))
     if num_heads % num_context or any(n % num_context and num_context % n for n in kv_heads):
         after = f" (before parallel.tensor={num_tensor} divides them)" if num_tensor > 1 else ""

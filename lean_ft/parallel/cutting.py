@@ -6,6 +6,8 @@ data. Unsupported combinations raise an error: from the settings before anything
 it takes memory.
 """
 
+from typing import Any
+
 from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.models import Decoder
 from lean_ft.parallel import context, experts, tensor
@@ -19,6 +21,7 @@ from lean_ft.settings import (
     RecipeConfig,
     ReferenceConfig,
 )
+from lean_ft.settings.base import Settings
 from lean_ft.system.shards import Ranks
 
 
@@ -34,7 +37,6 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
     if cfg.tensor > 1:
         tensor.check_divides(model, cfg.tensor)
     if cfg.context > 1:
-        tensor.refuse_states(model, f"parallel.context={cfg.context}")
         context.check_heads(model, cfg.context, cfg.tensor)
     if cfg.experts > 1:
         experts.check_experts(model, cfg.experts)
@@ -56,30 +58,27 @@ def refuse_cuts(cfg: RecipeConfig) -> None:
     if parallel is None:
         return
     _refuse_rows(cfg, parallel)
-    lora, optimizer = cfg.group(LoRAConfig), cfg.group(OptimizerConfig)
-    reference, distill = cfg.group(ReferenceConfig), cfg.group(DistillConfig)
-    reference_kind, teacher_dtype = getattr(reference, "kind", None), getattr(distill, "teacher_dtype", None)
+
+    def has(group: type[Settings], name: str, value: Any) -> bool:
+        return getattr(cfg.group(group), name, None) == value
+
     whole = "it needs whole layers on each process"
     with_whole_layers = {
-        "reference.kind=nf4": (reference_kind == "nf4", whole),
-        "reference.kind=streamed": (reference_kind == "streamed", whole),
-        "distill.teacher_dtype=nf4": (teacher_dtype == "nf4", whole),
-        "distill.teacher_streamed=true": (getattr(distill, "teacher_streamed", False), whole),
+        "reference.kind=nf4": (has(ReferenceConfig, "kind", "nf4"), whole),
+        "reference.kind=streamed": (has(ReferenceConfig, "kind", "streamed"), whole),
+        "distill.teacher_dtype=nf4": (has(DistillConfig, "teacher_dtype", "nf4"), whole),
+        "distill.teacher_streamed=true": (has(DistillConfig, "teacher_streamed", True), whole),
     }
     if parallel.tensor > 1:
+        lora, on_several = cfg.group(LoRAConfig), "would be on several processes"
+        has_dropout = lora is not None and lora.dropout > 0
         with_whole_matrices = {
-            "lora.quantize=nf4": (getattr(lora, "quantize", "none") != "none", "blocks of whole matrices share scales"),
-            "lora.dora=true": (
-                getattr(lora, "dora", False),
-                "a row, whose norm DoRA needs, would be on several processes",
-            ),
-            "lora.dropout": (
-                getattr(lora, "dropout", 0.0) > 0,
-                "each process would drop different features of a token",
-            ),
+            "lora.quantize=nf4": (has(LoRAConfig, "quantize", "nf4"), "blocks of whole matrices share scales"),
+            "lora.dora=true": (has(LoRAConfig, "dora", True), f"a row, whose norm DoRA needs, {on_several}"),
+            "lora.dropout": (has_dropout, "each process would drop different features of a token"),
             "optimizer.name=adafactor": (
-                getattr(optimizer, "name", None) == "adafactor",
-                "a row, whose mean it needs, would be on several processes",
+                has(OptimizerConfig, "name", "adafactor"),
+                f"a row, whose mean it needs, {on_several}",
             ),
         }
         _refuse(f"parallel.tensor={parallel.tensor}", with_whole_layers | with_whole_matrices)

@@ -70,17 +70,15 @@ def check_experts(model: Decoder, num_ranks: int) -> None:
     setting = f"parallel.experts={num_ranks}"
     if model.mixture is None:
         raise ValueError(
-            f"{setting} is for a mixture of experts, and this model has no experts. Remove parallel.experts."
+            f"{setting} is for mixtures of experts, and this model has no experts. Remove parallel.experts."
         )
     for layer in model.config.layers:
         if layer.mixture is not None and (number := layer.mixture.num_experts) % num_ranks:
             raise ValueError(f"{setting} does not divide this model's {number} experts. Set a value that does.")
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts) and not isinstance(module.experts, Experts):
-            raise ValueError(
-                f"{setting} does not support the adapter of {name}.experts. Set other lora.targets, such as "
-                "[q_proj,k_proj,v_proj,o_proj], or remove parallel.experts."
-            )
+            fix = "Set other lora.targets, such as [q_proj,k_proj,v_proj,o_proj], or remove parallel.experts."
+            raise ValueError(f"{setting} does not support the adapter of {name}.experts. {fix}")
 
 
 def cut_experts(model: Decoder, ranks: ManyRanks) -> None:

@@ -122,7 +122,7 @@ def _placement(model: Decoder, ranks: ManyRanks) -> Any:
 
     if not hasattr(fsdp_common, "ShardPlacementResult"):
         raise ValueError(
-            f"parallel.tensor and parallel.experts need a newer torch than {torch.__version__}. Set them to 1, or install one."
+            f"parallel.tensor and parallel.experts need a newer torch than {torch.__version__}. Upgrade it."
         )
 
     meshes = {over: ranks.mesh_of(over) for over in {cut.over for cut in model.sharding.cuts.values()}}

@@ -62,10 +62,8 @@ def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConf
     """Start the process group after checking that all ranks have the same `parallel` settings."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ValueError(
-            f"WORLD_SIZE={size}, but {', '.join(missing)} is not in the environment. Start the processes with leanft run "
-            "--nproc-per-node or torchrun."
-        )
+        lacking = f"WORLD_SIZE={size}, but {', '.join(missing)} is not in the environment"
+        raise ValueError(f"{lacking}. Start the processes with leanft run --nproc-per-node or torchrun.")
     if dist.is_initialized():
         return
     host, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -122,10 +120,8 @@ def check_number(cfg: ParallelConfig, size: int) -> int:
         )
     num_shards = size // cfg.replicate
     if num_shards % cfg.experts:
-        raise ValueError(
-            f"parallel.experts={cfg.experts} does not divide the {num_shards} processes that share a replica of the model. Set a "
-            "value that does."
-        )
+        sharing = f"the {num_shards} processes that share a replica of the model"
+        raise ValueError(f"parallel.experts={cfg.experts} does not divide {sharing}. Set a divisor of {num_shards}.")
     return num_shards
 
 
@@ -202,8 +198,8 @@ class ManyRanks(Ranks):
         num_rows, num_tokens = batch.input_ids.shape
         if num_tokens % self.num_sharing:
             raise ValueError(
-                f"{self.num_sharing} processes share each row (parallel.context x tensor), but do not divide the {num_tokens} "
-                "tokens of this batch's rows. Set data.packing=bfd with a data.max_length that they divide."
+                f"rows of {num_tokens} tokens do not divide evenly over {self.num_sharing} processes (parallel.context x "
+                "tensor). Set data.packing=bfd with a data.max_length that they divide."
             )
         place, width = self.rank % self.num_sharing, num_tokens // self.num_sharing
         own: dict[str, Any] = {
@@ -247,19 +243,8 @@ class ManyRanks(Ranks):
         return int(value)
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        result: list[Any] = [None, None]  # return value, description of an error
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                result[0] = work()
-            except Exception as raised:
-                error, result[1] = raised, _describe(raised)
-        dist.broadcast_object_list(result, src=0, group=self._hosts)
-        if error is not None:
-            raise error
-        if result[1] is not None:
-            raise _as_error(result[1], 0)
-        return result[0]
+        result: Any = self.on_every_rank(lambda: work() if self.rank == 0 else None)[0]
+        return result
 
     def on_every_rank(self, work: Callable[[], T]) -> list[T]:
         mine: list[Any] = [None, None]  # return value, description of an error

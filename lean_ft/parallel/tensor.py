@@ -68,8 +68,8 @@ class TokenExchange:
 def check_divides(model: Decoder, num_ranks: int) -> None:
     """Raise ValueError if a layer of the model cannot be split over `num_ranks`."""
     config, setting = model.config, f"parallel.tensor={num_ranks}"
-    refuse_states(model, setting)
     unsupported = {
+        "recurrent layers": config.has_states,
         "fused projections (query, key and value, or gate and up)": config.fused_qkv or config.fused_gate_up,
         "keys and values made from one latent vector": config.latent is not None,
         "layers that use another layer's keys": bool(config.kv_source_layers),
@@ -77,9 +77,7 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
     }
     for what, is_present in unsupported.items():
         if is_present:
-            raise ValueError(
-                f"{setting} does not support this model's {what}. Set parallel.tensor=1 and use parallel.shard."
-            )
+            raise ValueError(f"{setting} does not support this model's {what}. Set parallel.shard instead.")
     sizes = {"query heads": config.num_heads}
     sizes |= {"key-value heads" + " of some layers" * (i > 0): n for i, n in enumerate(config.kv_head_counts)}
     if any(isinstance(layer.mlp, MLP) for layer in model.layers):
@@ -96,14 +94,6 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
             )
 
 
-def refuse_states(model: Decoder, setting: str) -> None:
-    """Raise ValueError for a model with recurrent layers."""
-    if model.config.has_states:
-        raise ValueError(
-            f"{setting} does not support this model's recurrent layers. Set it to 1 and use parallel.shard."
-        )
-
-
 def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
     """Split the projections of every layer, and add hooks that exchange tokens."""
     group = ranks.groups[TENSOR]
@@ -117,8 +107,8 @@ def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
         cut_parameter(model, base, name, "weight", cut)
         if side == ROWS and base.bias is not None:
             cut_parameter(model, base, name, "bias", cut)
-        if side == COLUMNS:
-            base.forward = MethodType(_without_bias, base) if adapter is None else base.forward
+        if side == COLUMNS and adapter is None:
+            base.forward = MethodType(_without_bias, base)
         if adapter is not None:
             factor = "lora_B" if side == ROWS else "lora_A"
             cut_parameter(model, adapter, name.removesuffix(".base_layer"), factor, cut)

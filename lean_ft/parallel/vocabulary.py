@@ -17,27 +17,23 @@ Shapes: n ranks that share a replica, N tokens of this rank, C tokens per chunk 
 of this rank.
 """
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lean_ft.losses import TokenStatistics
 from lean_ft.losses.chunked_softmax import (
-    ENTROPY,
-    IS_RIGHT,
-    LOSS,
     NUM_PART_COLUMNS,
+    ChunkLogits,
     Terms,
-    WeightGradient,
-    compute_dtype,
+    Work,
     describe_part,
     gradient,
-    sum_dtype,
     whole_of_parts,
 )
-from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, SumOfLosses, select_targets
+from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL
 from lean_ft.models import Decoder
 from lean_ft.parallel.ranks import REPLICATE, SHARD, ManyRanks
 from lean_ft.settings import ParallelConfig
@@ -120,50 +116,25 @@ class CutVocabulary:
         self._tied_rows = tied_rows if self.head is None else None
         return rows.view(*ids.shape, -1)
 
-    def _output_rows(self) -> Tensor:
+    def output_rows(self) -> Tensor:
         """(P, D): the output layer's rows of this rank; if tied, those of the last look-up."""
         if self.head is not None:
-            return _rows(self.head)
+            rows = _rows(self.head)
+            if rows.requires_grad and self.copies is not None:  # for a tied weight, the look-up's backward does this
+                rows.register_hook(self.sum_copies)
+            return rows
         if self._tied_rows is None or not torch.is_grad_enabled():
             return _rows(self.embedding)
         return self._tied_rows
 
-    def cross_entropy(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        *,
-        num_targets: int,
-        chunk_tokens: int = 1024,
-        accumulation_dtype: Literal["float32", "weight"] = "float32",
-        softcap: float | None = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        statistics: TokenStatistics | None = None,
-        compile: bool = False,
-    ) -> Tensor:
-        """`linear_cross_entropy` of this rank's `hidden` (..., D) and `labels` (...), with the same settings.
-
-        All ranks call it, and all call backward on the result times the same factor, because the gradient of the rows covers
-        all ranks' tokens. A chunk has `chunk_tokens` tokens of all ranks together.
-        """
-        labels, hidden = select_targets(labels, num_targets, hidden)
+    def passes(
+        self, num_targets: int, chunk_tokens: int, terms: Terms, compile: bool, needs_gradient: bool
+    ) -> "_Passes":
+        """The passes of `linear_cross_entropy` over chunks of all ranks' tokens, of which this rank has `num_targets`."""
         (most,) = self.ranks.highest(num_targets)
         chunk = min(most, -(-chunk_tokens // self.size)) if chunk_tokens else most
-        weight, terms = self._output_rows(), Terms(softcap, label_smoothing, z_loss, vocab_size=self.vocab_size)
-        loss, sums = _CrossEntropy.apply(
-            hidden,
-            weight,
-            labels,
-            self,
-            (most, max(chunk, 1)),
-            (sum_dtype(weight, accumulation_dtype), compute_dtype(weight)),
-            (terms, compile),
-            torch.is_grad_enabled(),
-        )  # type: ignore[misc]
-        if statistics is not None:
-            statistics.add(token_accuracy=sums[IS_RIGHT], entropy=sums[ENTROPY])
-        return loss
+        work = describe_part(terms, compile), gradient(terms, compile, is_capped=True)
+        return _Passes(self, most, max(chunk, 1), terms, *work, needs_gradient)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -172,7 +143,7 @@ class CutVocabulary:
         (most,) = self.ranks.highest(len(flat))
         gathered = self.gather(_padded(flat, most))  # (n N, D)
         rows = -(-self.vocab_size // self.size)
-        own = self._output_rows()
+        own = self.output_rows()
         parts = hidden.new_zeros(len(gathered), rows)
         parts[:, : len(own)] = gathered @ own.T
         received = torch.empty_like(parts)
@@ -259,57 +230,38 @@ def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Any:
         yield chunk, cut.gather(_padded(ids[chunk], min(length, most - start), fill=-1))
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # (N, D)
-        weight: Tensor,  # (P, D)
-        labels: Tensor,  # (N,)
-        cut: CutVocabulary,
-        sizes: tuple[int, int],
-        dtypes: tuple[torch.dtype, torch.dtype],
-        softmax: tuple[Terms, bool],
-        grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor]:
-        (most, chunk_tokens), (accumulation_dtype, compute_dtype), (terms, compile) = sizes, dtypes, softmax
-        needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        describe, write_gradient = describe_part(terms, compile), gradient(terms, compile, is_capped=True)
-        projection = weight.to(compute_dtype)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        weight_sum = WeightGradient(weight, accumulation_dtype) if needs_weight else None
-        wide = torch.promote_types(compute_dtype, torch.float32)
-        sums = torch.zeros(terms.num_columns, dtype=wide, device=hidden.device)
-        logits = hidden.new_empty(0, len(weight), dtype=compute_dtype)
-        for start in repeated(range(0, most, chunk_tokens), shown=2):
-            length = min(chunk_tokens, most - start)
-            chunk = slice(start, start + length)
-            own = hidden[chunk].to(compute_dtype)
-            gathered = cut.gather(_padded(own, length))  # (n C, D)
-            ids = cut.gather(_padded(labels[chunk], length, fill=IGNORED_LABEL))  # (n C,)
-            if len(logits) != len(ids):
-                logits.resize_(len(ids), logits.shape[1])
-            torch.mm(gathered, projection.T, out=logits)  # (n C, P)
-            parts = torch.empty(len(ids), NUM_PART_COLUMNS, dtype=wide, device=hidden.device)
-            describe(logits, ids - cut.first, parts)
-            rows = whole_of_parts(cut.gather(parts).view(cut.size, len(ids), NUM_PART_COLUMNS), terms)
-            mine = slice(cut.ranks.shard * length, cut.ranks.shard * length + len(own))
-            sums += rows[0][mine].sum(0)
-            if not (needs_hidden or needs_weight):
-                continue
-            write_gradient(logits, ids - cut.first, rows[1], (ids != IGNORED_LABEL).to(wide))
-            if grad_hidden is not None:
-                # In float32, because the parts are larger than their sum.
-                grad_hidden[chunk] = cut.sum_back((logits @ projection).to(wide))[: len(own)]
-            if weight_sum is not None:
-                weight_sum.add(logits, gathered)
-        ctx.grad_hidden, ctx.weight_sum, ctx.cut = grad_hidden, weight_sum, cut
-        ctx.mark_non_differentiable(sums)
-        return sums[LOSS].clone(), sums
+class _Passes(NamedTuple):
+    """As `lean_ft.losses.linear_cross_entropy.Passes`, for the tokens of all ranks and this rank's rows of the weight."""
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, *others = SumOfLosses.backward(ctx, *grad_outputs)
-        if grad_weight is not None and ctx.cut.head is not None:  # for a tied weight, the look-up's backward does this
-            grad_weight = ctx.cut.sum_copies(grad_weight)
-        return grad_hidden, grad_weight, *others
+    cut: CutVocabulary
+    most: int  # targets of one rank
+    chunk_tokens: int  # of each rank
+    terms: Terms
+    describe: Work
+    write_gradient: Work
+    needs_gradient: bool
+
+    def chunks(self, hidden: Tensor, projection: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield each chunk's slice of this rank's tokens, the hidden states of all ranks (n C, D) and their logits (n C, P)."""
+        logits_of = ChunkLogits(projection)
+        for start in repeated(range(0, self.most, self.chunk_tokens), shown=2):
+            chunk = slice(start, min(start + self.chunk_tokens, self.most))
+            own = hidden[chunk].to(projection.dtype)
+            gathered = self.cut.gather(_padded(own, chunk.stop - start))
+            yield chunk, gathered, logits_of(gathered)
+
+    def work(self, chunk: slice, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
+        cut, length = self.cut, chunk.stop - chunk.start
+        ids = cut.gather(_padded(labels, length, fill=IGNORED_LABEL))  # (n C,)
+        parts = torch.empty(len(ids), NUM_PART_COLUMNS, dtype=rows.dtype, device=rows.device)
+        self.describe(logits, ids - cut.first, parts)
+        parts = cut.gather(parts).view(cut.size, len(ids), NUM_PART_COLUMNS)
+        of_all, log_total = whole_of_parts(parts, self.terms)
+        rows.copy_(of_all[cut.ranks.shard * length :][: len(rows)])
+        if self.needs_gradient:
+            self.write_gradient(logits, ids - cut.first, log_total, (ids != IGNORED_LABEL).to(rows.dtype))
+
+    def gradient_of_hidden(self, grad_logits: Tensor, projection: Tensor) -> Tensor:
+        # In float32, because the parts are larger than their sum.
+        part = grad_logits @ projection
+        return self.cut.sum_back(part.to(torch.promote_types(part.dtype, torch.float32)))

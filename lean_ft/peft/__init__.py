@@ -1,6 +1,6 @@
 """Adapters: LoRA, DoRA and QLoRA, saved in PEFT's format, loaded from it, and merged on copies."""
 
-from lean_ft.peft.layers import AdaptedLayer, AdapterShape
+from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import (
     adapted_layers,
     adapter_off,
@@ -27,7 +27,6 @@ from lean_ft.quantize.nf4 import NF4Linear
 
 __all__ = [
     "AdaptedLayer",
-    "AdapterShape",
     "MergeReport",
     "NF4Linear",
     "TrainedRows",

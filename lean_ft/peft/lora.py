@@ -68,10 +68,8 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     if has_adapter(model):
         raise ValueError("the model already has an adapter; load it again to add another one.")
     if not cfg.targets and not model.source.new_ids:
-        raise ValueError(
-            "lora.targets=[] trains only the rows of model.new_tokens, and there are none. Set model.new_tokens, or targets "
-            "such as [all-linear]."
-        )
+        none = "lora.targets=[] trains only the rows of model.new_tokens, and there are none"
+        raise ValueError(f"{none}. Set model.new_tokens, or lora.targets=[all-linear].")
     weight = model.output_weight
     if cfg.dtype == "model" and weight.dtype == torch.float16:
         raise ValueError("lora.dtype=model would train in float16, where small updates vanish. Set lora.dtype=float32.")
@@ -80,10 +78,8 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
         asked = "model.new_tokens" if model.source.new_ids else f"{_OUTPUT} in lora.targets"
         raise ValueError(f"{asked} is not supported for an output layer with a bias, as this model has. Leave it out.")
     if _OUTPUT in names and cfg.dropout:
-        raise ValueError(
-            f"lora.dropout={cfg.dropout:g} is not supported for {_OUTPUT}, whose adapter is added to the weight. Set "
-            f"lora.dropout=0, or remove {_OUTPUT} from lora.targets."
-        )
+        unsupported = f"lora.dropout={cfg.dropout:g} is not supported for {_OUTPUT}"
+        raise ValueError(f"{unsupported}. Set lora.dropout=0, or remove {_OUTPUT} from lora.targets.")
     shape = AdapterShape(rank=cfg.rank, alpha=cfg.alpha, rslora=cfg.rslora, dora=cfg.dora, dropout=cfg.dropout)
     for name in names:
         if is_parameter_to_peft(model, name):

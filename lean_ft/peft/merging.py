@@ -98,8 +98,6 @@ def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
     layers = adapted_layers(model)
     for name, layer in layers.items():
         if isinstance(layer.base_layer, NF4Linear):
-            raise ValueError(
-                f"{name} is quantized, and an adapter can be merged only into unquantized weights. Load the model without "
-                "lora.quantize, load the saved adapter, and merge that."
-            )
+            quantized = f"{name} is quantized, and an adapter can be merged only into unquantized weights"
+            raise ValueError(f"{quantized}. Load the model without lora.quantize, then the saved adapter.")
     return layers

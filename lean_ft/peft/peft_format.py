@@ -45,6 +45,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 LABELS_FILE = "labels.json"
 _PREFIX = "base_model.model."
 
+_ALONE = "Load one adapter alone, or merge the others first (leanft export --merge)."
 _NO_TARGETS = "dummy-target-modules"  # PEFT's value for an adapter without layers
 
 # Suffixes of the names of a layer's two matrices.
@@ -150,10 +151,7 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
     for adapter in adapters:
         _check_fits(model, adapter)
         if len(adapters) > 1 and any(shape.dora for shape in adapter.shapes.values()):
-            raise ValueError(
-                f"{adapter.folder} is a DoRA adapter, which cannot be summed with others. Load it alone, or merge it first "
-                "(leanft export --merge)."
-            )
+            raise ValueError(f"{adapter.folder} is a DoRA adapter, which cannot be summed with others. {_ALONE}")
     model.requires_grad_(False)
     names = dict.fromkeys(name for adapter in adapters for name in adapter.shapes)
     for name in names:
@@ -222,9 +220,8 @@ def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Sto
         if ids is None and indices:  # a tied layer's rows, stored a second time
             continue
         if not isinstance(ids, list) or not ids or not all(isinstance(id, int) and id >= 0 for id in ids):
-            raise ValueError(
-                f"{folder / CONFIG_FILE}: trainable_token_indices is {indices!r}; expected the ids of the stored rows of {layer}."
-            )
+            field = f"{folder / CONFIG_FILE}: trainable_token_indices is {indices!r}"
+            raise ValueError(f"{field}; expected the ids of the stored rows of {layer}.")
         rows[layer] = ids
     return rows
 
@@ -249,9 +246,8 @@ def _endings(layer: nn.Module) -> tuple[str, str]:
 
 def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     """The layer's adapter as it is stored: tensors by the suffixes of their names."""
-    tensors = dict(
-        zip(_endings(layer), layer.factors(), strict=True)
-    )  # without PiSSA, the sharded parameters themselves
+    # Without PiSSA, these are the sharded parameters themselves.
+    tensors = dict(zip(_endings(layer), layer.factors(), strict=True))
     if layer.lora_magnitude_vector is not None:
         tensors[_MAGNITUDE] = layer.lora_magnitude_vector
     return tensors
@@ -338,7 +334,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         hint = checkpoint_hint(folder)
         raise ValueError(f"{folder} has no adapter: expected PEFT's files {CONFIG_FILE} and {WEIGHTS_FILE}.{hint}")
-    config = read_json(file, "it says what the adapter is.")
+    config = read_json(file, "it describes the adapter.")
     if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"{file}: peft_type is {kind!r}, which is not supported; expected LORA.")
     if config.get("init_lora_weights") not in _HARMLESS_STARTS:
@@ -446,8 +442,7 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             raise ValueError(f"{adapter.folder} adapts {name}, which {what} does not have. {other}") from None
         if isinstance(modules.get(name), nn.Embedding) and model.config.tied_embeddings:
             raise ValueError(
-                f"{adapter.folder} adapts {name}, which is also the output layer of {what} (tie_word_embeddings). This is not "
-                "supported."
+                f"{adapter.folder} adapts {name}, which is also the output layer of {what}: not supported."
             )
         a, b = _endings(modules[name]) if name in modules else _OF_LINEAR
         expected[name + a] = (shape.rank * num_layers, num_inputs)
@@ -473,10 +468,8 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
         if name not in expected:
             if _is_own_weight(model, adapter, name):  # PEFT also saves the weight of an adapted embedding
                 continue
-            raise ValueError(
-                f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the model's weight. Layers "
-                "trained whole beside an adapter are not supported."
-            )
+            other = f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the model's weight"
+            raise ValueError(f"{other}. Layers that were trained whole are not supported.")
         if stored.shape != (shape := expected[name]):
             raise ValueError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}; {what} needs {list(shape)}. {other}"
@@ -508,10 +501,7 @@ def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) ->
     matrices_b = [_read(adapter.tensors[name + b]).float() for adapter in adapters]
     if len(adapters) > 1:
         if is_stack:
-            raise ValueError(
-                f"{name} is a stack of experts, which takes one adapter at a time. Load one, or merge the others first "
-                "(leanft export --merge)."
-            )
+            raise ValueError(f"{name} is a stack of experts, which takes one adapter at a time. {_ALONE}")
         for adapter, matrix in zip(adapters, matrices_b, strict=True):
             matrix.mul_(adapter.shapes[name].scaling)
         rank = sum(matrix.shape[0] for matrix in matrices_a)
@@ -527,9 +517,7 @@ def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) ->
 @torch.no_grad()
 def _put_stored_rows(model: Decoder, name: str, ids: Sequence[int], values: Tensor) -> None:
     if name in trained_rows(model):
-        raise ValueError(
-            f"several adapters have rows of new tokens of {name}. Load one, or merge the others first (leanft export --merge)."
-        )
+        raise ValueError(f"several adapters have rows of new tokens of {name}. {_ALONE}")
     base = model.get_submodule(name)
     assert isinstance(base, nn.Embedding | nn.Linear)
     layer = TrainedRows(base, ids, torch.float32)

@@ -10,7 +10,6 @@ from lean_ft.losses.linear_distillation import linear_distillation, top_log_prob
 from lean_ft.losses.linear_log_probs import linear_log_probs, recomputed_log_probs
 from lean_ft.models.hf_format import load_model, read_weights
 from lean_ft.optim.build import build_optimizer
-from lean_ft.parallel.vocabulary import CutVocabulary
 from lean_ft.peft.lora import apply_lora
 
 WEIGHTS, STATES, GRADIENTS = "weights", "optimizer state", "gradients"
@@ -21,10 +20,7 @@ LABELS = (WEIGHTS, STATES, GRADIENTS, ACTIVATIONS, LOSS, WORKSPACE, BATCH)
 _FUNCTIONS = {
     WEIGHTS: (load_model, read_weights, apply_lora),
     STATES: (build_optimizer,),
-    LOSS: (
-        *(linear_cross_entropy, linear_log_probs, recomputed_log_probs, linear_distillation, top_log_probs),
-        CutVocabulary.cross_entropy,
-    ),
+    LOSS: (linear_cross_entropy, linear_log_probs, recomputed_log_probs, linear_distillation, top_log_probs),
     GENERATION: (rehearse_generation,),
 }
 _LABEL_OF_CODE: dict[CodeType, str] = {

@@ -43,9 +43,6 @@ class PlannedRanks(ManyRanks):
     def highest_of(self, values: Tensor) -> Tensor:
         return values
 
-    def on_rank_zero(self, work: Callable[[], T]) -> T:
-        return work()
-
     def on_every_rank(self, work: Callable[[], T]) -> list[T]:
         return [work()]
 

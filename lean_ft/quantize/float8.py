@@ -52,12 +52,10 @@ def float8_products(model: nn.Module, *, emulate: bool = False) -> int:
 
 def _refuse_without_hardware(device: torch.device) -> None:
     if device.type != "cuda":
-        lacks = f"the model is on {device.type}, which has none"
-    elif torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
-        major, minor = torch.cuda.get_device_capability(device)
-        lacks = f"{torch.cuda.get_device_name(device)} has none (compute capability {major}.{minor}; 8.9 or newer has)"
-    else:
+        found = f"the model is on {device.type}, which has none"
+    elif torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9):
         return
-    raise ValueError(
-        f"memory.float8_products=true needs float8 products, but {lacks}. Set memory.float8_products=false."
-    )
+    else:
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        found = f"{torch.cuda.get_device_name(device)} has none (compute capability {capability}; 8.9 or newer has)"
+    raise ValueError(f"memory.float8_products=true: {found}. Set memory.float8_products=false.")

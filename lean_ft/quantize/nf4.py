@@ -139,10 +139,8 @@ class _NF4Product(torch.autograd.Function):
 def check_available(*, on_gpu: bool) -> None:
     """Raise ValueError if bitsandbytes is missing or has no kernels for the GPU."""
     if (reason := bitsandbytes_problem(on_gpu=on_gpu)) is not None:
-        raise ValueError(
-            f"lora.quantize=nf4 needs bitsandbytes, and {reason}. Install it for this device "
-            "(`pip install bitsandbytes`), or set lora.quantize=none."
-        )
+        fix = "Run `pip install bitsandbytes`, or set lora.quantize=none."
+        raise ValueError(f"lora.quantize=nf4 needs bitsandbytes, and {reason}. {fix}")
 
 
 @cache

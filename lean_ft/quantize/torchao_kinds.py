@@ -7,7 +7,6 @@ checkpoints are those of the original model, and `quantize` converts them as tor
 
 All kinds run on a CPU and are tested there; kinds that torchao supports only on GPUs are not offered.
 
-
 Source: torchao's quantize_ and QATConfig; straight-through estimation, Bengio et al. 2013, arXiv:1308.3432.
 """
 
@@ -91,15 +90,12 @@ def _apply(quantize_: Any, model: Decoder, config: Any, kind: str, group_size: i
     stored = tensors_on_disk(model)
     is_mixture = any(isinstance(module, Experts) for module in model.modules())
     if is_mixture or any(f"{name}.weight" not in stored for name in projections):
-        raise ValueError(
-            "quantization supports models whose folder stores one matrix per linear projection, and this model has experts or "
-            "projections that are stored otherwise. Use a dense model."
-        )
+        raise ValueError("quantization does not support models with experts or fused projections. Use another model.")
     for name, linear in projections.items():
         if kind in _GROUPED and linear.in_features % group_size:
+            inputs = f"{name} has {linear.in_features} inputs"
             raise ValueError(
-                f"{name} has {linear.in_features} inputs, which is not a multiple of group_size={group_size}. Set group_size to "
-                "a divisor."
+                f"{inputs}, which is not a multiple of group_size={group_size}. Set group_size to a divisor."
             )
     quantize_(model, config, filter_fn=lambda module, name: name in projections)
     return len(projections)

@@ -41,7 +41,7 @@ WITH_SHIPPED_RECIPES = [
     (f"{KEEP} --top-k 8", "give DEST, behind FILE"),
     (f"{KEEP} data.max_length=8 --top-k 8", "give DEST, behind FILE"),
     (f"{KEEP} kept --top-k 0", "expected whole number > 0"),
-    (f"{KEEP} kept --top-k 9000", "top_k from 1 to the vocabulary's 768"),
+    (f"{KEEP} kept --top-k 9000", "top_k is 9000; expected 1 to 768"),
     (f"{KEEP} kept --top-k 8 data.max_lenght=8", "Did you mean 'data.max_length'"),
     (f"{KEEP} kept --top-k 8 --force", "leave them out with --top-k"),
     (f"{KEEP} a --top-k 8", "is there already"),

@@ -1,7 +1,7 @@
 """Chunked divergences compared with plain float64 autograd and other libraries, and their memory for different
 chunks."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -305,17 +305,9 @@ def test_peak_memory_is_two_chunks_of_logits_however_many_chunks_there_are(kept:
 
 def test_what_cannot_be_is_refused() -> None:
     given = problem()
-    for settings, message in (
-        ({"divergence": "kl"}, "forward_kl, reverse_kl or jsd"),
-        ({"beta": 1.5}, "from 0 to 1"),
-        ({"temperature": 0.0}, "temperature above 0"),
-        ({"cross_entropy_weight": -0.1}, "from 0 to 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ours(given, **cast(dict[str, Any], settings))
-    with pytest.raises(ValueError, match="the teacher's hidden states at the labels"):
+    with pytest.raises(ValueError, match="the teacher's hidden states and weight"):
         ours(given, TeacherStates(given["teacher_hidden"][:1], given["teacher_weight"]))
-    with pytest.raises(ValueError, match="for [0-9]+ targets"):
+    with pytest.raises(ValueError, match="expected [0-9]+ targets"):
         ours(given, TopLogProbs(torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.int64), V))
-    with pytest.raises(ValueError, match="top_k from 1 to the vocabulary's 101"):
+    with pytest.raises(ValueError, match="top_k is 102; expected 1 to 101"):
         top_log_probs(teacher_of(given), given["labels"], V + 1)

@@ -129,7 +129,7 @@ def test_peak_memory_is_a_chunk_of_logits_however_many_chunks_there_are(frozen: 
 
 def test_what_cannot_be_is_refused() -> None:
     given = problem()
-    with pytest.raises(ValueError, match="temperature above 0"):
+    with pytest.raises(ValueError, match="expected a number above 0"):
         linear_log_probs(**given, temperature=0.0)
     with pytest.raises(ValueError, match=r"label \(N,\)"):
         linear_log_probs(given["hidden"], given["weight"], given["index"][1:], given["label"])

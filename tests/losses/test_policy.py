@@ -265,11 +265,11 @@ def test_settings_and_losses_name_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("gpro", {}, "no policy loss is called 'gpro'. Did you mean 'grpo'"),
-        ("cispo", {"epsilon": 0.1}, "cispo does not read epsilon; it reads epsilon_max"),
-        ("dapo", {"kl": "k4"}, "kl=k4 is no estimate"),
-        ("dapo", {"kl_weight": 0.1}, "give reference_logps"),
-        ("dr_grpo", {}, "give max_length"),
+        ("gpro", {}, "unknown policy loss 'gpro'. Did you mean 'grpo'"),
+        ("cispo", {"epsilon": 0.1}, "epsilon is no setting of the loss cispo. Remove it, or set epsilon_max"),
+        ("dapo", {"kl": "k4"}, "kl is 'k4'; expected one of corrected, k1"),
+        ("dapo", {"kl_weight": 0.1}, "Pass reference_logps"),
+        ("dr_grpo", {}, "Pass max_length"),
     ],
 )
 def test_what_cannot_be_is_refused(name: str, settings: dict, message: str, answers: dict[str, Tensor]) -> None:

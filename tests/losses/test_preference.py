@@ -203,8 +203,12 @@ def test_a_margin_of_zero_is_a_loss_of_ln_2() -> None:
     [
         ("sigmod", {}, "Did you mean.*sigmoid"),
         ("nca_pair", {}, "nca"),
-        ("sigmoid", {"gamma": 1.0}, "sigmoid does not read gamma; it reads beta, label_smoothing"),
-        ("ipo", {"label_smoothing": 0.1}, "ipo does not read label_smoothing; it reads beta"),
+        (
+            "sigmoid",
+            {"gamma": 1.0},
+            "gamma is no setting of the loss sigmoid. Remove it, or set beta or label_smoothing",
+        ),
+        ("ipo", {"label_smoothing": 0.1}, "label_smoothing is no setting of the loss ipo. Remove it, or set beta"),
         ("robust", {"label_smoothing": 0.5}, "to below 0.5"),
         ("exo", {"label_smoothing": 0.0}, "above 0"),
     ],
@@ -229,7 +233,11 @@ def test_a_function_of_ones_own_is_called_as_those_that_are_there(answers: Any, 
     )
     for name, settings, message in (
         ("wrong", {}, r"own.py:wrong returned shape \[\]; expected a tensor of shape \[\d"),
-        ("mine", {"label_smoothing": 0.1}, "own.py:mine does not read label_smoothing; it reads beta"),
+        (
+            "mine",
+            {"label_smoothing": 0.1},
+            "label_smoothing is no setting of the loss .*own.py:mine. Remove it, or set beta",
+        ),
         ("none", {}, "own.py has no function none; it has wrong|ipo"),
     ):
         with pytest.raises(ValueError, match=message):

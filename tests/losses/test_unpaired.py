@@ -90,7 +90,7 @@ def test_bco_is_a_classification_above_and_below_its_baseline() -> None:
 
 
 def test_a_misspelt_loss_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"called 'apo_zero'. Did you mean 'apo_zero_unpaired'\?"):
+    with pytest.raises(ValueError, match=r"unknown unpaired loss 'apo_zero'. Did you mean 'apo_zero_unpaired'\?"):
         unpaired_loss("apo_zero", torch.zeros(1), torch.ones(1, dtype=torch.bool), torch.zeros(()))
 
 

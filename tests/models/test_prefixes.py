@@ -10,7 +10,7 @@ from lean_ft.models import Decoder, load_model
 from lean_ft.models.attention import row_attention
 from lean_ft.models.attention.attention import Prefixes
 from lean_ft.models.attention.document_attention import document_attention
-from lean_ft.models.attention.row_attention import Rules, attend_rows, attend_rows_backward
+from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
 
 ROW = 160  # two of these
 BOUNDS = [0, 70, 80, 150, 160, 161, 300, 300, 320]
@@ -51,10 +51,10 @@ def by_documents(leaves: list[Tensor], cu_seqlens: Tensor, grad: Tensor, rules: 
 
 
 def by_rows(leaves: list[Tensor], cu_seqlens: Tensor, grad: Tensor, rules: dict) -> list[Tensor]:
-    own = Rules(rules.get("scale"), rules.get("window"), rules.get("softcap"))
     prefixes, sinks = torch.tensor(PREFIXES).int(), leaves[3] if len(leaves) == 4 else None
-    out = attend_rows(*leaves[:3], cu_seqlens, ROW, sinks, own, prefixes)
-    grads = attend_rows_backward(grad, *leaves[:3], cu_seqlens, ROW, sinks, own, prefixes)
+    own = Rows(cu_seqlens, sinks, rules.get("scale"), rules.get("window"), rules.get("softcap"), ROW, prefixes)
+    out = attend_rows(*leaves[:3], own)
+    grads = attend_rows_backward(grad, *leaves[:3], own)
     return [out, *(x for x in grads if x is not None)]
 
 

@@ -116,5 +116,5 @@ def test_gpu_kinds_and_mixtures_are_refused(tmp_path: Path) -> None:
     model = load_model("tiny")
     model.experts = Experts.__new__(Experts)
     nn.Module.__init__(model.experts)
-    with pytest.raises(ValueError, match="this model has experts"):
+    with pytest.raises(ValueError, match="does not support models with experts"):
         quantize(model, "int8")

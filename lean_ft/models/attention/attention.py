@@ -144,10 +144,14 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.qk_unit_eps is not None:
             query, key = unit_rms(query, self.qk_unit_eps), unit_rms(key, self.qk_unit_eps)
-        if cache is not None:
-            attended = attend_cached(query, key, value, cache, self.scoring, self.sinks)
-        else:
+        if cache is None:
             attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
+        else:
+            keys, values = cache.store(key, value)  # (B, C, K, D)
+            if cache.owner.starts_empty:
+                attended = attend_rows(query, key, value, self.scoring, self.sinks)
+            else:
+                attended = attend_filled(query, keys, values, cache, self.scoring, self.sinks)
         attended = attended.flatten(-2)
         result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
         return (result, (key, value)) if self.is_kv_source else result
@@ -237,10 +241,8 @@ def attend_documents(
     longest = query.shape[1]
     if scoring.chunk is not None and scoring.chunk < longest:
         if prefixes is not None:
-            raise ValueError(
-                f"a document cannot continue a prefix if attention has chunks of {scoring.chunk} positions. Copy the prefix into "
-                "each document."
-            )
+            chunks = f"attention has chunks of {scoring.chunk} positions"
+            raise ValueError(f"prefixes are not supported: {chunks}. Copy the prefix into each document.")
         cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
     if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # a requirement of `varlen_attn`
@@ -274,16 +276,6 @@ def _chunk_bounds(cu_seqlens: Tensor, chunk: int, num_tokens: int) -> Tensor:
     chunks = torch.arange(len(of_each) + num_tokens // chunk + 1, device=cu_seqlens.device)
     document = torch.bucketize(chunks, firsts, right=True) - 1
     return (cu_seqlens[document] + (chunks - firsts[document]) * chunk).clamp(max=num_tokens).to(torch.int32)
-
-
-def attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
-) -> Tensor:
-    """Store key and value (B, T, K, D) in the cache; return the attention of query (B, T, H, D) to the whole cache."""
-    keys, values = cache.store(key, value)  # (B, C, K, D)
-    if cache.owner.starts_empty:
-        return attend_rows(query, key, value, scoring, sinks)
-    return attend_filled(query, keys, values, cache, scoring, sinks)
 
 
 def attend_filled(

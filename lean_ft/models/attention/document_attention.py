@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lean_ft.models.attention.row_attention import Rules, attend_rows, attend_rows_backward
+from lean_ft.models.attention.row_attention import Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import wide_dtype
 
@@ -71,15 +71,15 @@ def document_attention(
 
     Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion.
     """
-    rules = Rules(scale, window, softcap)
+    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes)
     if query.is_cuda:
-        return attend_rows(query, key, value, cu_seqlens, row_tokens or len(query), sinks, rules, prefixes)
+        return attend_rows(query, key, value, of_rows)
     out, dtype = torch.empty_like(query, memory_format=torch.contiguous_format), product_dtype(query)
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
         blocks = _blocks(query.shape[1], queries.shape[2], window, prefix.stop - prefix.start)
         keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
-        softmax, values = _Softmax(queries, keys, sinks, rules), values.to(dtype)
+        softmax, values = _Softmax(queries, keys, of_rows), values.to(dtype)
         for block in blocks:
             weights = softmax(block).weights.to(dtype)  # (K, R, C)
             _put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
@@ -116,25 +116,25 @@ def document_attention_backward(
     prefixes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and sinks (empty without sinks) from that of `document_attention`'s result `out`."""
-    rules = Rules(scale, window, softcap)
+    of_rows, wide = (
+        Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes),
+        wide_dtype(query),
+    )
     if query.is_cuda:
-        grad_query, grad_key, grad_value, grad_sinks = attend_rows_backward(
-            grad_out, query, key, value, cu_seqlens, row_tokens or len(query), sinks, rules, prefixes
-        )
-        if grad_sinks is None or sinks is None:
-            return grad_query, grad_key, grad_value, query.new_empty(0, dtype=wide_dtype(query))
-        return grad_query, grad_key, grad_value, grad_sinks.to(sinks.dtype)
+        *grads, grad_sinks = attend_rows_backward(grad_out, query, key, value, of_rows)
+        of_sinks = query.new_empty(0, dtype=wide) if sinks is None or grad_sinks is None else grad_sinks.to(sinks.dtype)
+        return *grads, of_sinks  # type: ignore[return-value]
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    wide, dtype = wide_dtype(query), product_dtype(query)
+    dtype = product_dtype(query)
     grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=wide)  # (H,)
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
         num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
         blocks = _blocks(query.shape[1], num_tokens, window, num_before)
         keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
-        softmax = _Softmax(queries, keys, sinks, rules)
+        softmax = _Softmax(queries, keys, of_rows)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta per query.
         delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (K, G, T, 1)
         # (K, D + 3, P). F.pad rather than cat keeps a token's features together, so that strides repeat too.
@@ -201,25 +201,19 @@ class _Block(NamedTuple):
     place: int  # the index of the first query's own key
 
 
-class _Weights(NamedTuple):
-    weights: Tensor  # (K, R, C) float32
-    slope: Tensor | None  # (K, R, C): the soft cap's derivative
-    sinks: Tensor | None  # (K, R, 1): the weights of the sinks
-
-
 class _Softmax:
     """The attention weights of one document's queries (K, G, T, D) to its keys (K, P, D), a block at a time."""
 
-    def __init__(self, queries: Tensor, keys: Tensor, sinks: Tensor | None, rules: Rules) -> None:
+    def __init__(self, queries: Tensor, keys: Tensor, given: Rows) -> None:
         self.queries, self.dtype = queries, wide_dtype(queries)
         self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
         # (K, G, 1, 1)
-        self.sinks = None if sinks is None else sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
-        self.scale = queries.shape[-1] ** -0.5 if rules.scale is None else rules.scale
-        self.window, self.softcap = rules.window, rules.softcap
+        self.sinks = None if given.sinks is None else given.sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
+        self.scale = queries.shape[-1] ** -0.5 if given.scale is None else given.scale
+        self.window, self.softcap = given.window, given.softcap
 
     @torch.autocast("cuda", enabled=False)
-    def __call__(self, block: _Block) -> _Weights:
+    def __call__(self, block: _Block) -> Weights:
         num_queries = block.queries.stop - block.queries.start
         rows = _rows(self.queries, block).to(self.dtype) * self.scale
         scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (K, R, C)
@@ -239,10 +233,10 @@ class _Softmax:
                 past = torch.full((num_queries, num_hidden), float("-inf"), device=scores.device).tril(oldest)
                 by_query[..., :num_hidden] += past
         if self.sinks is None:
-            return _Weights(scores.softmax(-1), slope, None)
+            return Weights(scores.softmax(-1), slope, None)
         sinks = self.sinks.expand(-1, -1, num_queries, -1).flatten(1, 2)  # (K, R, 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)
-        return _Weights(weights[..., :-1], slope, weights[..., -1:])
+        return Weights(weights[..., :-1], slope, weights[..., -1:])
 
 
 def _documents(cu_seqlens: Tensor, num_tokens: int, prefixes: Tensor | None) -> Iterator[tuple[slice, slice]]:

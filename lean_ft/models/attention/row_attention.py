@@ -26,52 +26,39 @@ BLOCK_SCORES = 2**23  # scores of a block over all rows and heads, 32 MiB in flo
 _ALIGNED_QUERIES = 8  # blocks have a multiple of this number of queries, for tensor cores
 
 
-class Rules(NamedTuple):
-    """Variants of causal softmax attention."""
+class Rows(NamedTuple):
+    """The documents of rows, and variants of causal softmax attention: arguments of `document_attention`."""
 
+    cu_seqlens: Tensor
+    sinks: Tensor | None
     scale: float | None
     window: int | None
     softcap: float | None
+    num_tokens: int  # of a row
+    prefixes: Tensor | None = None
 
 
-def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    row_tokens: int,
-    sinks: Tensor | None,
-    rules: Rules,
-    prefixes: Tensor | None = None,
-) -> Tensor:
-    """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D), as `document_attention` with these arguments.
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> Tensor:
+    """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D), as `document_attention`.
 
-    The device checks that `cu_seqlens` rises from 0 to N and that no document crosses the end of a row of `row_tokens`.
+    The device checks that `cu_seqlens` rises from 0 to N and that no document crosses the end of a row.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules, prefixes)
-    values = _by_head(value, row_tokens)
+    softmax = _Softmax(query, key, of_rows)
+    values = _by_head(value, of_rows.num_tokens)
     outs = torch.empty_like(softmax.queries)  # (B * K, T * G, D)
     for block in softmax.blocks:
         weights = softmax(block).weights.to(query.dtype)  # (B * K, S, C)
         torch.bmm(weights, values[:, block.keys], out=outs[:, block.rows])
-    _put_queries(outs, out, row_tokens)
+    _put_queries(outs, out, of_rows.num_tokens)
     return out
 
 
 def attend_rows_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    row_tokens: int,
-    sinks: Tensor | None,
-    rules: Rules,
-    prefixes: Tensor | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, of_rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and (in float32) sinks from that of `attend_rows`'s result."""
-    softmax = _Softmax(query, key, cu_seqlens, row_tokens, sinks, rules, prefixes)
+    softmax, row_tokens, sinks = _Softmax(query, key, of_rows), of_rows.num_tokens, of_rows.sinks
     keys, values = softmax.keys, _by_head(value, row_tokens)
     grads = _by_query(grad_out, key.shape[1], row_tokens)  # (B * K, T * G, D)
     grad_queries = torch.empty_like(softmax.queries)
@@ -83,9 +70,9 @@ def attend_rows_backward(
         grad_rows = grads[:, block.rows]  # (B * K, S, D)
         grad_weights = _product(grad_rows, values[:, block.keys].mT)  # (B * K, S, C)
         if grad_sinks is not None and sink_weights is not None:
-            of_rows = sink_weights * (weights * grad_weights).sum(-1, keepdim=True)
-            of_rows = of_rows.view(len(query) // row_tokens, key.shape[1], -1, softmax.group)  # (B, K, queries, G)
-            grad_sinks -= of_rows.sum((0, 2)).flatten()
+            of_sinks = sink_weights * (weights * grad_weights).sum(-1, keepdim=True)
+            of_sinks = of_sinks.view(len(query) // row_tokens, key.shape[1], -1, softmax.group)  # (B, K, queries, G)
+            grad_sinks -= of_sinks.sum((0, 2)).flatten()
         grad_scores = softmax_backward(grad_weights, weights, -1, softmax.dtype)
         del grad_weights
         grad_values[:, block.keys] += _product(weights.to(query.dtype).mT, grad_rows)
@@ -111,7 +98,7 @@ class _Block(NamedTuple):
     keys: slice  # keys that any of the queries sees
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     weights: Tensor  # (B * K, S, C) float32
     slope: Tensor | None  # the soft cap's derivative
     sinks: Tensor | None  # (B * K, S, 1): the weights of the sinks
@@ -120,34 +107,25 @@ class _Weights(NamedTuple):
 class _Softmax:
     """The attention weights of one block of queries."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        cu_seqlens: Tensor,
-        row_tokens: int,
-        sinks: Tensor | None,
-        rules: Rules,
-        prefixes: Tensor | None,
-    ) -> None:
-        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    def __init__(self, query: Tensor, key: Tensor, of_rows: Rows) -> None:
+        num_heads, num_kv_heads, row_tokens = query.shape[1], key.shape[1], of_rows.num_tokens
         self.group, self.num_kv_heads = num_heads // num_kv_heads, num_kv_heads
         self.dtype = wide_dtype(query)
-        self.scale = query.shape[-1] ** -0.5 if rules.scale is None else rules.scale
-        self.softcap = rules.softcap
+        self.scale = query.shape[-1] ** -0.5 if of_rows.scale is None else of_rows.scale
+        self.softcap = of_rows.softcap
         self.queries = _by_query(query, num_kv_heads, row_tokens)
         self.keys = _by_head(key, row_tokens)
-        self.first, self.prefix = _visible(cu_seqlens, len(query), row_tokens, rules.window, prefixes)
+        self.first, self.prefix = _visible(of_rows, len(query))
         self.places = torch.arange(row_tokens, device=query.device)
-        window = rules.window if prefixes is None else None  # a prefix may be outside the window's positions
+        window = of_rows.window if of_rows.prefixes is None else None  # a prefix may be outside the window's positions
         self.blocks = _blocks(len(query) // row_tokens * num_heads, row_tokens, self.group, window)
         self.sinks = None
-        if sinks is not None:  # (1, K, 1, G, 1)
-            self.sinks = sinks.to(self.dtype).view(1, num_kv_heads, 1, self.group, 1)
+        if of_rows.sinks is not None:
+            self.sinks = of_rows.sinks.to(self.dtype).view(1, num_kv_heads, 1, self.group, 1)
 
     @torch.autocast("cpu", enabled=False)
     @torch.autocast("cuda", enabled=False)
-    def __call__(self, block: _Block) -> _Weights:
+    def __call__(self, block: _Block) -> Weights:
         scores = _product(self.queries[:, block.rows], self.keys[:, block.keys].mT)  # (B * K, S, C)
         slope = None
         if self.softcap is None:
@@ -164,10 +142,10 @@ class _Softmax:
         by_query = scores.view(len(hidden), self.num_kv_heads, len(queries), self.group, -1)
         by_query.masked_fill_(hidden[:, None, :, None], float("-inf"))
         if self.sinks is None:
-            return _Weights(scores.softmax(-1), slope, None)
+            return Weights(scores.softmax(-1), slope, None)
         sinks = self.sinks.expand(*by_query.shape[:-1], 1)
         weights = torch.cat((by_query, sinks), -1).softmax(-1).view(*scores.shape[:2], -1)
-        return _Weights(weights[..., :-1], slope, weights[..., -1:])
+        return Weights(weights[..., :-1], slope, weights[..., -1:])
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -181,10 +159,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.to(wide), right.to(wide))
 
 
-def _visible(
-    cu_seqlens: Tensor, num_tokens: int, row_tokens: int, window: int | None, prefixes: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+def _visible(of_rows: Rows, num_tokens: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """The first index in its row that each token sees of its document, (B, T), and the start and end of its prefix, (B, T) each."""
+    cu_seqlens, window, row_tokens = of_rows.cu_seqlens, of_rows.window, of_rows.num_tokens
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.bucketize(tokens, cu_seqlens, right=True) - 1
     starts = cu_seqlens[document].view(-1, row_tokens)
@@ -192,8 +169,8 @@ def _visible(
     row_starts = of_row[:, :1]
     fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & (cu_seqlens.diff() >= 0).all()
     prefix = None
-    if prefixes is not None:
-        begin, end = (bound.view(-1, row_tokens) for bound in prefixes[document].unbind(1))
+    if of_rows.prefixes is not None:
+        begin, end = (bound.view(-1, row_tokens) for bound in of_rows.prefixes[document].unbind(1))
         fits = fits & ((begin == end) | (begin >= row_starts) & (begin < end) & (end <= starts)).all()
         if window is not None:
             begin = torch.maximum(begin, begin + (of_row - starts) + (end - begin) - (window - 1))

@@ -4,7 +4,6 @@ A token's result is the weighted sum of its own input and a few inputs before it
 custom op computes in float32 and in blocks of tokens, keeps its input, and recomputes the sum in backward. On CUDA it uses
 causal-conv1d if that is installed and supports the arguments.
 
-
 Source: Amini et al. 2025, LFM2 technical report (arXiv:2511.23404) for the mixer; the convolution is Mamba's.
 
 Shapes: B rows, T tokens of a row, C channels, W taps of a channel.

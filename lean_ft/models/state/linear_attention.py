@@ -24,7 +24,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,32 +167,30 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | No
 linear_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-class _Tokens:
+class _Tokens(NamedTuple):
     """The arguments of a call, from which chunks take their tokens."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        documents: Tensor | None,
-        corrects: bool,
-    ) -> None:
-        self.corrects = corrects
-        self.query, self.key, self.value, self.log_decay, self.beta = query, key, value, log_decay, beta
-        self.documents, self.dtype = documents, wide_dtype(value)
-        self.num_heads, self.group = value.shape[2], value.shape[2] // key.shape[2]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    documents: Tensor | None
+    corrects: bool
+
+    @property
+    def group(self) -> int:
+        """Number of heads of values that share a query and key."""
+        return self.value.shape[2] // self.key.shape[2]
 
     def of(self, x: Tensor, tokens: slice) -> Tensor:
         """The tokens' part (B, H, C, ...) of x (B, T, G or H, ...), in float32 or wider."""
-        x = x[:, tokens].transpose(1, 2).to(self.dtype)
-        return x if x.shape[1] == self.num_heads else x.repeat_interleave(self.group, 1)
+        x = x[:, tokens].transpose(1, 2).to(wide_dtype(self.value))
+        return x if x.shape[1] == self.value.shape[2] else x.repeat_interleave(self.group, 1)
 
     def empty_state(self) -> Tensor:
         num_rows, _, num_heads, size = self.value.shape
-        return self.value.new_zeros(num_rows, num_heads, self.key.shape[-1], size, dtype=self.dtype)
+        return self.value.new_zeros(num_rows, num_heads, self.key.shape[-1], size, dtype=wide_dtype(self.value))
 
 
 class _Chunk:
@@ -258,8 +256,7 @@ class _Chunk:
         # Through the written values
         if not self.corrects:
             grad_value, grad_beta = self.beta * grad_written, (grad_written * self.value).sum(-1)
-            grad_log_decay = self._through_sums(grad_decay, grad_of_state)
-            return grad_state, (*map(self._of_groups, (grad_query, grad_key)), grad_value, grad_log_decay, grad_beta)
+            return grad_state, self._of_tokens(grad_query, grad_key, grad_value, grad_decay, grad_of_state, grad_beta)
         grad_written = _solve(self.system.mT, grad_written, upper=True)
         grad_value = self.beta * grad_written
         grad_beta = (grad_written * self.error).sum(-1)
@@ -274,17 +271,16 @@ class _Chunk:
         grad_key += (grad_overlap + grad_overlap.mT) @ key
         grad_query = self.scale * _through_length(grad_query, query / self.scale, self.query_inverse)
         grad_key = _through_length(grad_key, key, self.key_inverse)
-        grad_log_decay = self._through_sums(grad_decay, grad_of_state)
-        return grad_state, (*map(self._of_groups, (grad_query, grad_key)), grad_value, grad_log_decay, grad_beta)
+        return grad_state, self._of_tokens(grad_query, grad_key, grad_value, grad_decay, grad_of_state, grad_beta)
 
-    def _through_sums(self, grad_decay: Tensor, grad_of_state: Tensor) -> Tensor:
-        """The gradient of log decays from that of the logarithm of `decay`, and that of `of_state`."""
-        grad_total = grad_decay.sum(-1) - grad_decay.sum(-2) + grad_of_state * self.of_state[..., 0]
-        return (grad_total[..., None] * self.sees).sum(-2)
-
-    def _of_groups(self, grad: Tensor) -> Tensor:
-        """The sum over the heads that share a query or key."""
-        return grad if self.group == 1 else grad.unflatten(1, (-1, self.group)).sum(2)
+    def _of_tokens(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, of_state: Tensor, beta: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradients of the tokens' arguments; `decay` is that of its logarithm."""
+        if self.group > 1:  # sum over the heads that share a query and key
+            query, key = (grad.unflatten(1, (-1, self.group)).sum(2) for grad in (query, key))
+        grad_total = decay.sum(-1) - decay.sum(-2) + of_state * self.of_state[..., 0]
+        return query, key, value, (grad_total[..., None] * self.sees).sum(-2), beta
 
 
 def chunks(start: int, end: int, size: int) -> Iterator[slice]:

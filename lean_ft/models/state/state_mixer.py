@@ -1,6 +1,5 @@
 """Base of recurrent and convolution mixers: the call of attention, documents as one row, and the cached state.
 
-
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
 """
 

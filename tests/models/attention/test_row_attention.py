@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lean_ft.models.attention import row_attention
 from lean_ft.models.attention.document_attention import document_attention
-from lean_ft.models.attention.row_attention import Rules, attend_rows, attend_rows_backward
+from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
 from tests.models.attention import test_document_attention as documents
 
 LENGTHS, ROW = [1, 70, 64, 0, 129, 6], 135  # two rows
@@ -22,10 +22,10 @@ def inputs(dtype: torch.dtype, with_sinks: bool = False):
 
 def by_rows(leaves, cu_seqlens, grad, **rules) -> list[torch.Tensor]:
     """The output and the gradients of the leaves."""
-    own = Rules(rules.get("scale"), rules.get("window"), rules.get("softcap"))
     sinks = leaves[3] if len(leaves) == 4 else None
-    out = attend_rows(*leaves[:3], cu_seqlens, ROW, sinks, own)
-    *grads, grad_sinks = attend_rows_backward(grad, *leaves[:3], cu_seqlens, ROW, sinks, own)
+    own = Rows(cu_seqlens, sinks, rules.get("scale"), rules.get("window"), rules.get("softcap"), ROW)
+    out = attend_rows(*leaves[:3], own)
+    *grads, grad_sinks = attend_rows_backward(grad, *leaves[:3], own)
     return [out, *grads, *([] if grad_sinks is None else [grad_sinks])]
 
 
@@ -90,4 +90,4 @@ def test_other_documents_never_change_a_bit():
 def test_a_document_across_the_end_of_a_row_is_refused():
     leaves, _, _ = inputs(torch.float32)
     with pytest.raises(RuntimeError, match="no document may cross the end of a row of 135"):
-        attend_rows(*leaves, torch.tensor([0, 100, 200, 270]), ROW, None, Rules(None, None, None))
+        attend_rows(*leaves, Rows(torch.tensor([0, 100, 200, 270]), None, None, None, None, ROW))

@@ -189,7 +189,7 @@ def test_rows_that_end_leave_the_others_their_states(case, hybrid):
 
 def test_prefixes_are_refused(hybrid):
     ids, cu_seqlens, bounds = ids_of(9, 0)[None], torch.tensor([0, 5, 9]).int(), torch.tensor([[0, 0], [0, 3]]).int()
-    with pytest.raises(ValueError, match="layers of this model have a recurrent state"):
+    with pytest.raises(ValueError, match="the model has recurrent layers"):
         hybrid("lfm2")(ids, cu_seqlens=cu_seqlens, prefixes=bounds, num_prefix_tokens=3)
 
 
