@@ -6,8 +6,10 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import pytest
 
 TIMEOUT_SECONDS = 300
 
@@ -73,3 +75,17 @@ def _run(
 
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def refusal(work: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
+    """The message of the ValueError that `work` raises."""
+    with pytest.raises(ValueError) as raised:
+        work(*arguments, **settings)
+    return str(raised.value)
+
+
+def assert_refused(messages_of_ranks: list[list[str]], expected: Iterable[str]) -> None:
+    """Every rank has the expected messages, in this order."""
+    for messages in messages_of_ranks:
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message

@@ -19,24 +19,14 @@ from lean_ft.settings import LoRAConfig, ModelConfig, ParallelConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.system.shards import local
-from tests.parallel.processes import on_ranks
+from tests.parallel.processes import on_ranks, refusal
+from tests.recipes.conftest import TINY
 from tests.training.toy_runs import QWEN, TIMES, digests, metrics
 
-SETTINGS = (
-    "model.path=tiny",
-    "model.dtype=float32",
-    "data.source=tiny/validation.jsonl",
-    "data.max_length=64",
-    "optimizer.lr=1e-3",
-    "schedule.name=constant",
-    "batch_size=4",
-    "gradient_accumulation_steps=2",
-    "max_steps=3",
-    "memory.host_pool=false",
-    "memory.loss_chunk_tokens=16",
-    "plan=false",
-    "device=cpu",
-)
+TWO_MICRO_BATCHES = ("schedule.name=constant", "batch_size=4", "gradient_accumulation_steps=2", "max_steps=3")
+TWO_MICRO_BATCHES += ("memory.host_pool=false", "memory.loss_chunk_tokens=16")
+TEXTS = ("data.source=tiny/validation.jsonl", "data.max_length=64", "optimizer.lr=1e-3")
+SETTINGS = (*TINY, *TWO_MICRO_BATCHES, *TEXTS)
 RECOMPUTED = ("memory.activation_checkpointing=full", "data.packing=bfd")
 FLOAT16 = ("model.dtype=float16", "data.validation_fraction=0.1", "eval_every=2", "eval_answers=2")
 # With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
@@ -94,12 +84,6 @@ def test_a_rank_holds_its_part_of_a_frozen_base(on_two):
             assert result["held"][name] < 0.5 * alone + 64 * 1024
 
 
-def refusal(folder: Path, *settings: str, recipe_name: str = "finetune") -> str:
-    with pytest.raises(ValueError) as raised:
-        run(folder, *settings, recipe_name=recipe_name)
-    return str(raised.value)
-
-
 def work(folder: Path) -> dict[str, Any]:
     """Everything that is tested on two ranks, so that the processes start once."""
     rank = int(os.environ["RANK"])
@@ -110,17 +94,16 @@ def work(folder: Path) -> dict[str, Any]:
     run(folder / "close", *CLOSE)
     run(folder / "one then two", "max_steps=3")
     result: dict[str, Any] = {"held": {name: held_bytes(name) for name in ADAPTERS}}
-    result["settings"] = refusal(folder / "different", f"optimizer.lr={1e-3 * (1 + rank)}")
-    result["batches"] = refusal(folder / "few", "gradient_accumulation_steps=1")
-    result["offload"] = refusal(folder / "few", "memory.activation_offload=true")
+    result["settings"] = refusal(run, folder / "different", f"optimizer.lr={1e-3 * (1 + rank)}")
+    result["batches"] = refusal(run, folder / "few", "gradient_accumulation_steps=1")
+    result["offload"] = refusal(run, folder / "few", "memory.activation_offload=true")
     (own := folder / f"disk_{rank}").mkdir()
     os.chdir(own)
-    result["disk"] = refusal(Path("run"))
+    result["disk"] = refusal(run, Path("run"))
     pairs = [{"prompt": "a", "chosen": f"{rank} {i}", "rejected": "c"} for i in range(40)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    result["pairs"] = refusal(
-        folder / "other pairs", "data.source=pairs.jsonl", f"data.cache_dir={own}", recipe_name="full_dpo_distributed"
-    )
+    given = ("data.source=pairs.jsonl", f"data.cache_dir={own}")
+    result["pairs"] = refusal(run, folder / "other pairs", *given, recipe_name="full_dpo_distributed")
     result["references"] = [path.name for path in own.glob("reference-*")]
     os.chdir(folder)
 
