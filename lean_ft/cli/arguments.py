@@ -94,12 +94,11 @@ def load_run(
         name = found.stem if not isinstance(found, catalog.Alias) else found.name
         if own not in (name, catalog.without_alias(name)):
             raise ValueError(
-                f"the preset {config} is for the recipe {own}, and {name} does not know all of its settings. "
+                f"the preset {config} is for the recipe {own}, and {name} does not have all of its settings. "
                 f"Run `leanft run {own} --config {config}`."
             )
     if preset is not None:
-        overrides = _without_held_out_rows_of_other_data(preset_values(preset), overrides)
-        overrides = _without_rounding_of_other_dtypes(preset_values(preset), overrides)
+        overrides = _without_unfitting(preset_values(preset), overrides)
     if not writes and "output_dir" in module.Config.model_fields:
         overrides = ["output_dir=unused", *overrides]
     cfg = load_config(module.Config, preset, overrides, given_by)
@@ -119,7 +118,7 @@ def _with_a_batch_for_each(cfg: RecipeConfig, processes: int) -> RecipeConfig:
         return cfg
     typer.echo(
         f"note: gradient_accumulation_steps={number} instead of {cfg.gradient_accumulation_steps}, so that each of {processes} processes "
-        "has a batch. Set gradient_accumulation_steps, which counts the batches of all of them, to choose another number.",
+        "has a batch. To choose another number, set gradient_accumulation_steps; it counts the batches of all processes.",
         err=True,
     )
     return cfg.model_copy(update={"gradient_accumulation_steps": number})
@@ -133,33 +132,27 @@ def batches_of(cfg: BaseModel, given: list[str]) -> list[str]:
     return [f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}"]
 
 
-def _without_held_out_rows_of_other_data(preset: dict[str, str], overrides: list[str]) -> list[str]:
-    """Append overrides that drop the preset's held-out rows if the overrides set another data.source."""
-    given = {override.partition("=")[0] for override in overrides}
-    dropped = {"data.validation_source": "null"}
-    if "data.validation_fraction" not in given:
-        dropped["eval_answers"] = "0"  # no held-out prompts to answer
-    dropped = {key: off for key, off in dropped.items() if preset.get(key, off) != off and key not in given}
-    if "data.source" not in given or "data.validation_source" not in dropped:
-        return overrides
-    typer.echo(
-        f"note: {' and '.join(f'{key}={preset[key]}' for key in dropped)} of the preset left out, as data.source is another. To "
-        "evaluate, give data.validation_source or data.validation_fraction.",
-        err=True,
-    )
-    return [*overrides, *(f"{key}={off}" for key, off in dropped.items())]
-
-
-def _without_rounding_of_other_dtypes(preset: dict[str, str], overrides: list[str]) -> list[str]:
-    """Append an override that disables the preset's stochastic rounding if the overrides set a dtype other than bfloat16."""
+def _without_unfitting(preset: dict[str, str], overrides: list[str]) -> list[str]:
+    """Append overrides that disable settings of the preset that do not fit the given ones, with a note for each reason."""
     given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-    setting, dtype = "optimizer.stochastic_rounding", spelled_out(given.get("model.dtype", "bfloat16"))
-    if dtype == "bfloat16" or setting in given or preset.get(setting) != "true":
-        return overrides
-    typer.echo(
-        f"note: {setting}=true of the preset left out: it rounds bfloat16 weights, and model.dtype={dtype}.", err=True
-    )
-    return [*overrides, f"{setting}=false"]
+    more = list[str]()
+
+    def disable(settings: dict[str, str], reason: str) -> None:
+        off = {key: value for key, value in settings.items() if preset.get(key, value) != value and key not in given}
+        if next(iter(settings)) in off:
+            ignored = " and ".join(f"{key}={preset[key]}" for key in off)
+            typer.echo(f"note: ignoring {ignored} of the preset, because {reason}", err=True)
+            more.extend(f"{key}={value}" for key, value in off.items())
+
+    if "data.source" in given:
+        held_out = {"data.validation_source": "null"}
+        if "data.validation_fraction" not in given:
+            held_out["eval_answers"] = "0"  # no held-out prompts to answer
+        evaluate = "To evaluate, set data.validation_source or data.validation_fraction."
+        disable(held_out, f"data.source is set. {evaluate}")
+    if (dtype := spelled_out(given.get("model.dtype", "bfloat16"))) != "bfloat16":
+        disable({"optimizer.stochastic_rounding": "false"}, f"model.dtype={dtype} is not bfloat16.")
+    return [*overrides, *more]
 
 
 def _joined(words: list[str]) -> list[str]:
@@ -185,8 +178,6 @@ def find(
     if recipe is None:
         recipe = preset_recipe(preset) if preset is not None else None
         if recipe is None:
-            where = (
-                f"{config} does not name its recipe (`recipe: NAME`)" if config else "there is no --config to name it"
-            )
-            raise ValueError(f"expected a RECIPE, as {where}. `leanft ls` lists recipes and presets.")
+            reason = f"{config} does not name one (`recipe: NAME`)" if config else "there is no --config that names one"
+            raise ValueError(f"expected a RECIPE: {reason}. `leanft ls` lists recipes and presets.")
     return catalog.find_recipe(recipe), preset, overrides

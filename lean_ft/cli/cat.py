@@ -30,9 +30,8 @@ def cat(
     file = catalog.find_either(name)
     if isinstance(file, Path) and file.suffix != ".py":
         if schema or only:
-            raise ValueError(
-                f"{'--schema' if schema else (only or [''])[0]} is for a recipe, and '{name}' is a preset."
-            )
+            extra = "--schema" if schema else (only or [""])[0]
+            raise ValueError(f"{extra} needs a recipe, and '{name}' is a preset. Remove {extra}.")
         typer.echo(file.read_text(encoding="utf-8"), nl=False)
         return
     config_class = catalog.load_recipe(file).Config

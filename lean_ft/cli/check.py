@@ -44,7 +44,7 @@ def check(
     recipe = catalog.load_recipe(path)
     if preset is not None and preset_recipe(preset) not in _RECIPES:
         raise ValueError(
-            f"--config {config} is for the recipe {preset_recipe(preset)}; expected {' or '.join(_RECIPES)}."
+            f"--config {config} is for the recipe {preset_recipe(preset)}. Pass a preset for {' or '.join(_RECIPES)}."
         )
 
     # Imported here because torch is slow to import and most verbs do not need it.
@@ -60,7 +60,7 @@ def check(
     given = preset_values(preset) if preset else {}
     given |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
     if any(text.startswith("model.path=") for text in overrides):
-        raise ValueError(f"model.path is MODEL, which is {model}. Leave it out.")
+        raise ValueError(f"model.path cannot be set: MODEL is {model}. Remove model.path.")
     given.setdefault("data.source", _CHATS if load_tokenizer(folder).chat_template else _TEXTS)
     given.setdefault("data.max_length", "256")
     start = ["output_dir=unused", f"model.path={folder}", f"data.source={given['data.source']}"]

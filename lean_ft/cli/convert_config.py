@@ -24,7 +24,7 @@ def convert_config(
 ) -> None:
     """Convert a torchtune configuration into a preset. Keys without an equivalent are reported and become comments."""
     if output is not None and output.exists():
-        raise ValueError(f"--output {output} is there already; choose another name.")
+        raise ValueError(f"--output {output} exists already. Choose another name.")
     preset = convert(file)
     text = preset.text(file.name)
     with TemporaryDirectory() as folder:  # check that the recipe accepts the preset

@@ -79,7 +79,7 @@ def stats(
     shares = [0.05, 0.5, 0.95, 0.99, 1.0]
     lengths = statistics.quantiles(found.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
-    console.print(Text(f"at most this many tokens have: {quantiles}\n"))
+    console.print(Text(f"tokens per row, at most: {quantiles}\n"))
     for remark in objective_of(cfg.data).remarks(found.lengths, found.num_targets):
         console.print(Text(f"{remark}\n"))
     candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
@@ -154,7 +154,7 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
     module, cfg = load_run(recipe, config, overrides, writes=False)
     if not isinstance(getattr(cfg, "data", None), DataConfig) or not hasattr(cfg, "model"):
         raise ValueError(
-            f"the recipe {recipe or config} has no rows to look at: its settings have no `data`, or no `model`."
+            f"the recipe {recipe or config} has no `data` or no `model` settings, so it has no rows to show."
         )
     return module, cfg
 
@@ -169,7 +169,7 @@ def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: 
     with progress() as tell:
         for length in candidates:
             if data.batch_tokens is None or length * len(data.sides) <= data.batch_tokens:
-                tell(f"rehearsing a step with rows of {length:,} tokens")
+                tell(f"simulating a step with rows of {length:,} tokens")
                 changed = {"data": data.model_copy(update={"max_length": length})}
                 peak_bytes = rehearse(module, cfg.model_copy(update=changed), device).peak_bytes
                 peaks[length] = gibibytes(peak_bytes)

@@ -41,7 +41,7 @@ def download(
     name = hub.parse_name(repo)
     if name is not None and name.revision is not None:
         if revision is not None:
-            raise ValueError(f"{repo} names a revision, and --revision {revision} another; give one of them.")
+            raise ValueError(f"{repo} names a revision, and so does --revision {revision}. Remove one of them.")
         repo, revision = name
     snapshot = hub.download(repo, revision, output_dir, include or (), exclude or ())
     path = str(snapshot.folder) if output_dir is not None else repo if revision is None else f"{repo}@{revision}"

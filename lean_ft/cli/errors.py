@@ -46,19 +46,16 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
     if isinstance(error, ValueError) and _raised_by_us(error):
         return f"{error}{notes}", 2
     if isinstance(error, ValueError) and str(error) == "embedded null byte":
-        return f"a path holds a zero byte, which no file's name may.{notes}", 2
+        return f"a path contains a zero byte. Remove it.{notes}", 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk is full: {error.filename or 'a file could not be written'}. Free some space.{notes}", 1
     if _is_made_to_be_read(error) or (isinstance(error, OSError) and error.errno is None and _raised_by_us(error)):
         return f"{error}{notes}", 1
     if type(error).__name__ == "PanicException":
-        return (
-            f"a library failed on its input ({error}): a file of the tokenizer or of weights may be damaged.{notes}",
-            1,
-        )
+        return f"a library failed ({error}). The tokenizer's files or the weights may be damaged.{notes}", 1
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     message = ": ".join(filter(None, [type(error).__name__, first_line]))
-    where = "" if TRACEBACK_FILE in notes else "\nWith --debug you see the whole traceback."
+    where = "" if TRACEBACK_FILE in notes else "\nUse --debug to print the whole traceback."
     return f"{message}{notes}{where}", 1
 
 

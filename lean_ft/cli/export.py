@@ -6,6 +6,13 @@ import typer
 
 from lean_ft.cli.arguments import Debug
 
+_CANNOT_COMBINE = {
+    "--adapter": {"--dtype", "--max-shard-size", "--gguf", "--base", "--dcp", "--merge", "--keep-vision"},
+    "--keep-vision": {"--gguf", "--max-shard-size"},
+    "--dcp": {"--gguf", "--max-shard-size", "--keep-vision"},
+    "--gguf": {"--dtype", "--max-shard-size"},  # it sets how numbers are stored, and writes one file
+}
+
 
 def export(
     source: Annotated[
@@ -67,26 +74,20 @@ def export(
     """
     from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf
 
-    if adapter:
-        if merge or keep_vision or dcp or any(option is not None for option in (dtype, max_shard_size, gguf, base)):
-            raise ValueError("--adapter copies the adapter as it is: leave out the options of whole models.")
-        typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
-        return
+    options = {"--dtype": dtype, "--max-shard-size": max_shard_size, "--gguf": gguf, "--base": base}
+    flags = {"--dcp": dcp, "--merge": merge, "--keep-vision": keep_vision, "--adapter": adapter}
+    given = {name for name, value in options.items() if value is not None} | {name for name, on in flags.items() if on}
+    for option, others in _CANNOT_COMBINE.items():
+        if option in given and (found := sorted(given & others)):
+            raise ValueError(f"{option} cannot be combined with {', '.join(found)}. Remove one of them.")
     if base is not None and not merge and not keep_vision:
-        raise ValueError("--base is the model that was trained: it goes with --merge or --keep-vision.")
-    if keep_vision and (gguf is not None or max_shard_size is not None):
-        raise ValueError("--keep-vision writes the files of the original: leave out --gguf and --max-shard-size.")
-    if dcp and (gguf is not None or max_shard_size is not None or keep_vision):
-        raise ValueError("--dcp writes PyTorch's own files: leave out --gguf, --max-shard-size and --keep-vision.")
-    if gguf is not None:
-        if dtype is not None or max_shard_size is not None:
-            raise ValueError(
-                "--gguf says how numbers are stored and writes one file: leave out --dtype and --max-shard-size."
-            )
+        raise ValueError("--base is only used with --merge or --keep-vision. Add one of them, or remove --base.")
+    if adapter:
+        typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
+    elif gguf is not None:
         typer.echo(str(export_gguf(source, destination, gguf, force=force, merge=merge, base=base)))
     elif dcp:
         typer.echo(str(export_dcp(source, destination, dtype, force, merge, base)))
     else:
         size = max_shard_size or "5GB"
-        exported = export_folder(source, destination, dtype, size, force, merge, base, keep_vision)
-        typer.echo(str(exported))
+        typer.echo(str(export_folder(source, destination, dtype, size, force, merge, base, keep_vision)))

@@ -62,7 +62,7 @@ def _print_presets(title: str, presets: Mapping[str, Path]) -> None:
     print_table(columns[:shown], [row[:shown] for row in rows])
     stdout().print()
     if gated := [name for name, file in presets.items() if "(gated)" in catalog.summary(file)]:
-        stdout().print(Text(f"On the hub, these want their license accepted first: {', '.join(gated)}\n"))
+        stdout().print(Text(f"Accept the license on the Hub first: {', '.join(gated)}\n"))
 
 
 def _columns(preset: Path) -> tuple[str, str, str, str, str]:

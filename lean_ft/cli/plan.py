@@ -48,7 +48,7 @@ def plan(
     With --gpus, one process simulates a step of `leanft run --nproc-per-node N --nnodes M`.
     """
     if gpus is None and nodes > 1:
-        raise ValueError(f"--nodes {nodes} needs --gpus N, the GPUs that each of the machines has.")
+        raise ValueError(f"--nodes {nodes} needs --gpus N, the number of GPUs per machine.")
     module, cfg = load_run(recipe, config, overrides, writes=False, processes=(gpus or 1) * nodes)
 
     # Imported here because torch is slow to import and most verbs do not need it.
@@ -61,19 +61,20 @@ def plan(
         device = DEVICES[_ASSUMED]
     if machines.num_devices > 1 and cfg.group(ParallelConfig) is None:
         raise ValueError(
-            f"--gpus {machines.num_devices}: this recipe is for one process, as it has no settings `parallel`. Plan finetune."
+            f"--gpus {machines.num_devices}: this recipe has no `parallel` settings, so it runs on one device. Plan finetune "
+            "instead, or remove --gpus."
         )
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
     context_bytes = 0 if device.is_cpu else CUDA_CONTEXT_BYTES
     started, found = time.perf_counter(), None
     with progress() as tell:
-        tell("rehearsing a step on shapes")
+        tell("simulating a step on shapes")
         try:
             own = rehearse(module, cfg, device, machines)
         except NotSimulatedError as error:
             raise ValueError(f"{error}") from error
         if budget_bytes is not None:
-            peak = f"peak {gibibytes(own.peak_bytes)} as it is; rehearsing "
+            peak = f"peak {gibibytes(own.peak_bytes)} with the given settings; simulating "
             found = search(module, cfg, device, budget_bytes - context_bytes, lambda s: tell(peak + s), own, machines)
     _print_rehearsal(own, device, time.perf_counter() - started)
     if png is not None:
@@ -89,7 +90,7 @@ def plan(
 def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -> None:
     console, machines = stdout(), rehearsal.machines
     is_alone = machines.num_devices == 1
-    places = f" in {machines.count} machines" if machines.count > 1 else ""
+    places = f" on {machines.count} machines" if machines.count > 1 else ""
     devices = device.name if is_alone else f"{machines.num_devices} x {device.name}{places}"
     console.print(
         f"{rehearsal.num_parameters:,} parameters, {rehearsal.tokens:,} tokens a step, planned for {devices} "
@@ -102,43 +103,43 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
     print_table(("", ">"), shown)
     if not device.is_cpu:
         reserved = gibibytes(rehearsal.reserved_bytes)
-        console.print(f"the allocator reserves {reserved}; the driver's own context comes on top")
+        console.print(f"reserved by the allocator: {reserved}, plus the driver's context")
     else:
-        console.print("the process and its libraries take about 0.5 GiB more")
+        console.print("plus about 0.5 GiB for the process and its libraries")
     if rehearsal.pinned_bytes:
-        console.print(f"beside that {gibibytes(rehearsal.pinned_bytes)} of the host's memory, pinned")
+        console.print(f"pinned host memory: {gibibytes(rehearsal.pinned_bytes)}")
     if not is_alone:
         away = f" and {gibibytes(rehearsal.sent_away_bytes)} to other machines" if machines.count > 1 else ""
         console.print(
-            f"each sends {gibibytes(rehearsal.sent_bytes)} to others of its machine{away} a step, which takes "
-            f"{duration(rehearsal.exchange_seconds)} beside the computation; the step {duration(rehearsal.step_seconds)}"
+            f"each GPU sends {gibibytes(rehearsal.sent_bytes)} within its machine{away} per step; this takes "
+            f"{duration(rehearsal.exchange_seconds)} during the computation, and the step {duration(rehearsal.step_seconds)}"
         )
-        console.print("Times are estimates at the rates of the card and its links. NCCL's own buffers are not counted.")
+        console.print("Times are estimates from the speeds of the card and its links. NCCL's buffers are not counted.")
 
 
 def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:
     console, is_gpu = stdout(), context_bytes > 0
-    held_back = f" ({gibibytes(context_bytes)} of it kept for the driver)" if is_gpu else ""
+    held_back = f" ({gibibytes(context_bytes)} kept for the driver)" if is_gpu else ""
     if not found.fitting:
         nearest = found.too_large[0]
         console.print(
-            f"nothing fits {gibibytes(budget_bytes)}{held_back}. The nearest takes {gibibytes(nearest.reserved_bytes)}: "
-            f"{nearest.command_line or 'the settings as they are'}"
+            f"no settings fit {gibibytes(budget_bytes)}{held_back}. The smallest need {gibibytes(nearest.reserved_bytes)}: "
+            f"{nearest.command_line or 'the given settings'}"
         )
-        console.print("A shorter data.max_length or a smaller model takes less.")
+        console.print("Lower data.max_length, or use a smaller model.")
         return
     own_speed = rehearsal.tokens / rehearsal.step_seconds
-    console.print(f"fits {gibibytes(budget_bytes)}{held_back}, from the fastest on:")
+    console.print(f"settings that fit {gibibytes(budget_bytes)}{held_back}, fastest first:")
     rows = [
         (
             "" if i else "  *",
             gibibytes(candidate.peak_bytes),
             *([gibibytes(candidate.reserved_bytes)] if is_gpu else []),
             f"{candidate.tokens_per_second / own_speed:.2f}x",
-            candidate.command_line or "(as they are)",
+            candidate.command_line or "(as given)",
         )
         for i, candidate in enumerate(found.fitting[:_SHOWN])
     ]
     print_table(("", ">peak", *([">reserved"] if is_gpu else []), ">speed", "overrides"), rows)
-    console.print(f"\nto use the first, add: {found.fitting[0].command_line or 'nothing'}", highlight=False)
-    console.print("Speeds are estimates against the settings as they are; good for comparing, not for promises.")
+    console.print(f"\nto use the fastest, add: {found.fitting[0].command_line or 'nothing'}", highlight=False)
+    console.print("Speeds are estimates relative to the given settings.")

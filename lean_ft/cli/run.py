@@ -38,15 +38,17 @@ def run(
         str | None, _flag("nproc-per-node", "N|gpu|cpu", "Processes on this machine, each with a GPU of its own.")
     ] = None,
     nnodes: Annotated[
-        str, _flag("nnodes", "M|M:K", "Machines, each of which is given the same command; at least M and at most K.")
+        str,
+        _flag(
+            "nnodes", "M|M:K", "Number of machines, or the smallest and largest number. Run the same command on each."
+        ),
     ] = "1",
     rdzv_endpoint: Annotated[
-        str | None, _flag("rdzv-endpoint", "HOST:PORT", "Where the machines meet: one of them, at a free port.")
+        str | None,
+        _flag("rdzv-endpoint", "HOST:PORT", "Address where the machines connect: one of them, with a free port."),
     ] = None,
-    rdzv_id: Annotated[str, _flag("rdzv-id", "NAME", "Tells runs apart that meet at one endpoint.")] = "leanft",
-    max_restarts: Annotated[
-        int, _flag("max-restarts", "N", "How often all processes start again, after one has died.")
-    ] = 0,
+    rdzv_id: Annotated[str, _flag("rdzv-id", "NAME", "Name of the run, if several runs use one endpoint.")] = "leanft",
+    max_restarts: Annotated[int, _flag("max-restarts", "N", "How often all processes restart after one has died.")] = 0,
     node_rank: Annotated[int | None, typer.Option("--node-rank", "--node_rank", hidden=True)] = None,
     master_addr: Annotated[str | None, typer.Option("--master-addr", "--master_addr", hidden=True)] = None,
     master_port: Annotated[int, typer.Option("--master-port", "--master_port", hidden=True)] = 29500,
@@ -62,7 +64,7 @@ def run(
     """
     if nproc_per_node is not None or nnodes != "1":
         if rdzv_backend not in ("c10d", "static"):
-            raise ValueError(f"--rdzv-backend {rdzv_backend}: machines meet by c10d. Leave it out.")
+            raise ValueError(f"--rdzv-backend {rdzv_backend} is not supported. Remove it; c10d is used.")
         if rdzv_endpoint is None and master_addr is not None:
             rdzv_endpoint = f"{master_addr}:{master_port}"
         plan = _planned(nproc_per_node or "gpu", nnodes, rdzv_endpoint, rdzv_id, max_restarts)
@@ -92,24 +94,20 @@ def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_
 
         number = 0 if processes == "cpu" else device_count()
         if processes == "gpu" and number == 0:
-            raise ValueError(
-                "--nproc-per-node gpu: there is no GPU on this machine. Give a number: --nproc-per-node 2."
-            )
+            raise ValueError("--nproc-per-node gpu: this machine has no GPU. Pass a number: --nproc-per-node 2.")
         number = number or usable_cores()
     else:
         raise ValueError(f"--nproc-per-node {processes}: expected a number from 1, or gpu, cpu or auto.")
     least, _, most = nodes.partition(":")
     if not (least.isdigit() and (most.isdigit() or ":" not in nodes) and 1 <= int(least) <= int(most or least)):
-        raise ValueError(
-            f"--nnodes {nodes}: expected a number of machines from 1, or the least and the most of them: 1:4."
-        )
+        raise ValueError(f"--nnodes {nodes}: expected a number of machines, or the smallest and largest number: 1:4.")
     is_address = endpoint is not None and re.fullmatch(r"\S+:\d+", endpoint)
     if endpoint is not None and not is_address:
-        raise ValueError(f"--rdzv-endpoint {endpoint}: expected the name of a machine and a port, as node1:29500.")
+        raise ValueError(f"--rdzv-endpoint {endpoint}: expected a machine's name and a port, such as node1:29500.")
     if int(most or least) > 1 and endpoint is None:
         raise ValueError(
-            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, where the machines meet: the name of one of them that all "
-            "can reach, and a free port. Give the same command on each."
+            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT: the name of a machine that all others can reach, and a free "
+            "port. Run the same command on each machine."
         )
     return Launch(number, int(least), int(most or least), endpoint or "", run_id, max_restarts=max_restarts)
 
@@ -129,22 +127,20 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> None:
 
         cfg = hold_models_to_commits(cfg)
     if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
-        _tell_outlook(recipe, cfg)
+        _print_expected_memory(recipe, cfg)
     try:
         recipe.main(cfg)
         if _is_one_of_many():
-            _part()
-        elif isinstance(cfg, RecipeConfig) and cfg.profile:
-            _draw_profile(cfg)
+            _leave_process_group()
     except SystemExit as error:
         if error.code or not is_shipped(recipe):
             raise
         # With exit code 0, a caller would consider the run complete.
         raise RuntimeError(
-            "a function of yours ended the run by sys.exit(0). Raise an exception, or return a value."
+            "your function ended the run by sys.exit(0). Raise an exception or return a value instead."
         ) from error
     except BrokenPipeError as error:
-        raise RuntimeError("whatever read the output has gone, and the run stopped with it.") from error
+        raise RuntimeError("the run stopped, because the program that read its output has ended.") from error
     except Exception as error:
         if is_out_of_memory(error):
             error.add_note(memory_advice(cfg))
@@ -157,8 +153,8 @@ def _is_one_of_many() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def _part() -> None:
-    """Destroy the process group. Not called after an error, when the other processes would not respond."""
+def _leave_process_group() -> None:
+    """Destroy the process group. Not called after an error, because the other processes would not respond."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -170,7 +166,7 @@ def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:
     return is_shipped(recipe) if cfg.plan == "auto" else cfg.plan
 
 
-def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
+def _print_expected_memory(recipe: ModuleType, cfg: RecipeConfig) -> None:
     """Print the expected memory of the run before it loads weights."""
     from lean_ft.plan.beforehand import foresee
     from lean_ft.system.log import say
@@ -183,28 +179,12 @@ def _tell_outlook(recipe: ModuleType, cfg: RecipeConfig) -> None:
     try:
         outlook = foresee(recipe, cfg)
     except RuntimeError as error:
-        say("plan", f"none, as the rehearsal of a step failed: {error}")
+        say("plan", f"no memory estimate: {error}")
         return
     if outlook is not None:
         say("plan", str(outlook))
         if not outlook.fits:
-            say("plan", "WARNING: that does not fit. The same arguments after `leanft plan` name settings that do.")
-
-
-def _draw_profile(cfg: RecipeConfig) -> None:
-    from lean_ft.plan.picture import draw_measured
-    from lean_ft.system.log import say
-    from lean_ft.training.profiling import FOLDER, MEMORY_FILE
-
-    measured = cfg.output_dir / FOLDER / MEMORY_FILE
-    if not measured.exists():
-        return
-    try:
-        draw_measured(measured, measured.with_suffix(".png"))
-    except ImportError:
-        say("profile", "pictures need matplotlib: pip install 'lean-ft[plots]'")
-    else:
-        say("profile", f"{measured.with_suffix('.png')}: memory over time")
+            say("plan", "WARNING: not enough memory. `leanft plan` with the same arguments lists settings that fit.")
 
 
 def memory_advice(cfg: BaseModel) -> str:

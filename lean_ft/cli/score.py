@@ -64,15 +64,16 @@ def score(
     overrides = [argument for argument in arguments or [] if "=" in argument]
     destinations = [Path(argument).expanduser() for argument in arguments or [] if "=" not in argument]
     if len(destinations) > 1:
-        raise ValueError(f"expected one DEST and settings key=value, found {', '.join(map(str, destinations))}.")
+        found = ", ".join(map(str, destinations))
+        raise ValueError(f"expected one DEST, found {found}. Write settings as key=value.")
     destination = destinations[0] if destinations else None
     if top_k is not None:
         from lean_ft.frozen.teacher_cache import keep_teacher
 
         if per_token or force:
-            raise ValueError("--per-token and --force are of a reward model's scores; leave them out with --top-k.")
+            raise ValueError("--top-k cannot be combined with --per-token or --force. Remove them.")
         if destination is None:
-            raise ValueError("--top-k writes a folder: give DEST, behind FILE.")
+            raise ValueError("--top-k needs DEST, the folder to write: leanft score MODEL FILE DEST --top-k K.")
         own = {"model.path": model, "data.source": file, "destination": destination, "device": device}
         own |= {"top_k": top_k, "temperature": temperature} | ({} if dtype is None else {"model.dtype": dtype})
         given = [f"{key}={value}" for key, value in own.items()]
@@ -80,7 +81,7 @@ def score(
         return
     data = load_config(_Rows, None, [f"data.source={file}", *overrides]).data
     if destination is not None and destination.exists() and not force:
-        raise ValueError(f"{destination} is there already; choose another name, or overwrite it with --force.")
+        raise ValueError(f"{destination} exists already. Choose another name, or overwrite it with --force.")
     opened = open_reward_model(model, device, dtype, data.chat_template)
     lines = score_lines(*opened, data, per_token)
     if destination is None:

@@ -36,16 +36,16 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
     Prints the resolved settings.
     """
     module, cfg = load_run(recipe, config, overrides)
-    problems, notes = look_at(cfg)
+    problems, notes = check_files(cfg)
     if not problems and isinstance(cfg, RecipeConfig) and is_shipped(module):
-        notes += _begin(module, cfg)
+        notes += _rehearse(module, cfg)
     if problems:
         raise ValueError("\n".join(problems))
-    ok = "ok: the settings are valid, and what they name is there."
+    ok = "ok: the settings are valid."
     typer.echo(dump(cfg) + "\n".join(f"# {line}" for line in (*notes, ok)))
 
 
-def look_at(cfg: BaseModel) -> tuple[list[str], list[str]]:
+def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
     """Return problems of the machine, the files and the first rows, which the rehearsal cannot find; and notes.
 
     Uses no network. Skips repositories that are not in the Hub's cache.
@@ -92,9 +92,8 @@ def look_at(cfg: BaseModel) -> tuple[list[str], list[str]]:
     distill = group(DistillConfig)
     if distill is not None and distill.cached is not None:
         with _gathered(problems):
-            notes.append(
-                f"teacher: what {check_cached(distill)['model']} said of its rows; whether of these, the run finds out"
-            )
+            kept = check_cached(distill)
+            notes.append(f"teacher: stored tokens of {kept['model']}. The run checks that the rows match.")
     elif distill is not None and distill.teacher is not None:
         if note := _not_downloaded(distill.teacher, weights=True):
             notes.append(note)
@@ -122,10 +121,10 @@ def _not_downloaded(path: str, *, weights: bool) -> str:
     name = repository_name(path)
     if name is None or find_cached(name, weights=weights) is not None:
         return ""
-    return f"{name} is no folder here and not downloaded: the run gets it from the hub, or leanft download."
+    return f"{name} is not on this machine. The run downloads it."
 
 
-def _begin(recipe: ModuleType, cfg: RecipeConfig) -> list[str]:
+def _rehearse(recipe: ModuleType, cfg: RecipeConfig) -> list[str]:
     """Run the recipe up to its first step on shapes, and return notes. Raise ValueError for settings that the model does
     not support. Does nothing if the model is not on this disk."""
     from lean_ft.plan.devices import Machines, choose_device
@@ -142,7 +141,7 @@ def _begin(recipe: ModuleType, cfg: RecipeConfig) -> list[str]:
     try:
         rehearse(recipe, cfg, choose_device(None, cfg.device), Machines(num_ranks, 1), takes_step=False)
     except RuntimeError as error:
-        return [f"how the model is made ready was not rehearsed: {error}"]
+        return [f"building the model was not checked: {error}"]
     return []
 
 
@@ -167,7 +166,7 @@ def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: st
 
     path = list_sources([source], data)[0].path
     if source_files(path) is None and not resolve_data_path(path).is_dir():
-        return f"{path} is a data set of the hub, which the run reads."
+        return f"{path} is a dataset of the Hub. The run downloads it."
     rows = first_rows([source], NUM_ROWS_TO_DETECT, data)
     if tokenizer is not None:
         _, report = renderer_of(data, tokenizer, [source])(rows)

@@ -162,8 +162,8 @@ def _waves(model: Decoder, rows: list[_Row], sampling: Sampling, cache_gib: floa
         room = UNKNOWN_MEMORY_ROWS if limit is None else int(limit // row_bytes)
         if room < 1:
             raise ValueError(
-                f"one answer's keys and values take {row_bytes / 2**30:.2f} GiB at {capacity} tokens, and generation may "
-                f"take {(limit or 0) / 2**30:.2f} GiB for them. Raise generation.cache_gib, or lower max_new_tokens."
+                f"the KV cache of one completion takes {row_bytes / 2**30:.2f} GiB at {capacity} tokens, more than the limit of "
+                f"{(limit or 0) / 2**30:.2f} GiB. Raise generation.cache_gib, or lower max_new_tokens."
             )
         yield waiting[:room]
         waiting = waiting[room:]
@@ -190,11 +190,9 @@ def _decode_rows(
 ) -> Iterator[dict[int, int]]:
     """Fill the rows' samples. Yield each step's tokens by the rows' places; empty after a part of a prompt."""
     if sampling.stop_texts and decode is None:
-        raise ValueError("stop_texts are looked for in the text of an answer: give `decode` too.")
-    capacity, context = (
-        max(len(row.prompt) for row in rows) + sampling.max_new_tokens,
-        context_length(model.source.config),
-    )
+        raise ValueError("stop_texts need `decode`, a function from ids to text. Pass decode=tokenizer.decode.")
+    capacity = max(len(row.prompt) for row in rows) + sampling.max_new_tokens
+    context = context_length(model.source.config)
     running = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
     if stage() is not None:
         rehearse_generation(model, running, capacity)
@@ -209,13 +207,10 @@ def _decode_rows(
             keys = torch.tensor([row.key.at(position) for row in running], dtype=torch.int32, device=hidden.device)
         chosen, log_probs = choose(model.logits(hidden), keys, sampling)
         # One transfer for both; float64 represents both exactly.
-        tokens, told = torch.stack((chosen.double(), log_probs.double())).tolist()
-        goes_on = [
-            _take(row, int(token), log_prob, sampling, decode)
-            for row, token, log_prob in zip(running, tokens, told, strict=True)
-        ]
+        chosen_now = zip(running, *torch.stack((chosen.double(), log_probs.double())).tolist(), strict=True)
+        continues = [_take(row, int(token), log_prob, sampling, decode) for row, token, log_prob in chosen_now]
         yield {row.place: row.sample.ids[-1] for row in running}
-        left = [i for i, on in enumerate(goes_on) if on]
+        left = [i for i, row_continues in enumerate(continues) if row_continues]
         if not left or position + 1 == sampling.max_new_tokens:
             return
         if len(left) < len(running):
@@ -234,8 +229,8 @@ def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: De
     """Add a token to a row. Return whether the row continues."""
     if log_prob != log_prob or log_prob == float("-inf"):
         raise FloatingPointError(
-            f"the logits behind token {len(row.prompt) + len(row.sample.ids)} are not finite, so no token can be chosen: the "
-            "model's weights are not finite, or its arithmetic overflows (float16; take bfloat16 or float32)."
+            f"the logits after token {len(row.prompt) + len(row.sample.ids)} are not finite: the weights are not finite, or "
+            "float16 overflows. Check the weights, or set dtype to bfloat16 or float32."
         )
     found = row.sample
     found.ids.append(token)
@@ -252,7 +247,7 @@ def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: De
 
 @cache
 def _say_too_long(context: int | None) -> None:  # once per process
-    say("WARNING", f"a text is longer than the model's context of {context:,} tokens: it was not made for what follows")
+    say("WARNING", f"a text is longer than the model's context of {context:,} tokens. Expect poor tokens beyond it")
 
 
 def _read(

@@ -60,13 +60,15 @@ class HarnessModel(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            raise ValueError("a task goes on from the middle of an answer, which chat=true cannot; set chat=false.")
+            raise ValueError(
+                "a task continues the text of an answer, which chat=true does not support. Set chat=false."
+            )
         return self._tokens.passage(list(chat_history), add_generation_prompt=True).text
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **unused: Any) -> list[tuple[float, bool]]:
         """Return each continuation's log-probability given its context, and whether it is the greedy one."""
         found = dict[int, tuple[float, bool]]()
-        asked = [((list(context) + list(told))[-self.max_length - 1 :], len(told)) for _, context, told in requests]
+        asked = [((list(context) + list(ids))[-self.max_length - 1 :], len(ids)) for _, context, ids in requests]
         for rows in longest_first([len(ids) for ids, _ in asked], self._tokens_at_a_time):
             texts = [torch.tensor(asked[i][0][:-1], dtype=torch.int64) for i in rows]
             input_ids = pad_sequence(texts, batch_first=True)
@@ -75,10 +77,10 @@ class HarnessModel(TemplateLM):
                 hidden = self.model(input_ids.to(self.model.device), return_hidden=True)  # (B, T, D)
                 for row, i in enumerate(rows):
                     ids, count = asked[i]
-                    found[i] = self._told(hidden[row, len(ids) - 1 - count : len(ids) - 1], ids[-count:])
+                    found[i] = self._score(hidden[row, len(ids) - 1 - count : len(ids) - 1], ids[-count:])
         return [found[i] for i in range(len(asked))]
 
-    def _told(self, hidden: torch.Tensor, ids: list[int]) -> tuple[float, bool]:
+    def _score(self, hidden: torch.Tensor, ids: list[int]) -> tuple[float, bool]:
         """Return the log-probability of `ids`, and whether they are greedy, from the hidden states (N, D) that predict
         them."""
         total, is_greedy = 0.0, True
@@ -111,10 +113,10 @@ class HarnessModel(TemplateLM):
             until, most = handle_stop_sequences(given.pop("until", None), eos=eos), given.pop("max_gen_toks")
             given.pop("do_sample", None)
             if unknown := given.keys() - _SAMPLED:
-                raise ValueError(f"a task generates with {', '.join(sorted(unknown))}, which is not known here.")
+                raise ValueError(f"a task sets {', '.join(sorted(unknown))}, which lean_ft does not support.")
             room = self.max_length - most
             if room < 1:
-                raise ValueError(f"a task asks for {most} tokens, and the model's context is {self.max_length}.")
+                raise ValueError(f"a task generates {most} tokens, more than the model's context of {self.max_length}.")
             how = Sampling(
                 most,
                 **given,

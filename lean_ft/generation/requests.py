@@ -64,12 +64,10 @@ class Message(_Fields):
 
     def for_template(self) -> dict[str, str]:
         """The message for chat templates, with its content as one text."""
-        told = {"name": self.name, "reasoning_content": self.reasoning_content}
         text = "".join(part.text for part in self.content)
-        return {
-            "role": self.role,
-            "content": text,
-            **{name: value for name, value in told.items() if value is not None},
+        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return {"role": self.role, "content": text} | {
+            name: value for name, value in optional.items() if value is not None
         }
 
 
@@ -127,9 +125,7 @@ class ChatRequest(_Fields):
         for name, nothing in _NOT_SUPPORTED.items():
             value = asked.pop(name, None)
             if value is not None and value not in nothing:
-                raise Refused(
-                    400, f"{name} is not supported by this server. Leave it out.", "unsupported_parameter", name
-                )
+                raise Refused(400, f"{name} is not supported. Remove it.", "unsupported_parameter", name)
         for name in _IGNORED:
             asked.pop(name, None)
         try:
@@ -143,7 +139,7 @@ def _refusal(error: ValidationError) -> Refused:
     name = ".".join(str(part) for part in first["loc"])[:100]
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(name, ChatRequest.model_fields)
-        return Refused(400, f"{name} is not known to this server.{hint}", "unknown_parameter", name)
+        return Refused(400, f"unknown field: {name}.{hint}", "unknown_parameter", name)
     if first["type"] == "missing":
         return Refused(400, f"{name} is missing.", None, name)
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)

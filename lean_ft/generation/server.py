@@ -69,11 +69,11 @@ class ChatServer:
         token: str | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
-            raise ValueError(f"{name} has no chat template, which chat completions need.")
+            raise ValueError(f"{name} has no chat template. Serve a model that has one.")
         if not token and not _is_loopback(host):
             raise ValueError(
-                f"host {host} can be reached from other machines. Set the variable LEANFT_TOKEN to a token that clients send as "
-                "their api_key, or remove the host."
+                f"--host {host} accepts requests from other machines. Set the environment variable LEANFT_TOKEN, which clients send "
+                "as their API key, or remove --host."
             )
         try:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -145,9 +145,9 @@ class ChatServer:
     def _check_caller(self, request: Request) -> None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise Refused(401, "the request does not have this server's token.", "invalid_api_key")
+            raise Refused(401, "the API key is missing or wrong.", "invalid_api_key")
         if self.token is None and not _is_loopback(_host_of(request)):
-            raise Refused(403, "without a token this server only accepts requests to a loopback address.")
+            raise Refused(403, "a server without a token only accepts requests to a loopback address.")
 
     async def _models(self, request: Request) -> Response:
         card = {"id": self.name, "object": "model", "created": self._started, "owned_by": "lean_ft"}
@@ -159,7 +159,9 @@ class ChatServer:
         return JSONResponse(card)
 
     def _no_model(self, wanted: str) -> Refused:
-        return Refused(404, f"there is no model {wanted!r:.100} here, but {self.name!r}.", "model_not_found", "model")
+        return Refused(
+            404, f"no such model: {wanted!r:.100}. This server has {self.name!r}.", "model_not_found", "model"
+        )
 
     async def _chat(self, request: Request) -> Response:
         if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
@@ -171,7 +173,7 @@ class ChatServer:
         answer = _Answer(self.model, self.tokenizer, prompt, how)
         self._turns.add(answer)
         watch = asyncio.create_task(answer.end_without(request))
-        pieces = self._noted(request, answer, watch)
+        pieces = self._logged(request, answer, watch)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
         if not asked.stream:
             text = "".join([piece async for piece in pieces])
@@ -179,11 +181,11 @@ class ChatServer:
             choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
             body = {**head, "object": "chat.completion", "choices": [choice], "usage": answer.usage}
             return JSONResponse(body)
-        tells_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        events = _events(request, answer, pieces, {**head, "object": "chat.completion.chunk"}, tells_usage)
+        with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        events = _events(request, answer, pieces, {**head, "object": "chat.completion.chunk"}, with_usage)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    async def _noted(self, request: Request, answer: "_Answer", watch: asyncio.Task[None]) -> AsyncIterator[str]:
+    async def _logged(self, request: Request, answer: "_Answer", watch: asyncio.Task[None]) -> AsyncIterator[str]:
         """The pieces of a completion; logs its outcome."""
         begun, outcome = time.monotonic(), "client disconnected"
         try:
@@ -207,7 +209,7 @@ class ChatServer:
         if context is not None and asked.num_characters > CHARACTERS_A_TOKEN * context:
             raise Refused(
                 400,
-                f"the messages have {asked.num_characters} characters: too many for the model's context of {context} tokens.",
+                f"the messages have {asked.num_characters} characters, too many for the model's context of {context} tokens.",
                 "context_length_exceeded",
                 "messages",
             )
@@ -228,8 +230,8 @@ class ChatServer:
         if len(prompt) + (most or 1) > context:
             raise Refused(
                 400,
-                f"the messages have {len(prompt)} tokens{'' if most is None else f', and max_tokens is {most}'}: more than the "
-                f"model's context of {context}.",
+                f"the messages have {len(prompt)} tokens{'' if most is None else f' and max_tokens is {most}'}, more than the "
+                f"model's context of {context} tokens.",
                 "context_length_exceeded",
                 "messages",
             )
@@ -246,7 +248,7 @@ class _Answer:
         self._tokenizer = tokenizer
         steps = sample_steps(model, [prompt], how, tokenizer.decode, prompt_part=PROMPT_PART)
         self._texts = text_of(tokenizer, self._kept(steps), how.stop_texts)
-        self._loop, self._told = asyncio.get_running_loop(), asyncio.Queue[str | _End]()
+        self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue[str | _End]()
 
     def _kept(self, steps: Iterator[list[int | None]]) -> Iterator[int | None]:
         for (token,) in steps:
@@ -255,30 +257,30 @@ class _Answer:
 
     def take_turn(self) -> bool:
         """Compute one token or one part of the prompt; return whether there is more to compute."""
-        told: str | _End = None
+        end: _End = None
         if not self.is_over:
             try:
-                if told := next(self._texts):
-                    self._tell(told)
+                if piece := next(self._texts):
+                    self._send(piece)
                 return True
             except StopIteration:
                 pass
             except Exception as error:
-                told = error
+                end = error
         self.is_over = True
-        self._tell(told)
+        self._send(end)
         return False
 
-    def _tell(self, told: str | _End) -> None:
+    def _send(self, piece: str | _End) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._told.put_nowait, told)
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[str]:
         """Its text, piece by piece. Raises the error that ended it."""
-        while (told := await self._told.get()) is not None:
-            if isinstance(told, Exception):
-                raise told
-            yield told
+        while (piece := await self._pieces.get()) is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
 
     async def end_without(self, request: Request) -> None:
         """End the completion when the client disconnects."""
@@ -295,8 +297,8 @@ class _Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        asked, told = len(self.prompt), len(self.ids)
-        return {"prompt_tokens": asked, "completion_tokens": told, "total_tokens": asked + told}
+        prompt, completion = len(self.prompt), len(self.ids)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class _Turns:
@@ -316,9 +318,7 @@ class _Turns:
     def add(self, answer: _Answer) -> None:
         with self._lock:
             if self._num_answers >= MOST_WAITING:
-                raise Refused(
-                    429, f"{MOST_WAITING} requests are waiting already. Try again later.", "rate_limit_exceeded"
-                )
+                raise Refused(429, f"{MOST_WAITING} requests are waiting. Try again later.", "rate_limit_exceeded")
             self._num_answers += 1
         self._new.put(answer)
 
@@ -337,7 +337,7 @@ class _Turns:
 
 
 async def _events(
-    request: Request, answer: _Answer, pieces: AsyncIterator[str], head: dict[str, Any], tells_usage: bool
+    request: Request, answer: _Answer, pieces: AsyncIterator[str], head: dict[str, Any], with_usage: bool
 ) -> AsyncIterator[str]:
     """A completion as server-sent events. An error after the first event is the last event."""
 
@@ -346,14 +346,14 @@ async def _events(
 
     def chunk(delta: dict[str, str], finish_reason: str | None = None) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return event({**head, "choices": [choice], **({"usage": None} if tells_usage else {})})
+        return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
 
     try:
         yield chunk({"role": "assistant", "content": ""})
         async for piece in pieces:
             yield chunk({"content": piece})
         yield chunk({}, answer.finish_reason)
-        if tells_usage:
+        if with_usage:
             yield event({**head, "choices": [], "usage": answer.usage})
         yield "data: [DONE]\n\n"
     except Exception as error:
@@ -394,10 +394,8 @@ def _refusal(request: Request, refused: Refused) -> Response:
 
 async def _nothing_here(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
-    there = "POST /v1/chat/completions and GET /v1/models"
-    return _refusal(
-        request, Refused(status, f"there is no {request.method} {request.url.path[:100]} here, but {there}.")
-    )
+    known = "POST /v1/chat/completions and GET /v1/models"
+    return _refusal(request, Refused(status, f"unknown: {request.method} {request.url.path[:100]}. Use {known}."))
 
 
 def _client(request: Request) -> str:

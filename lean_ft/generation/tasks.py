@@ -18,15 +18,15 @@ def find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     Raises ValueError if a task does not exist or the harness is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("tasks are lm-evaluation-harness's: pip install 'lean-ft[eval]', or leave them out.")
+        raise ValueError("tasks need lm-evaluation-harness. Run pip install 'lean-ft[eval]', or remove the tasks.")
     from lm_eval.tasks import TaskManager
 
     files = {task: Path(task).expanduser().resolve() for task in tasks if task.endswith((".yaml", ".yml"))}
     if missing := [task for task, file in files.items() if not file.is_file()]:
-        raise ValueError(f"tasks: there is no file {', '.join(missing)}.")
+        raise ValueError(f"tasks: no such file: {', '.join(missing)}.")
     manager = TaskManager(include_defaults=len(files) < len(tasks))
     if unknown := [task for task in tasks if task not in files and not manager.match_tasks([task])]:
-        raise ValueError(f"tasks: the harness knows no {', '.join(unknown)}; `lm-eval ls tasks` lists what it knows.")
+        raise ValueError(f"tasks: no such task: {', '.join(unknown)}. `lm-eval ls tasks` lists the tasks.")
     return manager, [str(files.get(task, task)) for task in tasks]
 
 
@@ -66,8 +66,8 @@ def run_tasks(
     return {
         task: {
             name.partition(",")[0]: value
-            for name, value in told.items()
+            for name, value in metrics.items()
             if isinstance(value, int | float) and name != "sample_len"  # the number of questions
         }
-        for task, told in found["results"].items()
+        for task, metrics in found["results"].items()
     }

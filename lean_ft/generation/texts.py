@@ -44,7 +44,7 @@ def open_model(
     """
     adapters = [find_finished(one, QUICK_BYTES) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:
-        raise ValueError("expected model.path=..., or adapter=..., whose base model is then used; found neither.")
+        raise ValueError("no model is set. Set model.path, or adapter to use the adapter's base model.")
     folder = adapters[0] if path == "auto" else find_finished(path, QUICK_BYTES, weights=not random_init)
     if is_adapter(folder):
         adapters = adapters if path == "auto" else [folder, *adapters]
@@ -106,7 +106,7 @@ def generate(
         tokenizer = tokenizer or own
     if tokenizer is None:
         if model.source.folder is None:
-            raise ValueError("the model was not loaded from a folder: give its tokenizer too.")
+            raise ValueError("the model was not loaded from a folder, so its tokenizer is unknown. Pass tokenizer=...")
         tokenizer = load_tokenizer(model.source.folder)
     several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) or _is_chat(prompts) else prompts
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop, "seed": seed}
@@ -192,8 +192,8 @@ def _asked(prompt: Prompt) -> Any:
     if isinstance(asked, str) or _is_chat(asked):
         return asked
     raise ValueError(
-        f'a prompt is {prompt!r:.80}; expected text, a list of messages, {{"prompt": text or messages}} or '
-        '{"messages": [...]}, a message being {"role": ..., "content": ...}.'
+        f'a prompt is {prompt!r:.80}; expected text, a list of messages {{"role": ..., "content": ...}}, '
+        '{"prompt": text or messages} or {"messages": [...]}.'
     )
 
 

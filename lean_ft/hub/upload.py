@@ -45,7 +45,7 @@ def push(source: str | Path, repo: str, *, public: bool = False) -> str:
         picture = Path(temporary) / _PICTURE
         if run is not None:
             try:
-                draw_curves([run], picture, Path(temporary) / "curves.html")
+                draw_curves([run], picture)
             except ValueError:  # without matplotlib the card has no picture
                 picture.unlink(missing_ok=True)
         card = model_card(folder, run, repo, has_picture=picture.exists())

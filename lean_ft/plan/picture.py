@@ -1,6 +1,5 @@
-"""Pictures of memory over time, planned and measured (matplotlib, the `plots` extra)."""
+"""A picture of a planned step's memory over time (matplotlib, the `plots` extra)."""
 
-import csv
 from pathlib import Path
 
 from lean_ft.plan.labels import LABELS
@@ -47,20 +46,4 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
         title=f"{planned}: peak in {rehearsal.peak.where}",
     )
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=150)
-
-
-def draw_measured(memory_file: Path, path: Path) -> None:
-    """Draw the memory measured by a profiled run (`profile/memory.csv`). Raises ImportError without matplotlib."""
-    from matplotlib.figure import Figure
-
-    with memory_file.open(encoding="utf-8", newline="") as file:
-        measured = [(float(row["seconds"]), int(row["bytes"]) / GIB) for row in csv.DictReader(file)]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    seconds, taken = zip(*measured, strict=True) if measured else ((), ())
-    peak = max(taken, default=0.0)
-    axes.step(seconds, taken, where="post")
-    axes.axhline(peak, linestyle=":", color="black")
-    axes.set(xlabel="seconds", ylabel="GiB", ylim=(0, None), title=f"peak {gibibytes(int(peak * GIB))}")
     figure.savefig(path, dpi=150)

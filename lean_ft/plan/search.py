@@ -87,7 +87,7 @@ class _Rehearsals:
         overrides = {key: value for key, value in wanted.items() if attrgetter(key)(self.cfg) != value}
         name = str(overrides)
         if name not in self.found and name not in self.refused:
-            self.progress(_command_line(overrides) or "the settings as they are")
+            self.progress(_command_line(overrides) or "the given settings")
             try:
                 rehearsal = rehearse(self.recipe, with_overrides(self.cfg, overrides), self.device, self.machines)
                 self.found[name] = Candidate(overrides, rehearsal)

@@ -112,7 +112,7 @@ class Reward(Settings):
         if (self.function is None) == (self.model is None):
             raise ValueError(f"expected a function or a model, found {'neither' if self.model is None else 'both'}.")
         if self.model is not None and self.pattern is not None:
-            raise ValueError("a pattern is for functions that are there, and this reward is a model. Leave it out.")
+            raise ValueError("pattern is only used by functions, and this reward is a model. Remove pattern.")
         return self
 
 

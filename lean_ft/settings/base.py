@@ -35,7 +35,7 @@ def _is_regular_expression(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}.") from None
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}.") from None
     return pattern
 
 

@@ -113,7 +113,7 @@ class RowsConfig(Settings):
         if "[" in self.split and unsaid is not None:
             path = unsaid if isinstance(unsaid, str) else unsaid.path
             raise ValueError(
-                f"split={self.split} is a part of source, and validation_source={path} does not say which part is held out. Write "
+                f"split={self.split} is a part of source, and validation_source={path} has no split. Set the held-out part: "
                 f"validation_source=[{{path: {path}, split: 'train[95%:]'}}], or split: train for all rows."
             )
         return self
@@ -122,7 +122,7 @@ class RowsConfig(Settings):
     @classmethod
     def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
         if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
-            raise ValueError("a weight says how often a row is trained on; held-out rows are each seen once.")
+            raise ValueError("held-out rows have no weight: an evaluation reads each row once. Remove weight.")
         return sources
 
 
@@ -146,8 +146,8 @@ class PromptDataConfig(RowsConfig):
         formats = {self.format, *(item.format for item in items)} - {"auto", None}
         if formats:
             raise ValueError(
-                f"format={min(map(str, formats))} is not read here: prompts are read from the fields prompt or messages. Remove "
-                "it, and rename fields with data.columns."
+                f"format={min(map(str, formats))} is not supported: prompts are read from the field prompt or messages. Remove "
+                "format, and rename fields with data.columns."
             )
         return self
 
@@ -208,24 +208,24 @@ class DataConfig(RowsConfig):
     def _check_packing(self) -> "DataConfig":
         if self.longest is None and self.overflow != "truncate":
             raise ValueError(
-                f"overflow={self.overflow} cannot be with packing={self.packing}, to which no row is too long. Leave it "
-                "out, or set packing=bfd or packing=none."
+                f"overflow={self.overflow} cannot be combined with packing={self.packing}, which splits or keeps long rows. "
+                "Remove overflow, or set packing=bfd or packing=none."
             )
         if self.batch_tokens is not None and self.packing != "none":
             raise ValueError(
-                f"batch_tokens={self.batch_tokens} cannot be with packing={self.packing}: it is for rows that are not "
-                "packed. Set packing=none, or leave it out and set batch_size."
+                f"batch_tokens={self.batch_tokens} cannot be combined with packing={self.packing}. Set packing=none, or remove "
+                "batch_tokens and set batch_size."
             )
         if self.batch_tokens is not None and not self.shuffle:
             raise ValueError(
                 f"batch_tokens={self.batch_tokens} groups rows of similar length, and shuffle=false keeps the order of the "
-                "files. Leave one of them out."
+                "files. Remove one of them."
             )
         if self.batch_tokens is not None and self.batch_tokens < self.max_length * len(self.sides):
-            times = f" for each of {len(self.sides)} answers" if len(self.sides) > 1 else ""
+            times = f" for each of {len(self.sides)} completions" if len(self.sides) > 1 else ""
             raise ValueError(
                 f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}{times}, so the longest row would "
-                "fit into no batch. Raise the one or lower the other."
+                "not fit into a batch. Raise batch_tokens or lower max_length."
             )
         return self
 
@@ -267,7 +267,7 @@ class AnswerDataConfig(DataConfig):
     def _keeps_answers_whole(self) -> "AnswerDataConfig":
         if self.packing in ("bfd_split", "wrapped"):
             raise ValueError(
-                f"packing={self.packing} cuts sequences, and the answers of a pair are compared whole. Set packing=bfd, "
+                f"packing={self.packing} cuts sequences, and completions are compared whole. Set packing=bfd, "
                 "packing=padding_free or packing=none."
             )
         return self

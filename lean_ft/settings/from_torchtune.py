@@ -53,7 +53,7 @@ _DATASETS: dict[str, Values] = {
     },
     "gsm8k_dataset": {"path": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question"}},
 }
-_COLUMNS = {"input": "prompt", "output": "completion"}  # of instruct_dataset; other datasets use lean_ft's names
+_INSTRUCT_COLUMNS = {"input": "prompt", "output": "completion"}  # other datasets use lean_ft's names
 _LOGGERS = {"DiskLogger": [], "StdoutLogger": [], "WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"]}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 # Prefix of a folder made by `tune download` -> organization on the Hub.
@@ -110,6 +110,15 @@ class Preset:
     settings: Values = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
+
+    def equivalent(self, table: dict[str, Any], key: str, name: str, default: Any, uses: str) -> Any:
+        """Return a component's entry in a table. If there is none, return the default and remark what the preset uses."""
+        if name not in table:
+            self.remark(f"{key}: {name} has no equivalent. {uses}")
+        return table.get(name, default)
+
     def text(self, source: str) -> str:
         """Return the preset as YAML without default values. Remarks become comments."""
         defaults = {s.key: s.default for s in describe(catalog.load_recipe(catalog.recipes()[self.recipe]).Config)}
@@ -130,12 +139,10 @@ def convert_config(file: Path) -> Preset:
     """
     read, _ = read_yaml_file(file)
     if not isinstance(read, dict) or not {"optimizer", "checkpointer", "model", "dataset"} <= read.keys():
-        expected = (
-            "expected a configuration of torchtune's that trains, with model, checkpointer, dataset and optimizer"
-        )
         raise ValueError(
-            f"{file}: {expected}. Images and PPO are not converted; `leanft ls` lists recipes. docs/coming_from_others.md has our "
-            "names for the settings of axolotl, unsloth and LLaMA-Factory, docs/coming_from_trl.md for TRL's."
+            f"{file} is not a torchtune training configuration: expected model, checkpointer, dataset and optimizer. Images and "
+            "PPO are not supported. For axolotl, unsloth and LLaMA-Factory see docs/coming_from_others.md, for TRL "
+            "docs/coming_from_trl.md."
         )
     left = _flat(read)
     for key, value in left.items():
@@ -143,30 +150,20 @@ def convert_config(file: Path) -> Preset:
             value = value.replace(name[0], str(left[name[1]]))
         left[key] = value
     if re.search("vision|multimodal", f"{left['model._component_']} {left.get('dataset._component_')}"):
-        raise ValueError(f"{file}: it trains a model on images, and here language models are trained.")
+        raise ValueError(f"{file} trains a model on images. lean_ft trains language models only.")
     preset = Preset()
-    told = preset.settings
     _convert_objective(left, preset)
     _convert_model(left, preset)
     _convert_data(left, preset)
     _convert_steps(left, preset)
     if "nproc_per_node" in file.read_text(encoding="utf-8"):
-        preset.remarks.append(
-            "gradient_accumulation_steps: theirs is each process's; on N processes set N times as many"
+        preset.remark(
+            "gradient_accumulation_steps: torchtune counts per process. Multiply it by the number of processes."
         )
-    told |= {_RENAMED[key]: left.pop(key) for key in list(left) if key in _RENAMED and left[key] is not None}
-    if preset.recipe == "grpo":  # torchtune's batches count prompts, lean_ft's count completions
-        prompts, of_a_pass = told.pop("batch_size", 1), left.pop("forward_batch_size", None) or 1
-        told["batch_size"] = of_a_pass * told.get("generation.num_answers", 8)
-        told["gradient_accumulation_steps"] = -(-prompts // of_a_pass)
-        if "generation.top_k" in told:
-            told["loss.correction"] = "token_truncate"
-            preset.remarks.append("top_k: theirs is not corrected for in the loss; loss.correction does it here")
-        if (length := told.pop("data.max_length", None)) is not None:
-            preset.remarks.append(
-                f"tokenizer.max_seq_len: {length} is of data.max_prompt_length and the answer together"
-            )
-    _tell_what_is_left(left, preset)
+    preset.settings |= {_RENAMED[key]: left.pop(key) for key in list(left) if key in _RENAMED and left[key] is not None}
+    if preset.recipe == "grpo":
+        _convert_batches_of_prompts(left, preset)
+    _remark_on_the_rest(left, preset)
     return preset
 
 
@@ -185,20 +182,19 @@ def _component(left: Values, group: str) -> str:
 
 
 def _convert_objective(left: Values, preset: Preset) -> None:
-    name, taught = _component(left, "loss"), _component(left, "kd_loss")
-    if (name := taught or name) not in _LOSSES:
-        preset.remarks.append(f"loss: there is no {name} here; finetune's cross-entropy stands for it")
-    preset.recipe, settings = _LOSSES.get(name, ("finetune", {}))
+    name, distilled = _component(left, "loss"), _component(left, "kd_loss")
+    uses = "The preset uses the cross-entropy of finetune."
+    preset.recipe, settings = preset.equivalent(_LOSSES, "loss", distilled or name, ("finetune", {}), uses)
     preset.settings |= settings
     if preset.recipe == "distill":
         preset.settings["distill.cross_entropy_weight"] = round(1 - left.pop("kd_ratio", 0.5), 6)
     if preset.recipe == "grpo":
         preset.settings["rewards"] = [{"function": "exact_answer", "pattern": r"(?:#### |<answer>)([^<\n]*)"}]
-        preset.remarks.append("rewards: theirs come with a prompt that asks for tags; exact_answer stands for them")
+        preset.remark("rewards: torchtune's need a prompt that asks for tags. The preset uses exact_answer.")
 
 
 def _convert_model(left: Values, preset: Preset) -> None:
-    told, builder = preset.settings, _component(left, "model")
+    settings, builder = preset.settings, _component(left, "model")
 
     def folder_of(key: str, builder: str) -> str:
         """Return the folder if it exists, otherwise the Hub repository by its name or by the builder's preset."""
@@ -208,70 +204,68 @@ def _convert_model(left: Values, preset: Preset) -> None:
         hub = f"{owner}/{name}" if owner else preset_values(shipped)["model.path"] if shipped and not folder else None
         if hub is None or (Path(folder) / "config.json").is_file():
             return folder
-        preset.remarks.append(
-            f"{key}.checkpoint_dir: {folder or 'nothing'} is not here; {hub} of the hub stands for it"
-        )
+        missing = f"no model in {folder}" if folder else "not set"
+        preset.remark(f"{key}.checkpoint_dir: {missing}. The preset uses {hub} of the Hub.")
         return hub
 
     reference = left.pop("ref_checkpointer.checkpoint_dir", None)
     if reference not in (None, left.get("checkpointer.checkpoint_dir")):
-        preset.remarks.append(f"ref_checkpointer: the reference is what training begins with, and not {reference}")
-    told["model.path"] = folder_of("checkpointer", builder)
+        preset.remark(f"ref_checkpointer: the reference is the model before training, not {reference}.")
+    settings["model.path"] = folder_of("checkpointer", builder)
     if preset.recipe == "distill":
-        told["distill.teacher"] = folder_of("teacher_checkpointer", _component(left, "teacher_model"))
-    told["model.dtype"] = _DTYPES.get(dtype := left.pop("dtype", "bf16"), dtype)
+        settings["distill.teacher"] = folder_of("teacher_checkpointer", _component(left, "teacher_model"))
+    settings["model.dtype"] = _DTYPES.get(dtype := left.pop("dtype", "bf16"), dtype)
     targets = ["o_proj" if name == "output_proj" else name for name in left.pop("model.lora_attn_modules", [])]
     targets += ["gate_proj", "up_proj", "down_proj"] if left.pop("model.apply_lora_to_mlp", False) else []
     targets += ["lm_head"] if left.pop("model.apply_lora_to_output", False) else []
     if targets:
         quantized = left.pop("model.quantize_base", False) or builder.startswith("qlora")
-        told |= {"lora.targets": targets, "lora.quantize": "nf4" if quantized else "none"}
+        settings |= {"lora.targets": targets, "lora.quantize": "nf4" if quantized else "none"}
     quantizer, group_size = _component(left, "quantizer"), left.pop("quantizer.groupsize", 256)
     if quantizer == "Int8DynActInt4WeightQATQuantizer" and not targets:
-        told |= {"quantize.train": "int8_dynamic_int4_weight", "quantize.group_size": group_size}
+        settings |= {"quantize.train": "int8_dynamic_int4_weight", "quantize.group_size": group_size}
     elif quantizer:
-        preset.remarks.append(f"quantizer: {quantizer} is not done here{' beside an adapter' if targets else ''}")
+        preset.remark(f"quantizer: {quantizer} is not supported{' with an adapter' if targets else ''}.")
 
 
 def _convert_data(left: Values, preset: Preset) -> None:
-    told, recipe = preset.settings, preset.recipe
+    settings, recipe = preset.settings, preset.recipe
 
     def below(group: str) -> Values:
         return {key.removeprefix(f"{group}."): left.pop(key) for key in list(left) if key.startswith(f"{group}.")}
 
     sources = [_source(dict(one), preset) for one in left.pop("dataset", None) or [below("dataset")]]
-    beside = [{name: source.pop(name, None) for name in ("train_on_input", "packed", "system")} for source in sources]
-    for name, value in beside[0].items():
-        if any(other[name] != value for other in beside):
-            preset.remarks.append(f"dataset: {name} differs between data sets; the first's is taken")
+    shared = [{name: source.pop(name, None) for name in ("train_on_input", "packed", "system")} for source in sources]
+    for name, value in shared[0].items():
+        if any(other[name] != value for other in shared):
+            preset.remark(f"dataset: {name} differs between datasets. The preset uses the value of the first one.")
     if recipe in ("finetune", "distill"):
         of_format = "completion" if sources[0].get("format") == "prompt_completion" else "assistant"
-        told["data.train_on"] = "all" if beside[0]["train_on_input"] else of_format
-    told |= {"data.packing": "bfd" if beside[0]["packed"] else None, "data.system": beside[0]["system"]}
-    told["data.source"] = sources if len(sources) > 1 else sources[0].pop("path", "")
-    told |= {f"data.{name}": value for name, value in sources[0].items()} if len(sources) == 1 else {}
+        settings["data.train_on"] = "all" if shared[0]["train_on_input"] else of_format
+    settings |= {"data.packing": "bfd" if shared[0]["packed"] else None, "data.system": shared[0]["system"]}
+    settings["data.source"] = sources if len(sources) > 1 else sources[0].pop("path", "")
+    settings |= {f"data.{name}": value for name, value in sources[0].items()} if len(sources) == 1 else {}
     if held_out := below("dataset_val"):
         source = _source(held_out, preset)
-        told["data.validation_source"] = [{k: v for k, v in source.items() if k not in beside[0]}]
+        settings["data.validation_source"] = [{k: v for k, v in source.items() if k not in shared[0]}]
     if left.get("tokenizer.max_seq_len") is None and recipe != "grpo":
-        preset.remarks.append("tokenizer.max_seq_len: null is no limit there; here it is data.max_length, 2048 tokens")
+        preset.remark("tokenizer.max_seq_len: null is no limit in torchtune. The preset uses data.max_length=2048.")
 
 
 def _source(theirs: Values, preset: Preset) -> Values:
     """Convert a dataset into an entry of data.source, with the extra keys `train_on_input`, `packed` and `system`."""
-    name = _component({"dataset._component_": theirs.pop("_component_", "")}, "dataset")
-    if name not in _DATASETS:
-        preset.remarks.append(f"dataset: there is no {name} here; give data.source and data.format, see docs/data.md")
+    name = str(theirs.pop("_component_", "")).rpartition(".")[2]
+    uses = "Set data.source and data.format; see docs/data.md."
+    found = dict(preset.equivalent(_DATASETS, "dataset", name, {}, uses))
     if name.startswith("alpaca"):
-        preset.remarks.append(
-            f"dataset: {name} writes rows into the Alpaca prompt ('Below is an instruction ...'); here the prompt is the instruction "
-            "and the input alone. docs/coming_from_torchtune.md has a data.format that does the same"
+        preset.remark(
+            f"dataset: torchtune's {name} adds the Alpaca prompt ('Below is an instruction ...'). lean_ft uses the instruction and "
+            "the input alone. docs/coming_from_torchtune.md has a data.format with the Alpaca prompt."
         )
-    found = dict(_DATASETS.get(name, {}))
     columns = dict(found.get("columns", {}))
     for key in [key for key in theirs if key.startswith("column_map.")]:
         ours = key.removeprefix("column_map.")
-        columns[_COLUMNS.get(ours, ours) if name == "instruct_dataset" else ours] = theirs.pop(key)
+        columns[_INSTRUCT_COLUMNS.get(ours, ours) if name == "instruct_dataset" else ours] = theirs.pop(key)
     if theirs.pop("conversation_style", "sharegpt") == "openai":
         found["format"] = "messages"
     chat = "messages" if found.get("format") == "messages" else "conversations"
@@ -282,49 +276,57 @@ def _source(theirs: Values, preset: Preset) -> Values:
     named |= {name: theirs.pop(name, None) for name in ("subset", "split", "packed", "train_on_input")}
     named |= {"subset": subset} if (subset := theirs.pop("name", None)) else {}
     named["columns"] = {ours: yours for ours, yours in columns.items() if ours != yours} or None
-    preset.remarks += [f"dataset.{key}: {value} has no equivalent" for key, value in theirs.items() if value]
+    preset.remarks += [f"dataset.{key}: {value} has no equivalent." for key, value in theirs.items() if value]
     return found | {key: value for key, value in named.items() if value is not None}
 
 
 def _convert_steps(left: Values, preset: Preset) -> None:
-    told, name, schedule = preset.settings, left.pop("optimizer._component_", ""), _component(left, "lr_scheduler")
-    name = re.sub(r"^torchao\.prototype\.low_bit_optim", "torchao.optim", name)
-    if name not in _OPTIMIZERS:
-        preset.remarks.append(f"optimizer: there is no {name} here; adamw stands for it")
+    settings, schedule = preset.settings, _component(left, "lr_scheduler")
+    name = re.sub(r"^torchao\.prototype\.low_bit_optim", "torchao.optim", left.pop("optimizer._component_", ""))
+    settings |= preset.equivalent(_OPTIMIZERS, "optimizer", name, _DECAYED, "The preset uses adamw.")
     if name.endswith("PagedAdamW"):
-        preset.remarks.append(
-            "optimizer: its state stays on the device; optimizer.state=streamed keeps it in host memory"
-        )
-    told |= _OPTIMIZERS.get(name, _DECAYED) | {"schedule.name": "cosine" if schedule else "constant"}
-    if schedule not in ("", "get_cosine_schedule_with_warmup"):
-        preset.remarks.append(f"lr_scheduler: there is no {schedule} here; cosine stands for it")
+        preset.remark("optimizer: the state stays on the device. optimizer.state=streamed keeps it in host memory.")
+    schedules = {"": "constant", "get_cosine_schedule_with_warmup": "cosine"}
+    uses = "The preset uses cosine."
+    settings["schedule.name"] = preset.equivalent(schedules, "lr_scheduler", schedule, "cosine", uses)
     steps, epochs = left.pop("max_steps_per_epoch", None), left.get("epochs") or 1
     if steps is not None:
-        told["max_steps"] = steps * epochs
-        preset.remarks += ["max_steps_per_epoch: here an epoch is never cut short, but the run"] if epochs > 1 else []
+        settings["max_steps"] = steps * epochs
+        if epochs > 1:
+            preset.remark("max_steps_per_epoch: the preset limits the steps of the run, not of each epoch.")
     if left.pop("enable_activation_checkpointing", False):
-        told["memory.activation_checkpointing"] = "full"
+        settings["memory.activation_checkpointing"] = "full"
     if left.pop("ac_mode", None) == "selective" and (every := int(left.pop("ac_option", 1))) > 1:
-        told |= {"memory.activation_checkpointing": "every_n", "memory.checkpoint_every_n": every}
+        settings |= {"memory.activation_checkpointing": "every_n", "memory.checkpoint_every_n": every}
+    uses = "log.to supports csv, tensorboard, wandb and mlflow."
     logger = _component(left, "metric_logger")
-    told["log.to"] = _LOGGERS.get(logger) or None
-    if logger not in ("", *_LOGGERS):
-        preset.remarks.append(
-            f"metric_logger: there is no {logger} here; log.to has tensorboard, wandb, mlflow and csv"
-        )
+    settings["log.to"] = preset.equivalent({"": []} | _LOGGERS, "metric_logger", logger, [], uses) or None
     if _component(left, "profiler") and left.get("profiler.enabled"):
-        told["profile_steps"] = [left.pop(f"profiler.{name}_steps", 1) for name in ("wait", "warmup", "active")]
-    told["device"] = "cpu" if left.get("device") == "cpu" else None
-
-
-def _tell_what_is_left(left: Values, preset: Preset) -> None:
-    if left.pop("shuffle", True) is False:
-        preset.settings["data.shuffle"] = False
+        settings["profile_steps"] = [left.pop(f"profiler.{name}_steps", 1) for name in ("wait", "warmup", "active")]
+    settings["device"] = "cpu" if left.get("device") == "cpu" else None
+    settings["data.shuffle"] = False if left.pop("shuffle", True) is False else None
     if "seed" in left and left["seed"] is None:
-        preset.remarks.append("seed: null is a random one there, and 0 here")
-    told = {key: value for key, value in left.items() if value is not None and value is not False}
-    needless = [key for key in told if any(fnmatch(key, pattern) for pattern in _NEEDLESS.split())]
+        preset.remark("seed: null is a random seed in torchtune. The preset uses 0.")
+
+
+def _convert_batches_of_prompts(left: Values, preset: Preset) -> None:
+    """Convert GRPO's batches and lengths: torchtune counts prompts per batch, lean_ft counts completions."""
+    settings = preset.settings
+    prompts, of_a_pass = settings.pop("batch_size", 1), left.pop("forward_batch_size", None) or 1
+    settings["batch_size"] = of_a_pass * settings.get("generation.num_answers", 8)
+    settings["gradient_accumulation_steps"] = -(-prompts // of_a_pass)
+    if "generation.top_k" in settings:
+        settings["loss.correction"] = "token_truncate"
+        preset.remark("top_k: torchtune's loss ignores it. The preset corrects the loss (loss.correction).")
+    if (length := settings.pop("data.max_length", None)) is not None:
+        lengths = "data.max_prompt_length and generation.max_new_tokens"
+        preset.remark(f"tokenizer.max_seq_len: {length} has no equivalent. Set {lengths}.")
+
+
+def _remark_on_the_rest(left: Values, preset: Preset) -> None:
+    rest = {key: value for key, value in left.items() if value is not None and value is not False}
+    needless = [key for key in rest if any(fnmatch(key, pattern) for pattern in _NEEDLESS.split())]
     preset.remarks += [
-        f"{key}: {to_yaml(told[key], flow=True)} has no equivalent" for key in told if key not in needless
+        f"{key}: {to_yaml(rest[key], flow=True)} has no equivalent." for key in rest if key not in needless
     ]
-    preset.remarks += [f"needless here: {', '.join(needless)}"] if needless else []
+    preset.remarks += [f"not needed in lean_ft: {', '.join(needless)}"] if needless else []

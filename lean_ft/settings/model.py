@@ -74,26 +74,22 @@ class LoRAConfig(Settings):
 
 
 # torchao's kinds that lean_ft does not support -> reason.
-_NOT_QUANTIZED_TO = {
-    **dict.fromkeys(
-        ("nvfp4", "mxfp4", "mxfp8"), "torchao's is a prototype, and its products are for GPUs from Blackwell on"
-    ),
-    **dict.fromkeys(
-        ("float8_dynamic", "float8_dynamic_int4_weight"), "its products are for GPUs from Ada and Hopper on"
-    ),
-    "int4_packed": "its kernels (mslk) are for GPUs",
+_UNSUPPORTED_KINDS = {
+    **dict.fromkeys(("nvfp4", "mxfp4", "mxfp8"), "it is a prototype in torchao, and needs a GPU from Blackwell on"),
+    **dict.fromkeys(("float8_dynamic", "float8_dynamic_int4_weight"), "it needs a GPU from Ada or Hopper on"),
+    "int4_packed": "it needs the GPU kernels of mslk",
 }
 
 
-def _is_not_refused(name: Any) -> Any:
-    if name in _NOT_QUANTIZED_TO:
-        raise ValueError(f"{name} is not done here: {_NOT_QUANTIZED_TO[name]}, and nothing was tested there.")
+def _check_kind(name: Any) -> Any:
+    if name in _UNSUPPORTED_KINDS:
+        raise ValueError(f"{name} is not supported: {_UNSUPPORTED_KINDS[name]}.")
     return name
 
 
 QuantizedKind = Annotated[
     Literal["int8", "int4", "float8", "int8_dynamic_int8_weight", "int8_dynamic_int4_weight"],
-    BeforeValidator(_is_not_refused),
+    BeforeValidator(_check_kind),
 ]
 GroupSize = Annotated[
     PositiveInt,
@@ -106,7 +102,7 @@ GroupSize = Annotated[
 class QuantizeConfig(Settings):
     """Quantization-aware training (QAT). `leanft run quantize` then quantizes the weights."""
 
-    train: Annotated[Literal["int4", "int8_dynamic_int4_weight"], BeforeValidator(_is_not_refused)] | None = Field(
+    train: Annotated[Literal["int4", "int8_dynamic_int4_weight"], BeforeValidator(_check_kind)] | None = Field(
         None,
         description="Quantization-aware training: round the layers' weights to 4 bits, and with int8_dynamic_int4_weight "
         "their inputs to 8 bits per token, as torchao's quantized layers do. Checkpoints hold unrounded "

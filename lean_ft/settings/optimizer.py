@@ -87,7 +87,7 @@ class ScheduleConfig(Settings):
     def _has_one_warmup(self) -> "ScheduleConfig":
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both say how long the warm-up "
-                "is. Set one of them to 0."
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both set the length of the "
+                "warm-up. Set one of them to 0."
             )
         return self

@@ -155,8 +155,8 @@ class RecipeConfig(Settings):
     log: LogConfig = LogConfig()
     profile: bool = Field(
         False,
-        description="Profile a few steps with torch.profiler. The trace, the largest operations and the memory over time "
-        "go to output_dir/profile.",
+        description="Profile a few steps with torch.profiler. The trace and a table of the largest operations go to "
+        "output_dir/profile.",
     )
     profile_steps: tuple[NonNegativeInt, NonNegativeInt, PositiveInt] = Field(
         (2, 1, 2), description="With `profile`: number of steps to wait, to warm up and to record."

@@ -71,11 +71,11 @@ def read_yaml_file(path: Path) -> tuple[Any, dict[str, int]]:
     with path.open("rb") as file:
         raw = file.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_BYTES // 1024} KiB, as no preset is. Is it the right file?")
+        raise ValueError(f"{path} is larger than {MAX_BYTES // 1024} KiB. Pass a YAML file with settings.")
     try:
         return parse_yaml(raw.decode("utf-8-sig"), path)
     except UnicodeDecodeError as error:
-        reason = f"expected text in UTF-8, but byte {error.start} is not. Is it the right file?"
+        reason = f"not UTF-8 text (byte {error.start}). Pass a YAML file with settings."
         raise ValueError(f"{path}: {reason}") from None
 
 
@@ -94,13 +94,13 @@ def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]
     def value(event: Any, place: str, depth: int) -> Any:
         mark = event.start_mark
         if isinstance(event, yaml.AliasEvent) or event.anchor:
-            refuse(mark, "anchors and aliases (& and *) are not used in settings; write the value out.")
+            refuse(mark, "anchors and aliases (& and *) are not supported. Write the value out.")
         if event.tag:
-            refuse(mark, f"tags ({event.tag}) are not used in settings; write the plain value.")
+            refuse(mark, f"tags ({event.tag}) are not supported. Write the plain value.")
         if isinstance(event, yaml.ScalarEvent):
             return event.value if event.style else Plain(event.value)
         if depth == MAX_DEPTH:
-            refuse(mark, f"nested more than {MAX_DEPTH} deep, as no setting is.")
+            refuse(mark, f"nested more than {MAX_DEPTH} levels deep. Settings need fewer.")
         if isinstance(event, yaml.SequenceStartEvent):
             items = []
             while not isinstance(event := next(events), yaml.SequenceEndEvent):
@@ -113,7 +113,7 @@ def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]
                 refuse(mark, f"expected a name before the colon, found {kind(key)}.")
             if place + key in lines:
                 first = f" (first in line {lines[place + key]})" if path else ""
-                refuse(mark, f"'{key}' is given twice{first}; keep one of them.")
+                refuse(mark, f"'{key}' is set twice{first}. Remove one of them.")
             lines[place + key] = mark.line + 1
             values[str(key)] = value(next(events), f"{place}{key}.", depth + 1)
         return values

@@ -6,15 +6,12 @@ the value. Its batches are kept in
     bad_batches/step_00000012.safetensors    0.input_ids, 0.labels, 0.positions ... of each micro-batch
     bad_batches/step_00000012.json           the step's line of metrics, and the text of its rows
 
-float16 gradients that overflow at a loss scale above 1 are not a bad step: the scale is adjusted that way. Two other problems
-are logged: a loss far above the ones before (a spike), and a loss that stays at the logarithm of the vocabulary size, as for
-a model that predicts nothing.
+float16 gradients that overflow at a loss scale above 1 are not a bad step: the scale is adjusted that way. A loss that stays
+at the logarithm of the vocabulary size, as for a model that predicts nothing, is logged too.
 """
 
 import json
 import math
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,16 +22,11 @@ from lean_ft.data import Batch
 from lean_ft.models.safetensors_file import write_file
 from lean_ft.system.log import say
 from lean_ft.system.shards import local
-from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.metrics import Row
 
 FOLDER = "bad_batches"
 TEXT_CHARACTERS = 2000  # of each row's text
-SPIKE_WINDOW = 50  # earlier losses that a new one is compared with
-SPIKE_MIN_LOSSES = 10
-SPIKE_DEVIATIONS = 8  # median absolute deviations above the median (0.67 sigma for a normal distribution)
-SPIKE_RATIO = 1.5
 UNIFORM_STEPS = 10  # steps in a row with the loss of a uniform prediction, within the tolerance
 UNIFORM_TOLERANCE = 1e-3
 
@@ -56,12 +48,10 @@ class BadSteps:
     ):
         self.count = 0  # of the whole run
         self.steps: list[int] = []  # since this start
-        self.spikes = 0
         self.batches_without_targets = 0
         self.doubtful = False  # whether a bad step came since the weights were last known to be finite
         self._directory, self._tokenizer, self._limit, self._writes = directory, tokenizer, max_bad_steps, writes
         self._kept: dict[int, list[Batch]] = {}
-        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._uniform_loss = None if vocab_size is None else math.log(vocab_size)  # None: unknown, or already logged
         self._uniform_steps = 0
 
@@ -74,7 +64,6 @@ class BadSteps:
         """Check a step's line of metrics."""
         micro_batches = self._kept.pop(row["step"], [])
         if row["loss"] is not None and "reward" not in row:  # a policy's loss is always about 0
-            self._look_for_spike(row)
             self._look_for_uniform_loss(row)
         overflowed = row["loss"] is not None and loss_scale > 1
         if not ("loss" in (bad := row.get("non_finite", {})) or ("grad_norm" in bad and not overflowed)):
@@ -112,20 +101,8 @@ class BadSteps:
         """Log the counts at the end of a run."""
         if self.steps:
             say("bad steps", f"{len(self.steps)} with a loss or gradients that were not finite: {self.steps[:10]}")
-        if self.spikes:
-            say("spikes", f"{self.spikes} steps with a loss far above the ones before")
         if self.batches_without_targets:
-            say("no targets", f"{self.batches_without_targets} batches had no token to train on")
-
-    def _look_for_spike(self, row: Row) -> None:
-        loss = row["loss"]
-        if len(self._losses) >= SPIKE_MIN_LOSSES:
-            median = statistics.median(self._losses)
-            deviation = statistics.median(abs(value - median) for value in self._losses)
-            if loss > max(median + SPIKE_DEVIATIONS * deviation, SPIKE_RATIO * median):
-                self.spikes += 1
-                say("spike", f"loss {number(loss)} at step {row['step']}; the median before it is {median:.4g}")
-        self._losses.append(loss)
+            say("no targets", f"{self.batches_without_targets} batches had no target tokens")
 
     def _look_for_uniform_loss(self, row: Row) -> None:
         if self._uniform_loss is None:

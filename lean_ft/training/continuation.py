@@ -13,6 +13,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,24 +38,32 @@ from lean_ft.training.run_directory import Settings, check_usable, holds_run, re
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+# Settings that a resumed run may change. First how long it lasts, where it runs and how often it writes:
 FREE = {
-    "plan",
     "max_steps",
     "epochs",
+    "stop_after_evals",
     "save_every",
     "eval_every",
-    "stop_after_evals",
     "log_every",
     "output_dir",
     "resume",
+    "plan",
 }
 FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not its content
 FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
 FREE |= {"profile", "profile_steps", "eval_tasks", "eval_tasks_every", "eval_tasks_limit"}
 FREE_GROUPS = ("log.",)
 # Allowed, with a log line:
-LOGGED = {"compile", "device", "clip_grad_norm", "optimizer.lr", "lora.lr_ratio", "data.validation_source"}
-LOGGED |= {"neftune_alpha"}
+LOGGED = {
+    "compile",
+    "device",
+    "clip_grad_norm",
+    "optimizer.lr",
+    "lora.lr_ratio",
+    "data.validation_source",
+    "neftune_alpha",
+}
 LOGGED_GROUPS = ("memory.", "schedule.", "parallel.")
 BATCH = ("batch_size", "gradient_accumulation_steps")  # may change together if a step has the same number of rows
 # May differ when a complete run is started again, which only answers questions.
@@ -153,7 +162,6 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
     rows_then, rows_now = (math.prod(settings.get(key, 1) for key in BATCH) for settings in (before, now))
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, UNKNOWN), now.get(key, UNKNOWN)
-        # A setting that only one side has belongs to another version or an edited recipe.
         if old == new or UNKNOWN in (old, new) or key in FREE | CONTENT or key.startswith(FREE_GROUPS):
             continue
         change = _change(key, old, new)
@@ -172,12 +180,7 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
 def check_complete(cfg: RecipeConfig, state: dict[str, Any]) -> None:
     """Raise ValueError if a complete run is started again with other settings, with each setting and both values."""
     before, now = state["settings"], settings_of(cfg)
-    changes = [
-        _change(key, before[key], now[key])
-        for key in sorted((before.keys() & now.keys()) - OF_COMPLETE - CONTENT)
-        if before[key] != now[key]
-    ]
-    if changes:
+    if changes := _changes(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT)):
         bound = "epochs" if cfg.max_steps is None else "max_steps"
         raise ValueError(
             f"output_dir={cfg.output_dir} holds a complete run of {state['step']} steps with other settings:{_lines(changes)}\n"
@@ -189,12 +192,7 @@ def compare_identity(cfg: RecipeConfig, start: dict[str, Any]) -> None:
     """Raise ValueError if a run without a checkpoint has another recipe, model or data."""
     before: Settings = {"recipe": without_alias(start.get("recipe", "")), **start["settings"]}
     now: Settings = {"recipe": recipe_name(cfg), **settings_of(cfg)}
-    changes = [
-        _change(key, before[key], now[key])
-        for key in ("recipe", *IDENTITY)
-        if key in before and key in now and before[key] != now[key]
-    ]
-    if changes:
+    if changes := _changes(before, now, ("recipe", *IDENTITY)):
         raise ValueError(_refusal(f"output_dir={cfg.output_dir} holds another run", changes))
 
 
@@ -202,8 +200,7 @@ def compare_data(cfg: RecipeConfig, fingerprint: str, state: dict[str, Any], fol
     """Raise ValueError if the content of the data differs from what the checkpoint was trained on."""
     if fingerprint == state["data_fingerprint"]:
         return
-    before, now = state["settings"], settings_of(cfg)
-    changes = [_change(key, before.get(key), now.get(key)) for key in CONTENT if before.get(key) != now.get(key)]
+    changes = _changes(state["settings"], settings_of(cfg), sorted(CONTENT))
     changes.append(_change("data fingerprint", state["data_fingerprint"], fingerprint))
     raise ValueError(_refusal(f"{folder} was trained on other data", changes))
 
@@ -217,6 +214,15 @@ def compare_base(fingerprint: str | None, state: dict[str, Any], folder: Path) -
     if before is not None and fingerprint is not None and before != fingerprint:
         change = _change("fingerprint of the weights of model.path", before, fingerprint)
         raise ValueError(_refusal(f"{folder} holds an adapter of another model", [change]))
+
+
+def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
+    """The settings in both that differ. A setting that one side lacks belongs to another version or an edited recipe."""
+    return [
+        _change(key, before[key], now[key])
+        for key in keys
+        if key in before.keys() & now.keys() and before[key] != now[key]
+    ]
 
 
 def _change(key: str, old: Any, new: Any) -> str:

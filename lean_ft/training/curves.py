@@ -1,7 +1,7 @@
-"""Curves of runs: a PNG, and a self-contained HTML page. Drawn by matplotlib, the `plots` extra.
+"""Curves of runs, drawn by matplotlib, the `plots` extra; and the results and settings of runs, for tables.
 
 There is a panel for each metric in metrics.jsonl: loss, held-out loss, the objective's own metrics (`rewards/margins`), learning
-rate, memory, speed. The page also has a table of the runs' results and a table of the settings that differ.
+rate, memory, speed.
 """
 
 import io
@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +33,6 @@ _SMOOTHED_POINTS = 40  # a panel with a longer curve shows pale curves with runn
 _WINDOWS = 20  # the longest run has so many windows of the running mean; all runs have the same window
 _EXACT = ("lr", "memory")  # not smoothed
 _COLUMNS = 2  # of panels
-_PAGE = """\
-<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }}
-svg {{ width: 100%; height: auto; }}
-table {{ border-collapse: collapse; margin: 1em 0 2em; }}
-th, td {{ padding: .3em .9em; border-bottom: 1px solid #ddd; text-align: right; }}
-th:first-child, td:first-child {{ text-align: left; }}
-</style></head><body>
-<h1>{title}</h1>
-{ends}
-{picture}
-{differences}
-</body></html>
-"""
 
 
 @dataclass(frozen=True)
@@ -64,10 +46,10 @@ class Curves:
     def points(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and finite values of a metric; `memory` in GiB."""
         if metric == "memory":
-            told = [(row["step"], row["peak_memory_bytes"] / GIB) for row in self.rows if row.get("peak_memory_bytes")]
+            found = [(row["step"], row["peak_memory_bytes"] / GIB) for row in self.rows if row.get("peak_memory_bytes")]
         else:
-            told = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
-        return [step for step, _ in told], [value for _, value in told]
+            found = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
+        return [step for step, _ in found], [value for _, value in found]
 
     def results(self) -> dict[str, Any]:
         """Steps, losses, tokens, mean speed and peak memory; None if not measured."""
@@ -173,23 +155,12 @@ def figure_of(runs: Sequence[Path]) -> Any:
     return figure
 
 
-def draw_curves(runs: Sequence[Path], picture: Path, page: Path) -> None:
-    """Draw the runs into `picture`, a PNG, and `page`, self-contained HTML.
+def draw_curves(runs: Sequence[Path], picture: Path) -> None:
+    """Draw the runs into `picture`, a PNG.
 
     Raises ValueError if matplotlib is not installed, or a directory is not a run's.
     """
-    curves = read_curves(runs)
-    figure = _figure(curves)
-    import matplotlib
-
-    title = ", ".join(run.name for run in curves)
-    drawn = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # text stays text
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    svg = drawn.getvalue()
-    told = {"title": escape(title), "ends": _ends(curves), "differences": _differences(curves)}
-    with write_whole(page) as part:
-        part.write_text(_PAGE.format(**told, picture=svg[svg.index("<svg") :]), "utf-8")
+    figure = _figure(read_curves(runs))
     with write_whole(picture) as part:
         figure.savefig(part, format="png", dpi=150)
 
@@ -199,7 +170,7 @@ def _figure(curves: list[Curves]) -> Any:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        raise ValueError("pictures need matplotlib; install it with: pip install 'lean-ft[plots]'") from None
+        raise ValueError("pictures need matplotlib. Run pip install 'lean-ft[plots]'.") from None
 
     metrics = _metrics(curves)
     num_rows = -(-len(metrics) // _COLUMNS)
@@ -228,19 +199,16 @@ def _figure(curves: list[Curves]) -> Any:
             axes.set_xlabel("optimizer step")
     figure.axes[0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    title = (
-        f"pale: every step; bold: running mean over about {window:.0f} steps, the same for all runs"
-        if has_means
-        else None
-    )
+    means = f"pale: every step; bold: running mean over about {window:.0f} steps, the same for all runs"
+    title = means if has_means else None
     figure.legend(handles, labels, loc="outside upper left", ncols=1, frameon=False, title=title, alignment="left")
     return figure
 
 
 def _metrics(curves: list[Curves]) -> dict[str, str]:
     """Metric of any run -> title of its panel, in the order of the panels."""
-    told = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
-    own = [name for name in told if name not in _COUNTS and name not in _FIRST and name not in _LAST]
+    found = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
+    own = [name for name in found if name not in _COUNTS and name not in _FIRST and name not in _LAST]
     # A held-out metric follows its training metric: rewards/margins, eval_rewards/margins.
     own.sort(key=lambda name: (name.removeprefix("eval_"), name.startswith("eval_")))
     titles = {name: f"held-out {name[5:]}" if name.startswith("eval_") else name for name in own}
@@ -260,22 +228,3 @@ def _smoothed(steps: list[int], values: list[float], window: float) -> list[floa
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         smooth.append(mean / weight)
     return smooth
-
-
-def _ends(curves: list[Curves]) -> str:
-    """A table of the runs' results."""
-    head = ["run", "steps", "loss, last", "held-out, last", "held-out, lowest", "tokens", "tokens/s", "peak memory"]
-    return _table(head, [[run.name, *run.results_as_text().values()] for run in curves])
-
-
-def _differences(curves: list[Curves]) -> str:
-    """A table of the settings that differ; empty for one run."""
-    rows = [[key, *(as_text(run.settings.get(key, "-")) for run in curves)] for key in differing_settings(curves)]
-    return _table(["setting", *(run.name for run in curves)], rows) if rows else ""
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    def line(cells: list[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return "<table>" + "\n".join([line(head, "th"), *(line(row, "td") for row in rows)]) + "</table>\n"

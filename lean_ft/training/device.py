@@ -45,7 +45,7 @@ def start(cfg: RecipeConfig) -> torch.device:
             say(
                 "WARNING",
                 f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is not a multiple of {number}, so some of the {size} "
-                "processes wait for others in each step.",
+                f"processes are idle in part of each step. Set a multiple of {number}",
             )
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
@@ -69,7 +69,7 @@ def start(cfg: RecipeConfig) -> torch.device:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         notes.append(_settle_host_memory(cfg))
     elif (memory := cfg.group(MemoryConfig)) is not None and memory.host_pool:
-        raise ValueError(f"memory.host_pool=true is for device=cpu, and device={device.type}. Leave it out.")
+        raise ValueError(f"memory.host_pool=true needs device=cpu; found device={device.type}. Remove it.")
     say("device", "; ".join([describe(device), f"seed {cfg.seed}", *filter(None, notes)]))
     return device
 
@@ -77,7 +77,7 @@ def start(cfg: RecipeConfig) -> torch.device:
 def _device_of_rank(device: torch.device) -> torch.device:
     """This process's own GPU; a CPU as it is."""
     if device.type == "mps":
-        raise ValueError("an mps device is for one process. Set device=cpu, or start one process.")
+        raise ValueError("device=mps supports one process only. Set device=cpu, or start one process.")
     if device.type != "cuda":
         return device
     place, number = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -96,7 +96,7 @@ def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
     parallel = cfg.group(ParallelConfig)
     if parallel is None:
         raise ValueError(
-            f"this recipe has no `parallel` settings, so it is for one process, and {size} were started. Start one process, or "
+            f"this recipe has no `parallel` settings, so it needs one process, and {size} were started. Start one process, or "
             "run a recipe with `parallel` settings (finetune, dpo)."
         )
     check_number(parallel, size)
@@ -104,10 +104,10 @@ def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
     sharing = parallel.context * parallel.tensor  # a micro-batch
     number = max(1, size // sharing)
     if cfg.gradient_accumulation_steps < number:
-        there_are = f"there are {size}" if sharing == 1 else f"{size} processes are {number} groups that share a batch"
+        groups = f"the {size} processes" if sharing == 1 else f"the {number} groups of {sharing} processes"
         raise ValueError(
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the batches of a step over all "
-            f"processes, and {there_are}, so some would have none. Set gradient_accumulation_steps={number}, or a multiple."
+            f"processes, so some of {groups} would have no batch. Set gradient_accumulation_steps={number}, or a multiple."
         )
     memory, lora = cfg.group(MemoryConfig), cfg.group(LoRAConfig)
     alone = {

@@ -41,10 +41,8 @@ def find_base(adapter: Path) -> str:
     for name in filter(None, names):
         if name == "tiny" or repository_name(name) is not None or Path(name).expanduser().is_dir():
             return name
-    problem = f"its base model {names[0]} is not here" if names[0] else "it does not name its base model"
-    raise ValueError(
-        f"{adapter}: {problem}. Set the base model's folder (model.path=..., or --base of `leanft export`)."
-    )
+    problem = f"no such base model: {names[0]}" if names[0] else "the adapter does not name its base model"
+    raise ValueError(f"{adapter}: {problem}. Set the base model's folder by model.path, or --base of `leanft export`.")
 
 
 def tokenizer_folder(*folders: Path) -> Path | None:

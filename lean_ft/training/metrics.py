@@ -227,8 +227,8 @@ def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> list[
                 shutil.copyfile(path, copy)
             say(
                 "WARNING",
-                f"{path} has no readable lines of steps {reached + 1} to {step}: line {len(rows) + 1} is damaged or missing. "
-                f"The run continues, without these steps in its curves. The damaged file is kept as {damaged}.",
+                f"{path} lost the lines of steps {reached + 1} to {step}: line {len(rows) + 1} is damaged or missing. The run "
+                f"continues, without these steps in its curves. The damaged file is kept as {damaged}.",
             )
         file.truncate(kept_bytes)
     return rows

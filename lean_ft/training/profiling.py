@@ -1,15 +1,12 @@
-"""`profile=true`: the time and memory of a few steps, in output_dir/profile.
+"""`profile=true`: the time and memory of the operations of a few steps, in output_dir/profile.
 
-trace.json.gz    every operation, for https://ui.perfetto.dev or chrome://tracing
+trace.json.gz    every operation and allocation, for https://ui.perfetto.dev or chrome://tracing
 operations.txt   PyTorch's table of the operations with the most time of their own, summed over the profiled steps
-memory.csv       seconds and bytes every few milliseconds: allocated on a GPU, resident on a CPU
 
 The profiler is PyTorch's, with its waiting and warm-up steps. The trace names the modules, by hooks, which would recompile
 compiled layers. So with compile=true the trace has no modules, and kernels have the compiler's names.
 """
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lean_ft.settings import RecipeConfig
 from lean_ft.system.log import say
-from lean_ft.training.process_memory import rss_bytes
 
-FOLDER, MEMORY_FILE, OPERATIONS_FILE, TRACE_FILE = "profile", "memory.csv", "operations.txt", "trace.json.gz"
+FOLDER, OPERATIONS_FILE, TRACE_FILE = "profile", "operations.txt", "trace.json.gz"
 _MODULE = "module: "
-_SAMPLE_SECONDS = 0.003
 _ROWS = 40  # of operations.txt
 
 
@@ -52,8 +47,6 @@ class StepProfiler:
     ) -> None:
         self._folder: Path | None = folder
         self._device, self._steps, self._done = device, steps, 0
-        self._samples: list[tuple[float, int]] = []
-        self._samples_memory = False
         self._hooks = _name_modules(model) if names_modules else []
         folder.mkdir(parents=True, exist_ok=True)
         wait, warmup, active = steps
@@ -62,19 +55,16 @@ class StepProfiler:
             activities=activities,
             schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
+            profile_memory=True,
             acc_events=True,
         )
         self._profile.start()
-        self._watch()
 
     def step(self) -> None:
         """Call this after each step."""
         self._done += 1
         if self._done <= sum(self._steps):
-            if self._done == sum(self._steps):  # the profiler now takes memory itself
-                self._samples_memory = False
             self._profile.step()
-            self._watch()
 
     def stop(self) -> None:
         if self._done < sum(self._steps):
@@ -84,23 +74,8 @@ class StepProfiler:
             )
             self._folder = None  # an incomplete profile is not written
             self._profile.stop()
-        self._samples_memory = False
         for hook in self._hooks:
             hook.remove()
-
-    def _watch(self) -> None:
-        """Start to sample the memory at the first profiled step."""
-        if self._done == self._steps[0] + self._steps[1]:
-            self._samples_memory = True
-            threading.Thread(target=self._sample, daemon=True).start()
-
-    def _sample(self) -> None:
-        started = time.perf_counter()
-        while self._samples_memory:
-            cuda = self._device.type == "cuda"
-            taken = torch.cuda.memory_allocated(self._device) if cuda else rss_bytes()
-            self._samples.append((time.perf_counter() - started, taken or 0))
-            time.sleep(_SAMPLE_SECONDS)
 
     def _write(self, profile: Any) -> None:
         if self._folder is None:
@@ -109,9 +84,7 @@ class StepProfiler:
         own_time = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=own_time, row_limit=_ROWS, max_name_column_width=60)
         (self._folder / OPERATIONS_FILE).write_text(table, encoding="utf-8")
-        lines = [f"{seconds:.4f},{taken}\n" for seconds, taken in self._samples]
-        (self._folder / MEMORY_FILE).write_text("seconds,bytes\n" + "".join(lines), encoding="utf-8")
-        say("profile", f"{self._folder}: {TRACE_FILE}, {OPERATIONS_FILE}, {MEMORY_FILE}")
+        say("profile", f"{self._folder}: {TRACE_FILE}, {OPERATIONS_FILE}")
 
 
 def _name_modules(model: nn.Module) -> list[Any]:

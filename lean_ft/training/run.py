@@ -183,8 +183,8 @@ class Run:
         def look() -> None:
             if not file.is_file() or file.read_text(encoding="utf-8") != holder:
                 raise ValueError(
-                    f"output_dir={self.directory}: rank {self.ranks.rank}, on {platform.node()}, sees another folder than "
-                    "rank 0. All ranks write checkpoints together, so set a folder on a disk that all of them share."
+                    f"output_dir={self.directory}: rank {self.ranks.rank} on {platform.node()} does not see the folder of "
+                    "rank 0. All ranks write checkpoints. Set output_dir to a folder on a disk that all machines share."
                 )
 
         if self.ranks.size > 1:
@@ -543,11 +543,11 @@ class Run:
         """Raise ValueError now, rather than after an hour, if `eval_tasks` cannot run."""
         if self.ranks.size > 1:
             raise ValueError(
-                f"eval_tasks needs one process, and there are {self.ranks.size}. Leave it out, and use leanft run evaluate "
-                "after training."
+                f"eval_tasks needs one process, and there are {self.ranks.size}. Remove it, and use leanft run evaluate after "
+                "training."
             )
         if not isinstance(self.model, Decoder) or self.model.config.scores:
-            raise ValueError("eval_tasks needs a language model. Leave it out.")
+            raise ValueError("eval_tasks needs a language model. Remove it.")
         find_tasks(self.cfg.eval_tasks)
 
     def _run_tasks(self) -> None:
@@ -581,9 +581,9 @@ class Run:
     def _log_complete(self) -> None:
         if self._stops_early:
             say("complete", f"stopped {self._early_stop_reason()}. Checkpoint: {self.checkpoint}")
-            say("", "To train on, set a larger stop_after_evals. To start another run, set a new output_dir.")
+            say("", "To continue training, set a larger stop_after_evals. To start another run, set a new output_dir.")
             return
         say("complete", f"all {self.total_steps} steps are done. Checkpoint: {self.checkpoint}")
         bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
         limits = " and ".join(name for name, bound in bounds.items() if bound is not None and bound <= self.total_steps)
-        say("", f"To train on, set a larger {limits}. To start another run, set a new output_dir.")
+        say("", f"To continue training, set a larger {limits}. To start another run, set a new output_dir.")

@@ -101,15 +101,15 @@ class Saving:
         free = free_bytes(directory)
         if free < needed:
             raise ValueError(
-                f"A checkpoint of this run takes up to {gibibytes(needed)}, and the disk of output_dir={directory} has "
+                f"A checkpoint of this run needs up to {gibibytes(needed)}, and the disk of output_dir={directory} has "
                 f"{gibibytes(free)} free. Free some space or set another output_dir."
             )
         saves = most_checkpoints(self._cfg, start_step, total_steps, self._steps_per_epoch)
         if free < saves * needed:
             say(
                 "disk",
-                f"{gibibytes(free)} free, and the {saves} checkpoints that this run keeps take up to "
-                f"{gibibytes(saves * needed)}: the run stops when a checkpoint does not fit",
+                f"{gibibytes(free)} free; the {saves} checkpoints of this run need up to {gibibytes(saves * needed)}. The run "
+                "stops when a checkpoint does not fit",
             )
 
     def place(self) -> Place:

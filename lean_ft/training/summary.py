@@ -19,7 +19,6 @@ from lean_ft.settings import (
     MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
-    RecipeConfig,
     RowsConfig,
     ScheduleConfig,
 )
@@ -53,7 +52,8 @@ def log_start(run: "Run") -> None:
         batch = f"{cfg.gradient_accumulation_steps} x {batch}"
     done = f", {run.start_step:,} done" if run.start_step else ""
     say("steps", f"{run.total_steps:,}{done}; {run.steps_per_epoch:,} per epoch; {batch} per step")
-    say("output", f"{cfg.output_dir}; {describe_saving(cfg)}")
+    kept = "all" if cfg.most_kept is None else cfg.most_kept
+    say("output", f"{cfg.output_dir}; save_every={cfg.save_every}; checkpoints kept: {kept}")
     for note in run.optimizer.notes:
         say("adjusted", note)
 
@@ -158,29 +158,6 @@ def _command_that_tries(run: "Run", checkpoint: Path) -> list[str]:
     source, held_out = rows.pop("source"), rows.pop("validation_source", None)
     settings = [f"data.{key}={to_yaml(value, flow=True)}" for key, value in dotted(rows)]
     return ["score", str(checkpoint), to_yaml(held_out or source, flow=True), *settings]
-
-
-def describe_saving(cfg: RecipeConfig) -> str:
-    """`saved after each epoch and at least every 30 minutes; the last 2 checkpoints are kept`."""
-    match cfg.save_every:
-        case "auto":
-            often = "after each epoch and at least every 30 minutes"
-        case "epoch":
-            often = "after each epoch"
-        case 0:
-            return "saved at the end"
-        case int(steps):
-            often = f"every {steps} steps" if steps > 1 else "after every step"
-        case share:
-            often = f"every {share:g} epochs"
-    match cfg.most_kept:
-        case None:
-            kept = ""
-        case 1:
-            kept = "; the last checkpoint is kept"
-        case most:
-            kept = f"; the last {most} checkpoints are kept"
-    return f"saved {often}{kept}"
 
 
 def describe_model(model: nn.Module) -> str:

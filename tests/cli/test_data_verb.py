@@ -91,7 +91,7 @@ def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
     answer = leanft("data", "stats", *run, *settings, "--peak")
     assert answer.code == 0
     # Without a terminal, each progress message is a line.
-    assert answer.err.splitlines() == [f"rehearsing a step with rows of {length} tokens" for length in (256, 300, 512)]
+    assert answer.err.splitlines() == [f"simulating a step with rows of {length} tokens" for length in (256, 300, 512)]
     said = {line.split()[0]: line for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)}
     planned = leanft("plan", *run, *settings, f"output_dir={tmp_path}/run").out
     assert re.search(r"peak ([\d.]+ [MG]iB)", planned)[1] in said["300"]  # pyright: ignore[reportOptionalSubscript]

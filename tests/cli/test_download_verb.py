@@ -71,7 +71,7 @@ def test_a_preset_for_the_model_is_what_to_run(leanft, repository, shipped):
         (["org/tiny", "--revision", "v9"], 2, "no revision 'v9'"),
         (["org/tiny", "--include", "*.zip"], 2, "no file of org/tiny matches"),
         (["org/tiny", "--output-dir", "/dev/null"], 2, "is a file"),
-        (["org/tiny@v1", "--revision", "main"], 2, "names a revision, and --revision main another"),
+        (["org/tiny@v1", "--revision", "main"], 2, "names a revision, and so does --revision main"),
     ],
 )
 def test_what_the_user_can_put_right(leanft, repository, arguments, code, words):

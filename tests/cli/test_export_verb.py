@@ -80,9 +80,9 @@ def test_adapters_and_models_are_not_mistaken_for_one_another(leanft, tmp_path, 
         ([adapter, tmp_path / "out"], "has an adapter, not a model"),
         ([adapter, tmp_path / "out.gguf", "--gguf", "f32"], "has an adapter, not a model"),
         (["tiny", tmp_path / "out", "--merge"], "not an adapter: leave out --merge"),
-        (["tiny", tmp_path / "out", "--base", "tiny"], "it goes with --merge"),
+        (["tiny", tmp_path / "out", "--base", "tiny"], "--base is only used with --merge"),
         (["tiny", tmp_path / "out", "--adapter"], "not an adapter: leave out --adapter"),
-        ([adapter, tmp_path / "out", "--adapter", "--merge"], "leave out the options of whole models"),
+        ([adapter, tmp_path / "out", "--adapter", "--merge"], "--adapter cannot be combined with --merge"),
     ]:
         answer = leanft("export", *arguments)
         assert answer.code == 2

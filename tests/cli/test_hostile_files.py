@@ -115,7 +115,7 @@ DIRECTORIES = {"a name too long": "a" * 300, "a zero byte": "a\0b"}
 
 def is_one_message(answer: Any, expected: str) -> None:
     assert "Traceback" not in answer.out + answer.err
-    assert "With --debug" not in answer.err
+    assert "Use --debug" not in answer.err
     assert answer.err.count("error: ") == 1
     assert len(answer.err) <= MAX_MESSAGE_CHARACTERS + 10
     assert re.search(expected, answer.err.replace("\n", " ")), answer.err

@@ -100,6 +100,6 @@ def test_a_run_whose_reader_is_gone_has_failed(toy_recipe):
     script = f"{command} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "1\n"
-    assert done.stderr.startswith("error: RuntimeError: whatever read the output has gone")
+    assert done.stderr.startswith("error: RuntimeError: the run stopped, because the program that read its output")
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

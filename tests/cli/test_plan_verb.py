@@ -14,18 +14,20 @@ def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
     )
     assert answer.code == 0
     assert "885,888 parameters, 128 tokens a step, planned for cpu in " in answer.out
-    assert "nothing fits 1.0 MiB" in answer.out
+    assert "no settings fit 1.0 MiB" in answer.out
     first, *others = answer.err.splitlines()  # without a terminal, one line per message
-    assert first == "rehearsing a step on shapes"
+    assert first == "simulating a step on shapes"
     assert any("optimizer.name=adamw_8bit" in line for line in others)
-    assert all(re.match(r"peak [\d.]+ MiB as it is; rehearsing [a-z_.]+=[a-z0-9_]+", line) for line in others)
+    assert all(
+        re.match(r"peak [\d.]+ MiB with the given settings; simulating [a-z_.]+=[a-z0-9_]+", line) for line in others
+    )
 
 
 def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes(leanft):
     answer = leanft("plan", "--config", "tiny/full", "data.max_length=64", "--device-name", "RTX 4090")
     assert answer.code == 0
-    reserved = re.search(r"the allocator reserves ([\d.]+ [MG]iB); the driver's own context", answer.out)
-    assert "\nfits 23.50 GiB (0.50 GiB of it kept for the driver), from the fastest on:\n" in answer.out
+    reserved = re.search(r"reserved by the allocator: ([\d.]+ [MG]iB), plus the driver's context", answer.out)
+    assert "\nsettings that fit 23.50 GiB (0.50 GiB kept for the driver), fastest first:\n" in answer.out
     first = next(line for line in answer.out.splitlines() if line.startswith("  *"))
     assert reserved is not None and reserved[1] in first
     assert re.search(r"\n +peak +reserved +speed  overrides\n", answer.out)
@@ -60,6 +62,6 @@ def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
     tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
     answer = leanft("plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2")
     assert answer.code == 0, answer.err
-    assert "planned for 4 x H100 in 2 machines in " in answer.out
+    assert "planned for 4 x H100 on 2 machines in " in answer.out
     assert re.search(r"peak [\d.]+ GiB on each", answer.out)
-    assert re.search(r"each sends 0 B to others of its machine and [\d.]+ MiB to other machines a step", answer.out)
+    assert re.search(r"each GPU sends 0 B within its machine and [\d.]+ MiB to other machines per step", answer.out)

@@ -53,7 +53,7 @@ def test_how_a_run_ends(leanft, toy_recipe, shipped, act, code, message):
         while not lines[number].startswith(raising[act]):
             number += 1
         place = f"\nIn {toy_recipe}, line {number + 1}: {lines[number]}"
-    debug = "\nWith --debug you see the whole traceback."
+    debug = "\nUse --debug to print the whole traceback."
     assert (answer.code, answer.err.rstrip("\n")) == (code, message.format(place=place, debug=debug).rstrip("\n"))
     answer = leanft("run", "toy_single_device", "model.path=m", f"act={act}")
     assert (answer.code, answer.err.rstrip("\n")) == (code, message.format(place="", debug=debug).rstrip("\n"))
@@ -77,7 +77,7 @@ def test_the_whole_traceback_is_in_the_run_directory(leanft, tmp_path):
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "chapter.tex").write_text("...")
-    assert "With --debug you see the whole traceback." in leanft(*arguments, f"output_dir={thesis}").err
+    assert "Use --debug to print the whole traceback." in leanft(*arguments, f"output_dir={thesis}").err
     assert [path.name for path in thesis.iterdir()] == ["chapter.tex"]
 
 
@@ -108,12 +108,12 @@ def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, t
     monkeypatch.setattr(beforehand, "foresee", lambda recipe, cfg: Outlook(2**40, "loss", 2**30, "cpu"))
     answer = leanft(*arguments)
     assert "peak memory 1024.00 GiB, reached in: loss; 1.00 GiB free on cpu" in answer.out
-    assert "WARNING: that does not fit." in answer.out
+    assert "WARNING: not enough memory." in answer.out
     assert answer.out.endswith("ran\n")
     monkeypatch.setattr(beforehand, "foresee", mock.Mock(side_effect=RuntimeError("no such operator")))
     answer = leanft(*arguments)  # a rehearsal that fails does not stop the run
     assert answer.code == 0
-    assert answer.out == "plan        none, as the rehearsal of a step failed: no such operator\nran\n"
+    assert answer.out == "plan        no memory estimate: no such operator\nran\n"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_what_is_kept_teaches_a_run_of_the_same_settings(leanft, tmp_path):
     run += ["device=cpu"]
     answer = leanft("validate", *run)
     assert answer.code == 0, answer.err
-    assert "# teacher: what tiny said of its rows" in answer.out
+    assert "# teacher: stored tokens of tiny" in answer.out
     answer = leanft("run", *run, "max_steps=1", "plan=false")
     assert answer.code == 0, answer.err
     assert "its 8 likeliest tokens each" in answer.out

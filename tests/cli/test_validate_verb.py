@@ -131,9 +131,9 @@ def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
     answer = leanft("validate", *arguments("model.path=org/none", "data.validation_source=org/rows"))
     assert answer.code == 0, answer.err
     for line in (
-        "# org/none is no folder here and not downloaded",
+        "# org/none is not on this machine",
         "the first 16 rows are prompt_completion",
-        "# data.validation_source: org/rows is a data set of the hub",
+        "# data.validation_source: org/rows is a dataset of the Hub",
     ):
         assert line in answer.out
     assert "# data.source: of the first rows, 16 rows (prompt_completion" in leanft("validate", *arguments()).out
@@ -156,5 +156,5 @@ def test_another_source_takes_the_presets_held_out_rows_back(leanft, arguments, 
     settings = yaml.safe_load(answer.out)
     expected = None if kept[0] == "null" else kept[0].replace("DIR", str(tmp_path))
     assert (settings["data"]["validation_source"], settings["eval_answers"]) == (expected, kept[1])
-    assert ("left out, as data.source is another" in answer.err) == (kept[0] == "null")
+    assert ("of the preset, because data.source is set" in answer.err) == (kept[0] == "null")
     assert ("eval_answers=200" in answer.err) == (kept[1] == 0)

@@ -184,9 +184,12 @@ class TestTokenBudget:
         ("settings", "reason"),
         [
             ({"batch_tokens": 63}, "batch_tokens=63 is less than max_length=64"),
-            ({"batch_tokens": 640, "packing": "bfd"}, "for rows that are not packed"),
+            ({"batch_tokens": 640, "packing": "bfd"}, "cannot be combined with packing=bfd"),
             ({"batch_tokens": 640, "shuffle": False}, "shuffle=false keeps the order of the files"),
-            ({"overflow": "drop", "packing": "padding_free"}, "overflow=drop cannot be with packing=padding_free"),
+            (
+                {"overflow": "drop", "packing": "padding_free"},
+                "overflow=drop cannot be combined with packing=padding_free",
+            ),
         ],
     )
     def test_what_cannot_be_honoured_is_refused(self, config: Config, settings: dict[str, Any], reason: str):

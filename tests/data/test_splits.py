@@ -95,7 +95,7 @@ def test_settings_of_datasets_are_refused_for_files(write: Write, settings: dict
 
 
 def test_a_slice_of_what_is_trained_on_needs_one_of_what_is_held_out() -> None:
-    with pytest.raises(ValidationError, match=r"validation_source=b\.jsonl does not say which part is held out"):
+    with pytest.raises(ValidationError, match=r"validation_source=b\.jsonl has no split"):
         RowsConfig(source="a.jsonl", split="train[:95%]", validation_source="b.jsonl")
     given = [Source(path="b.jsonl", split="train")]
     assert RowsConfig(source="a.jsonl", split="train[:95%]", validation_source=given).validation_source == given

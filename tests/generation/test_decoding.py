@@ -84,7 +84,7 @@ def test_a_prompt_is_read_once_for_all_its_samples_and_waves_stay_within_the_cac
     in_waves = sample(model, prompts, Sampling(4, 1.0), cache_gib=model.cache_bytes(3, 11) / 2**30)
     assert [answer.ids for answer in in_waves] == [answer.ids for answer in whole]
     assert caches == [(3, 11), (3, 11), (2, 7)]
-    with pytest.raises(ValueError, match="one answer's keys and values take 0.00 GiB at 11 tokens"):
+    with pytest.raises(ValueError, match="the KV cache of one completion takes 0.00 GiB at 11 tokens"):
         sample(model, prompts, Sampling(4), cache_gib=1e-9)
 
 
@@ -106,7 +106,7 @@ def test_stop_texts_end_an_answer_wherever_tokens_are_cut(make_checkpoint):
     end = next(n for n in range(1, 13) if stop in decode(free[:n]))
     (found,) = sample(model, PROMPTS[:1], Sampling(12, stop_texts=("nowhere", stop)), decode=decode)
     assert (found.ids, found.ended) == (free[:end], True)
-    with pytest.raises(ValueError, match="give `decode` too"):
+    with pytest.raises(ValueError, match="stop_texts need `decode`"):
         sample(model, PROMPTS, Sampling(12, stop_texts=("x",)))
 
 
@@ -115,7 +115,7 @@ def test_logits_that_are_not_finite_end_it_with_a_reason(make_checkpoint):
     with torch.no_grad():
         model.output_weight[3] = float("nan")
     for temperature in (0.0, 1.0):
-        with pytest.raises(FloatingPointError, match="the logits behind token 7 are not finite"):
+        with pytest.raises(FloatingPointError, match="the logits after token 7 are not finite"):
             sample(model, PROMPTS[2:3], Sampling(4, temperature))
 
 

@@ -113,7 +113,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(tmp_path, number):
     ("arguments", "message"),
     [
         (["finetune", "parallel.replicate=3"], "parallel.replicate=3 needs a multiple of 3 processes, and there are 2"),
-        (["full_finetune_single_device"], "so it is for one process, and 2 were started"),
+        (["full_finetune_single_device"], "so it needs one process, and 2 were started"),
         (["finetune", "data.source=nowhere.jsonl"], "nowhere.jsonl"),
         (["finetune", "optimizer.lr=x"], "optimizer.lr"),
     ],
@@ -178,7 +178,7 @@ def test_ranks_with_different_parallel_settings_are_refused_at_once():
         (("2", "4:1", "a:1"), "--nnodes 4:1: expected a number of machines"),
         (("2", "x", None), "--nnodes x: expected a number of machines"),
         (("2", "2", None), "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
-        (("2", "2", "node1"), "--rdzv-endpoint node1: expected the name of a machine and a port"),
+        (("2", "2", "node1"), "--rdzv-endpoint node1: expected a machine's name and a port"),
     ],
     ids=str,
 )

@@ -179,7 +179,10 @@ def test_a_search_varies_how_the_model_lies_on_the_devices(model_folder):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("gradient_accumulation_steps=1",), "counts the batches of a step over all processes, and there are 4"),
+        (
+            ("gradient_accumulation_steps=1",),
+            "counts the batches of a step over all processes, so some of the 4 processes",
+        ),
         (("parallel.replicate=3",), "needs a multiple of 3 processes"),
         (("memory.activation_offload=true",), "supports one process only"),
         (("parallel.vocabulary=cut", "parallel.replicate=4"), "each process has a replica of the model"),

@@ -152,7 +152,7 @@ def test_answers_match_exactly_or_by_pattern(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ([], r"set tasks=\[...\], data.source=FILE, or both"),
-        (["tasks=[nowhere.yaml]"], "there is no file nowhere.yaml"),
+        (["tasks=[nowhere.yaml]"], "no such file: nowhere.yaml"),
     ],
 )
 def test_invalid_settings_are_refused(settings: list[str], message: str) -> None:

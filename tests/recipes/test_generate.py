@@ -100,7 +100,7 @@ def test_formats_of_prompt_files(generate, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"question": "x"}', "line 2: a prompt is {'question': 'x'}; expected text, a list of messages,"),
+        ('{"question": "x"}', "line 2: a prompt is {'question': 'x'}; expected text, a list of messages {"),
         ("{", "line 2: malformed JSON"),
         ('{"prompt": 5}', "line 2: a prompt is {'prompt': 5}; expected"),
         ('{"messages": []}', "line 2: a prompt is {'messages': []}; expected"),
@@ -157,10 +157,10 @@ def test_an_adapter_finds_its_base_model(runs: Path, asked, tmp_path: Path) -> N
     (elsewhere / "manifest.json").unlink()
     assert asked(f"adapter={elsewhere}") == expected
     shutil.rmtree(elsewhere / "training_state")
-    with pytest.raises(ValueError, match=r"its base model /gone/away is not here"):
+    with pytest.raises(ValueError, match=r"no such base model: /gone/away"):
         asked(f"adapter={elsewhere}")
 
 
 def test_a_model_or_an_adapter_is_required(asked) -> None:
-    with pytest.raises(ValueError, match=r"expected model.path=\.\.\., or adapter="):
+    with pytest.raises(ValueError, match="no model is set. Set model.path, or adapter"):
         asked()

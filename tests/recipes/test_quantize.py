@@ -111,7 +111,7 @@ def test_memory_settings_change_no_bit_of_quantization_aware_training(train: Tra
 
 
 def test_gpu_kinds_and_mixtures_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="int4_packed is not done here: its kernels"):
+    with pytest.raises(ValueError, match="int4_packed is not supported: it needs the GPU kernels"):
         run("model.path=tiny", "kind=int4_packed", f"output={tmp_path / 'q'}")
     model = load_model("tiny")
     model.experts = Experts.__new__(Experts)

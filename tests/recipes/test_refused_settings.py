@@ -74,7 +74,7 @@ REFUSED = {
         ("generation.top_k=5",): "sample from other probabilities",
     },
     test_quantize: {
-        ("quantize.train=nvfp4",): "nvfp4 is not done here: .* GPUs from Blackwell on",
+        ("quantize.train=nvfp4",): "nvfp4 is not supported: .* GPU from Blackwell on",
         (QAT, "lora.rank=4"): "an adapter freezes them",
         (QAT, "memory.float8_products=true"): "both round the layers' products",
         (QAT, "quantize.group_size=48"): "128 inputs, which is not a multiple of group_size=48",

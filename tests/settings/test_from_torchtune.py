@@ -79,12 +79,12 @@ TEACHER = "{_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_
 
 # Differences of a configuration from BASE -> differences of the preset (None: missing key), and the remark.
 CASES = {
-    "full_single": ("", {}, "checkpointer.checkpoint_dir: /tmp/Llama-3.2-1B-Instruct is not here|device, "),
+    "full_single": ("", {}, "checkpointer.checkpoint_dir: no model in /tmp/Llama-3.2-1B-Instruct. |device, "),
     "full_distributed": (
         "# tune run --nproc_per_node 4 full_finetune_distributed\nfsdp_cpu_offload: True\ntensor_parallel_dim: 2\n"
         "max_steps_per_epoch: 50\nsave_every_n_steps: 20\noptimizer_in_bwd: False",
         {"parallel.tensor": 2, "max_steps": 100, "save_every": 20, "optimizer.in_backward": None},
-        "fsdp_cpu_offload: true has no equivalent|gradient_accumulation_steps: theirs|never cut short",
+        "fsdp_cpu_offload: true has no equivalent|gradient_accumulation_steps: torchtune counts per process|not of each epoch",
     ),
     "lora": (
         f"{LORA}\n{ADAMW}\n{COSINE}",
@@ -121,7 +121,7 @@ CASES = {
             "loss": {"name": "hinge", "beta": 0.2},
             "data": {"source": "mine.json", "format": "preference", "columns": {"chosen": "better"}, "max_length": 512},
         },
-        "ref_checkpointer: the reference is what training begins with, and not /tmp/other",
+        "ref_checkpointer: the reference is the model before training, not /tmp/other",
     ),
     "distillation": (
         f"{LORA}\nteacher_model: {{_component_: torchtune.models.llama3_1.llama3_1_8b}}\nkd_ratio: 0.3\n"
@@ -152,7 +152,7 @@ CASES = {
             "schedule": None,
             "data": {"source": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question"}},
         },
-        "rewards: theirs|top_k: theirs|dataset.partition: 1-9/10 has no equivalent|512 is of data.max_prompt_length",
+        "rewards: torchtune's|top_k: torchtune's|dataset.partition: 1-9/10 has no equivalent|512 has no equivalent",
     ),
     "qat": (
         "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer, groupsize: 64}",
@@ -201,7 +201,7 @@ CASES = {
             | {"validation_source": [{"path": "a.json", "format": "alpaca", "split": "train[95%:]"}]},
             "seed": None,
         },
-        "alpaca_dataset writes rows into the Alpaca prompt|seed: null is a random one there",
+        "alpaca_dataset adds the Alpaca prompt|seed: null is a random seed",
     ),
     "unknown": (
         "optimizer: {_component_: torch.optim.Rprop, lr: 1.0, etas: [0.5, 1.2]}\nloss: {_component_: mine.Loss}\n"
@@ -212,7 +212,8 @@ CASES = {
             "schedule": None,
             "data": {"source": "", "max_length": 512, "shuffle": False},
         },
-        "no torch.optim.Rprop here|optimizer.etas: [0.5, 1.2]|no Loss here|no schedule|my_key.a: [1]|no CometLogger|no data here",
+        "torch.optim.Rprop has no equivalent|optimizer.etas: [0.5, 1.2]|Loss has no equivalent|lr_scheduler: schedule has no|my_key.a: [1]|"
+        "CometLogger has no equivalent|data has no equivalent",
     ),
 }
 

@@ -151,7 +151,7 @@ def test_a_preset_may_write_a_key_with_dots(write):
         load(preset=write("optimizer.name: sgd\noptimizer: {lr: 1}")).optimizer
         == load("optimizer.name=sgd", "optimizer.lr=1").optimizer
     )
-    assert "'optimizer.lr' is given twice (first in line 1)" in refusal(
+    assert "'optimizer.lr' is set twice (first in line 1)" in refusal(
         preset=write("optimizer: {lr: 1}\noptimizer.lr: 2")
     )
 

@@ -159,7 +159,7 @@ def test_a_pattern_compares_what_it_finds_last(
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, tokenizer: Tokenizer, model: Decoder) -> None:
     with pytest.raises(ValueError, match=r"finds nothing in the expected answer that ends in 'Twelve\.'"):
         answer_held_out(model, tokenizer, held_out(tmp_path, tokenizer, [chat("7 + 5?", "Twelve.")]), 10, "#### (.*)")
-    with pytest.raises(ValueError, match=r"'#### \(' is no regular expression: missing \)"):
+    with pytest.raises(ValueError, match=r"'#### \(' is not a regular expression: missing \)"):
         RecipeConfig(output_dir=tmp_path, eval_pattern="#### (")
     with pytest.raises(ValueError, match=r"data\.validation_source"):
         say_answers("before", model, tokenizer, None, 5)

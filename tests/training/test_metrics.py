@@ -96,7 +96,7 @@ def test_lines_lost_in_a_power_cut_are_reported_and_the_file_kept(damage, path, 
     lines = [b'{"step": %d, "loss": 1}\n' % step for step in (1, 2, 3)]
     path.write_bytes(damaged := b"".join(damage(lines)))
     kept = trim_metrics(path, 3)
-    assert f"no readable lines of steps {len(kept) + 1} to 3" in capsys.readouterr().out
+    assert f"lost the lines of steps {len(kept) + 1} to 3" in capsys.readouterr().out
     assert (path.parent / "metrics.damaged.jsonl").read_bytes() == damaged
     assert path.read_bytes() == b"".join(lines[: len(kept)])
     trim_metrics(path, len(kept))  # no further line is removed

@@ -1,13 +1,11 @@
 """Profiles of a run; profiling does not change the results."""
 
-import csv
 import gzip
 import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from lean_ft.cli.run import run_recipe
 from lean_ft.settings.text import load_config
@@ -40,26 +38,7 @@ def test_the_trace_has_the_steps_that_were_watched(profiled: Path) -> None:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert sorted({name for name in names if name.startswith("ProfilerStep")}) == ["ProfilerStep#2", "ProfilerStep#3"]
     assert names.count("module: model.layers.3.mlp") == 2
-
-
-def test_memory_is_sampled_and_drawn(profiled: Path) -> None:
-    with (profiled / "profile" / "memory.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    seconds = [float(row["seconds"]) for row in rows]
-    assert len(rows) > 3 and seconds == sorted(seconds)
-    assert all(50e6 < int(row["bytes"]) < 20e9 for row in rows)
-    assert (profiled / "profile" / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_allocators_memory_is_sampled(tmp_path: Path) -> None:
-    torch.cuda.reset_peak_memory_stats()
-    folder = run(tmp_path / "run", "device=cuda", "profile=true", "profile_steps=[1,1,2]") / "profile"
-    with (folder / "memory.csv").open() as file:
-        taken = [int(row["bytes"]) for row in csv.DictReader(file)]
-    # The peak is at least the model's float32 weights; the process's resident memory is far more than the peak.
-    assert len(taken) > 3 and all(2.3e6 < num_bytes <= torch.cuda.max_memory_allocated() for num_bytes in taken)
-    assert "Self CUDA" in (folder / "operations.txt").read_text()
+    assert "[memory]" in names
 
 
 def test_a_profiled_run_is_the_same_bits(profiled: Path, tmp_path: Path) -> None:
