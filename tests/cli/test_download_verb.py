@@ -136,7 +136,7 @@ def test_validating_asks_no_hub(leanft, repository, hub_server, tmp_path):
     command = ["validate", "finetune", "model.path=org/tiny", "data.source=tiny/train.jsonl"]
     answer = leanft(*command, f"output_dir={tmp_path}/run")
     assert (answer.code, hub_server.requests) == (0, [])
-    assert "# org/tiny is no folder here and not downloaded: the run gets it" in answer.out
+    assert "# org/tiny is not on this machine. The run downloads it." in answer.out
 
 
 def test_a_repository_answers_as_its_folder_does_without_a_network_too(leanft, repository, hub_server, monkeypatch):
