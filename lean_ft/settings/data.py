@@ -267,7 +267,7 @@ class AnswerDataConfig(DataConfig):
     def _keeps_answers_whole(self) -> "AnswerDataConfig":
         if self.packing in ("bfd_split", "wrapped"):
             raise ValueError(
-                f"packing={self.packing} cuts sequences, and completions are compared whole. Set packing=bfd, "
+                f"packing={self.packing} cuts sequences, and the answers of a pair are compared whole. Set packing=bfd, "
                 "packing=padding_free or packing=none."
             )
         return self
