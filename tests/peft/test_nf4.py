@@ -1,5 +1,7 @@
 """Quantized weights equal bitsandbytes', and the unquantized model is never in memory."""
 
+import json
+import subprocess
 import sys
 
 import pytest
@@ -14,6 +16,7 @@ from lean_ft.memory import apply_memory
 from lean_ft.peft import NF4Linear, apply_lora, quantize_as_loaded
 from lean_ft.settings import LoRAConfig, MemoryConfig
 from tests.peft.conftest import IDS, loss_of, randomize
+from tests.training.toy_runs import QWEN
 
 NF4 = LoRAConfig(quantize="nf4", rank=4)
 
@@ -121,3 +124,28 @@ def test_without_bitsandbytes_the_setting_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", None)
     with pytest.raises(ValueError, match=r"lora\.quantize=nf4 needs bitsandbytes.*pip install"):
         quantize_as_loaded(NF4)
+
+
+GROWTH = """
+import sys, torch, bitsandbytes.functional
+from lean_ft.models import load_model
+from lean_ft.peft import quantize_as_loaded, NF4Linear
+from lean_ft.settings import LoRAConfig
+from lean_ft.memory.host_memory import return_freed_memory
+from lean_ft.training.process_memory import peak_memory_bytes
+return_freed_memory()
+NF4Linear(torch.nn.Linear(64, 64))  # memory that libraries allocate on first use
+before = peak_memory_bytes(torch.device("cpu"))
+model = load_model(sys.argv[1], dtype=torch.bfloat16, random_init=True,
+                   after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))
+print(peak_memory_bytes(torch.device("cpu")) - before)
+"""
+
+
+@pytest.mark.long
+def test_quantizing_while_loading_never_holds_the_whole_model(tmp_path):
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, **sizes, "num_hidden_layers": 12}))
+    done = subprocess.run([sys.executable, "-c", GROWTH, tmp_path], capture_output=True, text=True, check=True)
+    bfloat16_bytes = 2 * 12 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 4096)
+    assert int(done.stdout) < 0.6 * bfloat16_bytes  # the NF4 weights take 0.26 of it

@@ -19,7 +19,7 @@ from lean_ft.frozen.scoring import open_reward_model, score, score_rows
 from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import save_model
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import PAIRS, Train, config_of, update
+from tests.recipes.conftest import PAIRS, Train, config_of, run_recipe, update
 
 RECIPE = "reward"
 SETTINGS = (*PAIRS, "optimizer.lr=1e-3")
@@ -202,3 +202,9 @@ def test_language_models_reward_models_and_classifiers_are_told_apart(train: Tra
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="transformers has no sequence classification model"):
         load_model(folder, scores=True)
+
+
+def test_a_margin_must_be_a_number(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "chosen": "yes", "rejected": "no", "margin": "much"}\n')
+    with pytest.raises(ValueError, match="rows.jsonl, line 1: `margin` is a string"):
+        run_recipe("reward", tmp_path / "run", *SETTINGS, f"data.source={tmp_path / 'rows.jsonl'}")
