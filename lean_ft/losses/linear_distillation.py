@@ -31,7 +31,7 @@ stored tokens, G compared outcomes (V or k + 1).
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -123,8 +123,10 @@ def linear_distillation(
             `entropy`, the last three at temperature 1; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile; ignored for stored predictions.
 
-    Raises ValueError if shapes do not match.
+    Raises ValueError if shapes do not match, or for an unknown divergence.
     """
+    if divergence not in get_args(Divergence):
+        raise ValueError(f"divergence is {divergence!r}; expected one of {', '.join(get_args(Divergence))}.")
     if divergence == "jsd" and beta in (0, 1):
         divergence = "forward_kl" if beta == 0 else "reverse_kl"
     mixture = Mixture(divergence, beta, temperature, cross_entropy_weight, softcap)

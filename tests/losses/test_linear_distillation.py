@@ -309,5 +309,7 @@ def test_what_cannot_be_is_refused() -> None:
         ours(given, TeacherStates(given["teacher_hidden"][:1], given["teacher_weight"]))
     with pytest.raises(ValueError, match="expected [0-9]+ targets"):
         ours(given, TopLogProbs(torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.int64), V))
+    with pytest.raises(ValueError, match="divergence is 'reverse'; expected one of forward_kl, reverse_kl, jsd"):
+        ours(given, divergence="reverse")
     with pytest.raises(ValueError, match="top_k is 102; expected 1 to 101"):
         top_log_probs(teacher_of(given), given["labels"], V + 1)
