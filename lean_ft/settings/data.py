@@ -222,7 +222,7 @@ class DataConfig(RowsConfig):
                 "files. Remove one of them."
             )
         if self.batch_tokens is not None and self.batch_tokens < self.max_length * len(self.sides):
-            times = f" for each of {len(self.sides)} completions" if len(self.sides) > 1 else ""
+            times = f" for each of {len(self.sides)} answers" if len(self.sides) > 1 else ""
             raise ValueError(
                 f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}{times}, so the longest row would "
                 "not fit into a batch. Raise batch_tokens or lower max_length."
