@@ -61,7 +61,7 @@ def test_a_share_of_the_run_is_warm_up(ratio: float, steps: int) -> None:
     cfg = config(PEAK, name="linear", warmup_ratio=ratio)
     ours = [learning_rate(cfg, step, TOTAL) for step in range(TOTAL)]
     assert ours == pytest.approx(reference("linear", steps, 0.0), rel=1e-12, abs=0.0)
-    with pytest.raises(ValueError, match="both say how long the warm-up is"):
+    with pytest.raises(ValueError, match="both set the length of the warm-up"):
         config(PEAK, warmup_ratio=ratio, warmup_steps=steps)
 
 
