@@ -45,9 +45,7 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
             if num_rows == 0:
                 raise ValueError(f"{path} has no rows.")
             if num_rows > max(MANY_ROWS, size):
-                raise ValueError(
-                    f"{path} tells of {num_rows:,} rows in {size:,} bytes, as no file of different rows has."
-                )
+                raise ValueError(f"{path} is damaged: it claims {num_rows:,} rows in {size:,} bytes.")
             number = 0
             for batch in file.iter_batches(ROWS_AT_A_TIME):
                 for fields in batch.to_pylist():
@@ -88,7 +86,7 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
         dataset = {str(dataset.split or "train"): dataset}
     split_name = split.partition("[")[0]
     if split_name not in dataset:
-        raise ValueError(f"it has the splits {', '.join(map(str, dataset))}, and no {split_name}")
+        raise ValueError(f"no split {split_name}; the splits are {', '.join(map(str, dataset))}")
     dataset = dataset[split_name]
     first, last = rows_of_split(split, lambda: len(dataset))
     return dataset if not is_sliced(split) else dataset.select(range(len(dataset))[first:last])

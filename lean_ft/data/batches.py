@@ -76,7 +76,7 @@ class Layout:
     pad_id: int
     batch_tokens: int | None = None
     """Token budget per batch of padded rows; replaces `batch_size`."""
-    goes_on: np.ndarray | None = None  # (P,) bool: the piece's document continues after it in `tokens`
+    continues: np.ndarray | None = None  # (P,) bool: the piece's document continues after it in `tokens`
     joined: bool = False
     """Whether a row is one text: positions continue across its documents, which attend to each other."""
     most_in_a_row: int = 1
@@ -118,7 +118,7 @@ class Layout:
     @property
     def cuts(self) -> bool:
         """Whether rows may hold parts of documents, or several documents joined into one text."""
-        return self.joined or self.goes_on is not None
+        return self.joined or self.continues is not None
 
     @property
     def taken(self) -> np.ndarray:
@@ -245,7 +245,7 @@ class Layout:
             counts.append(int(self.trained[start + 1 : stop].sum()))
             if self.joined and len(counts) > 1:  # the token before the piece predicts its first token
                 counts[-1] += int(self.trained[start])
-            elif self.goes_on is not None and self.goes_on[piece]:
+            elif self.continues is not None and self.continues[piece]:
                 counts[-1] += int(self.trained[stop])
         return [sum(counts)] if self.joined else counts
 
@@ -276,7 +276,7 @@ class Layout:
         for i, (ids, trained) in enumerate(some):
             targets = np.full(len(ids), IGNORED, dtype=np.int64)
             targets[:-1] = np.where(trained[1:], ids[1:], IGNORED)
-            if self.goes_on is not None and self.goes_on[pieces[i]] and self.trained[spans[i].stop]:
+            if self.continues is not None and self.continues[pieces[i]] and self.trained[spans[i].stop]:
                 targets[-1] = self.tokens[spans[i].stop]
             yield ids, targets, 0 if self.shared is None else int(self.shared[pieces[i]])
 
@@ -398,7 +398,7 @@ class Batches:
     def take(self, n: int) -> list[Batch]:
         """Return the next `n` batches, fewer at the end of an epoch. Each is built on first access to its tensors."""
         if n < 1:
-            raise ValueError(f"take({n}): expected a number of batches from 1.")
+            raise ValueError(f"take({n}): expected 1 or more batches.")
         if self._num_taken == self.batches_per_epoch:
             self.epoch += 1
             self._num_taken = 0
@@ -435,19 +435,18 @@ class Batches:
         """
         counts = [state[name] for name in ("epoch", "num_taken", "batch_size", "batches_per_epoch")]
         if not all(type(number) is int and number >= 0 for number in counts) or state["batch_size"] == 0:
-            raise ValueError(f"cannot resume: the place in the data is damaged ({counts}).")
+            raise ValueError(f"cannot resume: the checkpoint's position in the data is invalid ({counts}).")
         here, state = self.state_dict(), self._with_own_batch_size(state)
         for key, name in (
             ("seed", "seed"),
             ("batch_size", "batch_size"),
             ("fingerprint", "data (source files, tokenizer or data settings)"),
-            ("batches_per_epoch", "number of batches an epoch"),
+            ("batches_per_epoch", "number of batches per epoch"),
         ):
             if state[key] != here[key]:
                 raise ValueError(
-                    f"cannot resume: the {name} changed since the checkpoint ({state[key]} then, {here[key]} "
-                    "now), so the place in the data is gone. Restore it, or begin a new run from the "
-                    "checkpoint's weights."
+                    f"cannot resume: the {name} changed since the checkpoint (from {state[key]} to {here[key]}), so the "
+                    "position in the data is lost. Change it back, or start a new run from the checkpoint's weights."
                 )
         self.epoch, self._num_taken = state["epoch"], state["num_taken"]
         self._plan = self._draw(self.epoch)

@@ -62,8 +62,8 @@ def cache_folder(setting: Path | None) -> Path:
         writable = False
     if not writable:
         raise ValueError(
-            f"prepared data cannot be kept in {folder}: no such folder can be made or written there. Set data.cache_dir, "
-            "or LEAN_FT_CACHE in the environment, to one that can."
+            f"cannot write prepared data to {folder}: the folder cannot be created or written. Set data.cache_dir, or the "
+            "environment variable LEAN_FT_CACHE, to a writable folder."
         )
     return folder
 

@@ -81,8 +81,8 @@ def check_text(value: Any, what: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what}: half a surrogate pair (\\u{ord(value[error.start]):04x}) stands at character {error.start}, "
-            "which is no text. Repair the row."
+            f"{what} has half a surrogate pair (\\u{ord(value[error.start]):04x}) at character {error.start}, so it is not "
+            "valid text. Repair the row."
         ) from None
     return value
 
@@ -97,7 +97,7 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
     else:
         raise ValueError(f"{where} has {names_of(message)}; expected `role` and `content`, or `from` and `value`.")
     if not isinstance(role, str):
-        raise ValueError(f"{where}: its role is {kind(role)}; expected a string.")
+        raise ValueError(f"{where}: `role` is {kind(role)}; expected a string.")
     read = {k: v for k, v in message.items() if k not in ("role", "content", "from", "value", "train", "weight")}
     is_sharegpt = is_sharegpt or "role" not in message
     read = {
@@ -108,7 +108,7 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
     if is_sharegpt and read["role"] not in ROLES:
         known = [*SHAREGPT_ROLES, *ROLES]
         raise ValueError(
-            f"{where}: {role!r} is no role; expected one of {', '.join(known)}.{did_you_mean(role, known)}"
+            f"{where}: unknown role {role!r}; expected one of {', '.join(known)}.{did_you_mean(role, known)}"
         )
     if "from" in message and role == "function_call":
         read["tool_calls"], read["content"] = parse_json(f"[{read['content']}]"), None
@@ -120,11 +120,11 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
 def _content(content: Any, message: dict[str, Any], where: str) -> str | None:
     if isinstance(content, list):  # the parts of the OpenAI format
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise ValueError(f"{where} has parts that are not text; only text can be trained on.")
+            raise ValueError(f"{where} has content parts that are not text; only text is supported.")
         content = "".join(part["text"] for part in content)
     if content is None and (message.get("tool_calls") or message.get("function_call")):
         return None
-    return check_text(content, f"{where}: its content")
+    return check_text(content, f"{where}: `content`")
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -156,10 +156,10 @@ def _is_trained(message: dict[str, Any], role: str, i: int) -> bool:
     if train is not None and not isinstance(train, bool):
         raise ValueError(f"message {i}: `train` is {kind(train)}; expected true or false.")
     if weight not in (None, 0, 1):
-        raise ValueError(f"message {i}: `weight` is {weight!r}; expected 0 or 1: a message is trained or not.")
+        raise ValueError(f"message {i}: `weight` is {weight!r}; expected 0 or 1.")
     if (train or weight) and role != "assistant":
         raise ValueError(
-            f"message {i} is the {role}'s, and says that it is to be trained; only the assistant's messages are "
-            "trained one by one. data.train_on=all trains everything."
+            f"message {i} has the role {role}, but `train` or `weight` selects it for training; only assistant messages can "
+            "be selected. data.train_on=all trains every message."
         )
     return train is not False and weight != 0

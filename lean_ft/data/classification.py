@@ -73,7 +73,9 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) ->
     with reading(row):
         fields, name = format.fields_of(row), "labels" if config.multi_label else "label"
         if name not in fields:
-            raise ValueError(f"no `{name}`: data.multi_label=true reads lists in `labels`, and false one `label` each.")
+            raise ValueError(
+                f"no field `{name}`. data.multi_label=true reads a list from `labels`, and false reads one label from `label`."
+            )
         labels = parse_if_json(fields[name], name) if config.multi_label else [fields[name]]
         if not isinstance(labels, list):
             raise ValueError(f"`labels` is {kind(labels)}; expected a list of names or integers.")
@@ -94,7 +96,7 @@ class LabelReader(RowReader):
         with reading(row):
             text = check_text(self.fields_of(row)["text"], "the field `text`")
             if not text.strip():
-                raise ValueError("`text` is empty. Leave the row out, or give it a text.")
+                raise ValueError("`text` is empty. Remove the row, or add a text.")
             return [Passage(text, [(0, len(text))], add_bos=True)]
 
     def values(self, row: Row) -> list[Any]:

@@ -22,7 +22,7 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, Document, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes
-from lean_ft.settings import DataConfig, SFTDataConfig, Sources
+from lean_ft.settings import DataConfig, Sources
 from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 
@@ -219,14 +219,11 @@ class Parts:
             self.report.check_bad_rows(self._config.max_bad_rows)
             yield documents
         if self.report.kept == 0:
-            train_on = (
-                f" or check data.train_on (now {self._config.train_on})"
-                if isinstance(self._config, SFTDataConfig)
-                else ""
-            )
+            train_on = getattr(self._config, "train_on", None)
+            check = f", or check data.train_on (now {train_on})" if train_on is not None else ""
             raise ValueError(
-                f"nothing in {self._source} is left to train on: {self.report.nothing_left()}. Raise data.max_length "
-                f"(now {self._config.max_length}){train_on}."
+                f"no row of {self._source} is left to train on: {self.report.nothing_left()}. Raise data.max_length (now "
+                f"{self._config.max_length}){check}."
             )
 
 

@@ -109,7 +109,7 @@ def formats_of(
             name = _detect(rows, one.columns, config.on_bad_row, known) if is_told else one.format
             if name not in known:
                 raise ValueError(
-                    f"data.format={name}: this recipe does not read it; expected one of {', '.join(known)}."
+                    f"data.format={name}: this recipe does not support it; expected one of {', '.join(known)}."
                 )
             formats[number] = RowFormat(name, one.columns, known[name])
     return formats
@@ -125,10 +125,10 @@ def reading(row: Row) -> Iterator[None]:
     except ValueError as error:
         raise ValueError(f"{row.place}: {error}") from None
     except RecursionError:
-        raise ValueError(f"{row.place}: its objects are nested too deeply to be written as text.") from None
+        raise ValueError(f"{row.place}: its objects are nested too deeply to be rendered.") from None
 
 
-RENAME = "Rename with data.columns, ours to yours: data.columns.prompt=question."
+RENAME = "If a column has another name, set data.columns: data.columns.prompt=question."
 
 
 def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
@@ -148,7 +148,7 @@ def _check_columns_are_there(columns: dict[str, str], rows: Sequence[Row], known
     for ours, column in columns.items():
         if ours in needed and theirs and column not in theirs:
             raise ValueError(
-                f"data.columns.{ours}={column}: {rows[0].place} and those behind it have no column `{column}`; they have "
+                f"data.columns.{ours}={column}: {rows[0].place} and the next rows have no column `{column}`; they have "
                 f"{', '.join(theirs)}.{did_you_mean(column, theirs)}"
             )
 
@@ -173,13 +173,13 @@ def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known
             kinds.setdefault(name, []).append(row.place)
         listed = "".join(f"\n  {name}: {_shortened(places)}" for name, places in kinds.items())
         raise ValueError(
-            f"the first {len(readable)} rows are not of one format:{listed}\nPut the rows of each format into a file of "
-            f"its own and list the files in data.source, or leave others out with data.on_bad_row=skip. {RENAME}"
+            f"the first {len(readable)} rows have different formats:{listed}\nPut each format into its own file and list the "
+            f"files in data.source, or skip rows of other formats with data.on_bad_row=skip. {RENAME}"
         )
     expected = "; ".join(f"{name}: {', '.join(known[name].required)}" for name in known)
     raise ValueError(
-        f"{readable[0].place}: the format cannot be told from the fields {names_of(readable[0].fields)}. Expected those of "
-        f"one format ({expected}), the same in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
+        f"{readable[0].place}: cannot detect the format from the fields {names_of(readable[0].fields)}. Expected the fields "
+        f"of one format ({expected}) in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
     )
 
 
@@ -246,7 +246,7 @@ class RowReader:
         (ids, mask), limit = document, self.config.longest
         if limit is None or len(ids) <= limit:
             return document
-        if not report.takes_overlong(len(ids), self.config, place):
+        if not report.truncates(len(ids), self.config, place):
             return None
         kept = slice(0, limit) if self.config.truncation_side == "right" else slice(len(ids) - limit, None)
         return ids[kept], mask[kept]
@@ -296,24 +296,24 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
     rows = f"the rows are {' and '.join(sorted({format.name for format in formats}))}"
     if config.chat != "auto" and not hold_strings:
         raise ValueError(
-            f"data.chat={str(config.chat).lower()} applies to prompts and completions that are plain strings, and {rows}. "
+            f"data.chat={str(config.chat).lower()} applies to prompts and completions that are plain strings, but {rows}. "
             "Leave it out."
         )
     if config.chat is True and not has_template:
         raise ValueError(
-            "data.chat=true writes plain strings with a chat template, and this model has none. Leave it out, or set "
-            "data.chat_template."
+            "data.chat=true needs a chat template, and this model has none. Leave it out, or set data.chat_template."
         )
     if config.system is not None and not (has_template and are_chats):
-        no_chats = "this model has none" if not has_template else "data.chat=false" if not config.chat else rows
+        no_chats = (
+            "this model has no chat template" if not has_template else "data.chat=false" if not config.chat else rows
+        )
         raise ValueError(
-            f"data.system is written in front of chats by a chat template, and {no_chats}. Leave it out and write it into "
-            "the rows, or set data.chat_template."
+            f"data.system applies to chats rendered with a chat template, but {no_chats}. Put the text into the rows instead, "
+            "or set data.chat_template."
         )
     if config.separator is not None and writes_chats(config, tokenizer):
         raise ValueError(
-            "data.separator joins prompts and completions that are written without a chat template, and this model has a "
-            "template. Leave it out, or set data.chat=false."
+            "data.separator applies without a chat template, but this model has one. Leave it out, or set data.chat=false."
         )
 
 

@@ -39,7 +39,7 @@ class Pieces:
     documents: np.ndarray  # (P,) int64: document index
     firsts: np.ndarray  # (P,) int64: first token of the piece within its document
     lengths: np.ndarray  # (P,) int64
-    goes_on: np.ndarray  # (P,) bool: the document continues after the piece
+    continues: np.ndarray  # (P,) bool: the document continues after the piece
 
 
 def pack_documents(documents: Documents, config: DataConfig, shared: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -60,7 +60,7 @@ def pack_documents(documents: Documents, config: DataConfig, shared: np.ndarray 
     else:
         pieces = split(documents.lengths, config.max_length)
         order, offsets = pack(pieces.lengths, config.max_length)
-        cut = {"order": order, "offsets": offsets, "goes_on": pieces.goes_on}
+        cut = {"order": order, "offsets": offsets, "continues": pieces.continues}
     return cut | {"starts": documents.starts[pieces.documents] + pieces.firsts, "lengths": pieces.lengths}
 
 
@@ -104,7 +104,7 @@ def pack(lengths: np.ndarray, capacity: int) -> Packing:
     while left:
         combination = [left[-1]]
         counts[left[-1]] -= 1
-        company, num_steps = _company(capacity - left[-1], left, counts, min(MAX_STEPS_A_ROW, steps_left))
+        company, num_steps = _best_rest(capacity - left[-1], left, counts, min(MAX_STEPS_A_ROW, steps_left))
         combination += company
         steps_left -= num_steps
         counts[left[-1]] += 1
@@ -123,7 +123,7 @@ def pack(lengths: np.ndarray, capacity: int) -> Packing:
     return np.concatenate([some.ravel() for some in rows]), np.concatenate([[0], np.cumsum(sizes)])
 
 
-def _company(room: int, left: list[int], counts: dict[int, int], max_steps: int) -> tuple[list[int], int]:
+def _best_rest(room: int, left: list[int], counts: dict[int, int], max_steps: int) -> tuple[list[int], int]:
     """Return the lengths in `left` that use most of `room`, and the number of search steps.
 
     Depth-first search, longest first, with backtracking in the first `max_steps` steps only.

@@ -83,7 +83,8 @@ class PairReader(RowReader):
     config: AnswerDataConfig
     takes: ClassVar[tuple[str, ...]] = ("preference",)
     expected: ClassVar[str] = (
-        "learns from pairs; expected the fields `chosen` and `rejected`, with a `prompt` or with one in both. Rename with data.columns."
+        "trains on preference pairs; expected the fields `chosen` and `rejected`, and `prompt` or the same beginning in both. "
+        "If the columns have other names, set data.columns."
     )
 
     def passages(self, row: Row) -> list[Passage | Document]:
@@ -91,7 +92,7 @@ class PairReader(RowReader):
         with reading(row):
             sides = self._passages(self.fields_of(row))
             if not all(side.trained for side in sides):
-                raise ValueError("a side holds no answer of the assistant that is trained.")
+                raise ValueError("`chosen` or `rejected` has no assistant message to train on.")
             return [*sides]
 
     def values(self, row: Row) -> list[float]:
@@ -102,7 +103,7 @@ class PairReader(RowReader):
             margin = self.fields_of(row).get("margin", 0.0)
             number = float(margin) if re.fullmatch(NUMBER, str(margin)) else math.nan  # CSV values are strings
             if not math.isfinite(number):
-                raise ValueError(f"`margin` is {kind(margin)} ({margin!r:.40}); expected a number, or none.")
+                raise ValueError(f"`margin` is {kind(margin)} ({margin!r:.40}); expected a number, or no `margin`.")
             return [number] * 2
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
@@ -116,7 +117,7 @@ class PairReader(RowReader):
         for name, answer in (("chosen", chosen), ("rejected", rejected)):
             if answer is None and isinstance(fields[name], str):
                 name = "completion" if "completion" in fields else name
-                raise ValueError(f"`{name}` is empty; expected an answer. Leave the row out, or give it one.")
+                raise ValueError(f"`{name}` is empty; expected a completion. Remove the row, or add a completion.")
         if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
             chosen, rejected = check_text(chosen, "`chosen`"), check_text(rejected, "`rejected`")
             if prompt is None:
@@ -143,8 +144,8 @@ class PairReader(RowReader):
         for asked, answer in zip(prompts, sides, strict=True):
             if not asked.messages or answer.messages[0]["role"] != "assistant":
                 raise ValueError(
-                    "`chosen` and `rejected` do not begin with the same prompt, followed by an answer of the assistant "
-                    "each. Give the prompt as `prompt`, or both sides as messages that begin alike."
+                    "`chosen` and `rejected` must begin with the same messages, followed by an assistant message. Put the "
+                    "prompt into the field `prompt`, or start both with the prompt's messages."
                 )
             chat = with_system(join(asked, answer, train_prompt=False), self.config)
             passages.append(
@@ -152,8 +153,8 @@ class PairReader(RowReader):
             )
         if any(passage.num_rewritten for passage in passages):
             raise ValueError(
-                "a side answers more than once, and the chat template ends an answer with another token once another "
-                "message follows. Give one answer each, and the messages before it as `prompt`."
+                "`chosen` or `rejected` has several assistant messages, and the chat template ends the earlier ones with "
+                "another token than the last. Keep one assistant message in each, and move earlier messages to `prompt`."
             )
         return passages
 
@@ -189,14 +190,14 @@ def fit_answers(
     if config.max_completion_length is not None:
         answers = [_first(answer, config.max_completion_length) for answer in answers]
     too_many = len(prompt) + max(len(ids) for ids, _ in answers) - config.max_length
-    if too_many > 0 and not report.takes_overlong(config.max_length + too_many, config, place):
+    if too_many > 0 and not report.truncates(config.max_length + too_many, config, place):
         return None
     if config.truncation_side == "left":
         prompt = prompt[max(0, too_many) :]
     answers = [_first(answer, config.max_length - len(prompt)) for answer in answers]
     # Without a prompt, nothing predicts the first token of an answer.
     if not all(mask[0 if len(prompt) else 1 :].any() for _, mask in answers):
-        report.drop("no answer left on a side" if len(answers) > 1 else "no answer left")
+        report.drop("no completion left on one side" if len(answers) > 1 else "no completion left")
         return None
     return prompt, answers
 
@@ -277,9 +278,9 @@ class Pairs(Objective):
     def check(self, config: DataConfig, share_prompts: bool) -> None:
         if isinstance(config, PreferenceDataConfig) and config.shared_prompt is True and not share_prompts:
             raise ValueError(
-                "data.shared_prompt=true, and this recipe computes every prompt for each answer. Leave it out; or in the "
-                "recipe, give preference_batches share_prompts=shares_prompts(cfg), and the model what the batch has of "
-                "prefixes."
+                "data.shared_prompt=true, but this recipe computes the prompt once per completion. Leave the setting out, or "
+                "edit the recipe: pass share_prompts=shares_prompts(cfg) to preference_batches, and the batch's prefixes to "
+                "the model."
             )
 
     def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
@@ -330,8 +331,8 @@ class Pairs(Objective):
             return []
         spared = int((lengths - num_targets)[1::2].sum())  # prompt tokens
         return [
-            f"tokens of prompts that stand in both answers of a pair: {spared:,} ({spared / lengths.sum():.1%}), computed "
-            "once with data.shared_prompt"
+            f"prompt tokens that both completions of a pair repeat: {spared:,} ({spared / lengths.sum():.1%}); "
+            "data.shared_prompt computes them once"
         ]
 
 

@@ -92,7 +92,7 @@ def prepare_batches(
         return watcher.batches(lambda: longest_batch(config, batch_size, share_prompts)), None
     if config.chat_template is not None and tokenizer.template_file is None:
         raise ValueError(
-            "data.chat_template is set, and this recipe loads its tokenizer without it. In the recipe: "
+            "data.chat_template is set, but this recipe loads its tokenizer without it. Edit the recipe: "
             "load_tokenizer(cfg.model, cfg.data.chat_template)."
         )
     folder = cache_folder(config.cache_dir)
@@ -159,8 +159,8 @@ def _split(num_rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.nd
     num_held_out = max(1, round(num_rows * fraction))
     if num_held_out >= num_rows:
         raise ValueError(
-            f"data.validation_fraction={fraction} of {num_rows} rows leaves nothing to train on. Lower "
-            "it, or name a data.validation_source."
+            f"data.validation_fraction={fraction} of {num_rows} rows leaves no row to train on. Lower "
+            "it, or set data.validation_source."
         )
     shuffled = np.random.default_rng(seed).permutation(num_rows)
     return np.sort(shuffled[num_held_out:]), np.sort(shuffled[:num_held_out])
@@ -202,7 +202,7 @@ def lay_out(
         packed, _ = load_entry(folder, key, lambda writer: writer.append(pack_documents(documents, config, shared)))
     layout = layout_of(documents, packed, config, batch_size, pad_id, shared)
     if packed:
-        tell_packing(prepared.report, layout, documents, config)
+        report_packing(prepared.report, layout, documents, config)
     return layout
 
 
@@ -219,7 +219,7 @@ def check_context(layout: Layout, report: DataReport, config: DataConfig, contex
         raise ValueError(
             f"{number:,} {'sequences are' if number > 1 else 'sequence is'} longer than the model's context of "
             f"{context_length:,} tokens (max_position_embeddings in its config.json), the longest {lengths.max():,}. Set "
-            f"data.max_length={context_length} to be told which, or with it data.overflow=truncate or data.overflow=drop."
+            f"data.max_length={context_length} to see which rows, and data.overflow=truncate or data.overflow=drop to train anyway."
         )
 
 
@@ -267,7 +267,7 @@ def layout_of(
     return layout
 
 
-def tell_packing(report: DataReport, layout: Layout, documents: Documents, config: DataConfig) -> None:
+def report_packing(report: DataReport, layout: Layout, documents: Documents, config: DataConfig) -> None:
     """Add packed rows, packing efficiency and the corrected number of trained tokens to `report`."""
     report.packing, report.packed_rows = config.packing, len(layout)
     computed_once = 0 if layout.shared is None else int(layout.shared.sum())

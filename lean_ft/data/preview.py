@@ -43,15 +43,15 @@ class ShownDocument:
     stretches: list[Stretch]
     num_tokens: int
     num_trained: int
-    begins_before: bool
+    is_continued: bool
     """Whether this piece continues a document from another row."""
     is_rejected: bool = False
     """Whether this is a rejected or undesirable answer."""
 
     @property
     def heading(self) -> str:
-        goes_on = ", goes on from another row" if self.begins_before else ""
-        return f"{self.place}: {self.num_tokens:,} tokens, {self.num_trained:,} trained{goes_on}"
+        continued = ", continued from another row" if self.is_continued else ""
+        return f"{self.place}: {self.num_tokens:,} tokens, {self.num_trained:,} trained{continued}"
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
         documents += found
         names = objective.names(config, values) if found else ()
         places += [f"{row.place}, {name}" if name else row.place for name in names]
-        notes += _fate(row.place, counts)
+        notes += _notes(row.place, counts)
         if report.rows == MOST_ROWS_READ or _enough(config, report, num_rows, batch_size):
             break
     if not documents:
-        raise ValueError(f"nothing of {config.source} is left to look at: {report.nothing_left()}.")
+        raise ValueError(f"no row of {config.source} is left to show: {report.nothing_left()}.")
     shown = list(_rows(config, tokenizer, Documents.join(documents), places, batch_size))
     return Preview(shown[:num_rows], report, notes)
 
@@ -105,10 +105,10 @@ def _enough(config: DataConfig, report: DataReport, num_rows: int, batch_size: i
     return report.tokens >= ENOUGH_TO_PACK * num_rows * config.max_length * len(config.sides)
 
 
-def _fate(place: str, counts: DataReport) -> list[str]:
-    notes = [f"{place}: left out, {reason}" for reason in counts.dropped]
-    notes += [f"left out, {problem}" for problem in counts.bad_row_examples]
-    return notes + ([f"{place}: cut by {counts.lost_tokens:,} tokens"] if counts.truncated else [])
+def _notes(place: str, counts: DataReport) -> list[str]:
+    notes = [f"{place}: dropped, {reason}" for reason in counts.dropped]
+    notes += [f"skipped, {problem}" for problem in counts.bad_row_examples]
+    return notes + ([f"{place}: truncated by {counts.lost_tokens:,} tokens"] if counts.truncated else [])
 
 
 def _rows(
@@ -125,13 +125,13 @@ def _rows(
             start, length = int(layout.starts[piece]), int(layout.lengths[piece])
             number = int(np.searchsorted(documents.starts, start, side="right")) - 1
             ids, trained = layout.tokens[start : start + length], layout.trained[start : start + length].copy()
-            begins_before = start != documents.starts[number]
+            is_continued = start != documents.starts[number]
             # Nothing predicts the first token of a document, or of a row whose documents are joined.
-            if (used == 0) if layout.joined else not begins_before:
+            if (used == 0) if layout.joined else not is_continued:
                 trained[0] = False
             stretches = stretches_of(tokenizer, ids, trained)
             is_rejected = places[number].endswith(worse)
-            document = ShownDocument(places[number], stretches, length, int(trained.sum()), begins_before, is_rejected)
+            document = ShownDocument(places[number], stretches, length, int(trained.sum()), is_continued, is_rejected)
             shown.append(document)
             used += length
         yield ShownRow(shown, layout.row_tokens - used if layout.kind == "packed" else None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lean_ft.data.batch import Batch
 from lean_ft.data.chats import check_text, parse_if_json, read_chat, read_tools
-from lean_ft.data.formats import reading, writes_chats
+from lean_ft.data.formats import RENAME, reading, writes_chats
 from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources, read_rows
@@ -51,8 +51,8 @@ class PromptReport:
 
     def __str__(self) -> str:
         parts = [f"{self.kept:,} prompts of {self.rows:,} rows"]
-        parts += [f"{self.too_long:,} longer than max_prompt_length left out"] if self.too_long else []
-        parts += [f"{self.bad_rows:,} bad rows left out"] if self.bad_rows else []
+        parts += [f"{self.too_long:,} dropped (longer than max_prompt_length)"] if self.too_long else []
+        parts += [f"{self.bad_rows:,} unreadable rows skipped"] if self.bad_rows else []
         return "; ".join(parts)
 
 
@@ -106,7 +106,7 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
         held_out = [prompts[i] for i in sorted(drawn)]
         prompts = [prompt for i, prompt in enumerate(prompts) if i not in drawn]
     if not prompts:
-        raise ValueError(f"nothing in {config.source} is left to ask: {report}. Raise data.max_prompt_length.")
+        raise ValueError(f"no prompt of {config.source} is left: {report}. Raise data.max_prompt_length.")
     report.kept = len(prompts)
     settings = config.model_dump(mode="json", include={"columns", "max_prompt_length", "system", "separator", "chat"})
     settings |= {} if config.shuffle else {"shuffle": False}
@@ -149,8 +149,7 @@ def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokeniz
             asked = asked[:-1]
     if asked is None or asked == []:
         raise ValueError(
-            f"the row has {names_of(row.fields)}; expected `prompt`, a text or messages, or `messages`. Rename with "
-            "data.columns, ours to yours: data.columns.prompt=question."
+            f"the row has {names_of(row.fields)}; expected `prompt` (a text or messages) or `messages`. {RENAME}"
         )
     messages = read_chat(asked, "prompt").messages if isinstance(asked, list) else None
     if messages is None and not chat:

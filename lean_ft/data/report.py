@@ -57,18 +57,15 @@ class DataReport:
     def __str__(self) -> str:
         parts = [f"{self.rows:,} rows ({self.format}{', detected from their fields' if self.detected else ''})"]
         if self.bad_rows:
-            parts.append(f"{self.bad_rows:,} bad, left out (the first: {self.bad_row_examples[0]})")
+            parts.append(f"{self.bad_rows:,} unreadable rows skipped (first: {self.bad_row_examples[0]})")
         if self.truncated:
-            remedy = (
-                "; data.packing=bfd_split loses none"
-                if self.format == "text" and self.lost_tokens > self.tokens
-                else ""
-            )
+            loses_most = self.format == "text" and self.lost_tokens > self.tokens
+            remedy = "; data.packing=bfd_split keeps them" if loses_most else ""
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens{remedy})")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
         if self.rewritten_answers:
-            ended = "the chat template ends them with another token once messages follow"
-            parts.append(f"{self.rewritten_answers:,} answers trained without their end token ({ended})")
+            reason = "the chat template ends only the last turn with the model's end token"
+            parts.append(f"{self.rewritten_answers:,} earlier answers trained without an end token ({reason})")
         if self.empty_answers:
             parts.append(f"{self.empty_answers:,} empty answers")
         parts += [
@@ -79,22 +76,20 @@ class DataReport:
         share = self.target_tokens / max(1, self.tokens)
         parts.append(f"{self.kept:,} {self.unit}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
         if self.beyond_context:
-            beyond = f"longer than the model's context of {self.context_length:,} tokens"
-            parts.append(f"WARNING: {self.beyond_context:,} {beyond}, for which its positions were not trained")
+            longer = f"{self.beyond_context:,} longer than the model's context of {self.context_length:,} tokens"
+            parts.append(f"WARNING: {longer}; the model was not trained on such positions")
         if self.packed_rows is not None and self.packing_efficiency is not None:
             parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
         if self.packing == "wrapped":
-            parts.append("wrapped: documents in one row see each other, and rows cut them")
+            parts.append("wrapped: documents in a row attend to each other and may be cut at its ends")
         return "; ".join(parts)
 
     @property
     def left_out(self) -> str | None:
         """Summary of dropped and bad rows for the end of a run; None if all rows were used."""
-        reasons = [f"{count:,} ({reason})" for reason, count in self.dropped.items()]
-        if self.bad_rows:
-            reasons.insert(0, f"{self.bad_rows:,} (could not be read)")
-        count = self.bad_rows + sum(self.dropped.values())
-        return f"{count:,} of {self.rows:,} rows were left out: {', '.join(reasons)}" if count else None
+        reasons = {"unreadable": self.bad_rows, **self.dropped}
+        listed = ", ".join(f"{count:,} ({reason})" for reason, count in reasons.items() if count)
+        return f"{sum(reasons.values()):,} of {self.rows:,} rows were not used: {listed}" if listed else None
 
     def count_lost(self, tokens: int) -> None:
         """Count `tokens` cut off a row, if any."""
@@ -111,15 +106,15 @@ class DataReport:
         if passage.joined_by is not None:
             self.joined[passage.joined_by] = self.joined.get(passage.joined_by, 0) + 1
 
-    def takes_overlong(self, length: int, config: DataConfig, place: str) -> bool:
+    def truncates(self, length: int, config: DataConfig, place: str) -> bool:
         """Return whether to truncate a sequence of `length` > max_length tokens; otherwise count it as dropped.
 
         Raises ValueError that starts with `place` under `overflow=raise`.
         """
         if config.overflow == "raise":
             raise ValueError(
-                f"{place}: {length:,} tokens, more than data.max_length={config.max_length:,}. Raise "
-                "it, or set data.overflow=truncate or data.overflow=drop."
+                f"{place}: {length:,} tokens, more than data.max_length={config.max_length:,}. Raise data.max_length, or set "
+                "data.overflow=truncate or data.overflow=drop."
             )
         if config.overflow == "drop":
             self.drop("longer than max_length")
@@ -148,10 +143,10 @@ class DataReport:
 
     def nothing_left(self) -> str:
         """Explain why no row is left, for an error message."""
-        reasons = [f"{count:,} {reason}" for reason, count in self.dropped.items()]
+        reasons = [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
         if self.bad_rows:
-            reasons.append(f"{self.bad_rows:,} bad (the first: {self.bad_row_examples[0]})")
-        return f"of {self.rows:,} rows, {', '.join(reasons)}"
+            reasons.append(f"{self.bad_rows:,} unreadable (first: {self.bad_row_examples[0]})")
+        return f"{self.rows:,} rows, {', '.join(reasons)}"
 
     def add(self, other: "DataReport") -> None:
         """Add the counts of `other`, a part of the same source. Packing counts are not added."""

@@ -77,8 +77,8 @@ class SFTReader(RowReader):
             others = [i for i in chat.untrained if chat.messages[i]["role"] != "assistant"]
             if others:
                 raise ValueError(
-                    f"message {others[0]} is the {chat.messages[others[0]]['role']}'s, and says that it is not to be "
-                    "trained; data.train_on=all can leave out messages of the assistant alone."
+                    f"message {others[0]} has the role {chat.messages[others[0]]['role']}, but `train` or `weight` excludes it "
+                    "from training; with data.train_on=all, only assistant messages can be excluded."
                 )
         return self.tokenizer.passage(chat.messages, tools, train_on=self.config.train_on, untrained=chat.untrained)
 
@@ -95,17 +95,17 @@ def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
     attended = _integers(fields["attention_mask"], "attention_mask") if "attention_mask" in fields else ids * 0 + 1
     for name, values in (("labels", labels), ("attention_mask", attended)):
         if len(values) != len(ids):
-            raise ValueError(f"`{name}` has {len(values)} values for {len(ids)} `input_ids`; expected as many.")
+            raise ValueError(f"`{name}` has {len(values)} values for {len(ids)} `input_ids`; expected the same number.")
     inside = np.flatnonzero(attended)
     first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
     if len(inside) != last - first:
-        raise ValueError("`attention_mask` has zeros between ones; expected them at the ends alone, over padding.")
+        raise ValueError("`attention_mask` has zeros between ones; expected zeros only on padding at either end.")
     ids, labels = ids[first:last], labels[first:last]
     unknown = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(unknown):
         raise ValueError(
             f"`input_ids` has {ids[unknown[0]]} at position {first + unknown[0]}; this tokenizer's ids are 0 to "
-            f"{vocab_size - 1}. Was the row tokenised with another?"
+            f"{vocab_size - 1}. The row may come from another tokenizer."
         )
     trained = labels != IGNORED
     differing = np.flatnonzero(trained & (labels != ids))
@@ -113,7 +113,7 @@ def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
         i = differing[0]
         raise ValueError(
             f"`labels` has {labels[i]} at position {first + i}, where `input_ids` has {ids[i]}; expected the same id, "
-            "or -100 for a token that is not trained. Labels are not shifted here."
+            "or -100 for a token that is not trained. Do not shift the labels."
         )
     return ids.astype(np.int32), trained
 

@@ -43,7 +43,7 @@ def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Sour
     """Return `source` as a list, with settings that a source omits filled in from `config`."""
     given = [source] if isinstance(source, str) else source
     if not given:
-        raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or several.")
+        raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or a list of them.")
     sources = [Source(path=one) if isinstance(one, str) else one for one in given]
     common = config or RowsConfig.model_validate({"source": source})
     missing = [[name for name in OF_ALL_SOURCES if getattr(one, name) is None] for one in sources]
@@ -58,7 +58,7 @@ def _checked_sources(source: Sources, config: RowsConfig | None) -> list[Source]
     sources = list_sources(source, config)
     if config is not None and config.streaming and all(source_files(one.path) is not None for one in sources):
         raise ValueError(
-            f"data.streaming=true is for Hugging Face datasets, and {sources[0].path} is a file. Leave it out."
+            f"data.streaming=true applies to Hugging Face datasets, but {sources[0].path} is a file. Leave it out."
         )
     return sources
 
@@ -75,10 +75,10 @@ def source_files(source: str) -> list[Path] | None:
         if any((path / name).is_file() for name in SAVED_DATASET):
             return None
         inside = sorted(child.name for child in path.iterdir() if child.is_file())
-        found = f"it holds {', '.join(inside[:5])}{' ...' if len(inside) > 5 else ''}" if inside else "it holds none"
+        found = ", ".join(inside[:5]) + (" ..." if len(inside) > 5 else "") if inside else "no files"
         raise ValueError(
-            f"data source {source} is a folder ({found}), and not all that lies in a folder has to be trained on; "
-            f"expected {EXPECTED}. For all of one kind: {source.rstrip('/')}/*.jsonl"
+            f"data source {source} is a folder (it has {found}); expected {EXPECTED}. To read all files of one kind, pass a "
+            f"glob: {source.rstrip('/')}/*.jsonl"
         )
     if any(sign in source for sign in "*?["):
         files = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
@@ -98,8 +98,8 @@ def files_of(source: Source) -> list[Path] | None:
         return files
     given = f"data.split={split}" if source.subset is None else f"data.subset={source.subset}"
     raise ValueError(
-        f"{given}: {source.path} is a file and has the one split `train`. Use train, or a slice of it: train[:95%], "
-        "train[100:200]. For a Hugging Face dataset beside it, set the split in its entry: {path, subset, split}."
+        f"{given}: {source.path} is a file, which has only the split `train`. Use train or a slice: train[:95%], "
+        "train[100:200]. To set the split of another source, put it into that source's entry: {path, subset, split}."
     )
 
 
@@ -153,7 +153,7 @@ def _rows_as_stored(source: Source, digest: Digest | None, *, streaming: bool) -
     first, last = rows_of_split(split, lambda: sum(1 for _ in _rows_of_files(files, None)))
     rows = islice(_rows_of_files(files, digest), first, last)
     if (beginning := next(rows, None)) is None:
-        raise ValueError(f"data.split={split} has none of the rows of {source.path}.")
+        raise ValueError(f"data.split={split}: {source.path} has no rows in this slice.")
     yield beginning
     yield from rows
 

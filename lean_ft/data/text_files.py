@@ -63,7 +63,7 @@ def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
         any_row = True
         yield row
     if not any_row:
-        raise ValueError(f"{path} has no rows: it holds nothing but what stands around rows.")
+        raise ValueError(f"{path} has no rows.")
 
 
 def parse_json(text: str) -> Any:
@@ -74,7 +74,7 @@ def parse_json(text: str) -> Any:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise ValueError(f"malformed JSON: {error.msg} ({place})") from None
     except RecursionError:
-        raise ValueError("its JSON is nested too deeply to be read") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"an object has the name `{twice}` more than once, so one of its values would be lost")
+        raise ValueError(f"an object has the key `{twice}` more than once")
     return values
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value; write null, or leave the field out")
+    raise ValueError(f"{name} is not valid JSON; write null, or leave the field out")
 
 
 def _json_lines(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
@@ -153,7 +153,7 @@ def _csv_rows(lines: Iterable[bytes], path: Path, delimiter: str) -> Iterator[Ro
     try:
         names = next(reader)
         if len(set(names)) != len(names):
-            raise ValueError(f"{path}, line 1: a column's name stands there twice ({', '.join(names)}).")
+            raise ValueError(f"{path}, line 1: duplicate column name ({', '.join(names)}).")
         line = reader.line_num + 1
         for cells in reader:
             place = f"{path}, line {line}"
@@ -163,14 +163,14 @@ def _csv_rows(lines: Iterable[bytes], path: Path, delimiter: str) -> Iterator[Ro
                 problem = f"not UTF-8 (byte 0x{ord(undecoded) - 0xDC00:02x}){CONVERT}"
                 yield Row({}, place, problem=problem)
             elif cells and len(cells) != len(names):
-                problem = f"{len(cells)} cells under {len(names)} names ({', '.join(names)})"
+                problem = f"{len(cells)} cells, but the header has {len(names)} columns ({', '.join(names)})"
                 yield Row({}, place, problem=problem)
             elif cells:
                 yield Row(dict(zip(names, cells, strict=True)), place)
     except csv.Error as error:
         raise ValueError(
-            f"{path}, line {reader.line_num}: malformed CSV: {error}. Expected the columns' names in the first line, "
-            'and quotes inside a "quoted cell" doubled.'
+            f"{path}, line {reader.line_num}: malformed CSV: {error}. Expected column names in the first line, and "
+            "doubled quotes inside a quoted cell."
         ) from None
 
 
@@ -199,7 +199,9 @@ def _lines(path: Path, digest: Digest | None) -> Iterator[bytes]:
     with open_decompressed(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")):
             if len(line) > MAX_LINE_BYTES:
-                raise ValueError(f"{path}, line {number + 1} is longer than {MAX_LINE_BYTES >> 20} MiB, as no row is.")
+                raise ValueError(
+                    f"{path}, line {number + 1} is longer than {MAX_LINE_BYTES >> 20} MiB, the limit for a row."
+                )
             if digest is not None:
                 digest.update(line)
             yield line.removeprefix(BOM) if number == 0 else line
@@ -209,7 +211,7 @@ def _check_encoding(start: bytes, path: Path) -> None:
     # UTF-16 and UTF-32 text starts with a BOM, or has a zero byte in an ASCII character such as `{`.
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start[:4]:
         raise ValueError(
-            f"{path} looks like UTF-16 or UTF-32 (or is no text at all); expected JSON, JSONL or CSV in UTF-8. "
+            f"{path} looks like UTF-16 or UTF-32, or is not text; expected JSON, JSONL or CSV in UTF-8. "
             "Convert it, for example with `iconv -f UTF-16 -t UTF-8`."
         )
 
@@ -262,12 +264,12 @@ class _Archive(io.RawIOBase):
                 self._num_made += len(self._waiting)
                 if self._num_made > max(EXPANDED_BYTES, MAX_EXPANSION * self._num_read):
                     raise ValueError(
-                        f"{self._file.name} is more than {MAX_EXPANSION} times as large when decompressed, as no text is. "
-                        "If it is right, decompress it first."
+                        f"{self._file.name} expands to more than {MAX_EXPANSION} times its size, which text does not do. "
+                        "If the file is correct, decompress it first."
                     )
         except self._error as error:
             raise ValueError(
-                f"{self._file.name} cannot be read to its end: the archive is cut off or damaged ({error}). Copy or "
+                f"{self._file.name} cannot be read to its end: the archive is incomplete or damaged ({error}). Copy or "
                 "download it again."
             ) from None
         num_bytes = min(len(buffer), len(self._waiting))

@@ -40,8 +40,8 @@ class UnpairedReader(PairReader):
     }
     takes: ClassVar[tuple[str, ...]] = ("unpaired", "preference")
     expected: ClassVar[str] = (
-        "learns from answers that are good or bad; expected the fields `prompt`, `completion` and `label`, or pairs of "
-        "`chosen` and `rejected`. Rename with data.columns."
+        "trains on completions labeled desirable or undesirable; expected the fields `prompt`, `completion` and `label`, or "
+        "`chosen` and `rejected`. If the columns have other names, set data.columns."
     )
 
     def passages(self, row: Row) -> list[Passage | Document]:
@@ -51,7 +51,7 @@ class UnpairedReader(PairReader):
             fields = self.fields_of(row)
             answer, _ = self._passages(fields | {"chosen": fields["completion"], "rejected": fields["completion"]})
             if not answer.trained:
-                raise ValueError("`completion` holds no answer of the assistant that is trained.")
+                raise ValueError("`completion` has no assistant message to train on.")
             return [answer]
 
     def values(self, row: Row) -> list[float]:
@@ -64,8 +64,8 @@ class UnpairedReader(PairReader):
             label = label.strip().lower() if isinstance(label, str) else label
             if not isinstance(label, bool | int | float | str) or label not in LABELS:
                 raise ValueError(
-                    f"`label` is {kind(label)} ({fields['label']!r:.40}); expected true for a desirable answer or false for "
-                    "an undesirable one (1 or 0)."
+                    f"`label` is {kind(label)} ({fields['label']!r:.40}); expected true (1) for a desirable or false (0) for an "
+                    "undesirable completion."
                 )
             return [float(LABELS[label])]
 

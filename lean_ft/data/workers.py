@@ -55,8 +55,10 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
         codes = [process.exitcode for process in context.processes]
         # The pool terminates the remaining processes (SIGTERM).
         code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
-        killed = " (killed: is memory full? Try a smaller data.num_processes)" if code == -signal.SIGKILL else ""
-        raise RuntimeError(f"a process that prepares data ended with exit code {code}{killed}.") from None
+        killed = (
+            " (killed, perhaps for lack of memory; try a smaller data.num_processes)" if code == -signal.SIGKILL else ""
+        )
+        raise RuntimeError(f"a data preparation process ended with exit code {code}{killed}.") from None
     finally:  # also after an error, Ctrl-C, or if the caller stops early
         for process in filter(_Process.is_alive, context.processes):
             process.kill()
@@ -114,4 +116,4 @@ def _work_on(item: Any) -> Any:
     except ValueError as error:
         raise ValueError(str(error)) from None
     except Exception:
-        raise RuntimeError(f"a process that prepares data failed:\n{traceback.format_exc()}") from None
+        raise RuntimeError(f"a data preparation process failed:\n{traceback.format_exc()}") from None

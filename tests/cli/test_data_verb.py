@@ -40,7 +40,7 @@ def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
     assert "3 rows (preference, detected from their fields); 3 pairs" in answer.out
     data, tokenizer = PreferenceDataConfig(source=f"{tmp_path}/rows.jsonl"), load_tokenizer("tiny")
     batches, _ = preference_batches(data, tokenizer, batch_size=1, seed=0, share_prompts=True)
-    assert f"both answers of a pair: {batches.layout.shared.sum()} (" in answer.out
+    assert f"both completions of a pair repeat: {batches.layout.shared.sum()} (" in answer.out
     cut = [line.split()[:2] for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)]
     assert cut[2:4] == [["512", "1"], ["1,024", "0"]]  # the long completion, 1 of 6 sequences
 
@@ -53,7 +53,7 @@ def test_preview_of_pairs(leanft, run_on_pairs, tmp_path, packing: str):
         assert f"rows.jsonl, {place}: " in answer.out
     assert re.search(r"Say it<.*⟦yes <\|end\|>⟧", answer.out)
     assert re.search(r"Say it<.*⟦no<\|end\|>⟧", answer.out)
-    assert re.search(r"line 3: cut by \d+ tokens", answer.out)
+    assert re.search(r"line 3: truncated by \d+ tokens", answer.out)
     page = tmp_path / "page.html"
     leanft("data", "preview", *run_on_pairs, "-n", "3", f"data.packing={packing}", "--html", page)
     (red,) = re.findall(r"\.(r\d+) {color: #800000", page.read_text())
@@ -66,7 +66,7 @@ def test_rows_of_another_objective(leanft, run, run_on_pairs, tmp_path):
     for verb in ("stats", "preview"):
         answer = leanft("data", verb, *run_on_pairs)
         assert answer.code == 2
-        assert "the rows are prompt_completion, and this recipe learns from pairs" in answer.err
+        assert "the rows are prompt_completion, and this recipe trains on preference pairs" in answer.err
 
 
 def test_stats(leanft, run, tmp_path):

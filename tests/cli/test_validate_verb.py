@@ -54,7 +54,7 @@ def arguments(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.source=DIR/unmapped.jsonl", "unmapped.jsonl, line 1: the format cannot be told from the fields question, reply"),
+        ("data.source=DIR/unmapped.jsonl", "unmapped.jsonl, line 1: cannot detect the format from the fields question, reply"),
         ("data.source=DIR/mixed.jsonl", "text: {}/mixed.jsonl, line 10"),
         ("data.source=DIR/number.jsonl", "line 10: the field `completion` is a number"),
         ("data.columns.prompt=promt", "data.columns.prompt=promt: .*no column `promt`.*Did you mean 'prompt'"),

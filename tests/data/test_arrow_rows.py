@@ -72,7 +72,7 @@ def test_a_saved_dataset(tmp_path: Path):
     assert [(row.fields, row.place) for row in rows] == [(expected()[1], f"{path} (test), row 1")]
     half = SFTDataConfig(source=path, split="train[50%:]")
     assert [row.fields for row in read_rows(path, None, half)] == expected()[1:]
-    with pytest.raises(ValueError, match=r"data.split=dev.*it has the splits train, test, and no dev"):
+    with pytest.raises(ValueError, match=r"data.split=dev.*no split dev; the splits are train, test"):
         list(read_rows(path, None, SFTDataConfig(source=path, split="dev")))
 
 

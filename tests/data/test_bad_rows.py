@@ -23,9 +23,9 @@ def nested(depth: int) -> dict[str, Any]:
 BAD = [
     ("not json", "malformed JSON"),
     ('{"messages": null}', "`messages` is null"),
-    ('{"messages": [{"role": "user", "content": null}]}', "message 0: its content is null"),
+    ('{"messages": [{"role": "user", "content": null}]}', "message 0: `content` is null"),
     ('{"text": "another format"}', "no field `messages`"),
-    ('{"messages": [{"role": "user", "content": NaN}]}', "NaN is no JSON value"),
+    ('{"messages": [{"role": "user", "content": NaN}]}', "NaN is not valid JSON"),
     ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
     ('{"messages": [{"role": "user", "content": "\ufdd0"}]}', "noncharacters"),
 ]
@@ -43,14 +43,14 @@ def test_bad_rows_are_skipped_and_counted(config: Config, chat_tokenizer):
     assert len(documents) == report.kept == 2
     assert (report.rows, report.bad_rows, report.dropped) == (len(lines), len(BAD), {})
     assert [example.partition(": ")[0][-6:] for example in report.bad_row_examples] == ["line 2", "line 3", "line 4"]
-    assert f"{len(BAD)} bad, left out (the first: " in str(report)
+    assert f"{len(BAD)} unreadable rows skipped (first: " in str(report)
 
 
 def test_what_was_left_out_is_told_at_the_end(config: Config, chat_tokenizer):
     silent = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]}
     rows = [json.dumps(GOOD), BAD[0][0], json.dumps(silent)]
     _, report = prepare(config("\n".join(rows) + "\n", on_bad_row="skip", format="messages"), chat_tokenizer)
-    assert report.left_out == "2 of 3 rows were left out: 1 (could not be read), 1 (nothing to train on)"
+    assert report.left_out == "2 of 3 rows were not used: 1 (unreadable), 1 (nothing to train on)"
     _, report = prepare(config(json.dumps(GOOD) + "\n", format="messages"), chat_tokenizer)
     assert report.left_out is None
 

@@ -320,7 +320,7 @@ class TestEvaluation:
             assert texts == [f"row {i}" for i in range(5)]
 
     def test_a_fraction_that_leaves_nothing_is_refused(self, config: Config, plain_tokenizer):
-        with pytest.raises(ValueError, match=r"validation_fraction=0.5 of 1 rows leaves nothing to train on"):
+        with pytest.raises(ValueError, match=r"validation_fraction=0.5 of 1 rows leaves no row to train on"):
             sft_batches(config(rows(1), validation_fraction=0.5), plain_tokenizer, 2, seed=0)
 
 

@@ -114,7 +114,7 @@ class TestFolder:
 
     def test_one_that_cannot_be_made_is_refused(self, tmp_path: Path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(ValueError, match=r"prepared data cannot be kept in .*LEAN_FT_CACHE"):
+        with pytest.raises(ValueError, match=r"cannot write prepared data to .*LEAN_FT_CACHE"):
             cache_folder(tmp_path / "file" / "cache")
 
 

@@ -106,7 +106,7 @@ def test_overflow_drop_and_raise(config: Config, plain_tokenizer):
 
 def test_nothing_left_says_why(config: Config, plain_tokenizer):
     rows = [{"prompt": "p" * 20, "completion": "c"}] * 3
-    with pytest.raises(ValueError, match=r"of 3 rows, 3 nothing to train on within max_length.*data.max_length"):
+    with pytest.raises(ValueError, match=r"3 rows, 3 dropped .nothing to train on within max_length.*data.max_length"):
         prepare(config(rows, max_length=8), plain_tokenizer)
 
 

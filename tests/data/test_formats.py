@@ -72,7 +72,7 @@ def test_a_separator_stands_between_prompt_and_completion(fields, plain_tokenize
     passage = reader.of(config, [row], plain_tokenizer).passages(row)[0]
     assert isinstance(passage, Passage)
     assert (passage.text, trained(passage)) == ("q\nA: a", ["a"])
-    with pytest.raises(ValueError, match="and this model has a template. Leave it out, or set data.chat=false"):
+    with pytest.raises(ValueError, match="but this model has one. Leave it out, or set data.chat=false"):
         reader.of(config, [row], chat_tokenizer)
 
 
@@ -177,14 +177,14 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
         ({"prompt": 3, "completion": "a"}, {}, "line 7: the field `prompt` is a number; expected a string"),
         ({"prompt": "q", "completion": None}, {}, "the field `completion` is null"),
         ({"text": True}, {}, "the field `text` is a boolean"),
-        ({"text": "a\ud800b"}, {}, r"line 7: the field `text`: half a surrogate pair \(\\ud800\) stands at character 1"),
+        ({"text": "a\ud800b"}, {}, r"line 7: the field `text` has half a surrogate pair \(\\ud800\) at character 1"),
         ({"messages": MESSAGES, "tools": "[{"}, {}, "`tools` is a string that is not JSON"),
         ({"messages": MESSAGES, "tools": ["f"]}, {}, "`tools` is not a list of objects"),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, {}, "the rows are preference.*data.columns.completion=chosen"),
-        ({"messages": MESSAGES}, {"chat": False}, "data.chat=false applies to .* plain strings, and the rows are messages"),
-        ({"text": "q"}, {"chat": True}, "data.chat=true applies to .* plain strings, and the rows are text"),
+        ({"messages": MESSAGES}, {"chat": False}, "data.chat=false applies to .* plain strings, but the rows are messages"),
+        ({"text": "q"}, {"chat": True}, "data.chat=true applies to .* plain strings, but the rows are text"),
         ({"text": "q"}, {"system": "s"}, "the rows are text"),
-        ({"prompt": "q", "completion": "a"}, {"chat": False, "system": "s"}, "by a chat template, and data.chat=false"),
+        ({"prompt": "q", "completion": "a"}, {"chat": False, "system": "s"}, "with a chat template, but data.chat=false"),
     ],
 )  # fmt: skip
 def test_rows_and_settings_that_are_refused(fields, settings, message, chat_tokenizer):
@@ -233,7 +233,7 @@ def detect(*fields: dict[str, Any], **settings: Any) -> str:
 def test_detection(fields: dict[str, Any], name: str):
     assert detect(fields) == name
     # A format matches only if it matches every inspected row.
-    with pytest.raises(ValueError, match="3 rows are not of one format:") as error:
+    with pytest.raises(ValueError, match="3 rows have different formats:") as error:
         detect(fields, {"other": 1}, fields)
     lines = str(error.value).splitlines()
     assert lines[1:3] == [f"  {name}: a.jsonl, line 1, line 3", "  none (other): a.jsonl, line 2"]
@@ -244,7 +244,7 @@ def test_detection(fields: dict[str, Any], name: str):
 @pytest.mark.parametrize(
     ("fields", "settings", "message"),
     [
-        ({"question": "q"}, {}, r"line 1: the format cannot be told from the fields question.*data\.columns\.prompt=question"),
+        ({"question": "q"}, {}, r"line 1: cannot detect the format from the fields question.*data\.columns\.prompt=question"),
         ({}, {}, "from the fields no fields"),
         ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format has such a field.*mean 'prompt'"),
     ],
@@ -288,7 +288,7 @@ def test_padding_of_token_rows_is_left_out(attention_mask: list[int]):
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "zeros between ones"),
         ({"input_ids": [1, 10]}, "`input_ids` has 10 at position 1; this tokenizer's ids are 0 to 9"),
         ({"input_ids": [1, -1]}, "`input_ids` has -1"),
-        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "`labels` has 2 at position 0, where `input_ids` has 1.*not shifted"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "`labels` has 2 at position 0, where `input_ids` has 1.*not shift"),
         ({"input_ids": "text"}, "`input_ids` is a string"),
         ({"input_ids": [1, 2.0]}, "`input_ids` holds 2.0"),
         ({"input_ids": [1, None]}, "`input_ids` holds None"),

@@ -128,7 +128,7 @@ def test_marks_that_leave_nothing_or_are_not_the_assistants(ours):
     config, row = SFTDataConfig(source="x", train_on="last"), Row({"messages": messages}, "here")
     _, report = Renderer(config, SFTReader.of(config, [row], ours["plain"]), ours["plain"])([row])
     assert report.dropped == {"nothing to train on": 1}
-    with pytest.raises(ValueError, match="message 0 is the user's, and says that it is not to be trained"):
+    with pytest.raises(ValueError, match="message 0 has the role user, but `train` or `weight` excludes it"):
         render(ours["plain"], {"messages": [{**TURNS[1], "train": False}, TURNS[4]]}, train_on="all")
 
 
@@ -152,6 +152,6 @@ def test_answers_that_the_template_ends_otherwise_are_counted(tmp_path: Path):
     documents, report = Renderer(config, SFTReader.of(config, rows, tokenizer), tokenizer)(rows)
     answers = [tokenizer.decode(ids[mask].tolist()) for ids, mask in documents]
     assert answers == ["Fourteen.<|endoftext|>", "Seven 🦙.Fourteen.<|endoftext|>", "Fourteen.<|endoftext|>"]
-    assert "; 1 answers trained without their end token" in str(report)
+    assert "; 1 earlier answers trained without an end token" in str(report)
     report.add(report)
     assert report.rewritten_answers == 2

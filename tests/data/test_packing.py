@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lean_ft.data.documents import Documents
 from lean_ft.data.packing import pack, pack_documents, split, wrap
-from lean_ft.data.prepare import layout_of, tell_packing
+from lean_ft.data.prepare import layout_of, report_packing
 from lean_ft.data.report import DataReport
 from lean_ft.settings import SFTDataConfig
 
@@ -81,7 +81,7 @@ def test_cutting_loses_no_token(lengths: list[int]):
     pieces = split(np.array(lengths), CAPACITY)
     expected = [text[i : i + CAPACITY] for text in texts for i in range(0, len(text), CAPACITY)]
     assert tokens(pieces) == expected
-    assert pieces.goes_on.tolist() == [piece[-1][1] < lengths[piece[-1][0]] - 1 for piece in expected]
+    assert pieces.continues.tolist() == [piece[-1][1] < lengths[piece[-1][0]] - 1 for piece in expected]
 
     pieces, offsets = wrap(np.array(lengths), CAPACITY)
     one_text = list(itertools.chain(*texts))
@@ -104,7 +104,7 @@ class TestPublishedExamples:
         config = SFTDataConfig(source="-", max_length=4, packing=packing)
         layout = layout_of(documents, pack_documents(documents, config), config, batch_size=3, pad_id=0)
         self.report = DataReport("tokens", tokens=len(tokens), target_tokens=int((lengths - 1).sum()))
-        tell_packing(self.report, layout, documents, config)
+        report_packing(self.report, layout, documents, config)
         batch = layout.batch(np.arange(len(layout)))
         sizes = (batch.input_ids != 0).sum(1).tolist()
         assert all((row[size:] == 0).all() for row, size in zip(batch.input_ids, sizes, strict=True))
@@ -132,4 +132,4 @@ class TestPublishedExamples:
         # One text: the previous document predicts a document's first token; nothing predicts a row's first token.
         assert labels == [[2, 3, 4, -100], [6, 7, 8, -100], [10, 11, -100]]
         assert positions == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2]]
-        assert "see each other" in str(self.report)
+        assert "attend to each other" in str(self.report)

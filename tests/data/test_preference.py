@@ -143,7 +143,7 @@ def test_what_is_dropped_is_counted(plain_tokenizer):
     assert report.dropped == {
         "chosen equals rejected": 1,
         "chosen equals rejected within the lengths": 1,
-        "no answer left on a side": 1,
+        "no completion left on one side": 1,
     }
     assert (report.rows, report.kept, report.bad_rows) == (5, 1, 1)
 
@@ -151,12 +151,12 @@ def test_what_is_dropped_is_counted(plain_tokenizer):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "line 1: `chosen` and `rejected` do not begin with the same"),
-        ({"chosen": [user("q"), assistant("a")], "rejected": [user("r"), assistant("b")]}, "do not begin with the same"),
+        ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "line 1: `chosen` and `rejected` must begin with the same"),
+        ({"chosen": [user("q"), assistant("a")], "rejected": [user("r"), assistant("b")]}, "must begin with the same"),
         ({"prompt": "q", "chosen": 3, "rejected": "b"}, "line 1: the field `chosen` is a number"),
-        ({"prompt": "q", "chosen": " ", "rejected": "b"}, "line 1: `chosen` is empty; expected an answer"),
-        ({"prompt": "q", "chosen": [user("q")], "rejected": "b"}, "do not begin with the same"),
-        ({"prompt": "q", "completion": "a"}, "the rows are prompt_completion, and this recipe learns from pairs"),
+        ({"prompt": "q", "chosen": " ", "rejected": "b"}, "line 1: `chosen` is empty; expected a completion"),
+        ({"prompt": "q", "chosen": [user("q")], "rejected": "b"}, "must begin with the same"),
+        ({"prompt": "q", "completion": "a"}, "the rows are prompt_completion, and this recipe trains on preference pairs"),
     ],
 )  # fmt: skip
 def test_rows_that_are_no_pair(fields: dict[str, Any], message: str, chat_tokenizer):
@@ -244,7 +244,7 @@ def _same_ids(chosen: Text, rejected: Text) -> int:
 
 def test_a_recipe_that_shares_no_prompt_refuses_to_be_told_so(plain_tokenizer):
     config = PreferenceDataConfig(source="unread", shared_prompt=True)
-    with pytest.raises(ValueError, match="this recipe computes every prompt for each answer"):
+    with pytest.raises(ValueError, match="this recipe computes the prompt once per completion"):
         preference_batches(config, plain_tokenizer, batch_size=2, seed=0)
 
 

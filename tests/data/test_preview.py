@@ -56,10 +56,10 @@ def test_rows_that_are_cut_or_left_out_are_told(config: Config, plain_tokenizer)
     rows = [{"prompt": "p" * 70, "completion": "c"}, {"prompt": "p", "completion": "c" * 70}, {"prompt": "p"}, *TEXTS]
     found = preview(config(rows, on_bad_row="skip"), plain_tokenizer, num_rows=2, batch_size=1)
     assert [note.partition("rows.jsonl, ")[2] for note in found.notes] == [
-        "line 1: left out, nothing to train on within max_length",
-        "line 2: cut by 8 tokens",
+        "line 1: dropped, nothing to train on within max_length",
+        "line 2: truncated by 8 tokens",
         "line 3: no field `completion`. The format prompt_completion needs prompt, completion; the row has prompt. "
-        "Rename with data.columns, ours to yours: data.columns.prompt=question.",
+        "If a column has another name, set data.columns: data.columns.prompt=question.",
     ]
     assert [row.documents[0].place[-6:] for row in found.rows] == ["line 2", "line 4"]
     assert found.report.rows == 4  # reads no more rows than needed

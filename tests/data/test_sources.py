@@ -55,7 +55,7 @@ def test_paths_that_are_no_source(write: Write, tmp_path):
         with pytest.raises(ValueError, match=message):
             list(read_rows(source))
     write(ROWS)
-    with pytest.raises(ValueError, match=r"is a folder \(it holds rows\.jsonl\).*/\*\.jsonl"):
+    with pytest.raises(ValueError, match=r"is a folder \(it has rows\.jsonl\).*/\*\.jsonl"):
         list(read_rows(str(tmp_path)))
 
 

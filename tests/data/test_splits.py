@@ -42,7 +42,7 @@ def test_a_slice_names_the_rows_that_datasets_reads(part: str, total: int) -> No
 )
 def test_what_is_no_split_is_refused(split: str, write: Write) -> None:
     path = write([{"text": "a"}])
-    with pytest.raises(ValueError, match=r"has the one split `train`"):
+    with pytest.raises(ValueError, match=r"has only the split `train`"):
         list(read_rows([Source(path=path, split=split)]))
 
 
@@ -80,10 +80,10 @@ def test_the_slice_is_part_of_the_fingerprint(write: Write, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"split": "test"}, r"data\.split=test: .*rows\.jsonl is a file and has the one split `train`"),
+        ({"split": "test"}, r"data\.split=test: .*rows\.jsonl is a file, which has only the split `train`"),
         ({"subset": "main"}, r"data\.subset=main: .*rows\.jsonl is a file"),
-        ({"split": "train[5:]"}, r"data\.split=train\[5:\] has none of the rows of .*rows\.jsonl"),
-        ({"streaming": True}, r"data\.streaming=true is for Hugging Face datasets, and .*rows\.jsonl is a file"),
+        ({"split": "train[5:]"}, r"data\.split=train\[5:\]: .*rows\.jsonl has no rows in this slice"),
+        ({"streaming": True}, r"data\.streaming=true applies to Hugging Face datasets, but .*rows\.jsonl is a file"),
     ],
 )
 def test_settings_of_datasets_are_refused_for_files(write: Write, settings: dict, message: str) -> None:

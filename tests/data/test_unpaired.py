@@ -54,11 +54,11 @@ def test_of_a_pair_each_answer_counts_by_itself_and_an_answer_may_be_messages(re
     ("fields", "message"),
     [
         (answer(None), "`label` is null"),
-        (answer("good"), "`label` is a string .'good'.; expected true for a desirable answer or false"),
+        (answer("good"), "`label` is a string .'good'.; expected true .1. for a desirable or false"),
         (answer(2), "`label` is a number"),
         (answer([True]), "`label` is a list"),
         (answer(True, completion=3), "`completion`|the field"),
-        ({"prompt": "q", "label": True}, "this recipe learns from answers|cannot be told from the fields"),
+        ({"prompt": "q", "label": True}, "this recipe trains on completions|cannot detect the format from the fields"),
     ],
     ids=str,
 )
@@ -78,14 +78,14 @@ def test_answers_are_cut_as_those_of_pairs_are_and_counted(render, chat_tokenize
         assert report.truncated == 1 and report.lost_tokens > 0
     none_left, _, report = render(UnpairedDataConfig, answer(True), max_length=4)
     assert none_left == []
-    assert report.dropped == {"no answer left": 1}
+    assert report.dropped == {"no completion left": 1}
 
 
 def test_a_column_called_label_changes_nothing_for_others(render):
     texts, values, report = render(SFTDataConfig, answer(False))
     assert (texts, values, report.format) == (["yes<|im_end|>"], [0.0], "prompt_completion")
     with pytest.raises(
-        ValueError, match="data.format=unpaired: this recipe does not read it; expected one of messages"
+        ValueError, match="data.format=unpaired: this recipe does not support it; expected one of messages"
     ):
         render(SFTDataConfig, answer(False), format="unpaired")
 

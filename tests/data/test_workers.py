@@ -56,7 +56,7 @@ def test_what_else_goes_wrong_in_a_process_is_told():
         list(answers([{}]))
     with pytest.raises(RuntimeError, match=r"ended with exit code 3"):
         list(answers(["exit"]))
-    with pytest.raises(RuntimeError, match=r"exit code -9 \(killed: is memory full"):
+    with pytest.raises(RuntimeError, match=r"exit code -9 \(killed, perhaps for lack of memory"):
         list(answers(["die", *map(str, range(9))], num_processes=2))
 
 

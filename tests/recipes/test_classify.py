@@ -179,11 +179,11 @@ def test_rows_that_are_too_long_are_cut_before_their_last_token(train: Train, ca
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"text": "x", "label": None}, (), r"rows.jsonl, line 3: no `label`"),
+        ({"text": "x", "label": None}, (), r"rows.jsonl, line 3: no field `label`"),
         ({"text": "x", "label": 0.5}, (), r"rows.jsonl, line 3: the label is a number \(0.5\)"),
         ({"text": "x", "label": " "}, (), r"rows.jsonl, line 3: the label is a string"),
         ({"text": " ", "label": "a"}, (), r"rows.jsonl, line 3: `text` is empty"),
-        ({"text": "x", "label": "a"}, ("data.multi_label=true",), r"rows.jsonl, line 1: no `labels`"),
+        ({"text": "x", "label": "a"}, ("data.multi_label=true",), r"rows.jsonl, line 1: no field `labels`"),
     ],
     ids=str,
 )

@@ -243,7 +243,7 @@ OF_RECIPE: dict[str, Case | None] = {
     "classify data.columns": Case("{text: other}"),
     "classify data.separator": Case("x"),
     "classify data.labels": Case("[b, a]"),
-    "classify data.multi_label": Case("true", refused="no `labels`"),
+    "classify data.multi_label": Case("true", refused="no field `labels`"),
     "classify loss.class_weights": Case("balanced"),
     "classify memory.loss_accumulation_dtype": Case("weight"),
     **{f"{recipe} compile": Case("true", "", GPU) for recipe in ("classify", "reward")},
