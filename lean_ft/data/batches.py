@@ -27,9 +27,6 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import DataConfig
 
-KEPT_BYTES = 32 * 2**20  # cache size for built held-out batches
-BYTES_A_POSITION = 25  # of a Batch: 8 each for id, label and position, 1 for is_token
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -475,17 +472,11 @@ class Batches:
 
 
 class EvalBatches:
-    """Held-out batches in fixed order, for repeated iteration.
-
-    Batches are built on first access. The first 32 MiB (1.3 million positions) stay in memory; later batches are
-    rebuilt each time.
-    """
+    """Held-out batches in fixed order, for repeated iteration. Each is built when it is needed."""
 
     def __init__(self, layout: Layout, report: DataReport):
         self.layout = layout
         self._plan = layout.plan(None)
-        self._built: dict[int, Batch] = {}
-        self._bytes_left = KEPT_BYTES
         self.report = report
 
     def __len__(self) -> int:
@@ -495,13 +486,6 @@ class EvalBatches:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, i: int) -> Batch:
-        if i in self._built:
-            return self._built[i]
         if not 0 <= i < len(self):
             raise IndexError(i)
-        batch = self.layout.batch(self._plan[i])
-        num_bytes = batch.num_tokens * BYTES_A_POSITION
-        if num_bytes <= self._bytes_left:
-            self._built[i] = batch
-            self._bytes_left -= num_bytes
-        return batch
+        return self.layout.batch(self._plan[i])

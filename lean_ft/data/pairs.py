@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,35 +46,6 @@ if TYPE_CHECKING:
     from lean_ft.data.batches import Batches, Layout
 
 NUMBER = r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two answers to one prompt."""
-
-    prompt: np.ndarray  # (P,) int32
-    chosen: Document  # (C,) ids and trained mask
-    rejected: Document  # (R,) ids and trained mask
-
-    @classmethod
-    def of(cls, chosen: Document, rejected: Document) -> Pair:
-        """Build a pair from two sequences. The prompt is their common prefix before either answer starts."""
-        most = min(int(chosen[1].argmax()), int(rejected[1].argmax()))
-        differing = np.flatnonzero(chosen[0][:most] != rejected[0][:most])
-        length = int(differing[0]) if len(differing) else most
-        answers = [(ids[length:], mask[length:]) for ids, mask in (chosen, rejected)]
-        return cls(chosen[0][:length], answers[0], answers[1])
-
-    def documents(self) -> list[Document]:
-        """Return both sequences, with labels on the answers."""
-        masked = np.zeros(len(self.prompt), dtype=bool)
-        answers = (self.chosen, self.rejected)
-        return [(np.concatenate([self.prompt, ids]), np.concatenate([masked, mask])) for ids, mask in answers]
-
-    @property
-    def num_tokens(self) -> int:
-        """Total length of both sequences, each with the prompt."""
-        return 2 * len(self.prompt) + len(self.chosen[0]) + len(self.rejected[0])
 
 
 @dataclass(frozen=True)
@@ -107,10 +79,16 @@ class PairReader(RowReader):
             return [number] * 2
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """Return the truncated chosen and rejected sequences, or [] if the pair is dropped."""
-        chosen, rejected = map(until_the_answer_ends, documents)
-        pair = fit_pair(Pair.of(chosen, rejected), self.config, place, report)
-        return [] if pair is None else pair.documents()
+        """Return the truncated sequences, with labels on the answers, or [] if the row is dropped."""
+        documents = [until_the_answer_ends(document) for document in documents]
+        length = num_prompt_tokens(documents)
+        answers = [(ids[length:], mask[length:]) for ids, mask in documents]
+        fitted = fit_answers(documents[0][0][:length], answers, self.config, place, report)
+        if fitted is None:
+            return []
+        prompt, answers = fitted
+        untrained = np.zeros(len(prompt), dtype=bool)
+        return [(np.concatenate([prompt, ids]), np.concatenate([untrained, mask])) for ids, mask in answers]
 
     def _passages(self, fields: dict[str, Any]) -> list[Passage]:
         prompt, chosen, rejected = (parse_if_json(fields.get(name), name) for name in ("prompt", "chosen", "rejected"))
@@ -159,32 +137,27 @@ class PairReader(RowReader):
         return passages
 
 
-def fit_pair(pair: Pair, config: AnswerDataConfig, place: str, report: DataReport) -> Pair | None:
-    """Truncate a pair to the lengths in `config`, or return None if it is dropped; `report` counts lost tokens.
-
-    `truncation_side=right` cuts the end of each sequence. `left` cuts the start of the prompt until the longer answer
-    fits, and the end of an answer only if no prompt is left. Raises ValueError that starts with `place` for a pair
-    longer than max_length under `overflow=raise`.
-    """
-    if np.array_equal(pair.chosen[0], pair.rejected[0]):
-        report.drop("chosen equals rejected")
-        return None
-    cut = fit_answers(pair.prompt, [pair.chosen, pair.rejected], config, place, report)
-    if cut is None:
-        return None
-    prompt, (chosen, rejected) = cut
-    kept = Pair(prompt, chosen, rejected)
-    if np.array_equal(kept.chosen[0], kept.rejected[0]):
-        report.drop("chosen equals rejected within the lengths")
-        return None
-    report.count_lost(pair.num_tokens - kept.num_tokens)
-    return kept
+def num_prompt_tokens(sides: Sequence[Document]) -> int:
+    """Return the number of prompt tokens of one or two sequences: their common prefix before any answer starts."""
+    most = min(int(mask.argmax()) for _, mask in sides)
+    differing = np.flatnonzero(sides[0][0][:most] != sides[-1][0][:most])
+    return int(differing[0]) if len(differing) else most
 
 
 def fit_answers(
     prompt: np.ndarray, answers: list[Document], config: AnswerDataConfig, place: str, report: DataReport
 ) -> tuple[np.ndarray, list[Document]] | None:
-    """Truncate a prompt and its answers; return None and count a drop if an answer has no trained token left."""
+    """Truncate a prompt and its one or two answers to the lengths in `config`; `report` counts lost tokens.
+
+    `truncation_side=right` cuts the end of each sequence. `left` cuts the start of the prompt until the longer answer
+    fits, and the end of an answer only if no prompt is left. Returns None, and counts a drop, if both answers are equal
+    or an answer has no trained token left. Raises ValueError that starts with `place` for sequences longer than
+    max_length under `overflow=raise`.
+    """
+    num_before = _num_tokens(prompt, answers)
+    if _are_equal(answers):
+        report.drop("chosen equals rejected")
+        return None
     if config.max_prompt_length is not None:
         prompt = prompt[max(0, len(prompt) - config.max_prompt_length) :]
     if config.max_completion_length is not None:
@@ -199,7 +172,19 @@ def fit_answers(
     if not all(mask[0 if len(prompt) else 1 :].any() for _, mask in answers):
         report.drop("no completion left on one side" if len(answers) > 1 else "no completion left")
         return None
+    if _are_equal(answers):
+        report.drop("chosen equals rejected within the lengths")
+        return None
+    report.count_lost(num_before - _num_tokens(prompt, answers))
     return prompt, answers
+
+
+def _num_tokens(prompt: np.ndarray, answers: list[Document]) -> int:
+    return sum(len(prompt) + len(ids) for ids, _ in answers)
+
+
+def _are_equal(answers: list[Document]) -> bool:
+    return len(answers) == 2 and np.array_equal(answers[0][0], answers[1][0])
 
 
 def _first(answer: Document, count: int) -> Document:

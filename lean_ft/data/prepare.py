@@ -26,7 +26,7 @@ from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, content_digest
 from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import pack_documents
-from lean_ft.data.pairs import Pair
+from lean_ft.data.pairs import num_prompt_tokens
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import files_of, list_sources
 from lean_ft.data.splits import is_sliced
@@ -228,7 +228,7 @@ def shared_prompts(documents: Documents) -> np.ndarray:
     prompt length for a rejected answer, 0 for a chosen answer."""
     shared = np.zeros(len(documents), dtype=np.int64)
     for i in range(0, len(documents), 2):
-        shared[i + 1] = len(Pair.of(documents[i], documents[i + 1]).prompt)
+        shared[i + 1] = num_prompt_tokens([documents[i], documents[i + 1]])
     return shared
 
 

@@ -29,10 +29,6 @@ MAX_LINE_BYTES = 1 << 29
 MAX_EXPANSION, EXPANDED_BYTES = 200, 1 << 26  # above both limits, assume a decompression bomb
 PLAIN_TEXT = (".txt", ".md")
 _JSON_ROWS = re.compile(rb'\s*(\[\s*)?\{\s*"')
-# One object that contains all rows: `{"version": "1.0", "data": [{`
-_WRAPPED_ROWS = re.compile(
-    rb"""\s*\{(\s*"[^"]*"\s*:\s*("[^"]*"|[^\s"{}[\],]+)\s*,)*\s*"(data|rows|examples)"\s*:\s*\[\s*\{"""
-)
 
 
 def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
@@ -54,8 +50,6 @@ def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
         rows = iter([_text_row(b"".join(lines), path)])
     elif start.lstrip()[:1] == b"[":
         rows = _array_rows(b"".join(lines), path)
-    elif _WRAPPED_ROWS.match(start):
-        rows = _wrapped_rows(list(lines), path)
     else:
         rows = _json_lines(lines, path)
     any_row = False
@@ -91,7 +85,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _json_lines(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
-    hint = "" if ".jsonl" in path.suffixes else ". Expected JSONL (one object a line) or a JSON array."
+    hint = "" if ".jsonl" in path.suffixes else ". Expected JSONL (one object per line) or a JSON array"
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
@@ -114,23 +108,6 @@ def _array_rows(content: bytes, path: Path) -> Iterator[Row]:
         values = parse_json(_decode(content))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return _rows_of(values, path)
-
-
-def _wrapped_rows(lines: list[bytes], path: Path) -> Iterator[Row]:
-    """Rows of one object that contains them all, or JSONL rows if the first line only looks like such an object."""
-    try:
-        values = parse_json(_decode(b"".join(lines)))
-    except ValueError as error:
-        if "Extra data" in str(error):
-            return _json_lines(lines, path)
-        raise ValueError(f"{path}: {error}") from None
-    rows = next(value for value in values.values() if isinstance(value, list))
-    # A list of messages is a chat in a user-named field, so the file is JSONL.
-    return _json_lines(lines, path) if {"role", "from"} & set(rows[0]) else _rows_of(rows, path)
-
-
-def _rows_of(values: list[Any], path: Path) -> Iterator[Row]:
     for number, value in enumerate(values, start=1):
         place = f"{path}, row {number}"
         try:

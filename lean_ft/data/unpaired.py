@@ -16,8 +16,7 @@ import numpy as np
 
 from lean_ft.data.formats import FORMATS, Fields, reading
 from lean_ft.data.objective import Placed, zeros
-from lean_ft.data.pairs import PairBatch, PairReader, Pairs, fit_answers, until_the_answer_ends
-from lean_ft.data.report import DataReport
+from lean_ft.data.pairs import PairBatch, PairReader, Pairs
 from lean_ft.data.rows import Document, Row, kind
 from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Passage
@@ -68,19 +67,6 @@ class UnpairedReader(PairReader):
                     "undesirable completion."
                 )
             return [float(LABELS[label])]
-
-    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """Return the truncated sequences, or [] if the row is dropped."""
-        if len(documents) == 2:
-            return super().fit(documents, place, report)
-        ids, mask = until_the_answer_ends(documents[0])
-        begin = int(mask.argmax())
-        cut = fit_answers(ids[:begin], [(ids[begin:], mask[begin:])], self.config, place, report)
-        if cut is None:
-            return []
-        prompt, [(answer, trained)] = cut
-        report.count_lost(len(ids) - len(prompt) - len(answer))
-        return [(np.concatenate([prompt, answer]), np.concatenate([np.zeros(len(prompt), dtype=bool), trained]))]
 
 
 # Batches --------------------------------------------------------------------------------------------------------------

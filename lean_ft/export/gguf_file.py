@@ -103,12 +103,12 @@ def _architecture(model: Decoder, folder: Path) -> tuple[str, bool]:
     config, family = model.source.config, model.source.config["model_type"]
     if family not in _ARCHITECTURES:
         raise ValueError(
-            f"{folder}: --gguf supports the families {', '.join(_ARCHITECTURES)}, and this is {family}. Export a Hugging Face "
+            f"{folder}: --gguf supports the families {', '.join(_ARCHITECTURES)}, but this is {family}. Export a Hugging Face "
             "folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
         )
     if any(layer.window is not None for layer in model.config.layers):
         raise ValueError(
-            f"{folder}: sliding_window is {config['sliding_window']}, and llama.cpp's architecture {_ARCHITECTURES[family][0]} has "
+            f"{folder}: sliding_window is {config['sliding_window']}, but llama.cpp's architecture {_ARCHITECTURES[family][0]} has "
             "no sliding window. Texts longer than the window would give other results than in training."
         )
     if (scaling := _rope(model).scaling) not in ("default", "linear", "llama3"):

@@ -62,13 +62,13 @@ def gguf_vocabulary(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> GGUF
         pieces = folder / "absent"
     spec = _read(folder / "tokenizer.json")
     if spec is None and not pieces.is_file():
-        raise ValueError(f"{folder} has neither a tokenizer.json nor a SentencePiece model, one of which GGUF needs.")
+        raise ValueError(f"{folder} has no tokenizer.json and no SentencePiece model. GGUF needs one of them.")
     if spec is None or spec["model"].get("byte_fallback"):
         vocabulary = _from_sentencepiece(pieces) if pieces.is_file() else _from_byte_fallback(spec or {}, folder)
         first = tokenizer.token_text(tokenizer.encode("a")[0])
         vocabulary.add_space_prefix = first.startswith(WORD_START)
         if tokenizer.decode(tokenizer.encode(_PROBE)) != _PROBE:
-            raise ValueError(f"{folder}: the tokenizer changes spaces or letters, and llama.cpp does not.")
+            raise ValueError(f"{folder}: the tokenizer changes spaces or letters, which llama.cpp does not do.")
     else:
         vocabulary = _from_byte_level(spec, folder)
     size = max(vocab_size, len(vocabulary.tokens))
@@ -90,8 +90,8 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
     if model["type"] != "BPE" or rule not in _PRE_TOKENIZERS or normalizer != "NFC":
         known = ", ".join(sorted(set(_PRE_TOKENIZERS.values())))
         raise ValueError(
-            f"{folder / 'tokenizer.json'}: llama.cpp would give other ids, since this file's way to split text is none of the "
-            f"supported ones ({known})."
+            f"{folder / 'tokenizer.json'}: llama.cpp would give other ids, because it does not have this file's rule for "
+            f"splitting text (supported: {known})."
         )
     # llama.cpp drops bytes without a token. So does the `tokenizers` library, unless the file has an unknown token.
     missing = [byte for byte, letter in _byte_letters().items() if letter not in model["vocab"]]
@@ -155,7 +155,7 @@ def _from_byte_fallback(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
     steps = [step["type"] for step in (spec.get("normalizer") or {}).get("normalizers", [])]
     if spec.get("pre_tokenizer") is not None or steps not in (["Prepend", "Replace"], ["Replace"]):
         raise ValueError(
-            f"{folder / 'tokenizer.json'} marks the start of words with a pre-tokenizer, and llama.cpp marks the start of every "
+            f"{folder / 'tokenizer.json'} marks the start of words with a pre-tokenizer, but llama.cpp marks the start of every "
             "text. Put the model's tokenizer.model into the folder."
         )
     tokens, types = _listed(model["vocab"])

@@ -96,7 +96,7 @@ def check_destination(destination: Path, source: Path, force: bool) -> None:
     there, model = destination.resolve(), source.resolve()
     if there == model or there in model.parents or model in there.parents:
         raise ValueError(
-            f"{destination} and the model folder {source} contain one another; choose another destination."
+            f"{destination} and the model folder {source} contain one another. Choose another destination."
         )
     if destination.is_dir():
         if not any(destination.iterdir()):
@@ -104,7 +104,7 @@ def check_destination(destination: Path, source: Path, force: bool) -> None:
         other = sorted(entry.name for entry in destination.iterdir() if not _is_model_file(entry))
         if other:
             raise ValueError(
-                f"{destination} has files that are not of an export ({', '.join(other[:3])}), so not even --force replaces it. "
+                f"{destination} has files that no export writes ({', '.join(other[:3])}), so --force does not replace it. "
                 "Choose a new folder."
             )
     elif destination.exists() and destination.suffix != ".gguf":

@@ -33,8 +33,8 @@ def check_limits(spec: dict[str, Any]) -> None:
     _at_most("characters in all tokens", sum(lengths), MAX_CHARACTERS)
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
     ids += [token.get("id") for token in added]
-    _at_most("as a token's id", max((number for number in ids if isinstance(number, int)), default=0), MAX_ID)
-    _at_most("as max_input_chars_per_word", model.get("max_input_chars_per_word") or 0, 10_000)
+    _at_most("as the largest id", max((number for number in ids if isinstance(number, int)), default=0), MAX_ID)
+    _at_most("characters in max_input_chars_per_word", model.get("max_input_chars_per_word") or 0, 10_000)
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
         _at_most(f"characters in {name}", len(str(model.get(name) or "")), 100)
     _check_prefix(model.get("continuing_subword_prefix"), merges)
@@ -50,7 +50,7 @@ def check_limits(spec: dict[str, Any]) -> None:
                 raise ValueError(
                     f"the expression {expression[:100]!r} repeats a group that has repetitions or alternatives"
                 )
-    _at_most("times the length of a text after its normalizer, pre-tokenizer or decoder", growth, MAX_GROWTH)
+    _at_most("times the length of a text after normalization, splitting or decoding", growth, MAX_GROWTH)
 
 
 def _at_most(what: str, found: float, most: int) -> None:

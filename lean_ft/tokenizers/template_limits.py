@@ -117,7 +117,7 @@ class Budget:
         self._left -= new + STEP
         self._steps += 1
         if self._left < 0:
-            raise TemplateLimitError("its loops are too long, or make too much text")
+            raise TemplateLimitError("its loops run too long or produce too much text")
         if self._steps % 64 == 0 and time.thread_time() > self._deadline:
             raise TemplateLimitError(f"it took more than {MAX_SECONDS:g} seconds of processor time")
         return value
@@ -233,4 +233,4 @@ class _Namespace(jinja2.utils.Namespace):
     """Jinja's namespace without a text form, since weighing a namespace does not weigh its contents."""
 
     def __repr__(self) -> str:
-        raise TemplateLimitError("it writes out a namespace")
+        raise TemplateLimitError("it prints a namespace")

@@ -49,7 +49,7 @@ class BatchEncoding(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"an encoding has {', '.join(self)}, and no {name}")
+            raise AttributeError(f"no attribute {name}; an encoding has {', '.join(self)}")
         return self[name]
 
 
@@ -264,8 +264,8 @@ class Tokenizer:
         """
         if token not in self.control_tokens:
             raise ValueError(
-                f"pad_token={token!r} is not a control token of this tokenizer.{did_you_mean(token, self.control_tokens)} "
-                f"Expected one that ends no turn, of {', '.join(sorted(self.control_tokens))[:400]}."
+                f"pad_token={token!r} is not a control token of this tokenizer.{did_you_mean(token, self.control_tokens)}"
+                f" Choose one that does not end a turn: {', '.join(sorted(self.control_tokens))[:400]}."
             )
         self._new_pad_token, self.pad_id = token, self.added_tokens[token]
 

@@ -29,7 +29,7 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
-            raise ValueError(f"{self._path}: the `tokenizers` library failed on it ({str(error)[:300]}).") from None
+            raise ValueError(f"{self._path}: the `tokenizers` library failed: {str(error)[:300]}") from None
 
     return call
 
@@ -48,7 +48,9 @@ class TokenizerJson:
             _keep_whole_offsets(spec.get("post_processor"))
             self._tokenizer = HFTokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the library raises plain Exceptions
-            raise ValueError(f"{path}: not a tokenizer.json that this `tokenizers` library reads: {error}") from None
+            raise ValueError(
+                f"{path}: not a tokenizer.json that the installed `tokenizers` library can read: {error}"
+            ) from None
         # A file that was saved with padding or truncation would silently pad or truncate training rows.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -124,7 +126,9 @@ class TokenizerJson:
                 origin.append(start)
             else:
                 if any(FIRST_STAND_IN <= ord(character) < FIRST_STAND_IN + len(stand_ins) for character in piece):
-                    raise ValueError("a text with a typed control token also holds private-use characters of plane 16")
+                    raise ValueError(
+                        "a text contains a control token and private-use characters of plane 16. Remove one of them."
+                    )
                 respelled.append(piece)
                 origin.extend(range(start, end))
         origin.append(len(text))

@@ -1,6 +1,6 @@
 """All forms of pairs become one prompt and two answers, and are truncated in the documented order."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 
 from lean_ft.data import preference_batches
 from lean_ft.data.documents import Renderer
-from lean_ft.data.pairs import Pair, PairReader, fit_pair
+from lean_ft.data.pairs import PairReader, fit_answers, num_prompt_tokens
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Row
+from lean_ft.data.rows import Document, Row
 from lean_ft.settings import PreferenceDataConfig
 from tests.data.pair_texts import Text, texts_of
+
+
+class Pair(NamedTuple):
+    prompt: np.ndarray
+    chosen: Document
+    rejected: Document
 
 
 def user(content: str) -> dict[str, str]:
@@ -28,7 +34,11 @@ def render(tokenizer, *fields: dict[str, Any], **settings: Any) -> tuple[list[Pa
     rows = [Row(one, f"rows.jsonl, line {i}") for i, one in enumerate(fields, start=1)]
     config = PreferenceDataConfig(source="rows.jsonl", **settings)
     documents, report = Renderer(config, PairReader.of(config, rows, tokenizer), tokenizer)(rows)
-    return [Pair.of(*sides) for sides in zip(documents[::2], documents[1::2], strict=True)], report
+    pairs = []
+    for sides in zip(documents[::2], documents[1::2], strict=True):
+        length = num_prompt_tokens(sides)
+        pairs.append(Pair(sides[0][0][:length], *((ids[length:], mask[length:]) for ids, mask in sides)))
+    return pairs, report
 
 
 def texts(tokenizer, pair: Pair) -> list[str]:
@@ -116,15 +126,16 @@ def test_cutting(sizes, max_prompt, max_completion, max_length, side):
     config = PreferenceDataConfig(source="x", truncation_side=side, **limits)
     report = DataReport("preference")
     sides = [(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool)) for ids in (chosen, rejected)]
-    kept = fit_pair(Pair(np.array(prompt, dtype=np.int32), sides[0], sides[1]), config, "a place", report)
+    kept = fit_answers(np.array(prompt, dtype=np.int32), sides, config, "a place", report)
     if expected is None:
         assert kept is None
         assert sum(report.dropped.values()) == 1
         return
     assert kept is not None
-    assert [kept.prompt.tolist(), kept.chosen[0].tolist(), kept.rejected[0].tolist()] == list(expected)
-    assert [len(kept.chosen[1]), len(kept.rejected[1])] == [len(expected[1]), len(expected[2])]
-    lost = 2 * len(prompt) + len(chosen) + len(rejected) - kept.num_tokens
+    kept_prompt, answers = kept
+    assert [kept_prompt.tolist(), *(ids.tolist() for ids, _ in answers)] == list(expected)
+    assert [len(mask) for _, mask in answers] == [len(expected[1]), len(expected[2])]
+    lost = 2 * len(prompt) + len(chosen) + len(rejected) - sum(len(kept_prompt) + len(ids) for ids, _ in answers)
     assert (report.lost_tokens, report.truncated) == (lost, int(lost > 0))
 
 

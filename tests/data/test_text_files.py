@@ -32,8 +32,6 @@ PLAIN = {
     "rows.csv": csv_of(ROWS, ","),
     "rows.tsv": csv_of(ROWS, "\t"),
     "semicolons.csv": csv_of(ROWS, ";"),
-    "wrapped.json": json.dumps({"version": "1.0", "count": 3, "data": ROWS}, indent=1),
-    "wrapped_in_a_line.json": json.dumps({"rows": ROWS}) + "\n",
 }
 
 
@@ -57,8 +55,6 @@ def test_all_kinds_give_the_same_rows(write: Write, name: str, compress: Callabl
         ("[Chapter 1] {x}", "a.txt", [{"text": "[Chapter 1] {x}"}]),
         ("# Title", "a.md", [{"text": "# Title"}]),
         ('{"a": 1}\n{"a": 2}', "a.txt", [{"a": 1}, {"a": 2}]),
-        # JSONL that looks like one object with all rows: several such lines, and a chat.
-        ('{"data": [{"a": 1}]}\n{"data": [{"a": 2}]}', "a.json", [{"data": [{"a": 1}]}, {"data": [{"a": 2}]}]),
         ('{"data": [{"role": "user"}]}', "a.json", [{"data": [{"role": "user"}]}]),
         ("a;b\n1,5;2", "a.csv", [{"a": "1,5", "b": "2"}]),
     ],
@@ -116,7 +112,6 @@ LONG = "".join(f'{{"a": "{hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()
         ("a,b\n", "rows.csv", "has no rows"),
         (gzip.compress(b"", mtime=0), "rows.jsonl", "the file is empty"),
         ('[{"a": 1},\n {"a" 2}]', "rows.json", "rows.json: malformed JSON: Expecting ':' delimiter .line 2"),
-        ('{"data": [{"a": 1},\n {"a" 2}]}', "rows.json", "rows.json: malformed JSON: Expecting ':' delimiter .line 2"),
         (b'[{"a": "caf\xe9"}]', "rows.json", "rows.json: not UTF-8"),
         ('{"a": 1}\n'.encode("utf-16"), "rows.jsonl", "rows.jsonl looks like UTF-16.*iconv"),
         ('{"a": 1}\n'.encode("utf-16-le"), "rows.jsonl", "looks like UTF-16"),

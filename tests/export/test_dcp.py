@@ -35,5 +35,5 @@ def test_a_run_is_exported_with_its_tokenizer_and_only_an_export_is_replaced(run
     export_folder(run_directory, destination, force=True)
     assert not list(destination.glob("*.distcp"))
     (destination / "thesis.tex").write_text("my work")
-    with pytest.raises(ValueError, match="has files that are not of an export"):
+    with pytest.raises(ValueError, match="has files that no export writes"):
         export_dcp(run_directory, destination, force=True)

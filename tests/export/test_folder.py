@@ -124,7 +124,7 @@ class TestDestination:
         (destination / name).parent.mkdir(parents=True)
         (destination / name).write_text("my work")
         for place, reason in (
-            (destination, r"has files that are not of an export.*not even --force"),
+            (destination, r"has files that no export writes.*--force does not replace it"),
             (destination / name, "is a file"),
         ):
             with pytest.raises(ValueError, match=reason):

@@ -235,7 +235,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "change", "message"),
         [
-            ("config.json", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}, "sliding_window is 32, and llama.cpp"),
+            ("config.json", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}, "sliding_window is 32, but llama.cpp"),
             ("tokenizer.json", {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\d+|\s+"}, "behavior": "Isolated", "invert": False}}, "llama.cpp would give other ids"),
         ],
     )  # fmt: skip

@@ -332,6 +332,24 @@ class TestFolder:
         with pytest.raises(ValueError, match="expected a JSON object, found a list"):
             load_tokenizer(folder)
 
+    @pytest.mark.parametrize(
+        "config",
+        [
+            *({"bos_token": token} for token in (5, ["x"], {"content": 5}, "\ud800")),
+            *(
+                {"added_tokens_decoder": declared}
+                for declared in ([1], {"x": "<a>"}, {"1": 5}, {"1": {"content": None}})
+            ),
+            *({"chat_template": template} for template in (5, [1], [{"name": "x"}], {"default": 5})),
+            {"extra_special_tokens": [5]},
+            {"added_tokens_decoder": {"900": {"content": "<a>", "lstrip": "yes"}}},
+        ],
+        ids=str,
+    )
+    def test_values_of_the_wrong_type(self, byte_level, make_folder: MakeFolder, config):
+        with pytest.raises(ValueError):
+            load_tokenizer(make_folder(byte_level, files={"tokenizer_config.json": config}))
+
 
 LLAMA3_1 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 QWEN2_5_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
