@@ -67,7 +67,8 @@ def test_ways_to_write_a_chat(fields: dict[str, Any], chat_tokenizer):
     (pair,), report = render(chat_tokenizer, fields)
     assert texts(chat_tokenizer, pair) == CHAT
     assert pair.chosen[1].all() and pair.rejected[1].all()
-    assert (report.kept, report.tokens) == (1, pair.num_tokens)
+    num_tokens = 2 * len(pair.prompt) + len(pair.chosen[0]) + len(pair.rejected[0])
+    assert (report.kept, report.tokens) == (1, num_tokens)
     assert report.target_tokens == 4 + 3
 
 

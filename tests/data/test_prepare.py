@@ -73,7 +73,7 @@ def test_weights_that_are_refused(write: Callable[..., str], plain_tokenizer):
     config = SFTDataConfig(source=sources(write, (0.01, 0.01)))  # pyright: ignore
     with pytest.raises(ValueError, match="leave no row to train on"):
         sft_batches(config, plain_tokenizer, batch_size=4, seed=0)
-    with pytest.raises(ValidationError, match="held-out rows have no weight: an evaluation reads each row once"):
+    with pytest.raises(ValidationError, match="held-out rows have no weight"):
         SFTDataConfig(source="a.jsonl", validation_source=[{"path": "b.jsonl", "weight": 2.0}])  # pyright: ignore
 
 

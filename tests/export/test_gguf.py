@@ -269,5 +269,5 @@ class TestRefusals:
 
     def test_unsupported_families(self, folder, file, monkeypatch):
         monkeypatch.delitem(gguf_file._ARCHITECTURES, "qwen2")
-        with pytest.raises(ValueError, match=r"the families llama, mistral, and this is qwen2\. Export a Hugging"):
+        with pytest.raises(ValueError, match=r"the families llama, mistral, but this is qwen2\. Export a Hugging"):
             export_gguf(folder, file)

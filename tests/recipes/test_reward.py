@@ -182,7 +182,7 @@ def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
     assert scored[0]["score"] != 0
     (tmp_path / "bad.jsonl").write_text('{"prompt": "q"}')
     for arguments, message in (
-        (command[1:], "there already"),
+        (command[1:], "exists already"),
         ([str(tmp_path / "run"), str(tmp_path / "bad.jsonl")], "bad.jsonl, line 1"),
         (["tiny", str(tmp_path / "0.jsonl")], "no reward model"),
     ):
