@@ -137,7 +137,11 @@ def test_a_system_message_stands_in_front_of_chats_without_one(fields, text, cha
 def test_what_needs_a_chat_template_is_refused_without_one(plain_tokenizer):
     for fields, given, message in (
         ({"messages": MESSAGES}, {}, r"no chat template.*data\.chat_template=FILE"),
-        ({"prompt": "q", "completion": "a"}, {"chat": True}, "data.chat=true needs a chat template, and this model has none"),
+        (
+            {"prompt": "q", "completion": "a"},
+            {"chat": True},
+            "data.chat=true needs a chat template, and this model has none",
+        ),
         ({"prompt": "q", "completion": "a"}, {"system": "s"}, "this model has no chat template"),
     ):
         with pytest.raises(ValueError, match=message):
