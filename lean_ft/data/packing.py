@@ -25,6 +25,7 @@ import numpy as np
 from lean_ft.data.documents import Documents
 from lean_ft.settings import DataConfig
 
+PACKING_VERSION = 2  # of the arrangement of documents in rows; a run that was packed by another version cannot resume
 MAX_STEPS_A_ROW = 500  # search steps per row; more steps do not help on GSM8K
 MAX_STEPS = 2_000_000  # search steps in total, a few seconds; later rows use the first combination found
 

@@ -25,7 +25,7 @@ from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
 from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
 from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.objective import objective_of, settings_class
-from lean_ft.data.packing import pack_documents
+from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import files_of, list_sources
@@ -69,7 +69,7 @@ class Prepared:
 
     def packing_key(self, config: DataConfig, share_prompts: bool) -> str:
         sharing = [share_prompts] if share_prompts else []
-        return f"packing-{hash_of(self.key, config.packing, config.max_length, *sharing)}"
+        return f"packing-{hash_of(self.key, config.packing, PACKING_VERSION, config.max_length, *sharing)}"
 
     @property
     def sharing_key(self) -> str:
@@ -134,8 +134,10 @@ def prepare_batches(
     most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
     settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
     settings = {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)}
-    sharing = [share_prompts] if share_prompts else []
-    fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *sharing)
+    arrangement = [share_prompts] if share_prompts else []
+    if config.packing in ("bfd", "bfd_split"):
+        arrangement.append(PACKING_VERSION)
+    fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *arrangement)
     layout = replace(layout, most_in_a_row=most)
     num_trained, num_held_out = (len(one.documents) // len(config.sides) if one else 0 for one in (trained, held_out))
     layout = replace(layout, num_rows_in_all=num_trained + num_held_out)
