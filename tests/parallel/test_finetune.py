@@ -185,7 +185,7 @@ def test_all_ranks_refuse_with_the_reason(on_two):
     for result in on_two[1]:
         assert "differs from rank 0" in result["settings"]
         assert "optimizer.lr: 0.001 on rank 0, 0.002 on rank 1" in result["settings"]
-        assert "gradient_accumulation_steps=1" in result["batches"] and "there are 2" in result["batches"]
+        assert "gradient_accumulation_steps=1" in result["batches"] and "2 processes" in result["batches"]
         assert "memory.activation_offload=true" in result["offload"]
         assert "output_dir=run" in result["disk"] and "rank 1" in result["disk"]
         assert "differs from rank 0" in result["pairs"] and "data fingerprint: " in result["pairs"]
