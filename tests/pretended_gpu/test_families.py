@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.models import load_model
-from tests.models.family_cases import CASES, SIZES
+from tests.models.family_cases import CASES, SIZES, with_all_experts
 
 pytestmark = pytest.mark.cards("T4", "A100", "H100")
 
@@ -24,10 +24,8 @@ TYPES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5}  # dtype: relative 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_the_cpus(case: str, type_name: str, layout: str, tmp_path: Path) -> None:
     model_type, settings = CASES[case]
-    num_experts = settings.get("n_routed_experts" if model_type != "llama4_text" else "num_local_experts")
-    if type_name != "float32" and num_experts is not None:
-        # Rounding can change the selected experts, so every token uses all experts here.
-        settings = {**settings, "num_experts_per_tok": num_experts, "n_group": 1, "topk_group": 1}
+    if type_name != "float32":
+        settings = {**settings, **with_all_experts(case)}
     config = CONFIG_MAPPING[model_type](**{**SIZES, **settings}).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
     packed, tolerance = layout == "packed", TYPES[type_name]
