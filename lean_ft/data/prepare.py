@@ -134,7 +134,7 @@ def prepare_batches(
     most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
     settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
     settings = {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)}
-    arrangement = [share_prompts] if share_prompts else []
+    arrangement: list[int] = [share_prompts] if share_prompts else []
     if config.packing in ("bfd", "bfd_split"):
         arrangement.append(PACKING_VERSION)
     fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *arrangement)
