@@ -54,6 +54,12 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
 def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> None:
     from torch.distributed.fsdp import fully_shard
 
+    from lean_ft.torch_private import fsdp_common
+
+    if not hasattr(fsdp_common, "ShardPlacementResult") and any(not p.is_floating_point() for p in model.parameters()):
+        raise ValueError(
+            f"torch {torch.__version__} cannot shard quantized weights. Upgrade torch, set lora.quantize=none, or use one process."
+        )
     trunk = model.model
     how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
     placement = _placement(model, ranks)

@@ -23,7 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,9 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
     rendezvous: dict[str, Any] = {"join_timeout": JOIN_SECONDS}
     if plan.is_host is not None:
         rendezvous["is_host"] = plan.is_host
+    # torch 2.11 lacks this argument and gives processes 30 s to end.
+    has_timeout = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
+    shutdown: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if has_timeout else {}
     config = LaunchConfig(
         min_nodes=plan.min_nodes,
         max_nodes=plan.max_nodes,
@@ -105,7 +108,7 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
         rdzv_configs=rendezvous,
         max_restarts=plan.max_restarts,
         local_addr="localhost" if alone else None,
-        shutdown_timeout=SHUTDOWN_SECONDS,
+        **shutdown,
     )
     previous = signal.signal(signal.SIGUSR1, _ask_first_child_to_save)
     stopped: set[int] = set()
