@@ -4,7 +4,7 @@
     python benchmarks/compare_torchtune.py --peer-python torchtune-env/bin/python --recipe lora  # rank 16 on all linear layers
     python benchmarks/compare_torchtune.py --only lean --rounds 1
 
-torchtune needs an environment of its own, because its last version works with an older torchao:
+Create a separate environment for torchtune, because its last version needs an older torchao:
 
     python -m venv torchtune-env && torchtune-env/bin/python -m pip install -c constraints.txt torch
     torchtune-env/bin/python -m pip install --no-deps torchtune==0.6.1 torchao==0.10.0 torchdata==0.11.0

@@ -35,7 +35,7 @@ def run(
     overrides: Overrides = None,
     config: Preset = None,
     nproc_per_node: Annotated[
-        str | None, _flag("nproc-per-node", "N|gpu|cpu", "Processes on this machine, each with a GPU of its own.")
+        str | None, _flag("nproc-per-node", "N|gpu|cpu", "Processes on this machine, each with its own GPU.")
     ] = None,
     nnodes: Annotated[
         str,

@@ -79,8 +79,11 @@ def linear_cross_entropy(
     Returns:
         The sum, a float32 scalar (float64 for float64 inputs); exactly zero if no position has a label.
 
-    Raises ValueError if shapes do not match.
+    Raises ValueError if shapes do not match, or a value is out of range.
     """
+    check_range("softcap", softcap is None or softcap > 0, softcap, "a number above 0, or None")
+    check_range("label_smoothing", 0 <= label_smoothing < 1, label_smoothing, "0 or more and less than 1")
+    check_range("z_loss", z_loss >= 0, z_loss, "0 or more")
     terms = Terms(softcap, label_smoothing, z_loss, vocab_size=0 if cut is None else cut.vocab_size)
     check_shapes("linear_cross_entropy", hidden, weight, labels)
     labels, hidden = select_targets(labels, num_targets, hidden)
@@ -109,6 +112,11 @@ def check_shapes(loss: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> N
         raise ValueError(f"{loss}: expected hidden (..., D), weight (V, D) and labels (...); got {shapes}.")
 
 
+def check_range(name: str, is_valid: bool, value: float | None, expected: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} is {value}; expected {expected}.")
+
+
 def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> tuple[Tensor, ...]:
     """Select labels (...) and states (..., D) at the N positions that have a label: (N,) and (N, D) each."""
     labels, states = labels.flatten(), tuple(state.flatten(0, -2) for state in states)
@@ -122,7 +130,7 @@ def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> 
 
 
 class Passes(NamedTuple):
-    """What `SumOfLosses` does with each chunk of tokens. A sharded vocabulary has passes of its own (`lean_ft.parallel`).
+    """The work of `SumOfLosses` on each chunk of tokens. `lean_ft.parallel.vocabulary` has the passes of a sharded vocabulary.
 
     `work_of_chunk` gets logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C, columns).
     It overwrites the logits with their gradient and writes each token's values to the rows, the loss first.

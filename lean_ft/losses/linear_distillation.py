@@ -50,7 +50,7 @@ from lean_ft.losses.chunked_softmax import (
     token_values,
     work_of,
 )
-from lean_ft.losses.linear_cross_entropy import Passes, SumOfLosses, check_shapes, select_targets
+from lean_ft.losses.linear_cross_entropy import Passes, SumOfLosses, check_range, check_shapes, select_targets
 from lean_ft.losses.statistics import TokenStatistics
 
 # Columns of each token's values after LOSS, IS_RIGHT and ENTROPY, including those that one pass writes for the next.
@@ -123,8 +123,12 @@ def linear_distillation(
             `entropy`, the last three at temperature 1; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile; ignored for stored predictions.
 
-    Raises ValueError if shapes do not match, or for an unknown divergence.
+    Raises ValueError if shapes do not match, a value is out of range, or for an unknown divergence.
     """
+    check_range("softcap", softcap is None or softcap > 0, softcap, "a number above 0, or None")
+    check_range("temperature", temperature > 0, temperature, "a number above 0")
+    for name, share in (("beta", beta), ("cross_entropy_weight", cross_entropy_weight)):
+        check_range(name, 0 <= share <= 1, share, "0 to 1")
     if divergence not in get_args(Divergence):
         raise ValueError(f"divergence is {divergence!r}; expected one of {', '.join(get_args(Divergence))}.")
     if divergence == "jsd" and beta in (0, 1):
@@ -195,8 +199,10 @@ def top_log_probs(
     """Return the teacher's log-probabilities of the `top_k` likeliest tokens and of all others together, for each label
     (...) that is not `IGNORED_LABEL`.
 
-    Raises ValueError unless `top_k` is from 1 to the vocabulary's size, where there is no column for the others.
+    With the vocabulary's size as `top_k`, there is no column for the others. Raises ValueError for another `top_k` than 1 to
+    that size, or a temperature that is not above 0.
     """
+    check_range("temperature", temperature > 0, temperature, "a number above 0")
     vocab_size = len(teacher.weight)
     if not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k is {top_k}; expected 1 to {vocab_size}, the size of the teacher's vocabulary.")

@@ -35,6 +35,7 @@ from lean_ft.losses.chunked_softmax import (
     logits_in_chunks,
     sum_dtype,
 )
+from lean_ft.losses.linear_cross_entropy import check_range
 from lean_ft.losses.statistics import TokenStatistics
 
 
@@ -68,10 +69,10 @@ def linear_log_probs(
     Returns:
         (N,) float32 (float64 for float64 inputs), at most 0. Bitwise equal with and without gradients.
 
-    Raises ValueError if shapes do not match, or the temperature is not above 0.
+    Raises ValueError if shapes do not match, or the temperature or softcap is not above 0.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; expected a number above 0.")
+    check_range("temperature", temperature > 0, temperature, "a number above 0")
+    check_range("softcap", softcap is None or softcap > 0, softcap, "a number above 0, or None")
     if index.shape != label.shape or index.ndim != 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in (hidden, weight, index, label))
         raise ValueError(

@@ -1,7 +1,7 @@
 """`profile=true`: the time and memory of the operations of a few steps, in output_dir/profile.
 
 trace.json.gz    every operation and allocation, for https://ui.perfetto.dev or chrome://tracing
-operations.txt   PyTorch's table of the operations with the most time of their own, summed over the profiled steps
+operations.txt   PyTorch's table of operations by self time, summed over the profiled steps
 
 The profiler is PyTorch's, with its waiting and warm-up steps. The trace names the modules, by hooks, which would recompile
 compiled layers. So with compile=true the trace has no modules, and kernels have the compiler's names.

@@ -232,6 +232,14 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         linear_cross_entropy(hidden, weight[:, :-1], labels)
 
 
+@pytest.mark.parametrize(
+    "value", [{"softcap": 0.0}, {"label_smoothing": 1.0}, {"label_smoothing": -0.1}, {"z_loss": -1.0}]
+)
+def test_values_out_of_range_are_refused(value: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(value))} is .*; expected"):
+        linear_cross_entropy(*problem(), **value)  # pyright: ignore[reportArgumentType]
+
+
 class PeakMemory(TorchDispatchMode):
     """Records the peak bytes of new storages, and the bytes still alive."""
 

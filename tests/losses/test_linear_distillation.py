@@ -311,5 +311,10 @@ def test_what_cannot_be_is_refused() -> None:
         ours(given, TopLogProbs(torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.int64), V))
     with pytest.raises(ValueError, match="divergence is 'reverse'; expected one of forward_kl, reverse_kl, jsd"):
         ours(given, divergence="reverse")
+    for name, value in (("softcap", 0.0), ("temperature", 0.0), ("beta", 1.1), ("cross_entropy_weight", -0.1)):
+        with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
+            ours(given, **{name: value})
+    with pytest.raises(ValueError, match=r"temperature is 0\.0; expected"):
+        top_log_probs(teacher_of(given), given["labels"], 3, temperature=0.0)
     with pytest.raises(ValueError, match="top_k is 102; expected 1 to 101"):
         top_log_probs(teacher_of(given), given["labels"], V + 1)

@@ -131,5 +131,7 @@ def test_what_cannot_be_is_refused() -> None:
     given = problem()
     with pytest.raises(ValueError, match="expected a number above 0"):
         linear_log_probs(**given, temperature=0.0)
+    with pytest.raises(ValueError, match=r"softcap is -1\.0; expected"):
+        linear_log_probs(**given, softcap=-1.0)
     with pytest.raises(ValueError, match=r"label \(N,\)"):
         linear_log_probs(given["hidden"], given["weight"], given["index"][1:], given["label"])

@@ -146,10 +146,10 @@ def test_an_alias_is_rehearsed_with_its_own_settings(configure, written):
 
 
 def test_a_rehearsal_sees_no_gpu_and_tells_prints_from_the_answer(written, configure, capfd):
-    mine = written("print('a print of its own'); raise KeyError(os.environ['CUDA_VISIBLE_DEVICES'])")
+    mine = written("print('output of a recipe'); raise KeyError(os.environ['CUDA_VISIBLE_DEVICES'])")
     with pytest.raises(RuntimeError, match="KeyError: ''"):
         foresee(mine, configure())
-    assert "a print of its own" in capfd.readouterr().err
+    assert "output of a recipe" in capfd.readouterr().err
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ def test_plain_scalars(texts, value):
 def test_other_documents(tmp_path):
     assert math.isnan(Plain(".nan").value())
     for text in ("'1'", '"true"', "'null'"):
-        assert parse_yaml(text)[0] == text[1:-1]  # what is quoted is text
+        assert parse_yaml(text)[0] == text[1:-1]  # quoted values are text
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
     assert read_yaml_file(tmp_path / "bom.yaml") == ({"a": "1"}, {"a": 1})
     assert parse_yaml("") == parse_yaml("# only a comment\n") == (None, {})
