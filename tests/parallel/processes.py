@@ -10,8 +10,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
+
+from lean_ft.torch_private import fsdp_common
 
 TIMEOUT_SECONDS = 300
+# FSDP2 of torch 2.11 and 2.12 shards neither weights that are split between ranks nor 4-bit weights; parallelize refuses both.
+SHARDS_PARTS = hasattr(fsdp_common, "ShardPlacementResult")
+needs_parts = pytest.mark.skipif(
+    not SHARDS_PARTS, reason=f"torch {torch.__version__} cannot shard split layers or 4-bit weights"
+)
 
 # Processes are forked from one that has imported the library and has no threads, so they start quickly.
 FORKS = multiprocessing.get_context("forkserver")
@@ -22,6 +30,12 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def supported(cases: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the cases, settings by name, that this torch supports on several ranks."""
+    refused = () if SHARDS_PARTS else ("parallel.tensor=", "parallel.experts=", "nf4")
+    return {name: one for name, one in cases.items() if not any(part in " ".join(one) for part in refused)}
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:

@@ -10,10 +10,10 @@ from lean_ft.models.config import DeltaRuleConfig, LatentConfig, MixtureConfig
 from lean_ft.models.rope import RopeConfig
 from lean_ft.parallel import join, parallelize
 from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
-from tests.parallel.processes import on_ranks
+from tests.parallel.processes import needs_parts, on_ranks
 from tests.parallel.small_training import CPU, Config, build, small_model, train, whole_tensors
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, needs_parts]
 
 DYNAMIC = RopeConfig(theta=500.0, scaling="dynamic", factor=3.0, original_max_positions=12)
 LONG = RopeConfig(

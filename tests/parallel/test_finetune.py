@@ -19,7 +19,7 @@ from lean_ft.settings import LoRAConfig, ModelConfig, ParallelConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.system.shards import local
-from tests.parallel.processes import on_ranks, refusal
+from tests.parallel.processes import SHARDS_PARTS, on_ranks, refusal, supported
 from tests.recipes.conftest import TINY
 from tests.training.toy_runs import QWEN, TIMES, digests, metrics
 
@@ -30,15 +30,17 @@ SETTINGS = (*TINY, *TWO_MICRO_BATCHES, *TEXTS)
 RECOMPUTED = ("memory.activation_checkpointing=full", "data.packing=bfd")
 FLOAT16 = ("model.dtype=float16", "data.validation_fraction=0.1", "eval_every=2", "eval_answers=2")
 # With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
-SAME_BITS = {
-    "8 bits in backward": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16"),
-    "random, recomputed": ("model.random_init=true", "save_async=true", "save_every=1", *RECOMPUTED),
-    "adapter and new rows": ("lora.rank=4", 'model.new_tokens=["e s"," of th"]', "data.shuffle=false"),
-    "float16, evaluated": FLOAT16,
-    "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
-    "4-bit base": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
-}
-ON_REPLICAS = ("8 bits in backward", "4-bit base")  # also with parallel.replicate=2
+SAME_BITS = supported(
+    {
+        "8 bits in backward": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16"),
+        "random, recomputed": ("model.random_init=true", "save_async=true", "save_every=1", *RECOMPUTED),
+        "adapter and new rows": ("lora.rank=4", 'model.new_tokens=["e s"," of th"]', "data.shuffle=false"),
+        "float16, evaluated": FLOAT16,
+        "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
+        "4-bit base": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
+    }
+)
+ON_REPLICAS = SAME_BITS.keys() & {"8 bits in backward", "4-bit base"}  # also with parallel.replicate=2
 # 20 rows are 5 batches, so the second step of three micro-batches has only two.
 CLOSE = ("gradient_accumulation_steps=3", "max_steps=3", "optimizer.name=sgd", "data.validation_fraction=0.75")
 
@@ -64,7 +66,7 @@ def make_mixture(folder: Path) -> None:
         shutil.copy(file, folder)
 
 
-ADAPTERS = {"lora": LoRAConfig(rank=4), "qlora": LoRAConfig(rank=4, quantize="nf4")}
+ADAPTERS = {"lora": LoRAConfig(rank=4), **({"qlora": LoRAConfig(rank=4, quantize="nf4")} if SHARDS_PARTS else {})}
 
 
 def held_bytes(adapter: str) -> int:

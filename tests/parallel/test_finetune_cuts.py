@@ -10,11 +10,11 @@ import torch
 from lean_ft.models import load_model, save_model
 from lean_ft.parallel import cut, join, parallelize
 from lean_ft.settings import ParallelConfig
-from tests.parallel.processes import assert_refused, on_ranks, refusal
+from tests.parallel.processes import assert_refused, needs_parts, on_ranks, refusal
 from tests.parallel.test_finetune import assert_close, make_mixture, numbers, run
 from tests.training.toy_runs import digests
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, needs_parts]
 
 EVALUATED = ("data.validation_fraction=0.05", "eval_every=3")
 ADAPTER = ("lora.rank=4", "data.packing=bfd", "optimizer.name=sgd")

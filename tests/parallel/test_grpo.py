@@ -14,7 +14,7 @@ from lean_ft.plan.devices import Machines, choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
-from tests.parallel.processes import on_ranks
+from tests.parallel.processes import needs_parts, on_ranks, supported
 from tests.parallel.test_finetune import make_mixture
 from tests.training.toy_runs import TIMES, digests, metrics
 
@@ -74,29 +74,31 @@ SAME_BITS = {
     "values, copies": ("ppo", "lora.rank=4", "parallel.replicate=2", "loss.kl_weight=0"),
 }
 # Each rank samples its own completions, except ranks that share attention heads, whose layers are split.
-CUTS = {
-    "context": ("grpo", "parallel.context=2", "loss.kl_weight=0.1", "generation.passes=2"),
-    "tensor": ("grpo", "parallel.tensor=2", "loss.entropy_share=0.8", "optimizer.in_backward=true"),
-    "tensor, whole": (
-        "grpo",
-        "parallel.tensor=2",
-        "generation.gather=whole",
-        "lora.rank=4",
-        "loss.kl_weight=0.1",
-    ),
-    "tensor, divergence in rewards": (
-        "grpo",
-        "parallel.tensor=2",
-        "lora.rank=4",
-        "loss.kl_weight=0.1",
-        "loss.kl=in_reward",
-    ),
-    "experts, whole": ("grpo", "parallel.experts=2", "generation.gather=whole", "model.path=MIXTURE"),
-    "pairs, tensor": ("online_dpo", "parallel.tensor=2", "loss.sft_weight=0.1"),
-    "values, context": ("ppo", "parallel.context=2"),
-    "values of a base, tensor": ("ppo", "parallel.tensor=2", "generation.gather=whole", "lora.rank=4"),
-    "values, experts": ("ppo", "parallel.experts=2", "model.path=MIXTURE"),
-}
+CUTS = supported(
+    {
+        "context": ("grpo", "parallel.context=2", "loss.kl_weight=0.1", "generation.passes=2"),
+        "tensor": ("grpo", "parallel.tensor=2", "loss.entropy_share=0.8", "optimizer.in_backward=true"),
+        "tensor, whole": (
+            "grpo",
+            "parallel.tensor=2",
+            "generation.gather=whole",
+            "lora.rank=4",
+            "loss.kl_weight=0.1",
+        ),
+        "tensor, divergence in rewards": (
+            "grpo",
+            "parallel.tensor=2",
+            "lora.rank=4",
+            "loss.kl_weight=0.1",
+            "loss.kl=in_reward",
+        ),
+        "experts, whole": ("grpo", "parallel.experts=2", "generation.gather=whole", "model.path=MIXTURE"),
+        "pairs, tensor": ("online_dpo", "parallel.tensor=2", "loss.sft_weight=0.1"),
+        "values, context": ("ppo", "parallel.context=2"),
+        "values of a base, tensor": ("ppo", "parallel.tensor=2", "generation.gather=whole", "lora.rank=4"),
+        "values, experts": ("ppo", "parallel.experts=2", "model.path=MIXTURE"),
+    }
+)
 # The 2nd step's completions have equal rewards and differ only in divergences of 1e-5, which another order of summation
 # rounds by 3e-6. So advantages of 0.015 differ by 0.0016, and so does the gradient norm, which is 0.4 in other steps.
 OF_ROUNDED_DIVERGENCES = {"tensor, divergence in rewards": 2e-3}
@@ -206,6 +208,7 @@ def learns_as_one(theirs: Path, folder: Path, *settings: str, of_norms: float = 
 
 
 @pytest.mark.long
+@needs_parts
 def test_four_ranks_of_which_two_answer_the_same(tmp_path: Path) -> None:
     settings = (
         "grpo",

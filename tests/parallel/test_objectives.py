@@ -15,7 +15,7 @@ from lean_ft.models.safetensors_file import read_header
 from lean_ft.settings import KeepTeacherConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
-from tests.parallel.processes import assert_refused, on_ranks, refusal
+from tests.parallel.processes import assert_refused, on_ranks, refusal, supported
 from tests.parallel.test_finetune import TWO_MICRO_BATCHES, make_mixture, numbers
 from tests.recipes.conftest import TINY
 from tests.training.toy_runs import digests
@@ -58,21 +58,23 @@ SPLIT = ("optimizer.name=sgd", "optimizer.lr=1e-2", "max_steps=2", "epochs=2")
 CONTEXT, TENSOR = (*SPLIT, "parallel.context=2"), (*SPLIT, "parallel.tensor=2")
 ON_POLICY = ("distill.teacher=tiny", "distill.on_policy=1.0", "generation.max_new_tokens=8")
 PADDING_FREE = "data.packing=padding_free"
-SPLIT_LAYERS: dict[str, tuple[str, ...]] = {
-    "dpo, context, cached": (*CONTEXT, *HELD_OUT, "loss.sft_weight=0.5", "loss.ld_alpha=0.5"),
-    "dpo, tensor, cached": (*TENSOR, "loss.wpo=true", "data.packing=bfd", "optimizer.in_backward=true"),
-    "dpo, tensor, second model": (*TENSOR, "data.shared_prompt=false", "reference.kind=model", "lora.rank=4"),
-    "dpo, experts, cached": (*SPLIT, "parallel.experts=2", "model.path=FOLDER/mixture"),
-    "dpo, context, 4 bits": (*CONTEXT, "reference.kind=nf4"),
-    "kto, context, cached": (*CONTEXT, *HELD_OUT),
-    "kto, tensor, bco": (*TENSOR, "loss.name=bco", "reference.kind=adapter_off", "lora.rank=4"),
-    "reward, tensor": (*TENSOR, *HELD_OUT),
-    "reward, context": (*CONTEXT, "loss.per_token=true", PADDING_FREE),
-    "distill, context": (*TEXTS, *CONTEXT, "distill.teacher=tiny", *HELD_OUT),
-    "distill, tensor": (*TEXTS[:2], *TENSOR, "distill.teacher=tiny", "distill.divergence=jsd", "data.packing=bfd"),
-    "distill, tensor, on policy": (*TEXTS[:2], *TENSOR, *ON_POLICY, PADDING_FREE),
-    "distill, context, on policy": (*TEXTS[:2], *CONTEXT, *ON_POLICY),
-}
+SPLIT_LAYERS: dict[str, tuple[str, ...]] = supported(
+    {
+        "dpo, context, cached": (*CONTEXT, *HELD_OUT, "loss.sft_weight=0.5", "loss.ld_alpha=0.5"),
+        "dpo, tensor, cached": (*TENSOR, "loss.wpo=true", "data.packing=bfd", "optimizer.in_backward=true"),
+        "dpo, tensor, second model": (*TENSOR, "data.shared_prompt=false", "reference.kind=model", "lora.rank=4"),
+        "dpo, experts, cached": (*SPLIT, "parallel.experts=2", "model.path=FOLDER/mixture"),
+        "dpo, context, 4 bits": (*CONTEXT, "reference.kind=nf4"),
+        "kto, context, cached": (*CONTEXT, *HELD_OUT),
+        "kto, tensor, bco": (*TENSOR, "loss.name=bco", "reference.kind=adapter_off", "lora.rank=4"),
+        "reward, tensor": (*TENSOR, *HELD_OUT),
+        "reward, context": (*CONTEXT, "loss.per_token=true", PADDING_FREE),
+        "distill, context": (*TEXTS, *CONTEXT, "distill.teacher=tiny", *HELD_OUT),
+        "distill, tensor": (*TEXTS[:2], *TENSOR, "distill.teacher=tiny", "distill.divergence=jsd", "data.packing=bfd"),
+        "distill, tensor, on policy": (*TEXTS[:2], *TENSOR, *ON_POLICY, PADDING_FREE),
+        "distill, context, on policy": (*TEXTS[:2], *CONTEXT, *ON_POLICY),
+    }
+)
 REFUSED = {
     ("dpo", *TENSOR, "reference.kind=nf4"): "parallel.tensor=2 cannot be combined with reference.kind=nf4",
     ("distill", *TEXTS, *CONTEXT, "distill.cached=x"): "cannot be combined with distill.cached: the cache",

@@ -64,6 +64,9 @@ def test_a_quantized_model_equals_one_with_the_dequantized_weights(tiny_folder):
             assert (parameter.grad - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="compilers before torch 2.13 keep some values of a checkpointed layer"
+)
 @pytest.mark.parametrize(("targets", "num_tiles", "num_made"), [("up_proj", 0, 13), ("q_proj", 3, 11)])
 def test_weights_that_a_compiled_layer_dequantizes_in_backward(tiny_folder, targets, num_tiles, num_made):
     """Seven weights, and all but the last one again for recomputation; tiles use two weights for both."""

@@ -17,7 +17,7 @@ from lean_ft.plan.search import search
 from lean_ft.plan.trace import FREED, Moment, Trace
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
-from tests.parallel.processes import on_ranks
+from tests.parallel.processes import on_ranks, supported
 from tests.training.toy_runs import QWEN
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 4096}
@@ -36,23 +36,29 @@ SETTINGS = (
     "device=cpu",
 )
 # All ways to shard and gather, with and without checkpointing, with one update for all parameters or one each.
-TRACED = {
-    "in backward, recomputed": (
-        "optimizer.in_backward=true",
-        "optimizer.name=adamw_8bit",
-        "memory.activation_checkpointing=full",
-    ),
-    "all gradients at once": ("optimizer.name=sgd", "memory.loss_chunk_tokens=64"),
-    "layers cut by heads": ("parallel.tensor=2", "optimizer.in_backward=true", "memory.activation_checkpointing=full"),
-    "rows cut by tokens": ("parallel.context=2", "optimizer.name=sgd"),
-    "copies, whose layers stay whole": ("parallel.replicate=2", "optimizer.in_backward=true"),
-    "vocabulary cut": (
-        "parallel.vocabulary=cut",
-        "optimizer.in_backward=true",
-        "memory.activation_checkpointing=full",
-        "memory.loss_chunk_tokens=64",
-    ),
-}
+TRACED = supported(
+    {
+        "in backward, recomputed": (
+            "optimizer.in_backward=true",
+            "optimizer.name=adamw_8bit",
+            "memory.activation_checkpointing=full",
+        ),
+        "all gradients at once": ("optimizer.name=sgd", "memory.loss_chunk_tokens=64"),
+        "layers cut by heads": (
+            "parallel.tensor=2",
+            "optimizer.in_backward=true",
+            "memory.activation_checkpointing=full",
+        ),
+        "rows cut by tokens": ("parallel.context=2", "optimizer.name=sgd"),
+        "copies, whose layers stay whole": ("parallel.replicate=2", "optimizer.in_backward=true"),
+        "vocabulary cut": (
+            "parallel.vocabulary=cut",
+            "optimizer.in_backward=true",
+            "memory.activation_checkpointing=full",
+            "memory.loss_chunk_tokens=64",
+        ),
+    }
+)
 
 
 @pytest.fixture(scope="module")
