@@ -195,12 +195,14 @@ def test_all_ranks_refuse_with_the_reason(on_two):
 
 
 FOUR = ("gradient_accumulation_steps=4", "model.dtype=float32")
-TWO_REPLICAS_OF_TWO = {
-    "plainly": ("max_steps=12",),
-    "state in 8 bits": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true"),
-    "state in 4 bits": ("optimizer.name=adamw_4bit",),
-    "base in 4 bits": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4"),
-}
+TWO_REPLICAS_OF_TWO = supported(
+    {
+        "plainly": ("max_steps=12",),
+        "state in 8 bits": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true"),
+        "state in 4 bits": ("optimizer.name=adamw_4bit",),
+        "base in 4 bits": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4"),
+    }
+)
 
 
 def run_whole_and_in_parts(folder: Path, whole: str, *settings: str) -> None:
