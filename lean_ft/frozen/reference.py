@@ -226,8 +226,8 @@ def _filled(
         kept[~is_missing] = values[~is_missing]
     say(
         "reference",
-        f"log-probabilities of {num_computed:,} {batches.layout.objective.unit} computed, the others of {num_pairs:,} kept or "
-        "not needed",
+        f"computed log-probabilities of {num_computed:,} of {num_pairs:,} {batches.layout.objective.unit}; the others are "
+        "cached or not needed",
     )
     return values.masked_fill(is_missing, math.nan)
 

@@ -56,7 +56,7 @@ def load_teacher(
     )
     num_bytes = sum(tensor.nbytes for tensor in (*frozen.parameters(), *frozen.buffers()))
     layers = "" if link is None else ", and its layers in the host's memory"
-    say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} beside the student{layers}")
+    say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} in addition to the student{layers}")
 
     @torch.no_grad()
     def ask(batch: Batch) -> TeacherStates:
@@ -72,10 +72,10 @@ def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
     for token_id in range(tokenizer.vocab_size):
         token, to_teacher = tokenizer.token_text(token_id), other.token_text(token_id)
         if token and token != to_teacher:
-            means = f"{to_teacher!r} to the teacher" if to_teacher else "nothing to the teacher"
+            means = f"{to_teacher!r} for the teacher" if to_teacher else "no token for the teacher"
             raise ValueError(
-                f"distill.teacher={path} has another tokenizer: {token_id} is {token!r} to the student and {means}, so what "
-                "it says of a next token would be said of another. Take a teacher with the student's tokenizer."
+                f"distill.teacher={path} has a different tokenizer: id {token_id} is {token!r} for the student and {means}. "
+                "Its predictions would be for other tokens. Choose a teacher with the student's tokenizer."
             )
 
 
@@ -85,9 +85,9 @@ def check_cached(distill: DistillConfig) -> dict[str, Any]:
     about = read_about(distill.cached)
     if about["temperature"] != distill.temperature:
         raise ValueError(
-            f"distill.cached={distill.cached} holds probabilities at temperature {about['temperature']:g}, and "
-            f"distill.temperature is {distill.temperature:g}: of the likeliest tokens alone the others do not follow. Set it "
-            "to that, or score the rows anew."
+            f"distill.cached={distill.cached} has probabilities at temperature {about['temperature']:g}, but "
+            f"distill.temperature is {distill.temperature:g}. The cache cannot be converted, because it has only the most "
+            f"likely tokens. Set distill.temperature={about['temperature']:g}, or run leanft score again."
         )
     return about
 
@@ -109,7 +109,8 @@ def _cached(
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
     cache = TeacherCache(distill.cached, layouts, data)
     say(
-        "teacher", f"what {about['model']} said of {cache.num_documents:,} documents, its {top_k} likeliest tokens each"
+        "teacher",
+        f"cached predictions of {about['model']} for {cache.num_documents:,} documents, top {top_k} tokens each",
     )
 
     def recall(batch: Batch) -> TopLogProbs:

@@ -52,10 +52,10 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
     Raises ValueError if the folder exists, and for invalid models or data.
     """
     if cfg.destination.exists():
-        raise ValueError(f"{cfg.destination} is there already; choose another place, or delete it.")
+        raise ValueError(f"{cfg.destination} already exists. Choose another destination, or delete it.")
     if cfg.model.new_tokens:
         raise ValueError(
-            "model.new_tokens are for a run that trains them; a teacher says nothing of them. Leave them out."
+            "model.new_tokens adds tokens that a run trains, and a teacher has no predictions for them. Remove the setting."
         )
     device = resolve_device(cfg.device)
     check_dtype(cfg.model.dtype, device)
@@ -110,7 +110,7 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
         }
     num_targets = sum(int(part.num_targets.sum()) for part in documents)
     size = sum(file.stat().st_size for file in cfg.destination.iterdir())
-    say("kept", f"{cfg.destination}: {cfg.top_k} tokens for each of {num_targets:,} targets, {size / 2**20:,.1f} MiB")
+    say("saved", f"{cfg.destination}: {cfg.top_k} tokens for each of {num_targets:,} targets, {size / 2**20:,.1f} MiB")
 
 
 class Documents:
@@ -138,7 +138,9 @@ class TeacherCache:
         self.about = read_about(folder)
         entry = read_entry(folder.parent, folder.name)
         if entry is None:
-            raise ValueError(f"distill.cached={folder} is damaged: a file is missing or short. Score the rows anew.")
+            raise ValueError(
+                f"distill.cached={folder} is damaged: a file is missing or too short. Run leanft score again."
+            )
         arrays, _ = entry
         self._log_probs = arrays["log_probs"].reshape(-1, self.about["num_columns"])  # (N, k + 1)
         self._ids = arrays["ids"].reshape(-1, self.about["top_k"])  # (N, k)
@@ -150,9 +152,9 @@ class TeacherCache:
         self.num_documents = len(digests)
         if num_missing := int((kept[place] != digests).sum()):
             raise ValueError(
-                f"distill.cached={folder} lacks {num_missing:,} of the {len(digests):,} documents that this run reads: other "
-                f"rows, or cut or rendered otherwise.{_differences(self.about['data'], data)} Score the same rows with the "
-                "same settings `data.*`, those held out as well."
+                f"distill.cached={folder} lacks {num_missing:,} of this run's {len(digests):,} documents: the rows, their "
+                f"truncation or their rendering differ.{_differences(self.about['data'], data)} Run leanft score with this "
+                "run's rows, including the held-out rows, and the same `data.*` settings."
             )
         self._counts = counts[place]
         self._starts = (np.cumsum(counts) - counts)[place]
@@ -180,8 +182,8 @@ def read_about(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError):
         pass
     raise ValueError(
-        f"distill.cached={folder} is no folder of a teacher's likeliest tokens: `leanft score MODEL FILE {folder} --top-k 64` "
-        "writes one."
+        f"distill.cached={folder} is not a folder of a teacher's predictions. Write one: leanft score MODEL FILE {folder} "
+        "--top-k 64"
     )
 
 

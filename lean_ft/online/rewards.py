@@ -182,7 +182,7 @@ def _reported(name: str) -> Iterator[None]:
 
     def report(seconds: float, began: float) -> None:
         while not done.wait(began + seconds - time.monotonic()):
-            say("waiting", f"for the reward {name}: {seconds:.0f} s")
+            say("waiting", f"the reward {name} has run for {seconds:.0f} s")
             seconds *= 2
 
     done = threading.Event()
@@ -207,7 +207,7 @@ async def _failing(function: Function, prompts: Sequence[Prompt], taken: dict[st
             raise
         except BaseException:
             return prompt.place
-    return f"a round of {len(prompts)} answers, and at none of them alone (the first is to {prompts[0].place})"
+    return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
 
 
 def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -223,7 +223,7 @@ def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[s
     if missing:
         columns = [column for column in given if column not in GIVEN]
         raise ValueError(
-            f"the reward {name} takes {', '.join(missing)}, but the rows have no such column. Columns: "
+            f"the reward {name} has the parameter {', '.join(missing)}, but the rows have no such column. Columns: "
             f"{', '.join(columns) or 'none'}; other arguments: {', '.join(GIVEN)}.{did_you_mean(missing[0], [*given])}"
         )
     return taken
@@ -256,16 +256,18 @@ def _load(reward: Reward) -> Function:
     if ":" not in reward.function:
         if reward.function not in BUILT_IN:
             raise ValueError(
-                f"no reward is called '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} There are "
-                f"{', '.join(BUILT_IN)}; one of your own is given as my_rewards.py:name, a reward model as its folder."
+                f"unknown reward '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} Expected {', '.join(BUILT_IN)}, "
+                "your own function (my_rewards.py:name), or the folder of a reward model."
             )
         built_in, pattern = BUILT_IN[reward.function], reward.pattern
         if reward.function == "format" and pattern is None:
-            raise ValueError("the reward `format` looks for a regular expression: give its pattern.")
+            raise ValueError(
+                "the reward `format` needs `pattern`, a regular expression. Set it: rewards=[{function: format, pattern: ...}]."
+            )
         return partial(built_in, pattern)
     if reward.pattern is not None:
         raise ValueError(
-            f"rewards: a pattern is for {' and '.join(BUILT_IN)}; {reward.function} is a function of yours."
+            f"rewards: only {' and '.join(BUILT_IN)} use `pattern`, and {reward.function} is your own function. Remove `pattern`."
         )
     try:
         return load_function(reward.function)

@@ -98,8 +98,8 @@ class Rounds(Generic[BatchT]):
         if self.num_answers % generation.num_answers:
             raise ValueError(
                 f"a round has batch_size={cfg.batch_size} x gradient_accumulation_steps={cfg.gradient_accumulation_steps} x "
-                f"generation.steps_per_round={generation.steps_per_round} = {self.num_answers} answers, which are no whole "
-                f"groups of generation.num_answers={generation.num_answers}. Set them so that this is a multiple."
+                f"generation.steps_per_round={generation.steps_per_round} = {self.num_answers} answers, which is not a multiple "
+                f"of generation.num_answers={generation.num_answers}. Change one of them."
             )
         self.num_prompts = self.num_answers // generation.num_answers
         self._steps = generation.steps_per_round * generation.passes
@@ -265,8 +265,8 @@ class Rounds(Generic[BatchT]):
         for name, here in self._sizes().items():
             if state.get(name) != here:
                 raise ValueError(
-                    f"cannot resume: {name.replace('_', ' ')} was {state.get(name)} and is {here} now, so the place in the "
-                    "prompts is gone. Restore it, or begin a new run from the checkpoint's weights."
+                    f"cannot resume: {name.replace('_', ' ')} was {state.get(name)} and is now {here}, so the run's position in "
+                    "the prompts is unknown. Restore the old value, or start a new run from the checkpoint's weights."
                 )
         self._place, self._round = state["place"], state["round"]
         self._step = self._steps if state["step"] is None else state["step"]

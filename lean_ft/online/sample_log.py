@@ -26,9 +26,9 @@ class SampleLog:
             self._path = run.directory / FILE
             trim_metrics(self._path, run.start_step, has_every_step=False)
 
-    def say_before(self, told: dict[str, Any]) -> None:
+    def say_before(self, metrics: dict[str, Any]) -> None:
         """Log the evaluation before the first step."""
-        say("evaluation", f"before training: held-out reward {number(told['eval_reward'])}")
+        say("evaluation", f"before training: held-out reward {number(metrics['eval_reward'])}")
 
     def write(self, step: int, rollouts: Rounds) -> None:
         """Write a few completions of the round after step `step` (from 0), if they are due."""

@@ -52,7 +52,7 @@ class ValueModel(nn.Module):
             self.score = sharded_linear(model.config.hidden_size, 1, ranks)
             self.score.to_empty(device=device)
             nn.init.zeros_(local(self.score.weight))
-        say("value model", "an output layer on the policy" if self.own is None else "a model of its own")
+        say("value model", "an output layer on the policy" if self.own is None else "a separate model")
 
     @property
     def output_weight(self) -> Tensor:

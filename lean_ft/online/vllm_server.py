@@ -58,7 +58,9 @@ class VLLMServer:
             together = [list(prompt) for prompt, times in asked.items() if times == number]
             choices = self._ask("v1/completions", self._request(together, number, how))["choices"]
             if len(choices) != number * len(together):
-                raise TrainingFailed(f"{self._url} gave {len(choices)} of {number * len(together)} answers.")
+                raise TrainingFailed(
+                    f"{self._url} returned {len(choices)} completions; expected {number * len(together)}."
+                )
             for choice in choices:
                 given[tuple(together[choice["index"] // number])].append(_sample(choice))
         return [given[tuple(prompt)].pop(0) for prompt in prompts]
@@ -121,6 +123,6 @@ def _sample(choice: dict[str, Any]) -> Sample:
     ids, log_probs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if not ids or log_probs is None or len(ids) != len(log_probs):
         raise TrainingFailed(
-            "the server's answers have no token_ids with a log-probability each: expected a vLLM that knows return_token_ids."
+            "the server's completions have no token_ids with log-probabilities. Use a vLLM version that supports return_token_ids."
         )
     return Sample(ids, log_probs, choice["finish_reason"] == "stop")

@@ -128,8 +128,8 @@ def find_device(name: str) -> Device:
     if len(found) == 1:
         return found[0]
     raise ValueError(
-        f"unknown device {name!r}.{did_you_mean(name, DEVICES)} Expected one of {', '.join(DEVICES)}; for another card, set "
-        "its memory by --budget."
+        f"unknown device {name!r}.{did_you_mean(name, DEVICES)} Expected one of {', '.join(DEVICES)}. For another card, "
+        "set --budget to its memory."
     )
 
 

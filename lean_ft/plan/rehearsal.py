@@ -87,7 +87,7 @@ def rehearse(
         ):
             recipe.main(cfg)
         raise ValueError(
-            "the recipe ended without a step. A plan needs one step between steps() and log() of lean_ft.training.Run."
+            "the recipe ended without a step. To plan it, it must take a step between steps() and log() of lean_ft.training.Run."
         )
     except StepTaken:
         pass

@@ -229,7 +229,7 @@ CONFLICTS = [
     ),
     Conflict(
         lambda reference, generation, loss: reference.kind == "cached" and loss.needs_reference,
-        "reference.kind=cached cannot be used here: completions are sampled anew in every round. Set reference.kind=model, "
+        "reference.kind=cached cannot be used here: completions are sampled again in every round. Set reference.kind=model, "
         "streamed or nf4, or turn lora on.",
     ),
     # Distillation

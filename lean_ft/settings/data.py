@@ -102,7 +102,7 @@ class RowsConfig(Settings):
     )
     shuffle: bool = Field(
         True,
-        description="Shuffle rows anew in each epoch. `false` keeps the order of the files, and of packed rows the order "
+        description="Shuffle rows differently in each epoch. `false` keeps the order of the files, and of packed rows the order "
         "in which they were packed. The first batch is then not the largest one.",
     )
 

@@ -28,7 +28,7 @@ def _check_read(given: dict[str, float], loss: str, reads: dict[str, tuple[str, 
         if name not in reads.get(loss, ()):
             whose = ", ".join(other for other, settings in reads.items() if name in settings)
             raise ValueError(
-                f"{name}={value:g} is not read by the loss {loss}, but by {whose}. Leave it out, or choose another."
+                f"{name}={value:g} has no effect with the loss {loss}, only with {whose}. Remove it, or choose another loss."
             )
 
 
@@ -379,24 +379,26 @@ class DistillConfig(Settings):
             )
         if self.beta is not None and self.divergence != "jsd":
             raise ValueError(
-                f"beta={self.beta:g} is not read by divergence={self.divergence}, but by jsd. Leave it out, or choose jsd."
+                f"beta={self.beta:g} has no effect with divergence={self.divergence}. Remove it, or set divergence=jsd."
             )
         if self.cached is not None and self.teacher_dtype is not None:
             raise ValueError(
-                f"teacher_dtype={self.teacher_dtype} is of a teacher in memory, and cached={self.cached} is what one said "
-                "before. Leave it out."
+                f"teacher_dtype={self.teacher_dtype} needs a teacher in memory, but cached={self.cached} has stored "
+                "predictions. Remove teacher_dtype."
             )
         if self.teacher_streamed and (self.cached is not None or self.teacher_dtype == "nf4"):
             other = "teacher_dtype=nf4" if self.cached is None else f"cached={self.cached}"
             raise ValueError(
-                f"teacher_streamed=true brings a whole teacher's layers from the host's memory, and {other} has none there. "
-                "Leave one of them out."
+                f"teacher_streamed=true reads a 16-bit or 32-bit teacher's layers from host memory, which {other} does not "
+                "have. Remove one of them."
             )
         if self.cached is not None and self.on_policy:
             raise ValueError(
-                f"on_policy={self.on_policy:g}: the teacher has to read what the student writes, and cached={self.cached} "
-                "knows the data alone. Set teacher, or on_policy=0."
+                f"on_policy={self.on_policy:g} needs a teacher that reads the student's completions, but cached={self.cached} "
+                "has predictions for the data only. Set teacher instead of cached, or on_policy=0."
             )
         if self.cross_entropy_weight == 1:
-            raise ValueError("cross_entropy_weight=1 leaves nothing of the teacher in the loss: run finetune for that.")
+            raise ValueError(
+                "cross_entropy_weight=1 gives the teacher no weight in the loss. Set it below 1, or run finetune."
+            )
         return self

@@ -195,7 +195,7 @@ class Run:
             self._lock.release()
 
     def _begin(self) -> None:
-        """Resume from a checkpoint or begin anew, and record the start."""
+        """Resume from a checkpoint or start the run, and record the start."""
         folder, self._base_fingerprint = self.ranks.on_rank_zero(
             lambda: (find_checkpoint(self.cfg), base_fingerprint(self.model))
         )

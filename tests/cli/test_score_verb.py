@@ -22,4 +22,4 @@ def test_what_is_kept_teaches_a_run_of_the_same_settings(leanft, tmp_path):
     assert "# teacher: stored tokens of tiny" in answer.out
     answer = leanft("run", *run, "max_steps=1", "plan=false")
     assert answer.code == 0, answer.err
-    assert "its 8 likeliest tokens each" in answer.out
+    assert "top 8 tokens each" in answer.out

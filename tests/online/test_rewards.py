@@ -59,7 +59,7 @@ def test_a_slow_function_is_reported(tmp_path: Path, monkeypatch, capsys) -> Non
     (tmp_path / "slow.py").write_text("import time\ndef f(completions):\n    time.sleep(0.3)\n    return [1.0]\n")
     rewards.Rewards([f"{tmp_path}/slow.py:f"], load_tokenizer("tiny"))([Prompt([1], "a", {}, "row 1")], [Sample([5])])
     said = capsys.readouterr().out
-    assert f"waiting     for the reward {tmp_path}/slow.py:f: 0 s" in said
+    assert f"waiting     the reward {tmp_path}/slow.py:f has run for 0 s" in said
     time.sleep(0.5)
     assert capsys.readouterr().out == ""
 

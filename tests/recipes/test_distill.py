@@ -149,18 +149,18 @@ def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, t
     for settings, message in (
         (("data.max_length=24",), r"lacks \d+ of the \d+ .*data.max_length=64 there, 24 here"),
         (("data.train_on=all",), r"lacks 206 of the 206 documents.*train_on=assistant there, all here"),
-        (("data.source=tiny/train.jsonl",), r"lacks [\d,]+ of the [\d,]+ documents.* those held out as well"),
+        (("data.source=tiny/train.jsonl",), r"lacks [\d,]+ of the [\d,]+ documents.* including the held-out rows"),
         (("data.validation_source=tiny/train.jsonl",), "lacks"),
         (("distill.temperature=2",), "at temperature 1, and distill.temperature is 2"),
         (("data.packing=wrapped",), "data.packing=wrapped cuts documents"),
         (("distill.teacher=tiny",), "expected one of teacher=MODEL and cached=FOLDER.*found both"),
-        (("distill.teacher_dtype=nf4",), "teacher_dtype=nf4 is of a teacher in memory"),
-        (("distill.teacher_streamed=true",), "teacher_streamed=true brings a whole teacher"),
-        (("distill.on_policy=0.5",), "the teacher has to read what the student writes"),
+        (("distill.teacher_dtype=nf4",), "teacher_dtype=nf4 needs a teacher in memory"),
+        (("distill.teacher_streamed=true",), "teacher_streamed=true reads a 16-bit or 32-bit teacher"),
+        (("distill.on_policy=0.5",), "needs a teacher that reads the student's completions"),
     ):
         with pytest.raises(ValueError, match=message):
             train(*kept, *settings)
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         keep(tmp_path / "kept")
     (tmp_path / "kept" / "ids").write_bytes(b"")
     with pytest.raises(ValueError, match="is damaged"):
@@ -215,7 +215,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(train: Train, tmp_path: Pat
     a, b = (next(token for token, number in vocabulary.items() if number == wanted) for wanted in (300, 301))
     vocabulary[a], vocabulary[b] = 301, 300
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=r"another tokenizer: 300 is '.*' to the student and '.*' to the teacher"):
+    with pytest.raises(
+        ValueError, match=r"different tokenizer: id 300 is '.*' for the student and '.*' for the teacher"
+    ):
         train(f"distill.teacher={other}")
 
 
