@@ -185,6 +185,8 @@ def _print_expected_memory(recipe: ModuleType, cfg: RecipeConfig) -> None:
         say("plan", str(outlook))
         if not outlook.fits:
             say("plan", "WARNING: not enough memory. `leanft plan` with the same arguments lists settings that fit.")
+        elif outlook.advice is not None:
+            say("plan", outlook.advice)
 
 
 def memory_advice(cfg: BaseModel) -> str:

@@ -27,6 +27,7 @@ from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
 from lean_ft.settings import (
     DataConfig,
     GenerationConfig,
+    MemoryConfig,
     ModelConfig,
     RecipeConfig,
     models_of,
@@ -37,6 +38,7 @@ from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.process_memory import rss_bytes
 
+_FASTER = "memory.activation_checkpointing"
 _PATIENCE_SECONDS = 35.0  # an 8B model takes less than 10 s, and the import of torch a few more
 
 
@@ -51,6 +53,7 @@ class Outlook:
     pinned_bytes: int = 0  # of host memory
     reserved_bytes: int = 0  # taken by the allocator for the peak, if more
     process_bytes: int = 0  # CPU: of this process and its libraries; metrics count both
+    faster_peak_bytes: int | None = None  # without activation checkpointing, if that is faster and fits too
 
     @property
     def fits(self) -> bool:
@@ -65,6 +68,16 @@ class Outlook:
         pinned = f"; {gibibytes(self.pinned_bytes)} of pinned host memory" if self.pinned_bytes else ""
         return f"peak memory {gibibytes(self.peak_bytes)}{reserved}{own}, reached in: {self.where}{pinned}{room}"
 
+    @property
+    def advice(self) -> str | None:
+        """A faster setting that fits too; None if there is none, or most of the memory is used."""
+        if self.faster_peak_bytes is None:
+            return None
+        return (
+            f"{_FASTER}=none would be faster and fit too: peak memory {gibibytes(self.faster_peak_bytes)}. `leanft plan` "
+            "with the same arguments lists more settings."
+        )
+
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     """Return the expected memory of a run; None if its settings are refused, which the run itself will report.
@@ -77,11 +90,10 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     def bound_is_enough(cfg: RecipeConfig) -> Outlook | None:
         bound = upper_bound_bytes(cfg)
         enough = bound is not None and (room_bytes is None or bound < room_bytes // 2)
-        return (
-            Outlook(bound, "", room_bytes, device.name, process_bytes=process_bytes)
-            if bound is not None and enough
-            else None
-        )
+        if bound is None or not enough:
+            return None
+        faster = bound if _recomputes(cfg) else None  # the bound is of a run that recomputes nothing
+        return Outlook(bound, "", room_bytes, device.name, process_bytes=process_bytes, faster_peak_bytes=faster)
 
     try:
         outlook = bound_is_enough(cfg)
@@ -92,7 +104,7 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
     if outlook is not None:
         return outlook
 
-    found = _rehearse_apart(recipe, cfg, device)
+    found = _rehearse_apart(recipe, cfg, device, room_bytes)
     if found is None:
         return None
     return Outlook(**found, room_bytes=room_bytes, device=device.name, process_bytes=process_bytes)
@@ -158,7 +170,14 @@ def _room_bytes(setting: str) -> int | None:
     return available_bytes()
 
 
-def _rehearse_apart(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> dict[str, Any] | None:
+def _recomputes(cfg: RecipeConfig) -> bool:
+    memory = cfg.group(MemoryConfig)
+    return memory is not None and memory.activation_checkpointing != "none"
+
+
+def _rehearse_apart(
+    recipe: ModuleType, cfg: RecipeConfig, device: Device, room_bytes: int | None
+) -> dict[str, Any] | None:
     """Rehearse a step in a fresh process without a GPU. Return the facts for `Outlook`; None if it raises ValueError.
 
     Raises RuntimeError if it raises another error, dies, or takes too long.
@@ -167,6 +186,7 @@ def _rehearse_apart(recipe: ModuleType, cfg: RecipeConfig, device: Device) -> di
         "recipe": recipe.__file__,
         "settings": cfg.model_dump(mode="json", round_trip=True),
         "device": asdict(device),
+        "room_bytes": room_bytes,
     }
     environment = {
         **os.environ,
@@ -213,12 +233,22 @@ def answer_a_question() -> None:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from lean_ft.plan.rehearsal import rehearse
+    from lean_ft.plan.search import with_overrides
 
     recipe = load_recipe(Path(question["recipe"]))
     try:  # validated from JSON text, where strict settings accept text for a path and a list for a tuple
         cfg = recipe.Config.model_validate_json(json.dumps(question["settings"]), strict=True)
     except ValueError as error:
         raise RuntimeError(f"the settings changed on the way to the other process: {error}") from None
-    found = rehearse(recipe, cfg, Device(**question["device"]))
+    device, room_bytes = Device(**question["device"]), question["room_bytes"]
+    found = rehearse(recipe, cfg, device)
     names = ("peak_bytes", "pinned_bytes", "reserved_bytes")
-    return {"where": found.peak.where} | {name: getattr(found, name) for name in names}
+    facts = {"where": found.peak.where} | {name: getattr(found, name) for name in names}
+    if room_bytes is None or found.reserved_bytes > room_bytes / 2 or not _recomputes(cfg):
+        return facts
+    try:
+        faster = rehearse(recipe, with_overrides(cfg, {_FASTER: "none"}), device)
+    except ValueError:  # another setting needs checkpointing
+        return facts
+    fits = faster.reserved_bytes < 0.9 * room_bytes and faster.step_seconds < found.step_seconds
+    return facts | ({"faster_peak_bytes": faster.peak_bytes} if fits else {})

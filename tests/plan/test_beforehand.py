@@ -53,6 +53,22 @@ def test_a_run_that_surely_fits_is_not_rehearsed(recipe, configure, monkeypatch)
     assert "peak memory below" in str(outlook)
 
 
+@pytest.mark.parametrize("room_gib", [None, 0.1])
+def test_a_run_that_leaves_most_memory_free_is_told_what_would_be_faster(recipe, configure, monkeypatch, room_gib):
+    """Both with the bound and with a rehearsal. Without recomputation, or with little memory left, nothing is said."""
+    if room_gib is not None:
+        monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: int(room_gib * GIB))
+    recomputing = configure("memory.activation_checkpointing=full", "batch_size=4")
+    outlook = foresee(recipe, recomputing)
+    assert outlook is not None and bool(outlook.where) == (room_gib is not None)
+    assert "memory.activation_checkpointing=none would be faster and fit too" in (outlook.advice or "")
+    plain = foresee(recipe, configure("memory.activation_checkpointing=none", "batch_size=4"))
+    assert plain is not None and plain.advice is None
+    if room_gib is not None:
+        monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: int(1.5 * outlook.peak_bytes))
+        assert (tight := foresee(recipe, recomputing)) is not None and tight.advice is None
+
+
 def test_on_a_gpu_what_the_allocator_reserves_must_fit():
     outlook = beforehand.Outlook(10 * GIB, "loss", 11 * GIB, "A100", reserved_bytes=12 * GIB)
     assert not outlook.fits

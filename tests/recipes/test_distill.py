@@ -147,9 +147,12 @@ def test_a_cache_of_64_tokens_keeps_most_of_the_divergence_in_half_a_kilobyte(tr
 def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, tmp_path: Path) -> None:
     kept = keep(tmp_path / "kept", top_k=4)
     for settings, message in (
-        (("data.max_length=24",), r"lacks \d+ of the \d+ .*data.max_length=64 there, 24 here"),
-        (("data.train_on=all",), r"lacks 206 of the 206 documents.*train_on=assistant there, all here"),
-        (("data.source=tiny/train.jsonl",), r"lacks [\d,]+ of the [\d,]+ documents.* including the held-out rows"),
+        (("data.max_length=24",), r"lacks \d+ of this run's \d+ .*data.max_length=64 there, 24 here"),
+        (("data.train_on=all",), r"lacks 206 of this run's 206 documents.*train_on=assistant there, all here"),
+        (
+            ("data.source=tiny/train.jsonl",),
+            r"lacks [\d,]+ of this run's [\d,]+ documents.* including the held-out rows",
+        ),
         (("data.validation_source=tiny/train.jsonl",), "lacks"),
         (("distill.temperature=2",), "at temperature 1, and distill.temperature is 2"),
         (("data.packing=wrapped",), "data.packing=wrapped cuts documents"),

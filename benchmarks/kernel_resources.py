@@ -1,0 +1,251 @@
+"""Compile Triton kernels for five GPU architectures, and report registers, spills, shared memory and occupancy.
+
+    PRETENDED_GPU_TOUCH=65536 tests/pretended_gpu/run.sh python benchmarks/kernel_resources.py
+
+The kernels are those of one training step: one layer of each shape with its output layer and optimizer, compiled by Inductor on a
+pretended or a real card, and the two grouped products of mixtures of experts. Each is compiled again for every architecture in
+`LIMITS`, in all configurations that Inductor would try on this card. The numbers are ptxas's, which cuobjdump reads from the binary.
+Occupancy is the share of an SM's warps that can run at once.
+
+Source of the limits: NVIDIA, CUDA C++ Programming Guide, "Compute Capabilities".
+
+Writes `results/kernel_resources_<hardware>.json`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+from unittest import mock
+
+import typer
+from results import RESULTS, console, describe_hardware, print_result, write_result
+from shapes import write_model_folder
+
+SHAPES = (
+    "smollm2_135m",
+    "qwen2_5_0_5b",
+    "llama3_2_1b",
+    "llama3_2_3b",
+    "llama3_1_8b",
+    "qwen3_4b",
+    "gemma3_1b",
+    "phi4_mini",
+    "olmo2_7b",
+    "mistral_7b",
+)
+GROUPED = "grouped products"
+SETTINGS = (
+    "model.random_init=true",
+    "data.source=not-read.jsonl",
+    "data.max_length=512",
+    "batch_size=2",
+    "optimizer.name=adamw_8bit",
+    "optimizer.in_backward=true",
+    "memory.activation_checkpointing=full",
+    "compile=true",
+    "plan=false",
+    "device=cuda",
+    "output_dir=not-written",
+)
+
+
+class Limits(NamedTuple):
+    """What an SM has."""
+
+    warps: int
+    shared_bytes: int
+    registers: int = 65536
+
+
+LIMITS = {80: Limits(64, 164 * 1024), 89: Limits(48, 100 * 1024), 90: Limits(64, 228 * 1024)}
+LIMITS |= {100: Limits(64, 228 * 1024), 120: Limits(48, 100 * 1024)}
+_SHARED_PER_BLOCK = 1024  # that the driver takes
+
+
+class Kernel(NamedTuple):
+    """A kernel as given to Triton's compiler."""
+
+    source: Any
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.source.fn.__name__
+
+
+def training_kernels(shape: str) -> list[Kernel]:
+    """Return the kernels that Inductor makes for one step of full fine-tuning with one layer of the shape."""
+    import torch
+    from pretended_steps import measure
+
+    from lean_ft.settings.text import load_config
+    from lean_ft.system.catalog import find_recipe, load_recipe
+
+    found: list[Kernel] = []
+    with tempfile.TemporaryDirectory(prefix="lean_ft_kernels_") as folder, _compiled(found):
+        model = write_model_folder(shape, Path(folder))
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+        recipe = load_recipe(find_recipe("full_finetune_single_device"))
+        measure(recipe, load_config(recipe.Config, None, [f"model.path={model}", *SETTINGS]))
+    torch.compiler.reset()
+    return found
+
+
+class _compiled:
+    """Context manager that adds each kernel given to Triton's compiler to a list."""
+
+    def __init__(self, found: list[Kernel]) -> None:
+        self._found = found
+
+    def __enter__(self) -> None:
+        import triton
+
+        compile = triton.compile
+
+        def noted(source: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
+            self._found.append(Kernel(source, dict(options or {})))
+            return compile(source, target=target, options=options, **more)
+
+        self._patch = mock.patch.object(triton, "compile", noted)
+        self._patch.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
+
+
+def grouped_kernels() -> list[Kernel]:
+    """Return the kernels of grouped products, for the thin matrices of a rank-16 adapter on 64 experts."""
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    from lean_ft.models.grouped_kernels import multiply, multiply_outer
+
+    launched: list[Any] = []
+    run = JITFunction.run
+    with mock.patch.object(JITFunction, "run", lambda *args, **kwargs: launched.append(run(*args, **kwargs))):
+        ends = torch.arange(64, 4097, 64, dtype=torch.int32, device="cuda")
+        rows, right = (torch.zeros(4096, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 16))
+        multiply(rows, torch.zeros(64, 2048, 16, device="cuda", dtype=torch.bfloat16), ends)
+        multiply(right, torch.zeros(64, 16, 2048, device="cuda", dtype=torch.bfloat16), ends)
+        multiply_outer(rows, right, ends)
+    return [Kernel(kernel.src, {"num_warps": kernel.metadata.num_warps}) for kernel in launched]
+
+
+def resources(kernels: list[Kernel], capability: int) -> Iterator[dict[str, Any]]:
+    """Yield what each kernel takes on an architecture: registers, spilled bytes, shared memory, occupancy."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    for kernel in kernels:
+        binary = triton.compile(kernel.source, target=GPUTarget("cuda", capability, 32), options=kernel.options)
+        registers, spilled_bytes = _usage(binary.asm["cubin"])
+        warps, shared_bytes = binary.metadata.num_warps, binary.metadata.shared
+        occupancy = occupancy_of(LIMITS[capability], registers, warps, shared_bytes)
+        found = {"registers": registers, "spilled_bytes": spilled_bytes, "shared_bytes": shared_bytes}
+        yield {"kernel": kernel.name, "capability": capability, "warps": warps, "occupancy": occupancy, **found}
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of local memory per thread, which ptxas uses for spilled registers."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+def occupancy_of(limits: Limits, registers: int, warps: int, shared_bytes: int) -> float:
+    """The share of an SM's warps that can run at once."""
+    of_a_warp = -(-registers * 32 // 256) * 256  # registers are given to a warp in units of 256
+    blocks = min(
+        limits.registers // of_a_warp // warps,
+        limits.shared_bytes // (shared_bytes + _SHARED_PER_BLOCK),
+        limits.warps // warps,
+        32,
+    )
+    return blocks * warps / limits.warps
+
+
+def measure_shapes(shapes: list[str]) -> list[dict[str, Any]]:
+    """One row per shape and architecture: the worst of its kernels."""
+    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    rows = []
+    for shape in (*shapes, GROUPED):
+        kernels = grouped_kernels() if shape == GROUPED else training_kernels(shape)
+        for capability in LIMITS:
+            found = list(resources(kernels, capability))
+            row: dict[str, Any] = {"shape": shape, "capability": capability, "num_kernels": len(found), "status": "ok"}
+            row |= {key: max(one[key] for one in found) for key in ("registers", "spilled_bytes", "shared_bytes")}
+            row["occupancy"] = min(one["occupancy"] for one in found)
+            row["spilling"] = sorted({one["kernel"] for one in found if one["spilled_bytes"]})
+            rows.append(row)
+            console.print(f"{shape}, sm_{capability}: {row}", markup=False)
+    return rows
+
+
+COLUMNS = [
+    "kernels of",
+    "architecture",
+    "kernels",
+    "most registers",
+    "spilled",
+    "most shared memory",
+    "least occupancy",
+]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The caption of the table."""
+    return (
+        "Triton kernels of one training step (8-bit AdamW in backward, full checkpointing, compiled, bfloat16) and of grouped products, "
+        f"compiled by Triton {result['versions']['triton']} and its ptxas; no kernel ran"
+    )
+
+
+def table_cells(result: dict[str, Any]) -> list[list[str]]:
+    """The rows of the table."""
+    return [
+        [
+            row["shape"],
+            f"sm_{row['capability']}",
+            str(row["num_kernels"]),
+            str(row["registers"]),
+            f"{row['spilled_bytes']} B",
+            f"{row['shared_bytes'] / 1024:.0f} KiB",
+            f"{row['occupancy']:.0%}",
+        ]
+        for row in result["rows"]
+    ]
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Names of shapes, comma-separated.")] = ",".join(SHAPES),
+    results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
+) -> None:
+    """Report what the kernels take on each architecture."""
+    hardware = describe_hardware("cpu")
+    rows = measure_shapes(only.split(","))
+    path = write_result(
+        "kernel_resources",
+        benchmark="kernel_resources",
+        hardware=hardware,
+        settings={"overrides": SETTINGS},
+        rows=rows,
+        folder=results_dir,
+    )
+    print_result(path, describe, COLUMNS, table_cells)
+    os._exit(0)  # skip the exit handlers of CUDA libraries, which a pretended GPU does not support
+
+
+if __name__ == "__main__":
+    typer.run(main)
