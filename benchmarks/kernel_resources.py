@@ -193,15 +193,7 @@ def measure_shapes(shapes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS = [
-    "kernels of",
-    "architecture",
-    "kernels",
-    "most registers",
-    "spilled",
-    "most shared memory",
-    "least occupancy",
-]
+COLUMNS = ["kernels of", "kernels", *(f"sm_{capability}" for capability in LIMITS)]
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -213,19 +205,13 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:
-    """The rows of the table."""
-    return [
-        [
-            row["shape"],
-            f"sm_{row['capability']}",
-            str(row["num_kernels"]),
-            str(row["registers"]),
-            f"{row['spilled_bytes']} B",
-            f"{row['shared_bytes'] / 1024:.0f} KiB",
-            f"{row['occupancy']:.0%}",
-        ]
-        for row in result["rows"]
-    ]
+    """One row per shape: the most registers, the least occupancy and the most spilled bytes on each architecture."""
+    cells: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        spilled = f", {row['spilled_bytes']} B spilled" if row["spilled_bytes"] else ""
+        own = cells.setdefault(row["shape"], [row["shape"], str(row["num_kernels"])])
+        own.append(f"{row['registers']}, {row['occupancy']:.0%}{spilled}")
+    return list(cells.values())
 
 
 def main(

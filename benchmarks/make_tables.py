@@ -44,6 +44,7 @@ BENCHMARKS = (
     "planned_distributed",
     "pretended_ladder",
     "pretended_updates",
+    "kernel_resources",
     "convergence",
     "saving",
     "crashes",

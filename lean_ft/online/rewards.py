@@ -31,7 +31,6 @@ from lean_ft.generation import Sample
 from lean_ft.hub.paths import repository_name
 from lean_ft.settings import Reward
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import load_function
@@ -126,8 +125,6 @@ class Rewards:
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
         """prompts, samples: N of each. Raises TrainingFailed, with the row's place, if a function raises, or returns
         anything but a finite number or None for each completion."""
-        if stage() is not None:
-            return Scores([0.0] * len(samples), [[]] * len(samples), [""] * len(samples))
         return self._ranks.on_rank_zero(lambda: self._judged(prompts, samples))
 
     def _judged(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:

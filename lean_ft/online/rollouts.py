@@ -138,6 +138,9 @@ class Rounds(Generic[BatchT]):
             attempts -= 1
             asked = self._ask()
             answers = answer(asked, seed)
+            if self._planned is not None:  # a plan has no texts to score
+                self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
+                break
             even += self._add(answers, score(asked, answers))
         self._answers += even[: self.num_answers - len(self._answers)]
         for one in self._answers:
@@ -159,9 +162,6 @@ class Rounds(Generic[BatchT]):
     def _add(self, samples: Sequence[Sample], scores: Scores) -> list[Answer]:
         """Add the completions of `_ask`'s prompts with their rewards. Return those of prompts that dynamic sampling
         replaces."""
-        if self._planned is not None:
-            self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
-            return []
         size, asked = self._cfg.generation.num_answers, self._asked()
         answers = [
             Answer(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
