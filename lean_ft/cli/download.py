@@ -39,10 +39,12 @@ def download(
     A gated model needs a token: run `hf auth login` or set the variable HF_TOKEN.
     """
     name = hub.parse_name(repo)
+    if name is not None and name.file:
+        raise ValueError(f"{repo} names a file. Use `leanft download {name.repo} --include {name.file}`.")
     if name is not None and name.revision is not None:
         if revision is not None:
             raise ValueError(f"{repo} names a revision, and so does --revision {revision}. Remove one of them.")
-        repo, revision = name
+        repo, revision = name.repo, name.revision
     snapshot = hub.download(repo, revision, output_dir, include or (), exclude or ())
     path = str(snapshot.folder) if output_dir is not None else repo if revision is None else f"{repo}@{revision}"
     typer.echo(f"commit  {snapshot.commit}")

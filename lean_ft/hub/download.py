@@ -36,20 +36,22 @@ TIMEOUT_SECONDS = 30.0  # for the list of a repository's files
 MAX_NAME_BYTES = 255  # of a file name, on almost every file system
 
 _PART = r"[A-Za-z0-9][\w.-]*"
-_NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w.][\w./-]*))?")
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w.][\w./-]*))?(?::([\w.][\w./-]*\.gguf))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"(?!\.)[\w.+=:-]{1,200}", re.ASCII)
 _log = logging.getLogger(__name__)
 
 
 class RepositoryName(NamedTuple):
-    """`org/name`, or `org/name@revision` for a branch, tag or commit."""
+    """`org/name`, or `org/name@revision` for a branch, tag or commit; either may name a file: `org/name:FILE.gguf`."""
 
     repo: str
     revision: str | None
+    file: str = ""
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        at_revision = self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        return f"{at_revision}:{self.file}" if self.file else at_revision
 
     @property
     def names_commit(self) -> bool:
@@ -72,7 +74,7 @@ def parse_name(text: str) -> RepositoryName | None:
     match = _NAME.fullmatch(text)
     if match is None or ".." in text or "--" in match[1]:
         return None
-    return RepositoryName(match[1], match[2])
+    return RepositoryName(match[1], match[2], match[3] or "")
 
 
 def download(
@@ -92,6 +94,7 @@ def download(
     if name is None:
         at_revision = "" if revision is None else f" at revision {revision}"
         raise ValueError(f"{repo!r}{at_revision} is not a repository of the Hugging Face Hub; expected org/name.")
+    include = [name.file] if name.file else include
     commit, sizes = _list_files(name)
     selected = {file: sizes[file] for file in _select(name.repo, sizes, include, exclude)}
     folder = None if output_dir is None else _check_output_dir(Path(output_dir).expanduser())
@@ -111,10 +114,12 @@ def model_folder(name: RepositoryName, weights: bool = True) -> Path:
     `download` does.
     """
     cached = find_cached(name, weights)
-    if name.names_commit and cached is not None and any((cached / file).is_file() for file in TOKENIZER_FILES):
+    names = (name.file,) if name.file else TOKENIZER_FILES
+    if name.names_commit and cached is not None and any((cached / file).is_file() for file in names):
         return cached
     try:
-        return download(*name, exclude=() if weights else (WEIGHTS,)).folder
+        include = (name.file,) if name.file else ()
+        return download(name.repo, name.revision, include=include, exclude=() if weights else (WEIGHTS,)).folder
     except HubUnreachable:
         if cached is None:
             raise
@@ -264,10 +269,13 @@ def find_cached(name: RepositoryName, weights: bool = True) -> Path | None:
     """Return the folder of a snapshot in the Hub's cache, complete with its weights if `weights`; uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
-    if not isinstance(config, str):
+    file = name.file or "config.json"
+    found = try_to_load_from_cache(name.repo, file, revision=name.revision)
+    if not isinstance(found, str):
         return None
-    folder = Path(config).parent
+    folder = Path(found).parents[file.count("/")]
+    if name.file:
+        return folder
     return folder if not weights or _has_weights(folder) else None
 
 

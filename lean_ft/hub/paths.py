@@ -1,7 +1,9 @@
 """Resolve the paths that users give: a folder or file on disk, a model on the Hub, or an embedded model or data file."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
 
@@ -14,9 +16,10 @@ _TINY = Path(__file__).parents[1] / "assets" / "tiny"
 
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     """Return the folder of the model `path`: a folder on disk, `tiny` for the embedded model, or a repository of the Hub
-    (`org/name` or `org/name@revision`), downloaded into the Hub's cache if necessary.
+    (`org/name` or `org/name@revision`), downloaded into the Hub's cache if necessary. For a GGUF file on disk or of a
+    repository (`org/name:FILE.gguf`), return a folder of the cache that stands for the file.
 
-    A folder on disk has precedence. `weights=False` downloads no safetensors files. Raises ValueError if there is no such
+    A folder or file on disk has precedence. `weights=False` downloads no safetensors files. Raises ValueError if there is no such
     folder or repository, or if it is a run directory, and the errors of `lean_ft.hub.download`.
     """
     folder = Path(path).expanduser()
@@ -25,7 +28,7 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
             raise ValueError(f"model path {str(path)!r} is not a model.{hint}")
         return folder
     if folder.is_file():
-        raise ValueError(f"model path {str(path)!r} is a file; expected the folder with config.json.")
+        return _open_gguf(folder, path)
     if str(path) == "tiny":
         embedded = _TINY / "model"
         if not embedded.is_dir():
@@ -35,10 +38,24 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     if name is None:
         raise ValueError(
             f"model path {str(path)!r} does not exist.{_nearest_folder(folder)} Expected a folder with config.json, a "
-            "repository of the Hugging Face Hub (org/name), or `tiny` for the embedded model."
+            "repository of the Hugging Face Hub (org/name), a GGUF file, or `tiny` for the embedded model."
         )
     with _mentioning_folders(path):
-        return hub.model_folder(name, weights)
+        found = hub.model_folder(name, weights)
+    return _open_gguf(found / name.file, path) if name.file else found
+
+
+def _open_gguf(file: Path, path: str | Path) -> Path:
+    if file.suffix != ".gguf":
+        raise ValueError(f"model path {str(path)!r} is a file; expected the folder with config.json, or a .gguf file.")
+    # By name, because it builds the model to check the file, and models are a layer above this one.
+    return import_module("lean_ft.export.gguf_import").gguf_folder(file)
+
+
+def gguf_cache() -> Path:
+    """The folder of the folders that stand for GGUF files."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lean_ft"
+    return Path(os.environ.get("LEAN_FT_CACHE") or home).expanduser().absolute() / "gguf"
 
 
 def checkpoint_hint(folder: Path) -> str:
@@ -62,7 +79,7 @@ def path_at_commit(path: str | Path) -> str | Path:
     if name is None or name.names_commit:
         return path
     with _mentioning_folders(path):
-        return str(hub.RepositoryName(name.repo, hub.model_folder(name, weights=False).name))
+        return str(name._replace(revision=hub.model_folder(name, weights=False).name))
 
 
 def repository_name(path: str | Path) -> hub.RepositoryName | None:

@@ -35,7 +35,7 @@ def push(source: str | Path, repo: str, *, public: bool = False) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     name = repository_name(repo)
-    if name is None or name.revision is not None:
+    if name is None or name.revision is not None or name.file:
         raise ValueError(f"{repo} is not the name of a repository; expected org/name.")
     folder = find_finished(source)
     run = folder.parent if (folder.parent / METRICS_FILE).is_file() else None

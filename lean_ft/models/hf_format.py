@@ -29,6 +29,7 @@ from lean_ft.models.config_json import (
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.float32_products import use_float32_products
+from lean_ft.models.gguf_tensors import GGUF_INDEX, gguf_file, gguf_tensors
 from lean_ft.models.layers import XIELU_START
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
@@ -173,7 +174,7 @@ def weights_fingerprint(folder: Path) -> str | None:
     The digest does not depend on the folder's path, file names, sharding or file times. It reads about 8,192 pages, which
     takes seconds. A change that lies entirely between the sampled pages is not detected.
     """
-    if not any((folder / name).is_file() for name in (_WEIGHTS, WEIGHTS_INDEX)):
+    if not any((folder / name).is_file() for name in (_WEIGHTS, WEIGHTS_INDEX, GGUF_INDEX)):
         return None
     tensors, digest = stored_tensors(folder), hashlib.sha256()
     for name, stored in sorted(tensors.items()):
@@ -453,7 +454,9 @@ def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> 
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of the folder's safetensors files by name; only headers are read."""
+    """The tensors of the folder's safetensors files, or of its GGUF file, by name; only headers are read."""
+    if gguf_file(folder) is not None:
+        return gguf_tensors(folder)
     if (folder / _WEIGHTS).exists():
         return read_header(_inside(folder, _WEIGHTS, folder))
     if not (folder / WEIGHTS_INDEX).exists():

@@ -26,6 +26,7 @@ from lean_ft.hub.download import cached_name
 from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder
 from lean_ft.models.config_fields import MAX_NUMBER
+from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
 from lean_ft.models.names_on_disk import module_on_disk
@@ -280,7 +281,9 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     ]
     row_ids = {_name_in_peft(model, name).rpartition(".")[2]: r.ids.tolist() for name, r in trained_rows(model).items()}
     folder = model.source.folder
-    name_or_path, revision = (None, None) if folder is None else cached_name(folder) or (str(folder), None)
+    name_or_path, revision, *_ = (
+        (None, None) if folder is None else cached_name(folder) or (str(gguf_file(folder) or folder), None)
+    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.score is None else "SEQ_CLS",

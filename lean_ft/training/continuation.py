@@ -269,7 +269,9 @@ def hold_models_to_commits(cfg: ConfigT) -> ConfigT:
         if name is None or name.names_commit:
             continue
         begun = hub.parse_name(str(recorded.get(f"{group}.{field}")))
-        resumes = name.revision is None and begun is not None and begun.repo == name.repo and begun.names_commit
+        resumes = (
+            name.revision is None and begun is not None and begun._replace(revision=None) == name and begun.names_commit
+        )
         path = str(begun) if resumes else str(path_at_commit(asked))
         held[group] = getattr(cfg, group).model_copy(update={field: path})
         if isinstance(cfg, RecipeConfig):

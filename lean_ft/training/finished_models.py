@@ -39,7 +39,7 @@ def find_base(adapter: Path) -> str:
     if (adapter / TRAINING_STATE_FILE).is_file():
         names.append(read_training_state(adapter)["settings"].get("model.path"))
     for name in filter(None, names):
-        if name == "tiny" or repository_name(name) is not None or Path(name).expanduser().is_dir():
+        if name == "tiny" or repository_name(name) is not None or Path(name).expanduser().exists():
             return name
     problem = f"no such base model: {names[0]}" if names[0] else "the adapter does not name its base model"
     raise ValueError(f"{adapter}: {problem}. Set the base model's folder by model.path, or --base of `leanft export`.")

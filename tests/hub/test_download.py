@@ -64,14 +64,26 @@ def files_in(folder):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("org/name", ("org/name", None)),
-        ("meta-llama/Llama-3.2-1B@v1.0", ("meta-llama/Llama-3.2-1B", "v1.0")),
-        ("org/name@refs/pr/3", ("org/name", "refs/pr/3")),
+        ("org/name", ("org/name", None, "")),
+        ("meta-llama/Llama-3.2-1B@v1.0", ("meta-llama/Llama-3.2-1B", "v1.0", "")),
+        ("org/name@refs/pr/3", ("org/name", "refs/pr/3", "")),
+        ("org/name:q4/model-Q4_K_M.gguf", ("org/name", None, "q4/model-Q4_K_M.gguf")),
+        ("org/name@v1:x.gguf", ("org/name", "v1", "x.gguf")),
         *(
             (text, None)
             for text in ("name", "a/b/c", "/org/name", "./name/x", "../name", "org/name@", "org/..", "~/name")
         ),
-        *((text, None) for text in ("org/name@../x", "org/na me", "org/name?x", "https://huggingface.co/org/name")),
+        *(
+            (text, None)
+            for text in (
+                "org/name@../x",
+                "org/na me",
+                "org/name?x",
+                "org/name:x.bin",
+                "org/name:../x.gguf",
+                "https://huggingface.co/org/name",
+            )
+        ),
     ],
 )
 def test_repository_names(text, expected):

@@ -23,7 +23,9 @@ def test_an_existing_folder_has_precedence(tmp_path, monkeypatch):
 def test_a_missing_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-1b").mkdir()
-    with pytest.raises(ValueError, match=r"'nowhere' does not exist\. Expected a folder .*\(org/name\), or `tiny`"):
+    with pytest.raises(
+        ValueError, match=r"'nowhere' does not exist\. Expected a folder .*\(org/name\), a GGUF file, or `tiny`"
+    ):
         paths.resolve_model_path("nowhere")
     with pytest.raises(ValueError, match=r"does not exist\. Did you mean 'llama-1b'\?"):
         paths.resolve_model_path("lama-1b")

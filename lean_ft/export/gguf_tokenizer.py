@@ -1,0 +1,150 @@
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: the inverse of `gguf_vocabulary`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lean_ft.export.gguf_vocabulary import _PRE_TOKENIZERS, BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from lean_ft.system.spelling import did_you_mean
+from lean_ft.tokenizers.sentencepiece_model import WORD_START
+
+_RULES = {name: rule for rule, name in _PRE_TOKENIZERS.items()}
+_RULES |= dict.fromkeys(("llama3", "llama-v3"), _RULES["llama-bpe"]) | {"deepseek-r1-qwen": _RULES["qwen2"]}
+_ADD_BOS = ("llama-bpe", "llama3", "llama-v3")  # where llama.cpp adds bos unless the file says otherwise
+_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the content of each file by name. Raises ValueError for a tokenizer that lean_ft cannot read."""
+    values = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")}
+    model, tokens, types = values.get("model"), values.get("tokens"), values.get("token_type")
+    if model not in ("gpt2", "llama"):
+        raise ValueError(
+            f"{file} has the tokenizer {model!r}; expected gpt2 (byte-level BPE) or llama (SentencePiece). Use the model's "
+            "Hugging Face folder instead."
+        )
+    scores = values.get("scores") if model == "llama" else [0.0] * len(tokens or ())
+    entries: Any
+    for key, entries, kind in (("tokens", tokens, str), ("token_type", types, int), ("scores", scores, float)):
+        whole = isinstance(entries, list) and len(entries) == len(tokens or ()) > 0
+        if not whole or not all(type(entry) is kind for entry in entries):
+            found = f"{len(entries)} entries" if isinstance(entries, list) else "none"
+            raise ValueError(
+                f"{file}: tokenizer.ggml.{key} has {found}; expected one {kind.__name__} for each of {len(tokens or ())} tokens. "
+                "Download the file again."
+            )
+    assert isinstance(tokens, list) and isinstance(types, list) and isinstance(scores, list)
+    special = _special_tokens(file, values, tokens)
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    added = [
+        {"id": i, "content": token, **_PLAIN, "special": types[i] in (CONTROL, UNKNOWN)}
+        for token, i in vocab.items()
+        if types[i] in (CONTROL, USER_DEFINED) or (types[i] == UNKNOWN and model == "llama")
+    ]
+    pre = values.get("pre") if model == "gpt2" else None
+    spec: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    spec |= _byte_level(file, pre, values) if model == "gpt2" else _sentencepiece(vocab, types, scores, values, special)
+    spec["model"] |= {"vocab": vocab, "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    adds_bos = values.get("add_bos_token", model == "llama" or pre in _ADD_BOS) and special["bos_token"]
+    adds_eos = values.get("add_eos_token", False) and special["eos_token"]
+    around = [special["bos_token"]] * bool(adds_bos) + [None] + [special["eos_token"]] * bool(adds_eos)
+    if len(around) > 1:
+        spec["post_processor"] = _template(around, vocab)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {key: token for key, token in special.items() if token is not None or key == "bos_token"}
+    template = metadata.get("tokenizer.chat_template")
+    named = [
+        {"name": key.removeprefix("tokenizer.chat_template."), "template": value}
+        for key, value in metadata.items()
+        if key.startswith("tokenizer.chat_template.")
+    ]
+    if template is not None:
+        config["chat_template"] = [{"name": "default", "template": template}, *named] if named else template
+    return {"tokenizer.json": spec, "tokenizer_config.json": config}
+
+
+def _special_tokens(file: Path, values: Mapping[str, Any], tokens: list[str]) -> dict[str, str | None]:
+    """Return bos_token, eos_token, unk_token and pad_token."""
+    special: dict[str, str | None] = {}
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = values.get(f"{name}_token_id")
+        if token_id is not None and (type(token_id) is not int or not 0 <= token_id < len(tokens)):
+            raise ValueError(
+                f"{file}: tokenizer.ggml.{name}_token_id is {token_id!r}; expected an id below {len(tokens)}."
+            )
+        special[f"{key}_token"] = None if token_id is None else tokens[token_id]
+    return special
+
+
+def _byte_level(file: Path, pre: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    if pre not in _RULES:
+        raise ValueError(
+            f"{file} splits text by the rule {pre!r}; expected one of {', '.join(sorted(_RULES))}."
+            f"{did_you_mean(str(pre), _RULES)} Use the model's Hugging Face folder instead."
+        )
+    merges = [str(merge).partition(" ") for merge in values.get("merges") or ()]
+    steps: list[dict[str, Any]] = []
+    settings = dict[str, Any]()
+    for kind, setting in _RULES[pre]:
+        if kind == "Split":
+            steps.append({"type": "Split", "pattern": {"Regex": setting}, "behavior": "Isolated", "invert": False})
+        elif kind == "Digits":
+            steps.append({"type": "Digits", "individual_digits": setting})
+        elif kind == "ByteLevel":
+            steps.append({"type": kind, "add_prefix_space": False, "trim_offsets": False, "use_regex": setting})
+        else:
+            settings[kind] = setting
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    model = {"type": "BPE", "unk_token": None, "fuse_unk": False, "byte_fallback": False, **settings}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {**model, "merges": [[left, right] for left, _, right in merges]},
+    }
+
+
+def _sentencepiece(
+    vocab: dict[str, int],
+    types: list[int],
+    scores: list[float],
+    values: Mapping[str, Any],
+    special: Mapping[str, str | None],
+) -> dict[str, Any]:
+    """Every way to join two pieces into a third is a merge. Merges of higher scores come first."""
+    pieces = {token: i for token, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token, i in pieces.items():
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [(-scores[i], pieces[a], pieces[b], a, b) for a, b in halves if a in pieces and b in pieces]
+    marks_start = values.get("add_space_prefix", True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": WORD_START}
+    steps = [{"type": "Prepend", "prepend": WORD_START}] * bool(marks_start) + [spaces]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": WORD_START}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * bool(marks_start)
+    has_bytes = BYTE in types
+    model = {"type": "BPE", "unk_token": special["unk_token"], "fuse_unk": True, "byte_fallback": has_bytes}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {**model, "ignore_merges": False, "merges": [[a, b] for *_, a, b in sorted(merges)]},
+    }
+
+
+def _template(around: list[str | None], vocab: Mapping[str, int]) -> dict[str, Any]:
+    """Return a post-processor that puts control tokens around a text, which is None in the list."""
+
+    def pieces(sequences: str) -> list[dict[str, Any]]:
+        text = [{"Sequence": {"id": one, "type_id": 0}} for one in sequences]
+        parts = ([{"SpecialToken": {"id": token, "type_id": 0}}] if token else text for token in around)
+        return [piece for part in parts for piece in part]
+
+    tokens = {token: {"id": token, "ids": [vocab[token]], "tokens": [token]} for token in around if token}
+    return {"type": "TemplateProcessing", "single": pieces("A"), "pair": pieces("AB"), "special_tokens": tokens}

@@ -1,0 +1,389 @@
+"""Models read from GGUF files: against the folders they were exported from, transformers, the `gguf` package and llama.cpp."""
+
+import json
+import re
+import struct
+import sys
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from lean_ft.cli.main import run_command_line
+from lean_ft.export import export_gguf
+from lean_ft.hub.paths import gguf_cache, path_at_commit, resolve_model_path
+from lean_ft.models import load_model
+from lean_ft.models.hf_format import stored_tensors
+from lean_ft.system.shards import Part
+from lean_ft.tokenizers import load_tokenizer
+from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer
+from tests.hub.hub_server import Repository
+from tests.tokenizers.conftest import byte_level_tokenizer
+
+IDS = torch.arange(60).view(2, 30)
+CHAT = [{"role": "user", "content": "Hi <|im_end|> there"}, {"role": "assistant", "content": "Hello."}]
+SPM = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CHAT_CONFIG = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama_tied_wide_heads": ("Llama", {"tie_word_embeddings": True, "head_dim": 24}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama_linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("Qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+}
+
+
+def leanft(arguments: list[str]) -> int:
+    """Run a command and return its exit code."""
+    with pytest.raises(SystemExit) as exited:
+        run_command_line(arguments)
+    assert isinstance(exited.value.code, int)
+    return exited.value.code
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_an_exported_model_comes_back_unchanged(case, make_model_folder, file, texts):
+    family, settings = FAMILIES[case]
+    source = make_model_folder(family, tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG, **settings)
+    export_gguf(source, file, "f32")
+    expected, model = load_model(source), load_model(file)
+    assert model.config == expected.config
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    tokenizer, original = load_tokenizer(file), load_tokenizer(source)
+    for text in [*texts, "<|im_start|>user\nhi<|im_end|> <think>x"]:
+        assert tokenizer.encode(text, True) == original.encode(text, True)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.render(CHAT) == original.render(CHAT)
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (original.eos_id, original.pad_id, original.bos_id)
+    assert tokenizer.vocab_size == original.vocab_size
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_families_that_are_only_read(family, make_model_folder, file):
+    """A file that is written by the tables of the `gguf` package alone, with the experts of a layer in one tensor."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    source = make_model_folder(family, tokenizer=qwen_tokenizer(), head_dim=16, rms_norm_eps=1e-5, **experts)
+    name, config = family.lower(), transformers.AutoConfig.from_pretrained(source)
+    like, shell = gguf.GGUFWriter(file, name), make_model_folder("Qwen2", tokenizer=qwen_tokenizer())
+    export_gguf(shell, file.with_name("shell.gguf"), "f32")
+    for key, found in gguf.GGUFReader(file.with_name("shell.gguf")).fields.items():
+        if key.startswith("tokenizer."):
+            kind = found.types[-1] if found.types[0] == gguf.GGUFValueType.ARRAY else None
+            like.add_key_value(key, found.contents(), found.types[0], kind)
+    like.add_block_count(2)
+    like.add_context_length(config.max_position_embeddings)
+    like.add_embedding_length(config.hidden_size)
+    like.add_feed_forward_length(config.intermediate_size)
+    like.add_head_count(config.num_attention_heads)
+    like.add_head_count_kv(config.num_key_value_heads)
+    like.add_key_length(16)
+    like.add_layer_norm_rms_eps(1e-5)
+    like.add_rope_freq_base(10_000.0)
+    if family == "Qwen3Moe":
+        like.add_expert_count(4)
+        like.add_expert_used_count(2)
+        like.add_expert_feed_forward_length(32)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], 2)
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for place, tensor in load_file(source / "model.safetensors").items():
+        stacks.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", place), []).append(tensor)
+    for place, tensors in stacks.items():
+        whole = torch.stack(tensors) if ".experts." in place else tensors[0]
+        like.add_tensor(names.get_name(place, (".weight",)), whole.numpy())
+    like.write_header_to_file()
+    like.write_kv_data_to_file()
+    like.write_tensors_to_file()
+    like.close()
+    assert llama_cpp_ids(file, ["Hello, world!"]) == [load_tokenizer(file).encode("Hello, world!")]  # it opens the file
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    torch.testing.assert_close(load_model(file)(IDS), theirs(IDS).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_an_exported_folder_opens_in_transformers_with_equal_logits(make_model_folder, file, tmp_path):
+    source = make_model_folder(tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG)
+    export_gguf(source, file, "f32")
+    assert leanft(["export", str(file), str(tmp_path / "folder")]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert torch.equal(theirs(IDS).logits, expected(IDS).logits)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == load_tokenizer(source).apply_chat_template(CHAT, tokenize=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4"])
+def test_values_equal_those_of_the_gguf_package(kind, make_model_folder, file, tmp_path):
+    """Matrices are stored as random bytes of the kind, in whole and in parts that do not start at a block."""
+    source = make_model_folder("Qwen2", tokenizer=qwen_tokenizer(), hidden_size=256, intermediate_size=256)
+    export_gguf(source, file, "f32")
+    expected = requantize(file, tmp_path / "other.gguf", gguf.GGMLQuantizationType[kind])
+    stored = stored_tensors(resolve_model_path(tmp_path / "other.gguf"))
+    weight = stored["model.layers.1.mlp.down_proj.weight"]
+    values = expected["blk.1.ffn_down.weight"]
+    assert torch.equal(weight.read().float(), values)
+    part = torch.empty(777)
+    weight.read_part(Part(part, weight.shape, first=300))
+    assert torch.equal(part, values.view(-1)[300:1077])
+    columns = torch.empty(256, 64)  # of each row, as one of 4 ranks that divide the columns
+    weight.read_part(Part(columns, weight.shape, first=64, run=64, stride=256))
+    assert torch.equal(columns, values[:, 64:128])
+
+
+def requantize(file: Path, other: Path, kind: gguf.GGMLQuantizationType) -> dict[str, torch.Tensor]:
+    """Copy a file with random values of another kind in its layers' matrices, and return the package's values."""
+    reader, random = gguf.GGUFReader(file), np.random.default_rng(0)
+    writer = gguf.GGUFWriter(other, reader.get_field("general.architecture").contents())
+    for key, found in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            sub_type = found.types[-1] if found.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, found.contents(), found.types[0], sub_type)
+    values = {}
+    for tensor in reader.tensors:
+        data, stored = tensor.data, tensor.tensor_type
+        if tensor.name.startswith("blk.") and data.ndim == 2:
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            data, stored = random.integers(0, 60, (len(data), data.shape[1] // block * size), dtype=np.uint8), kind
+            if kind.name in ("F16", "BF16"):  # half of the bytes would be one number too large
+                data = gguf.quants.quantize(tensor.data, kind).view(np.uint8).reshape(len(data), -1)
+        values[tensor.name] = torch.from_numpy(gguf.quants.dequantize(data, stored).copy())
+        writer.add_tensor(tensor.name, data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def test_a_file_of_a_repository_is_one_download(qwen_folder, file, hub_server, tmp_path):
+    export_gguf(qwen_folder, file, "bf16")
+    commit = "ab" * 20
+    files = {"q/model.gguf": file.read_bytes(), "q/other.gguf": b"x", "config.json": b"{}"}
+    hub_server.repositories["org/model"] = Repository({commit: files}, {"main": commit})
+    model = load_model("org/model:q/model.gguf", dtype=torch.bfloat16)
+    assert load_tokenizer("org/model:q/model.gguf").eos_id == load_tokenizer(qwen_folder).eos_id
+    assert path_at_commit("org/model:q/model.gguf") == f"org/model@{commit}:q/model.gguf"
+    assert hub_server.fetched() == ["model.gguf"]  # no other file
+    expected = load_model(qwen_folder, dtype=torch.bfloat16)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+def test_a_lora_trains_on_a_file_in_4_bits_and_the_adapter_finds_it_again(make_model_folder, file, tmp_path, capsys):
+    source = make_model_folder(tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG)
+    export_gguf(source, file, "q8_0")
+    rows = [{"messages": CHAT}] * 8
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = tmp_path / "run"
+    settings = [f"model.path={file}", f"data.source={tmp_path / 'rows.jsonl'}", f"output_dir={run}", "max_steps=4"]
+    settings += ["lora.quantize=nf4", "optimizer.lr=1e-2", "device=cpu", "model.dtype=float32", "data.max_length=64"]
+    assert leanft(["run", "lora_finetune_single_device", *settings]) == 0
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
+    assert json.loads(next(run.glob("step_*/adapter_config.json")).read_text())["base_model_name_or_path"] == str(file)
+    assert leanft(["export", str(run), str(tmp_path / "merged"), "--merge"]) == 0
+    capsys.readouterr()
+    assert leanft(["generate", f"model.path={file}", "prompt=Hi", "max_new_tokens=3", "device=cpu"]) == 0
+    assert leanft(["data", "stats", "lora_finetune_single_device", *settings]) == 0
+    assert leanft(["validate", "lora_finetune_single_device", *settings]) == 0
+
+
+def edited(file: Path, metadata: dict | None = None, drop: str = "", tensors: dict | None = None) -> Path:
+    """Write the file again with other metadata (None removes a key), without one tensor, or with other tensors."""
+    reader, other = gguf.GGUFReader(file), file.with_name("edited.gguf")
+    fields = {
+        key: (found.contents(), found.types) for key, found in reader.fields.items() if not key.startswith("GGUF.")
+    }
+    writer = gguf.GGUFWriter(other, (metadata or {}).get("general.architecture", fields["general.architecture"][0]))
+    for key, value in (metadata or {}).items():
+        fields.pop(key, None)
+        if value is not None and key != "general.architecture":
+            writer.add_key_value(key, value, *kinds_of(value))
+    for key, (value, types) in fields.items():
+        if key != "general.architecture":
+            writer.add_key_value(key, value, types[0], types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None)
+    for tensor in reader.tensors:
+        if tensor.name != drop:
+            writer.add_tensor(tensor.name, (tensors or {}).get(tensor.name, tensor.data))
+    for name in (tensors or {}).keys() - {tensor.name for tensor in reader.tensors}:
+        writer.add_tensor(name, (tensors or {})[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return other
+
+
+def kinds_of(value):
+    kind = gguf.GGUFValueType.get_type(value)
+    return kind, gguf.GGUFValueType.get_type(value[0]) if kind == gguf.GGUFValueType.ARRAY else None
+
+
+WRONG = {
+    "architecture": ({"metadata": {"general.architecture": "lama"}}, "architecture 'lama'; expected one of llama"),
+    "a key that changes the computation": ({"metadata": {"qwen2.attention.scale": 0.5}}, "metadata attention.scale, which"),
+    "a missing key": ({"metadata": {"qwen2.block_count": None}}, "lacks the metadata block_count"),
+    "a count of another type": ({"metadata": {"qwen2.block_count": "two"}}, "num_hidden_layers is 'two'"),
+    "no tokens": ({"metadata": {"tokenizer.ggml.tokens": None}}, "tokenizer.ggml.tokens has none; expected one str"),
+    "too few types": ({"metadata": {"tokenizer.ggml.token_type": [1]}}, "token_type has 1 entries; expected one int"),
+    "a splitting rule": ({"metadata": {"tokenizer.ggml.pre": "qwen3"}}, "rule 'qwen3'.*Did you mean 'qwen2'"),
+    "a tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "tokenizer 'bert'; expected gpt2"),
+    "an id out of range": ({"metadata": {"tokenizer.ggml.eos_token_id": 9999}}, "eos_token_id is 9999; expected an id"),
+    "a part": ({"metadata": {"split.count": 3}}, "one part of a split model. Join the parts"),
+    "a missing tensor": ({"drop": "blk.1.ffn_up.weight"}, "lacks tensors of qwen2: blk.1.ffn_up.weight"),
+    "an unexpected tensor": ({"tensors": {"blk.0.extra.weight": np.ones((4, 4), np.float32)}}, "unexpected tensors"),
+    "a wrong shape": ({"tensors": {"blk.0.attn_norm.weight": np.ones(63, np.float32)}}, r"shape \[63\]; expected \[64\]"),
+    "integers": ({"tensors": {"blk.0.attn_norm.weight": np.ones(64, np.int32)}}, "as I32; expected one of F32, F16"),
+}  # fmt: skip
+
+
+class TestWrongFiles:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def good(cls, qwen_folder, tmp_path_factory) -> Path:
+        file = tmp_path_factory.mktemp("good") / "good.gguf"
+        export_gguf(qwen_folder, file, "f32")
+        return file
+
+    def refused(self, file: Path, capsys, message: str) -> None:
+        """Every command refuses the file with one message, without a traceback and with nothing written."""
+        assert leanft(["export", str(file), str(file.with_name("out"))]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error.replace("\n", " ")), error
+        assert "Traceback" not in error and not file.with_name("out").exists()
+        assert not list(gguf_cache().glob("*unfinished*")) and not list(gguf_cache().glob(f"{file.stem}-*"))
+
+    @pytest.mark.parametrize("case", WRONG)
+    def test_wrong_content(self, case, good, tmp_path, capsys):
+        changes, message = WRONG[case]
+        copy = tmp_path / "copy.gguf"
+        copy.write_bytes(good.read_bytes())
+        self.refused(edited(copy, **changes), capsys, message)
+
+    def test_every_cut_is_noticed(self, good, tmp_path, capsys):
+        whole, file = good.read_bytes(), tmp_path / "cut.gguf"
+        for length in (0, 3, 4, 8, 23, 24, 100, 5000, len(whole) // 2, len(whole) - 100):
+            file.write_bytes(whole[:length])
+            self.refused(file, capsys, "is not a GGUF file" if length < 4 else "is truncated")
+
+    def test_garbage_and_huge_counts(self, good, tmp_path, capsys):
+        whole, file = good.read_bytes(), tmp_path / "bad.gguf"
+        head = b"GGUF" + struct.pack("<I", 3)
+        cases = [
+            (b"garbage" * 100, "is not a GGUF file"),
+            (b"GGUF" + struct.pack(">I", 3) + whole[8:], "version 50331648 of the format; expected 2 or 3"),
+            (head + struct.pack("<QQ", 2**60, 1), "a count of 1,152,921,504,606,846,976"),
+            (head + struct.pack("<QQQ", 0, 1, 2**62) + b"a", "is truncated"),
+            (head + struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 8, 2**40), "a count of 1,099,511,627,776"),
+            (head + struct.pack("<QQQ1sI", 0, 1, 1, b"a", 77), "unknown type 77"),
+            (head + struct.pack("<QQQ1sI", 1, 0, 1, b"a", 200) + bytes(64), "200 dimensions of a"),
+            (head + struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"a", 1, 2**40, 0, 0), "is truncated: a ends at byte"),
+            (head + struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"a", 1, 32, 99, 0), "stores a as 99; expected one of"),
+            (head + struct.pack("<QQQ1sI", 0, 1, 1, b"\xff", 4), "a text that is not UTF-8"),
+        ]
+        for content, message in cases:
+            file.write_bytes(content)
+            self.refused(file, capsys, message)
+        rng = np.random.default_rng(0)
+        for _ in range(40):  # one byte of the header is another: an error message, or another model
+            place = int(rng.integers(4, 6000))
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ int(rng.integers(1, 256))]) + whole[place + 1 :])
+            try:
+                load_model(file)
+                load_tokenizer(file)
+            except ValueError:
+                pass
+
+    def test_a_missing_package_and_a_file_that_moved(self, good, tmp_path, monkeypatch):
+        copy = tmp_path / "moved.gguf"
+        copy.write_bytes(good.read_bytes())
+        folder = resolve_model_path(copy)
+        copy.unlink()
+        with pytest.raises(ValueError, match="moved.gguf, which holds the weights of .*, is missing"):
+            load_model(folder)
+        copy.write_bytes(good.read_bytes()[:-64])
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(ValueError, match=r"pip install 'lean-ft\[gguf\]'"):
+            resolve_model_path(copy)
+
+    def test_a_strangers_folder_cannot_name_a_file(self, good, qwen_folder, tmp_path):
+        stranger = tmp_path / "stranger"
+        stranger.mkdir()
+        for part in resolve_model_path(good).iterdir():
+            (stranger / part.name).write_bytes(part.read_bytes())
+        with pytest.raises(ValueError, match="has no weights"):
+            load_model(stranger)
+
+
+def llama_cpp_ids(file: Path, texts: list[str]) -> list[list[int]]:
+    """The ids of each text from the server of llama.cpp."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.warmup = str(file), 64, False
+    params.port = 0
+    server = xllamacpp.Server(params)
+    found = []
+    for text in texts:
+        body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
+        request = urllib.request.Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})  # fmt: skip
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found.append(json.load(answer)["tokens"])
+    return found
+
+
+def many_texts(shared_data: Path) -> list[str]:
+    """Texts in the scripts of Unicode's blocks, with spaces, digits and control tokens, and rows of real data."""
+    rng = np.random.default_rng(0)
+    starts = [
+        0x20,
+        0xA0,
+        0x370,
+        0x400,
+        0x530,
+        0x590,
+        0x600,
+        0x900,
+        0xE00,
+        0x1100,
+        0x1780,
+        0x3040,
+        0x4E00,
+        0xAC00,
+        0x1F600,
+    ]
+    texts = []
+    for start, _ in pairwise([*starts * 40, 0]):
+        letters = [chr(start + int(i)) for i in rng.integers(0, 90, 30)]
+        words = ["".join(letters[i : i + 5]) for i in range(0, 30, 5)]
+        texts.append(" ".join(words) + f" {int(rng.integers(10**6))}\n\n  <s>x")
+    rows = (shared_data / "gsm8k_train.jsonl").read_text().splitlines()[:400]
+    return texts + [json.loads(row).get("question", row) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt-2", "llama"])
+def test_ids_equal_llama_cpps(kind, make_model_folder, file, shared_data):
+    if kind == "llama":
+        pieces = shared_data / "tokenizers" / "llama2_sentencepiece.model"
+        source = make_model_folder(tokenizer=pieces, tokenizer_config=SPM, vocab_size=32_000, hidden_size=32)
+    else:
+        made = qwen_tokenizer() if kind == "qwen2" else byte_level_tokenizer()
+        source = make_model_folder("Qwen2", tokenizer=made, tokenizer_config=CHAT_CONFIG, vocab_size=640)
+    export_gguf(source, file, "f16")
+    texts = many_texts(shared_data)
+    tokenizer = load_tokenizer(file)
+    wrong = [
+        text
+        for text, ids in zip(texts, llama_cpp_ids(file, texts), strict=True)
+        if ids != tokenizer.encode(text, True) and "�" not in text
+    ]
+    assert not wrong, (len(wrong), wrong[0], tokenizer.encode(wrong[0], True))
