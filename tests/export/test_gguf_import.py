@@ -107,9 +107,9 @@ def test_families_that_are_only_read(family, make_model_folder, file):
     like.write_kv_data_to_file()
     like.write_tensors_to_file()
     like.close()
-    assert llama_cpp_ids(file, ["Hello, world!"]) == [load_tokenizer(file).encode("Hello, world!")]  # it opens the file
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
     torch.testing.assert_close(load_model(file)(IDS), theirs(IDS).logits, atol=1e-4, rtol=1e-4)
+    assert llama_cpp_ids(file, ["Hello, world!"]) == [load_tokenizer(file).encode("Hello, world!")]  # it opens the file
 
 
 def test_an_exported_folder_opens_in_transformers_with_equal_logits(make_model_folder, file, tmp_path):
