@@ -3,7 +3,7 @@
     python benchmarks/compare_trl.py                                   # Qwen2.5-0.5B, 8 x 512, three rounds
     python benchmarks/compare_trl.py --lengths 4,32,128,512,1024 --rounds 1 --settle-steps 0   # peaks of the first steps
     python benchmarks/compare_trl.py --shape tiny --rounds 1                                   # small, and many steps
-    python benchmarks/compare_trl.py --lengths 1024 --only ours
+    python benchmarks/compare_trl.py --lengths 1024 --only ours        # or trl, or careful
     python benchmarks/compare_trl.py --recipe lora                     # rank 16 on all linear layers; TRL uses peft
     python benchmarks/compare_trl.py --objective distill               # teacher of the same shape, GKDTrainer
     python benchmarks/compare_trl.py --objective dpo                   # 4 pairs x 512, DPOTrainer, all four comparisons
@@ -11,8 +11,12 @@
     python benchmarks/compare_trl.py --objective grpo                  # 8 completions, 128 + 128 tokens, GRPOTrainer
 
 lean_ft uses bfloat16 weights, compiled layers and chunked logits. Full fine-tuning and the other objectives add selective
-checkpointing and 8-bit AdamW in backward; LoRA adds selective checkpointing. TRL uses its defaults, which `trl_trainer.py` lists and the
-result records. The two sides therefore differ in precision; trl_curves.py and convergence.py compare what they learn.
+checkpointing and 8-bit AdamW in backward; LoRA adds selective checkpointing.
+
+TRL runs twice: with its defaults (on a CPU float32 weights), and configured with care, as a user who reads its documentation would on the
+same machine: bfloat16 weights and 8-bit AdamW; for sft also compiled layers, packing and checkpointing that keeps attention; for distill
+micro-batches. `trl_trainer.py` lists both configurations, and the result records the resolved values. The defaults differ from lean_ft in
+precision; trl_curves.py and convergence.py compare what they learn.
 
 dpo: prompts are 1/8 of the length, and lean_ft computes each once for its two completions. In `long_prompts` they are 3/4, and the peer
 is lean_ft without shared prompts. tokens/s always counts the prompt once per completion: pairs per second times 2 x length. Both sides
@@ -21,7 +25,7 @@ fill the cache of reference log-probabilities before the timed steps.
 grpo: one prompt per step, of half the length, with completions of a fixed length. Both sides train with dapo's loss and no reference. The
 time for sampling and rewards is also reported.
 
-The side that starts alternates between rounds. Ratios are computed per round; the median is reported. TRL is in the extra `compare`:
+The order of the sides is reversed in every second round. Ratios are computed per round; the median is reported. TRL is in the extra `compare`:
 pip install 'lean-ft[compare]'.
 
 Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_` or `grpo_` before the shape.
@@ -44,7 +48,8 @@ from memory_ladder import outcome, rung_settings
 from results import RESULTS, console, peaks, print_result, require_hardware, tokens_per_second, write_result
 from shapes import EMBEDDED_MODEL, num_parameters, write_model_folder, write_pair_rows, write_text_rows
 
-OURS, TRL, SEPARATE = "ours", "trl", "lean_ft, prompts not shared"
+OURS, TRL, CAREFUL, SEPARATE = "ours", "trl", "careful", "lean_ft, prompts not shared"
+TITLES = {TRL: "TRL, defaults", CAREFUL: "TRL, with care"}  # of peers in tables
 LORA_RANK = 16
 
 
@@ -65,7 +70,7 @@ class Objective(StrEnum):
 
 
 class Comparison(NamedTuple):
-    """A comparison of two sides, with the settings of each."""
+    """A comparison of lean_ft with its peers, with the settings of each side."""
 
     objective: Objective
     title: str
@@ -74,7 +79,7 @@ class Comparison(NamedTuple):
     label: str  # lean_ft's techniques, for the caption
     trl_arguments: tuple[str, ...] = ()
     prompt_share: float = 0.0  # share of the length
-    other: str = TRL  # the peer
+    peers: tuple[str, ...] = (TRL, CAREFUL)
 
 
 # The last rung, with two faster settings: attention is stored, and the output gradient accumulates in bfloat16.
@@ -150,7 +155,7 @@ COMPARISONS = {
         _DPO_LABEL,
         (),
         3 / 4,
-        SEPARATE,
+        (SEPARATE,),
     ),
     "grpo": Comparison(Objective.grpo, "GRPO", "grpo", LEAN, _LEAN_LABEL, (), 1 / 2),
 }
@@ -194,15 +199,15 @@ def ours_command(
 
 
 def trl_command(
-    comparison: Comparison, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int
-) -> list:
-    """The command of TRL with its defaults."""
+    comparison: Comparison, side: str, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int
+) -> list:  # fmt: skip
+    """The command of TRL, with its defaults or with care."""
     prompt_tokens = round(length * comparison.prompt_share)
     return [
         *(sys.executable, Path(__file__).with_name("trl_trainer.py"), "--objective", comparison.objective.value),
         *("--model-folder", model, "--data", data, "--run-directory", run, "--facts-file", facts),
         *("--batch-size", str(batch_size), "--length", str(length), "--prompt-tokens", str(prompt_tokens)),
-        *("--steps", str(steps), *comparison.trl_arguments),
+        *("--steps", str(steps), *comparison.trl_arguments, *(["--careful"] if side == CAREFUL else [])),
     ]
 
 
@@ -259,8 +264,8 @@ def measure_sides(
     budget: Budget,
     settle_steps: int = 0,
     tokenizer_folder: Path = EMBEDDED_MODEL,
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Measure both sides alternately. Returns one row per process, and TRL's resolved defaults."""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure the sides in turns. Returns one row per process, and the resolved configuration of each of TRL's sides."""
     comparison, rows = COMPARISONS[name], list[dict[str, Any]]()
     is_pair = comparison.objective is Objective.dpo
     num_steps = max(warmup_steps + steps, settle_steps) + 1  # one more than needed: the run is stopped before it saves
@@ -270,7 +275,7 @@ def measure_sides(
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
         if comparison.objective is Objective.distill:
             write_weights(model)
-        facts = Path(folder) / "trl_defaults.json"
+        facts = {side: Path(folder) / f"{side}.json" for side in (TRL, CAREFUL)}
         for length in lengths:
             data = write_rows(comparison, Path(folder), model, length, batch_size, num_steps)
             common: dict[str, Any] = {"length": length, "batch_size": batch_size, "steps": num_steps}
@@ -279,8 +284,8 @@ def measure_sides(
                 for side in sides if turn % 2 == 0 else sides[::-1]:
 
                     def command(run: Path, side: str = side, data: Path = data, common: dict = common) -> list:
-                        if side == TRL:
-                            return trl_command(comparison, model, data, run, facts, **common)
+                        if side in facts:
+                            return trl_command(comparison, side, model, data, run, facts[side], **common)
                         return ours_command(comparison, side, model, data, run, device=device, **common)
 
                     # lean_ft computes a prompt once: for both completions of a pair, or for all of grpo's.
@@ -296,7 +301,7 @@ def measure_sides(
                         timeout_seconds=budget.timeout_seconds(),
                         settle_steps=settle_steps,
                         # GKDTrainer's collator leaves off a token or two of a row.
-                        token_slack=0.01 if comparison.objective is Objective.distill and side == TRL else 0.0,
+                        token_slack=0.01 if comparison.objective is Objective.distill and side in facts else 0.0,
                         environment=environment,
                     )
                     if row["status"] == "ok":
@@ -305,7 +310,7 @@ def measure_sides(
                     rows.append(what | row)
                     line = f"{comparison.title}, length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}"
                     console.print(f"{line}; products at {rate} GFLOP/s before", markup=False)
-        return rows, json.loads(facts.read_text()) if facts.exists() else None
+        return rows, {side: json.loads(file.read_text()) for side, file in facts.items() if file.exists()}
 
 
 # The values of a side that are reported as medians, if present.
@@ -314,36 +319,31 @@ RATIOS = {"speed_ratio": "tokens_per_second", "memory_ratio": "peak_memory_bytes
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per comparison and length: medians over the rounds, and ratios computed per round."""
+    """One row per comparison, length and peer: medians over the rounds, and ratios computed per round."""
     summary = []
     for name, length in dict.fromkeys((row["comparison"], row["length"]) for row in rows):
-        line: dict[str, Any] = {"comparison": name, "length": length}
-        sides = (OURS, COMPARISONS[name].other)
-        own = {
-            side: {
-                row["round"]: row
-                for row in rows
-                if (row["comparison"], row["length"], row["side"]) == (name, length, side)
-            }
-            for side in sides
-        }
-        for side, of_side in own.items():
-            # One failed round makes the side failed: a median of the others would hide it.
-            bad = next((row for row in of_side.values() if row["status"] != "ok"), None)
-            if bad is not None:
-                line[side] = {"status": bad["status"], "reason": bad["reason"]}
-            elif of_side:
-                line[side] = {"status": "ok", "rounds": len(of_side)} | {
-                    key: statistics.median(row[key] for row in of_side.values())
-                    for key in MEDIANS
-                    if all(key in row for row in of_side.values())
-                }
-        if all(line.get(side, {}).get("status") == "ok" for side in sides):
-            pairs = [(ours, own[sides[1]][turn]) for turn, ours in own[OURS].items() if turn in own[sides[1]]]
-            for ratio, key in RATIOS.items():
-                if all(key in row for pair in pairs for row in pair):
-                    line[ratio] = statistics.median(ours[key] / theirs[key] for ours, theirs in pairs)
-        summary.append(line)
+        of_one = [row for row in rows if (row["comparison"], row["length"]) == (name, length)]
+        peers = [peer for peer in COMPARISONS[name].peers if any(row["side"] == peer for row in of_one)]
+        for peer in peers or [None]:
+            own = {side: {row["round"]: row for row in of_one if row["side"] == side} for side in (OURS, peer) if side}
+            line: dict[str, Any] = {"comparison": name, "length": length, "peer": peer}
+            for side, of_side in own.items():
+                # One failed round makes the side failed: a median of the others would hide it.
+                bad = next((row for row in of_side.values() if row["status"] != "ok"), None)
+                if bad is not None:
+                    line[side] = {"status": bad["status"], "reason": bad["reason"]}
+                elif of_side:
+                    line[side] = {"status": "ok", "rounds": len(of_side)} | {
+                        key: statistics.median(row[key] for row in of_side.values())
+                        for key in MEDIANS
+                        if all(key in row for row in of_side.values())
+                    }
+            if peer and all(line.get(side, {}).get("status") == "ok" for side in own):
+                pairs = [(ours, own[peer][turn]) for turn, ours in own[OURS].items() if turn in own[peer]]
+                for ratio, key in RATIOS.items():
+                    if all(key in row for pair in pairs for row in pair):
+                        line[ratio] = statistics.median(ours[key] / theirs[key] for ours, theirs in pairs)
+            summary.append(line)
     return summary
 
 
@@ -359,6 +359,21 @@ COLUMNS = [
 ]
 
 
+def describe_trl(facts: dict[str, Any]) -> str:
+    """The configuration of one of TRL's sides, in words."""
+    words = {
+        "weights": f"{facts.get('weights')} weights",
+        "bf16_autocast": "bfloat16 autocast",
+        "gradient_checkpointing": "gradient checkpointing",
+        "keeps_attention": "attention kept",
+        "torch_compile": "compiled",
+        "packing": "packing",
+        "micro_batches": f"{facts.get('micro_batches')} micro-batches" if facts.get("micro_batches", 1) > 1 else "",
+        "optimizer": str(facts.get("optimizer")),
+    }
+    return ", ".join(text for key, text in words.items() if facts.get(key) and text)
+
+
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     settings, trl = result["settings"], result["versions"]["trl"]
@@ -369,24 +384,17 @@ def describe(result: dict[str, Any]) -> str:
         "TRL's fused output layer needs Triton and uses its fallback on a CPU",
         Objective.grpo: "completions of one prompt, half of the tokens each",
     }.get(first.objective, "rows")
-    defaults = next(filter(None, (settings["trl_defaults"].get(name) for name in names)), {})
-    settings_of_trl = ", ".join(
-        text
-        for key, text in {
-            "weights": f"{defaults.get('weights')} weights",
-            "bf16_autocast": "bfloat16 autocast",
-            "gradient_checkpointing": "gradient checkpointing",
-            "optimizer": str(defaults.get("optimizer")),
-        }.items()
-        if defaults.get(key)
+    peers = "".join(
+        f"; TRL {trl} {how} ({describe_trl(facts)})"
+        for key, how in {"trl_defaults": "with its defaults", "trl_careful": "configured with care"}.items()
+        if (facts := next(filter(None, (settings.get(key, {}).get(name) for name in names)), None))
     )
-    peer = f"; TRL {trl} with its defaults ({settings_of_trl})" if settings_of_trl else ""
     until = ", then more until the peak is stable" if settings.get("settle_steps") else ""
     rates = [row["product_gflops"] for row in result["rows"] if "product_gflops" in row]
     speed = f"; before each run, bfloat16 matrix products reached {min(rates)} to {max(rates)} GFLOP/s" if rates else ""
     return (
         f"{first.title if len(names) == 1 else first.objective.upper()} of {settings['shape']} ({settings['parameters']:,} "
-        f"parameters, random weights), batch of {settings['batch_size']} {rows}; lean_ft in bfloat16 with {first.label}{peer}; "
+        f"parameters, random weights), batch of {settings['batch_size']} {rows}; lean_ft in bfloat16 with {first.label}{peers}; "
         f"median of {settings['rounds']} alternating rounds of new processes, {settings['steps']} steps each{until}{speed}"
     )
 
@@ -396,12 +404,13 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
     cells = []
     for line in result["summary"]:
         comparison = COMPARISONS[line["comparison"]]
-        sides = [{"status": "-"} | line.get(side, {}) for side in (OURS, comparison.other)]
+        peer = line.get("peer", comparison.peers[0])  # results before TRL's second side have no `peer`
+        sides = [{"status": "-"} | line.get(side, {}) for side in (OURS, peer)]
         memory = [peaks(side) if side["status"] == "ok" else side["status"] for side in sides]
         speeds = [tokens_per_second(side.get("tokens_per_second")) for side in sides]
         memory_ratio = f"{line['memory_ratio']:.2f}" if "memory_ratio" in line else "-"
         speed_ratio = f"{line['speed_ratio']:.2f}x" if "speed_ratio" in line else "-"
-        other = "TRL" if comparison.other == TRL else comparison.other
+        other = TITLES.get(peer, peer) or "-"
         title = f"{comparison.title}, {line['length']}"
         cells.append([title, other, *memory, memory_ratio, *speeds, speed_ratio])
         if any("sampling_seconds" in side for side in sides):
@@ -412,6 +421,23 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
             sampling_ratio = f"{1 / line['sampling_ratio']:.2f}x" if "sampling_ratio" in line else "-"
             cells.append(["seconds for sampling and rewards, of a step", other, "-", "-", "-", *times, sampling_ratio])
     return cells
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """The result of the first comparison in words, for a page. A side of TRL without a number is named too."""
+    name = result["summary"][0]["comparison"]
+    ratios = {
+        line.get("peer", COMPARISONS[name].peers[0]): line for line in result["summary"] if line["comparison"] == name
+    }
+    parts = []
+    for peer, how in {TRL: "with its defaults", CAREFUL: "configured with care"}.items():
+        if "speed_ratio" in (line := ratios.get(peer, {})):
+            parts.append(
+                f"{line['speed_ratio']:.2f}x the speed of TRL {how}, with {line['memory_ratio']:.2f} of its memory"
+            )
+        else:
+            parts.append(f"no number for TRL {how} ({line.get(peer, {}).get('status', 'not measured yet')})")
+    return f"{COMPARISONS[name].title[0].upper()}{COMPARISONS[name].title[1:]}: " + "; ".join(parts) + "."
 
 
 def main(
@@ -428,7 +454,7 @@ def main(
     settle_steps: Annotated[
         int, typer.Option(help="On a CPU: maximum steps to wait until the peak is stable; 0: do not wait.")
     ] = 200,
-    only: Annotated[str, typer.Option(help="Only `ours` or `trl`; for dpo, one of its comparisons.")] = "",
+    only: Annotated[str, typer.Option(help="Only `ours`, `trl` or `careful`; for dpo, one of its comparisons.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     timeout_seconds: Annotated[float, typer.Option(help="Time limit of one process in seconds.")] = 3600,
     budget_seconds: Annotated[
@@ -436,18 +462,20 @@ def main(
     ] = None,
     results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
-    """Compare speed and peak memory with one of TRL's trainers."""
+    """Compare speed and peak memory with one of TRL's trainers, with its defaults and configured with care."""
     names = [name for name, comparison in COMPARISONS.items() if comparison.objective is objective]
     wanted, side = names, only
     if objective is Objective.sft:
         wanted = [recipe.value]
     elif f"{objective}_{only}" in names:
         wanted, side = [f"{objective}_{only}"], ""
-    if side not in ("", OURS, TRL):
-        expected = ", ".join([OURS, TRL, *(name.removeprefix("dpo_") for name in names if objective is Objective.dpo)])
+    if side not in ("", OURS, TRL, CAREFUL):
+        expected = ", ".join(
+            [OURS, TRL, CAREFUL, *(name.removeprefix("dpo_") for name in names if objective is Objective.dpo)]
+        )
         raise typer.BadParameter(f"expected one of {expected}, came {only!r}", param_hint="--only")
-    sides = {name: [s for s in (OURS, COMPARISONS[name].other) if side in ("", s)] for name in wanted}
-    if any(TRL in of_one for of_one in sides.values()) and importlib.util.find_spec("trl") is None:
+    sides = {name: [s for s in (OURS, *COMPARISONS[name].peers) if side in ("", s)] for name in wanted}
+    if any({TRL, CAREFUL} & set(of_one) for of_one in sides.values()) and importlib.util.find_spec("trl") is None:
         console.print("TRL is not installed, so there is nothing to compare with: pip install 'lean-ft[compare]'")
         raise typer.Exit(2)
     hardware = require_hardware(device)
@@ -464,9 +492,9 @@ def main(
     }
     console.print(f"{shape}, {num_parameters(shape):,} parameters, batch {batch_size}, on {hardware.short_name}")
     budget = Budget(timeout_seconds, budget_seconds)
-    rows, trl_defaults = list[dict[str, Any]](), dict[str, Any]()
+    rows, resolved = list[dict[str, Any]](), dict[str, Any]()
     for name in wanted:
-        found, trl_defaults[name] = measure_sides(name, sides[name], device=device, budget=budget, **common)
+        found, resolved[name] = measure_sides(name, sides[name], device=device, budget=budget, **common)
         rows += found
     which = "lora_" if wanted == ["lora"] else "" if objective is Objective.sft else f"{objective}_"
     path = write_result(
@@ -477,7 +505,8 @@ def main(
             "parameters": num_parameters(shape),
             **common,
             "ours": {name: COMPARISONS[name].settings for name in wanted},
-            "trl_defaults": trl_defaults,
+            "trl_defaults": {name: of_one.get(TRL) for name, of_one in resolved.items()},
+            "trl_careful": {name: of_one.get(CAREFUL) for name, of_one in resolved.items()},
         },
         rows=rows,
         summary=summarize(rows),

@@ -10,6 +10,8 @@ A page marks a table with two lines. NAME is a file in benchmarks/results withou
     <!-- table:NAME -->
     <!-- /table -->
 
+`sentence` instead of `table` writes the result in one sentence (compare_trl).
+
 The table is empty while the benchmark has no result. A name of no benchmark is an error. Under each table stand what was measured, the
 hardware, versions, date and commit. A row without a number stays in the table, with its reason below.
 """
@@ -23,7 +25,9 @@ from typing import Annotated, Any
 import typer
 from results import RESULTS, ROOT, Hardware, console, missing_numbers
 
-MARKER = re.compile(r"^<!-- table:(?P<name>\S+) -->\n(?P<body>.*?)^<!-- /table -->$", re.M | re.S)
+MARKER = re.compile(
+    r"^<!-- (?P<kind>table|sentence):(?P<name>\S+) -->\n(?P<body>.*?)^<!-- /(?P=kind) -->$", re.M | re.S
+)
 # Scripts whose results become tables. Each has COLUMNS, table_cells(result) and describe(result).
 BENCHMARKS = (
     "memory_ladder",
@@ -52,7 +56,7 @@ BENCHMARKS = (
     "disk_faults",
     "fuzzing",
 )
-OPENING = re.compile(r"^<!-- table:\S+ -->$", re.M)
+OPENING = re.compile(r"^<!-- (?:table|sentence):\S+ -->$", re.M)
 
 
 def render(result: dict[str, Any]) -> str:
@@ -66,6 +70,11 @@ def render(result: dict[str, Any]) -> str:
     if missing:
         lines += ["", "<sub>Without a number: " + "; ".join(_plain(line) for line in missing) + ".</sub>"]
     return "\n".join(lines) + "\n"
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """Render a result as one sentence."""
+    return importlib.import_module(result["benchmark"]).sentence(result) + "\n"
 
 
 def caption(result: dict[str, Any], described: str) -> str:
@@ -106,11 +115,12 @@ def rewrite(page: str, results: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         file = find_result(match["name"], results)
-        body = "" if file is None else render(json.loads(file.read_text(encoding="utf-8")))
-        return f"<!-- table:{match['name']} -->\n{body}<!-- /table -->"
+        result = None if file is None else json.loads(file.read_text(encoding="utf-8"))
+        body = "" if result is None else render(result) if match["kind"] == "table" else sentence(result)
+        return f"<!-- {match['kind']}:{match['name']} -->\n{body}<!-- /{match['kind']} -->"
 
     if len(OPENING.findall(page)) != len(MARKER.findall(page)):
-        raise ValueError("a line <!-- table:NAME --> lacks its <!-- /table -->.")
+        raise ValueError("a line <!-- table:NAME --> or <!-- sentence:NAME --> lacks its end.")
     return MARKER.sub(table, page)
 
 

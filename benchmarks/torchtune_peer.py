@@ -1,7 +1,8 @@
 """The peer of compare_torchtune.py: one of torchtune's own recipes, in its own process and its own environment.
 
-The recipe and its loop are torchtune's, with the values of its configuration `qwen2_5/0.5B_full_single_device` (or `_lora_`) and the settings that
-its comments name to save memory: bf16, a fused AdamW step in backward, activation checkpointing, a loss in 8 chunks. `--compile` compiles the layers
+The recipe and its loop are torchtune's, with the values of its configuration `qwen2_5/0.5B_full_single_device` (or `_lora_`; for DPO
+`llama3_1/8B_lora_dpo_single_device`) and the settings that its comments name to save memory: bf16, a fused AdamW step in backward, activation
+checkpointing, a loss in 8 chunks. `--compile` compiles the layers
 and the loss. The components below replace the checkpoint (random weights), the data (rows of token ids) and the logger.
 
 Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step.
@@ -42,16 +43,17 @@ class RandomWeights:
 
 
 class TokenRows(torch.utils.data.Dataset):
-    """Rows of token ids, all of which are trained."""
+    """Rows of token ids, all of which are trained, or pairs with labels, as they are in the file."""
 
     def __init__(self, tokenizer: Any, path: str) -> None:
-        self._rows = [json.loads(line)["input_ids"] for line in Path(path).read_text().splitlines()]
+        self._rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"tokens": self._rows[index], "labels": self._rows[index]}
+        row = self._rows[index]
+        return {"tokens": row["input_ids"], "labels": row["input_ids"]} if "input_ids" in row else row
 
 
 class Padding:
@@ -91,8 +93,13 @@ def component(name: str | type, **values: Any) -> dict[str, Any]:
     return {"_component_": name if isinstance(name, str) else f"{Path(__file__).stem}.{name.__name__}"} | values
 
 
-def configure(model_folder: Path, data: Path, run: Path, batch_size: int, length: int, lora_rank: int, quantize: bool, compile: bool) -> Any:  # fmt: skip
-    """torchtune's configuration of a run on a CPU."""
+def configure(
+    model_folder: Path, data: Path, run: Path, batch_size: int, length: int, prompt_tokens: int, lora_rank: int, quantize: bool, compile: bool
+) -> Any:  # fmt: skip
+    """torchtune's configuration of a run on a CPU. With prompt tokens, rows are pairs, and their completions are trained by DPO."""
+    num_rows = 2 * batch_size if prompt_tokens else batch_size
+    num_targets = num_rows * (length - (prompt_tokens or 1))
+    chunked = component("torchtune.modules.loss.CEWithChunkedOutputLoss")
     facts = json.loads((model_folder / "config.json").read_text())
     shape = {
         "vocab_size": facts["vocab_size"],
@@ -121,14 +128,14 @@ def configure(model_folder: Path, data: Path, run: Path, batch_size: int, length
         "batch_size": batch_size,
         "gradient_accumulation_steps": 1,
         "optimizer": component("torch.optim.AdamW", fused=True, lr=2e-5),
-        "loss": component("torchtune.modules.loss.CEWithChunkedOutputLoss"),
+        "loss": component("torchtune.rlhf.loss.DPOLoss", beta=0.1) if prompt_tokens else chunked,
         "device": "cpu",
         "enable_activation_checkpointing": True,
         "enable_activation_offloading": False,
         "dtype": "bf16",
         "compile": compile,
         "metric_logger": component(
-            StepMetrics, path=str(run / "metrics.jsonl"), tokens=batch_size * length, targets=batch_size * (length - 1)
+            StepMetrics, path=str(run / "metrics.jsonl"), tokens=num_rows * length, targets=num_targets
         ),
         "log_every_n_steps": 1,
     }
@@ -143,20 +150,24 @@ def main(
     run_directory: Annotated[Path, typer.Option()],
     batch_size: Annotated[int, typer.Option()],
     length: Annotated[int, typer.Option()],
+    prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens of a pair, for DPO with LoRA; 0: no pairs.")] = 0,
     lora_rank: Annotated[int, typer.Option(help="0: full fine-tuning.")] = 0,
     quantize: Annotated[bool, typer.Option(help="Frozen weights in NF4.")] = False,
     compile: Annotated[bool, typer.Option("--compile")] = False,
 ) -> None:
     run_directory.mkdir(parents=True)
-    name = "LoRAFinetuneRecipeSingleDevice" if lora_rank else "FullFinetuneRecipeSingleDevice"
-    file = f"{'lora' if lora_rank else 'full'}_finetune_single_device.py"
+    name, file = {
+        (False, False): ("FullFinetuneRecipeSingleDevice", "full_finetune_single_device.py"),
+        (True, False): ("LoRAFinetuneRecipeSingleDevice", "lora_finetune_single_device.py"),
+        (True, True): ("LoRADPORecipeSingleDevice", "lora_dpo_single_device.py"),
+    }[bool(lora_rank), bool(prompt_tokens)]
     # By its path: this repository has a folder `recipes` too.
     spec = importlib.util.spec_from_file_location(
         "torchtune_recipe", Path(torchtune.__file__).parents[1] / "recipes" / file
     )
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    cfg = configure(model_folder, data, run_directory, batch_size, length, lora_rank, quantize, compile)
+    cfg = configure(model_folder, data, run_directory, batch_size, length, prompt_tokens, lora_rank, quantize, compile)
     recipe = getattr(module, name)(cfg=cfg)
     recipe.setup(cfg=cfg)
     recipe.train()

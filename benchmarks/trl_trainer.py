@@ -1,8 +1,17 @@
-"""The peer of compare_trl.py: one of TRL's trainers with its defaults, in its own process.
+"""The peer of compare_trl.py: one of TRL's trainers, with its defaults or configured with care, in its own process.
 
 Set are the length, the batch, the number of steps, no reporting or saving, and logging at every step. All else is TRL's default. In version 1.16
 these are float32 weights, bfloat16 autocast, gradient checkpointing, PyTorch's fused AdamW, scaled-dot-product attention and no packing. The
-resolved defaults are written to a file and become part of the result. Weights are random, in float32, as TRL loads a model from a path.
+resolved configuration is written to a file and becomes part of the result. Weights are random, in float32, as TRL loads a model from a path.
+
+`--careful` sets what else saves memory or time on a CPU:
+- all objectives: bfloat16 weights (`model_init_kwargs={"dtype": "bfloat16"}`) and bitsandbytes' 8-bit AdamW;
+- sft: compiled layers, packing, and checkpointing that keeps attention (`gradient_checkpointing_kwargs={"selective": True}`). Packing is
+  `wrapped`, because `bfd` joins the whole batch to one row, whose attention without FlashAttention costs a multiple;
+- distill: checkpointing that keeps attention, and micro-batches of one row, because GKDTrainer computes all logits of a micro-batch.
+
+TRL 1.16 computes the loss of sft, dpo and grpo in chunks by default. DPOTrainer's `padding_free` is disabled in this version. Liger's and the
+Hub's kernels need a GPU.
 
 - `sft`: SFTTrainer; with `--lora-rank` a LoRA adapter of peft on all linear layers, with peft's other defaults.
 - `distill`: GKDTrainer with a teacher of the same shape, and no on-policy steps.
@@ -76,6 +85,16 @@ class StepMetrics(TrainerCallback):
             self._row = {}
 
 
+def careful_settings(objective: str) -> dict[str, Any]:
+    """TRL's arguments for a low peak and a high speed on a CPU, besides bfloat16 weights and micro-batches."""
+    settings: dict[str, Any] = {"optim": "adamw_bnb_8bit"}
+    if objective in ("sft", "distill"):
+        settings["gradient_checkpointing_kwargs"] = {"selective": True}
+    if objective == "sft":
+        settings |= {"packing": True, "packing_strategy": "wrapped", "torch_compile": True}
+    return settings
+
+
 def time_sampling(trainer: Any, counts: dict[str, Any], prompt_tokens: int, new_tokens: int) -> None:
     """Make a GRPOTrainer record the seconds of each round in `counts` and fix the completion length."""
     sample = trainer._generate_and_score_completions
@@ -96,18 +115,19 @@ def main(
     model_folder: Annotated[Path, typer.Option()],
     data: Annotated[Path, typer.Option()],
     run_directory: Annotated[Path, typer.Option()],
-    facts_file: Annotated[Path, typer.Option(help="File for the resolved defaults.")],
+    facts_file: Annotated[Path, typer.Option(help="File for the resolved configuration.")],
     batch_size: Annotated[int, typer.Option(help="Rows, pairs, or completions per step.")],
     length: Annotated[int, typer.Option(help="Tokens per row, with the prompt.")],
     prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per row, for dpo and grpo.")],
     steps: Annotated[int, typer.Option()],
+    careful: Annotated[bool, typer.Option("--careful", help="Settings that save memory and time.")] = False,
     reference: Annotated[str, typer.Option(help="resident or cached, for a model without an adapter.")] = "resident",
     lora_rank: Annotated[int, typer.Option(help="LoRA rank; 0: full fine-tuning.")] = 0,
 ) -> None:
     run_directory.mkdir(parents=True)
     config = AutoConfig.from_pretrained(model_folder)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if careful else torch.float32)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     own: dict[str, Any] = {"max_length": length}
     beside: dict[str, Any] = {}
@@ -138,9 +158,14 @@ def main(
         from trl import SFTTrainer as Trainer
 
         told = ("packing",)
+    if careful:
+        own |= careful_settings(objective)
+    keeps_attention = "gradient_checkpointing_kwargs" in own  # the trainer removes the key
+    num_micro_batches = batch_size if careful and objective == "distill" else 1
     args = Config(
         output_dir=str(run_directory),
-        per_device_train_batch_size=batch_size,
+        per_device_train_batch_size=batch_size // num_micro_batches,
+        gradient_accumulation_steps=num_micro_batches,
         max_steps=steps,
         report_to="none",
         save_strategy="no",
@@ -165,11 +190,14 @@ def main(
         batch = next(iter(trainer.get_train_dataloader()))
         is_target = batch["completion_mask"] if objective == "dpo" else batch["labels"][:, 1:] != -100
         counts = {"tokens": batch["input_ids"].numel(), "target_tokens": int(is_target.sum())}
+        counts = {name: count * num_micro_batches for name, count in counts.items()}
     trainer.add_callback(StepMetrics(run_directory / "metrics.jsonl", counts))
     facts = {
         "weights": str(next(model.parameters()).dtype).removeprefix("torch."),
         "bf16_autocast": args.bf16,
         "gradient_checkpointing": args.gradient_checkpointing,
+        "keeps_attention": keeps_attention,
+        "micro_batches": num_micro_batches,
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "attention": model.config._attn_implementation,
         "loss": args.loss_type,
