@@ -46,6 +46,7 @@ BENCHMARKS = (
     "tokenizers_gsm8k",
     "planner_accuracy",
     "planned_distributed",
+    "published_speed",
     "pretended_ladder",
     "pretended_updates",
     "kernel_resources",

@@ -59,6 +59,8 @@ PRIVATE_NAMES = {
         "torch:ops._c10d_functional", "collectives that the compiler can trace inside our autograd functions", _CUTS
     ),
     # Autograd and the compiler.
+    "next_node_number": PrivateName("torch.autograd:_get_sequence_nr", "list a plan's launches by module", _PLAN),
+    "current_node": PrivateName("torch:_C._current_autograd_node", "list backward's launches by module", _PLAN),
     "graph_is_kept": PrivateName(
         "torch:_C._autograd._get_current_graph_task_keep_graph",
         "know whether backward may overwrite saved tensors",
@@ -168,6 +170,14 @@ def missing_names() -> dict[str, PrivateName]:
 def version_of(tensor: "Tensor") -> int:
     """Return how often a tensor was written in place."""
     return tensor._version
+
+
+def backward_node_number() -> int | None:
+    """Return the sequence number of the autograd node whose backward runs now; None outside of backward."""
+    import torch
+
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def storage_key(storage: "torch.UntypedStorage") -> int:

@@ -1,7 +1,9 @@
 """`leanft plan`: predict the memory of a run, and find settings that fit a budget."""
 
+import math
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,12 +15,15 @@ from lean_ft.settings import ParallelConfig
 from lean_ft.system.units import duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
-    from lean_ft.plan.devices import Device
+    from lean_ft.plan.devices import Device, Machines
     from lean_ft.plan.rehearsal import Rehearsal
     from lean_ft.plan.search import Search
+    from lean_ft.settings import RecipeConfig
 
 _ASSUMED = "A100 80GB"  # for --gpus, if this machine has no GPU and none is named
 _SHOWN = 5  # settings listed of those that fit
+_LEDGER_SHOWN = 25  # rows of the ledger; the rest is summed up
+_COUNTED_TOKENS = 10**6  # for time and cost, if the number of steps depends on the data
 
 
 def plan(
@@ -31,8 +36,20 @@ def plan(
     ] = None,
     device_name: Annotated[
         str | None,
-        typer.Option(metavar='"RTX 4090"', help="Card to plan for. Its memory is the default budget."),
+        typer.Option(
+            metavar='"RTX 4090"',
+            help="Card to plan for. Its memory is the default budget. Several cards, divided by commas, are compared in a table.",
+        ),
     ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="2.49", help="Price of one card per hour: one number, or one for each card, divided by commas."
+        ),
+    ] = None,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="List the step's kernels by module, the longest first.")
+    ] = False,
     gpus: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Number of GPUs per machine."),
@@ -41,7 +58,7 @@ def plan(
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot memory over the step.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Predict a run's peak memory and when it occurs.
+    """Predict a run's peak memory, time and cost.
 
     Simulates one step of the recipe on tensor shapes, with the longest batch that the settings allow.
     Needs the model's config.json, but no weights, data or GPU.
@@ -56,9 +73,13 @@ def plan(
     from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
     from lean_ft.plan.search import search
 
-    device, machines = choose_device(device_name, cfg.device), Machines(gpus or 1, nodes)
+    names = [None] if device_name is None else device_name.split(",")
+    devices, machines = [choose_device(name, cfg.device) for name in names], Machines(gpus or 1, nodes)
+    device, prices = devices[0], _prices(price, len(devices))
     if gpus is not None and device.is_cpu and cfg.device != "cpu":
         device = DEVICES[_ASSUMED]
+    if len(devices) > 1 and (png is not None or ledger):
+        raise ValueError("--png and --ledger show one card, and --device-name has several. Name one card.")
     if machines.num_devices > 1 and cfg.group(ParallelConfig) is None:
         raise ValueError(
             f"--gpus {machines.num_devices}: this recipe has no `parallel` settings, so it runs on one device. Plan finetune "
@@ -66,6 +87,9 @@ def plan(
         )
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
     context_bytes = 0 if device.is_cpu else CUDA_CONTEXT_BYTES
+    if len(devices) > 1:
+        _compare(module, cfg, devices, prices, machines, None if budget is None else budget_bytes)
+        return
     started, found = time.perf_counter(), None
     with progress() as tell:
         tell("simulating a step on shapes")
@@ -77,6 +101,9 @@ def plan(
             peak = f"peak {gibibytes(own.peak_bytes)} with the given settings; simulating "
             found = search(module, cfg, device, budget_bytes - context_bytes, lambda s: tell(peak + s), own, machines)
     _print_rehearsal(own, device, time.perf_counter() - started)
+    _print_time(own, cfg.max_steps, prices[0])
+    if ledger:
+        _print_ledger(own)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
 
@@ -85,6 +112,117 @@ def plan(
     if found is not None and budget_bytes is not None:
         typer.echo("")
         _print_search(found, own, budget_bytes, context_bytes)
+
+
+def _prices(text: str | None, num_cards: int) -> list[float | None]:
+    """The price of each card; None if no price is given."""
+    if text is None:
+        return [None] * num_cards
+    try:
+        prices = [float(part) for part in text.split(",")]
+    except ValueError:
+        prices = []
+    if not prices or not all(0 <= price < math.inf for price in prices):
+        raise ValueError(
+            f"--price is {text!r}; expected a number per hour, such as 2.49, or one for each card: 2.49,0.69."
+        )
+    if len(prices) not in (1, num_cards):
+        raise ValueError(
+            f"--price has {len(prices)} prices for {num_cards} cards. Give one price, or one for each card."
+        )
+    return [*prices] * (num_cards // len(prices))
+
+
+def _run_seconds(rehearsal: "Rehearsal", max_steps: int | None) -> tuple[str, float]:
+    """What is counted and the time it takes: `max_steps`, or a million tokens, because the number of rows is unknown."""
+    if max_steps is not None:
+        return f"{max_steps:,} steps", max_steps * rehearsal.step_seconds
+    return f"{_COUNTED_TOKENS:,} tokens", _COUNTED_TOKENS / rehearsal.tokens_per_second
+
+
+def _cost(seconds: float, price: float, rehearsal: "Rehearsal") -> str:
+    return f"${seconds / 3600 * price * rehearsal.machines.num_devices:,.2f}"
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 10 else duration(seconds)
+
+
+def _print_time(rehearsal: "Rehearsal", max_steps: int | None, price: float | None) -> None:
+    counted, seconds = _run_seconds(rehearsal, max_steps)
+    cost = "" if price is None else f" and cost {_cost(seconds, price, rehearsal)}"
+    stdout().print(
+        f"speed: {rehearsal.tokens_per_second:,.0f} tokens/s, {_short(rehearsal.step_seconds)} a step; {counted} take "
+        f"{_short(seconds)} ({seconds / 3600:,.2f} h){cost}"
+    )
+
+
+def _print_ledger(rehearsal: "Rehearsal") -> None:
+    from lean_ft.plan.trace import Launches
+
+    rows = sorted(rehearsal.ledger.items(), key=lambda row: -row[1].seconds)
+    rest, total = Launches(), Launches()
+    for i, (_, launches) in enumerate(rows):
+        total = total.plus(launches)
+        rest = rest.plus(launches) if i >= _LEDGER_SHOWN else rest
+    shown = [(*place, launches) for place, launches in rows[:_LEDGER_SHOWN]]
+    shown += [("", f"{len(rows) - _LEDGER_SHOWN} others", rest)] * (rest.count > 0)
+    cells = [
+        (
+            module,
+            name,
+            f"{own.count:,.0f}",
+            f"{own.flops / 1e12:,.2f}",
+            gibibytes(int(own.moved_bytes)),
+            f"{own.seconds * 1e3:,.1f} ms",
+            f"{own.seconds / total.seconds:.1%}",
+        )
+        for module, name, own in [*shown, ("", "all", total)]
+    ]
+    stdout().print()
+    print_table(("module", "kernel", ">launches", ">TFLOP", ">moved", ">time", ">share"), cells)
+    stdout().print(
+        f"the step takes {_short(rehearsal.step_seconds)}; its kernels take {rehearsal.share_at_limit:.0%} of "
+        "that at the card's published rates"
+    )
+
+
+def _compare(
+    module: ModuleType,
+    cfg: "RecipeConfig",
+    devices: "list[Device]",
+    prices: list[float | None],
+    machines: "Machines",
+    budget_bytes: int | None,
+) -> None:
+    """Print a row per card."""
+    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES
+    from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
+
+    rows, counted = [], ""
+    with progress() as tell:
+        for device, price in zip(devices, prices, strict=True):
+            tell(f"simulating a step on {device.name}")
+            try:
+                own = rehearse(module, cfg, device, machines)
+            except NotSimulatedError as error:
+                raise ValueError(f"{error}") from error
+            room = (device.memory_bytes if budget_bytes is None else budget_bytes) or 0
+            fits = "yes" if own.reserved_bytes + CUDA_CONTEXT_BYTES <= room else "no"
+            counted, seconds = _run_seconds(own, cfg.max_steps)
+            rows.append(
+                (
+                    device.name,
+                    fits,
+                    gibibytes(own.peak_bytes),
+                    f"{own.tokens_per_second:,.0f}",
+                    _short(own.step_seconds),
+                    f"{seconds / 3600:,.2f} h",
+                    *([] if price is None else [_cost(seconds, price, own)]),
+                )
+            )
+    cost = [] if prices[0] is None else [">cost"]
+    print_table(("card", "fits", ">peak", ">tokens/s", ">step", f">{counted}", *cost), rows)
 
 
 def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -> None:
@@ -128,7 +266,7 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, co
         )
         console.print("Lower data.max_length, or use a smaller model.")
         return
-    own_speed = rehearsal.tokens / rehearsal.step_seconds
+    own_speed = rehearsal.tokens_per_second
     console.print(f"settings that fit {gibibytes(budget_bytes)}{held_back}, fastest first:")
     rows = [
         (

@@ -1,7 +1,8 @@
-"""Devices to plan for: their memory, and rates for comparing settings.
+"""Devices to plan for: their memory, and their speed.
 
-Rates are the makers' published figures for dense 16-bit (float32 accumulation) and float32 products and for memory, times what
-training reaches in practice: 60% of the arithmetic, 80% of the bandwidth.
+Rates are the makers' published figures for dense 16-bit (float32 accumulation) and float32 products and for memory. Kernels reach
+a share of them that depends on their class: matrix products, attention, memory traffic (`Device.kernel_seconds`). The shares come
+from half of the published figures in docs/speed.md.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB
 
-_ARITHMETIC, _BANDWIDTH = 0.6, 0.8
+_LINKS = 0.8  # share of a link's published rate
 # The driver's context and kernel code, in addition to what PyTorch's allocator reserves.
 CUDA_CONTEXT_BYTES = GIB // 2
 # From PyTorch's getChosenWorkspaceSize; most cards have 8.125 MiB.
@@ -23,23 +24,55 @@ _CACHES = {
 
 @dataclass(frozen=True)
 class Device:
-    """A device to plan for, with the rates that training reaches. `memory_bytes` is None if unknown."""
+    """A device to plan for, with its published rates and the share of them that kernels reach. `memory_bytes` is None if unknown."""
 
     name: str
     memory_bytes: int | None
     flops_16bit: float
     flops_32bit: float
     bytes_per_second: float
-    launch_seconds: float
+    launch_seconds: float  # of the host per launch, while the device computes
     host_bytes_per_second: float  # to and from host memory
     peer_bytes_per_second: float = 10e9  # to devices of the same machine
     network_bytes_per_second: float = 1e9  # to other machines
     l2_cache_bytes: int = 0
     cublas_workspace_bytes: int = 0  # that PyTorch keeps for each thread that multiplies matrices
+    fixed_seconds: float = 0.0  # of the device per kernel
+    product_share: float = 1.0
+    attention_share: float = 1.0
+    memory_share: float = 1.0
+    num_processors: int = 0  # streaming multiprocessors; 0: no tiles are counted
 
     @property
     def is_cpu(self) -> bool:
         return self.name == "cpu"
+
+    def limit_seconds(self, kernel: "Kernel") -> float:
+        """Time at the published rates: the longer of arithmetic and memory traffic (the roofline of Williams et al. 2009)."""
+        return max(kernel.flops / self._peak(kernel), kernel.moved_bytes / self.bytes_per_second)
+
+    def kernel_seconds(self, kernel: "Kernel") -> float:
+        """Time that a kernel takes. A matrix product also computes, on average, half a wave of tiles in vain."""
+        share = self.attention_share if kernel.is_attention else self.product_share
+        rows, columns = (min(size, tile) for size, tile in zip(kernel.shape, _TILE, strict=False))
+        idle_flops = self.num_processors * rows * columns * kernel.shape[2]  # half of 2 FLOPs per element
+        arithmetic = (kernel.flops + min(idle_flops, kernel.flops)) / (self._peak(kernel) * share)
+        traffic = kernel.moved_bytes / (self.bytes_per_second * self.memory_share)
+        return max(arithmetic, traffic) + self.fixed_seconds
+
+    def _peak(self, kernel: "Kernel") -> float:
+        return self.flops_16bit if kernel.itemsize <= 2 else self.flops_32bit
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A launch: its arithmetic and memory traffic. shape: (M, N, K) of a matrix product."""
+
+    flops: float
+    moved_bytes: float
+    itemsize: int = 2
+    is_attention: bool = False
+    shape: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -68,6 +101,19 @@ _PEERS = {
     "MI300X": (448, 50),
 }
 _NETWORK_GB_S = 12.5
+# Streaming multiprocessors (compute units of an AMD card), and the tile of a product that each computes at a time.
+_PROCESSORS = {
+    "T4": 40, "V100": 80, "RTX 3060": 28, "RTX 3090": 82, "RTX 4060 Ti": 34, "RTX 4090": 128, "RTX 5090": 170, "RTX A6000": 84,
+    "A10G": 80, "L4": 58, "L40S": 142, "A100 40GB": 108, "A100 80GB": 108, "H100": 132, "H200": 132, "B200": 148, "MI300X": 304,
+}  # fmt: skip
+_TILE = (128, 128)
+# Large products: cards with half-rate float32 accumulation reach almost all of their rate. Cards that the power limit slows down
+# reach less. Attention reaches less than products, the least on the cards with the fastest products.
+_PRODUCT_SHARES: dict[str, float] = {
+    **dict.fromkeys(("RTX 3060", "RTX 3090", "RTX 4060 Ti", "RTX 4090", "RTX 5090"), 0.95),
+    **dict.fromkeys(("V100", "A100 40GB", "A100 80GB"), 0.85),
+}
+_ATTENTION_SHARES: dict[str, float] = dict.fromkeys(("H100", "H200", "B200", "MI300X"), 0.3)
 
 
 def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s: float, link_gb_s: float) -> Device:
@@ -75,13 +121,18 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
     return Device(
         name,
         int(gib * GIB),
-        tflops_16bit * 1e12 * _ARITHMETIC,
-        tflops_32bit * 1e12 * _ARITHMETIC,
-        gb_s * 1e9 * _BANDWIDTH,
-        launch_seconds=5e-6,
-        host_bytes_per_second=link_gb_s * 1e9 * _BANDWIDTH,
-        peer_bytes_per_second=peer_gb_s * 1e9 * _BANDWIDTH,
-        network_bytes_per_second=network_gb_s * 1e9 * _BANDWIDTH,
+        tflops_16bit * 1e12,
+        tflops_32bit * 1e12,
+        gb_s * 1e9,
+        launch_seconds=20e-6,
+        fixed_seconds=1e-6,
+        product_share=_PRODUCT_SHARES.get(name, 0.75),
+        attention_share=_ATTENTION_SHARES.get(name, 0.4),
+        memory_share=0.75,
+        num_processors=_PROCESSORS.get(name, 0),
+        host_bytes_per_second=link_gb_s * 1e9 * _LINKS,
+        peer_bytes_per_second=peer_gb_s * 1e9 * _LINKS,
+        network_bytes_per_second=network_gb_s * 1e9 * _LINKS,
         l2_cache_bytes=_CACHES.get(name, 0) * 2**20,
         cublas_workspace_bytes=_WORKSPACES.get(name, 8320 * 1024),
     )
@@ -116,7 +167,7 @@ DEVICES = {
 }
 
 # Measured on two cores with AVX512-BF16: 600 and 170 GFLOP/s, about 10 GB/s through large tensors.
-CPU = Device("cpu", None, 600e9, 170e9, 10e9, launch_seconds=5e-6, host_bytes_per_second=10e9)
+CPU = Device("cpu", None, 600e9, 170e9, 10e9, launch_seconds=0.0, host_bytes_per_second=10e9, fixed_seconds=5e-6)
 
 
 def find_device(name: str) -> Device:

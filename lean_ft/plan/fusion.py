@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lean_ft.plan.trace import Trace
+from lean_ft.plan.devices import Kernel
+from lean_ft.plan.trace import Trace, short_name
 from lean_ft.torch_private import (
     OpOverload,
     aot_autograd,
@@ -119,11 +120,18 @@ class _Kernels:
         if getattr(node.target, "namespace", None) == "_c10d_functional":
             self._trace.exchange(node.target, args)
         elif _is_opaque(node):
-            self._trace.charge(node.target, args, kwargs, values[node])
+            self._trace.charge(node.target, args, kwargs, values[node], _module(node))
         elif not getattr(node.target, "is_view", False):
             tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])
             moved = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-            self._trace.spend(0.0, moved)
+            name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
+            self._trace.spend(Kernel(0.0, moved), f"fused {name}", _module(node))
+
+
+def _module(node: fx.Node) -> str:
+    """The module that computes the node, or whose gradient it computes."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return short_name(list(stack.values())[-1][0]) if stack else ""
 
 
 def _is_opaque(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from lean_ft.memory import wants_host_pool
 from lean_ft.optim.rule import ParameterState
-from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
+from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.labels import ACTIVATIONS, BATCH, GRADIENTS, STATES, WORKSPACE
 from lean_ft.plan.ranks import PlannedRanks, pretended_ranks
-from lean_ft.plan.trace import Moment, Trace
+from lean_ft.plan.trace import Launches, Moment, Trace, short_name
 from lean_ft.settings import MemoryConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import memory_bytes
@@ -43,7 +43,7 @@ class Rehearsal:
     """Memory and time of one optimizer step, on each device."""
 
     peak: Moment
-    step_seconds: float  # estimated, for comparing settings
+    step_seconds: float  # estimated; docs/speed.md compares it with published figures
     tokens: int  # over all micro-batches and devices, including padding
     num_parameters: int
     timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
@@ -54,6 +54,16 @@ class Rehearsal:
     sent_bytes: int = 0  # by each device, to devices of its machine
     sent_away_bytes: int = 0  # by each device, to other machines
     exchange_seconds: float = 0.0  # of communication that overlaps with computation
+    ledger: dict[tuple[str, str], Launches] = field(default_factory=dict, repr=False)  # by module and operation
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+    @property
+    def share_at_limit(self) -> float:
+        """Time of all kernels at the device's published rates, as a share of the step."""
+        return sum(launches.limit_seconds for launches in self.ledger.values()) / self.step_seconds
 
     @property
     def peak_bytes(self) -> int:
@@ -115,6 +125,7 @@ def rehearse(
         sent_bytes=int(trace.spent.sent_bytes),
         sent_away_bytes=int(trace.spent.sent_away_bytes),
         exchange_seconds=trace.spent.exchange_seconds,
+        ledger=trace.spent.ledger,
     )
 
 
@@ -180,7 +191,7 @@ class WatchedStage:
     def repeated(self, parts: Sequence[T], shown: int) -> Iterator[T]:
         """The first `shown` parts. The last of them is charged the time of all that follow."""
         for i, part in enumerate(parts[:shown], start=1):
-            before = replace(self.trace.spent)
+            before = self.trace.spent.copy()
             yield part
             if i == shown:
                 self.trace.spent.again(before, len(parts) - shown)
@@ -192,6 +203,7 @@ class WatchedStage:
     def watch(self, model: nn.Module) -> None:
         """Count what the model's forward pass allocates as activations."""
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
+        self.trace.module_names |= {id(module): name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
     def watch_optimizer(self, optimizer: Any, states: Sequence[ParameterState]) -> None:
@@ -257,17 +269,19 @@ class WatchedStage:
         new = {(state.param.shape, state.param.dtype): state for state in states}
         new = {kind: state for kind, state in new.items() if kind not in self._updated}
         self._updated.update(new)
-        seconds = self.trace.spent.seconds
+        spent = self.trace.spent.copy()
         if new:
             first = next(iter(new.values()))
             with self.trace.labelled(WORKSPACE, f"optimizer step of {first.name}"):
                 update(list(new.values()))
-        self.trace.spent.seconds = seconds
+        now = self.trace.spent
+        now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
         for state in states:
             kept = [state.param, *state.tensors.values()]
             if self._in_flight is not None:
                 self.trace.travel(2 * sum(t.nbytes for t in state.tensors.values()))
-            self.trace.spend(0.0, 2 * sum(t.nbytes for t in kept) + state.grad.nbytes)
+            moved = 2 * sum(t.nbytes for t in kept) + state.grad.nbytes
+            self.trace.spend(Kernel(0.0, moved), "optimizer step", short_name(state.name.rpartition(".")[0]))
 
 
 class LongestBatches:
@@ -298,7 +312,7 @@ class _Standing(list[T]):
         self._count, self._trace = count, trace
 
     def __iter__(self) -> Iterator[T]:
-        before = replace(self._trace.spent)
+        before = self._trace.spent.copy()
         for i, item in enumerate(super().__iter__()):
             yield item
             if i == 0:

@@ -49,8 +49,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Estimated, for comparing candidates."""
-        return self.rehearsal.tokens / self.rehearsal.step_seconds
+        return self.rehearsal.tokens_per_second
 
     @property
     def command_line(self) -> str:

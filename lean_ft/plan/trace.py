@@ -5,8 +5,9 @@ seconds on any machine. `Trace` sees every operation. It counts a storage from t
 reference of Python and autograd is gone, when an allocator would free it. Each storage has a label for its purpose; the sums
 by label explain the peak. A value that the host reads is 1 or True.
 
-The time of an operation is the longer of its arithmetic at the device's rate and its memory traffic at the device's bandwidth
-(the roofline model of Williams et al. 2009), plus a launch. It is good for comparing settings only.
+The time of an operation follows from its arithmetic, its memory traffic and its class (`Device.kernel_seconds`). The host launches
+kernels while the device computes, so a step takes at least the time of its launches. `Spent.ledger` lists the launches by module
+and operation.
 
 The tracer cannot see memory that a kernel allocates and frees inside itself. That is small for the kernels here, except for
 flash attention's backward pass on a GPU, which is computed from its shapes.
@@ -22,25 +23,35 @@ within a machine, or of the network if the group spans machines.
 """
 
 import contextlib
+import re
+import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from lean_ft.memory.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 from lean_ft.memory.host_pool import SMALLEST_BYTES
 from lean_ft.models.float32_products import block_bytes, slow_dtypes
 from lean_ft.plan.allocator import Block, CachingAllocator
-from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
+from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
 from lean_ft.plan.labels import LOSS, label_of_caller
 from lean_ft.system.shards import local
-from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar, storage_key, tree_iter
+from lean_ft.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    backward_node_number,
+    next_node_number,
+    read_scalar,
+    storage_key,
+    tree_iter,
+)
 
 _READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
 # Matrix products -> index of their first factor; the second factor follows.
@@ -48,6 +59,7 @@ _FIRST_FACTOR = {
     **dict.fromkeys(("aten.mm", "aten.bmm", "lean_ft.sum_of_products", "lean_ft.grouped_matmul"), 0),
     **dict.fromkeys(("aten.addmm", "aten.baddbmm"), 1),
 }
+_GATHERING = ("embedding", "index_select", "gather", "index")  # read only the rows that they return
 WAITS_FOR_OTHERS = LOSS  # collectives under this label do not overlap with computation
 FREED = "freed, not given back"  # the label of free memory on a CPU's heap
 
@@ -64,11 +76,26 @@ class Moment:
         return sum(self.bytes_by_label.values())
 
 
+class Launches(NamedTuple):
+    """Sums over launches of one operation. limit_seconds: at the device's published rates."""
+
+    count: float = 0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    seconds: float = 0.0
+    limit_seconds: float = 0.0
+
+    def plus(self, other: "Launches", times: float = 1) -> "Launches":
+        return Launches(*(own + times * more for own, more in zip(self, other, strict=True)))
+
+
 @dataclass
 class Spent:
     """Time and communication of a step so far."""
 
+    ledger: dict[tuple[str, str], Launches] = field(default_factory=dict)  # (module, operation) -> its launches
     seconds: float = 0.0  # of the device, including what it waits for
+    launch_seconds: float = 0.0  # of the host, while the device computes
     link_seconds: float = 0.0  # of copies to and from the host, which overlap
     exchange_seconds: float = 0.0  # of collectives, which overlap
     sent_bytes: float = 0.0  # to other devices of the machine
@@ -78,7 +105,14 @@ class Spent:
         """Add `times` times what was spent since `before`."""
         for name, value in vars(before).items():
             now = getattr(self, name)
-            setattr(self, name, now + (now - value) * times)
+            if name != "ledger":
+                setattr(self, name, now + (now - value) * times)
+        for place, launches in self.ledger.items():
+            new = launches.plus(before.ledger.get(place, Launches()), -1)
+            self.ledger[place] = launches.plus(new, times)
+
+    def copy(self) -> "Spent":
+        return replace(self, ledger=dict(self.ledger))
 
 
 @dataclass
@@ -119,6 +153,8 @@ class Trace(TorchDispatchMode):
         self._allocators: defaultdict[str, CachingAllocator] = defaultdict(CachingAllocator)  # GPU: by stream
         self._storages: dict[int, _Storage] = {}  # by address
         self._counting = True
+        self.module_names: dict[int, str] = {}  # by id
+        self._module_of_node: dict[int, str] = {}  # by the sequence number of autograd
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -136,7 +172,8 @@ class Trace(TorchDispatchMode):
                 self.exchange(func, args)
             elif not func.is_view:
                 self.write(_written(func, args, kwargs or {}))
-                self.charge(func, args, kwargs or {}, result)
+                if not is_empty:
+                    self.charge(func, args, kwargs or {}, result)
         return result
 
     @property
@@ -288,18 +325,44 @@ class Trace(TorchDispatchMode):
 
     # Time -----------------------------------------------------------------------------------------------------------
 
-    def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def charge(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> None:
         """Add the time and the temporary memory of one operation."""
         self._occupy(self._inside(func, args))
-        moved = sum(_num_bytes(tensor) for tensor in tree_iter((args, result)) if isinstance(tensor, Tensor))
-        self.spend(self._flops(func, args, kwargs, result), moved, self._product_itemsize(result))
+        name = str(func.overloadpacket).removeprefix("aten.")
+        read = args[1:] if name in _GATHERING else args
+        moved = sum(_num_bytes(tensor) for tensor in tree_iter((read, result)) if isinstance(tensor, Tensor))
+        flops = self._flops(func, args, kwargs, result)
+        if not moved and not flops:
+            return  # no kernel
+        is_attention = any(part in name for part in ("attention", "flash"))
+        shape = (0, 0, 0)
+        if flops and not is_attention and (factors := [t for t in args if isinstance(t, Tensor) and t.ndim >= 2][-2:]):
+            rows, inner = factors[0].shape[-2:]
+            shape = (rows, int(flops / (2 * rows * inner)) if rows * inner else 0, inner)
+        self.spend(Kernel(flops, moved, self._product_itemsize(result), is_attention, shape), name, module)
 
-    def spend(self, flops: float, moved_bytes: float, itemsize: int = 2) -> None:
-        """Add the time of one kernel's arithmetic and memory traffic."""
-        rate = self.device.flops_16bit if itemsize <= 2 else self.device.flops_32bit
-        seconds = max(flops / rate, moved_bytes / self.device.bytes_per_second) + self.device.launch_seconds
+    def spend(self, kernel: Kernel, name: str, module: str | None = None) -> None:
+        """Add a kernel's time, and list it under `module` (by default the one that computes) and `name`."""
+        seconds, launches = self.device.kernel_seconds(kernel), self.spent.ledger
         self.spent.seconds += seconds
+        self.spent.launch_seconds += self.device.launch_seconds
+        place = (self.current_module() if module is None else module, name)
+        new = Launches(1, kernel.flops, kernel.moved_bytes, seconds, self.device.limit_seconds(kernel))
+        launches[place] = launches.get(place, Launches()).plus(new)
         self.timeline.append((self.spent.seconds, dict(self.live)))
+
+    def current_module(self) -> str:
+        """The module whose `forward` computes now; in backward, the one that made the current node of the graph."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "forward" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+                name = short_name(self.module_names.get(id(module), type(module).__name__))
+                self._module_of_node.setdefault(next_node_number() - 1, name)
+                return name
+            frame = frame.f_back
+        number = backward_node_number()
+        name = None if number is None else self._module_of_node.get(number)
+        return name or label_of_caller() or ""
 
     def pin(self, tensor: Tensor) -> None:
         """Count pinned host memory until it is freed."""
@@ -315,7 +378,8 @@ class Trace(TorchDispatchMode):
     @property
     def step_seconds(self) -> float:
         """Time of the step so far."""
-        return max(self.spent.seconds, self.spent.link_seconds, self.spent.exchange_seconds)
+        spent = self.spent
+        return max(spent.seconds, spent.launch_seconds, spent.link_seconds, spent.exchange_seconds)
 
     def begin_step(self) -> None:
         """Reset time and timeline."""
@@ -396,6 +460,15 @@ _SENT: dict[str, Callable[[int, int, int], float]] = {
     "all_reduce_": lambda whole, _, n: 2 * whole * (n - 1) / n,
     "all_to_all_single": lambda whole, _, n: whole * (n - 1) / n,
 }
+
+
+def short_name(name: str) -> str:
+    """A module's name without the layer's place: `model.layers.3.mlp.up_proj` -> `mlp.up_proj`."""
+    parts = [part for part in re.findall(r"\w+", name) if not part.isdecimal()]
+    for outer in ("self", "layers", "_orig_mod"):
+        if outer in parts:
+            parts = parts[len(parts) - parts[::-1].index(outer) :]
+    return ".".join(parts)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from lean_ft.plan import picture, search
 from lean_ft.plan.rehearsal import Rehearsal
 from lean_ft.plan.trace import Moment
@@ -65,3 +67,57 @@ def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
     assert "planned for 4 x H100 on 2 machines in " in answer.out
     assert re.search(r"peak [\d.]+ GiB on each", answer.out)
     assert re.search(r"each GPU sends 0 B within its machine and [\d.]+ MiB to other machines per step", answer.out)
+
+
+TINY = ("plan", "--config", "tiny/full", "data.max_length=64", "max_steps=3600000")
+
+
+def test_cards_are_compared_with_time_and_cost(leanft):
+    answer = leanft(*TINY, "--device-name", "H100, 4090,t4", "--price", "2,1,0.5")
+    assert answer.code == 0, answer.err
+    names, *rows = [re.split(r"  +", line.strip()) for line in answer.out.splitlines()]
+    assert names == ["card", "fits", "peak", "tokens/s", "step", "3,600,000 steps", "cost"]
+    assert [row[0] for row in rows] == ["H100", "RTX 4090", "T4"] and {row[1] for row in rows} == {"yes"}
+    for row, price in zip(rows, (2, 1, 0.5), strict=True):
+        hours, cost = float(row[5].removesuffix(" h").replace(",", "")), float(row[6][1:].replace(",", ""))
+        assert cost == pytest.approx(hours * price, rel=0.01)
+        assert hours == pytest.approx(1000 * float(row[4].removesuffix(" s")), rel=0.01)
+    answer = leanft(*TINY, "--device-name", "H100,4090,t4", "--price", "2", "--budget", "1MiB")
+    again = [re.split(r"  +", line.strip()) for line in answer.out.splitlines()][1:]
+    assert [row[:5] for row in again] == [[row[0], "no", *row[2:5]] for row in rows] and again[0][6] == rows[0][6]
+
+
+def test_the_ledger_sums_up_to_the_step(leanft):
+    answer = leanft(*TINY, "--device-name", "H100", "--budget", "1MiB", "--ledger", "--price", "1")
+    assert answer.code == 0, answer.err
+    assert re.search(
+        r"speed: [\d,]+ tokens/s, [\d.]+ s a step; 3,600,000 steps take .* and cost \$[\d,.]+\n", answer.out
+    )
+    lines = answer.out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("module"))
+    last = next(i for i, line in enumerate(lines) if i > first and re.match(r" +all ", line))
+    numbers = [
+        re.findall(r"([\d,]+) +([\d.]+) +[\d.]+ [KMG]?i?B +([\d.]+) ms +([\d.]+)%$", line) for line in lines[first:]
+    ]
+    rows = [[float(value.replace(",", "")) for value in found[0]] for found in numbers if found]
+    *listed, total = rows
+    assert len(listed) == last - first - 1 and total[3] == 100
+    assert sum(row[0] for row in listed) == pytest.approx(total[0], abs=2)
+    assert sum(row[2] for row in listed) == pytest.approx(total[2], rel=0.2)
+    assert [row[2] for row in listed[:25]] == sorted((row[2] for row in listed[:25]), reverse=True)
+    assert re.search(r"its kernels take \d+% of that at the card's published rates", answer.out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--device-name", "H100,4090,t4", "--price", "1,2"), "--price has 2 prices for 3 cards"),
+        (("--device-name", "H100", "--price", "cheap"), "--price is 'cheap'; expected a number per hour"),
+        (("--device-name", "H100", "--price", "-1"), "--price is '-1'; expected a number per hour"),
+        (("--device-name", "H100,RTX 409"), "unknown device 'RTX 409'. Did you mean 'RTX 4090'"),
+        (("--device-name", "H100,4090", "--ledger"), "--png and --ledger show one card"),
+    ],
+)
+def test_wrong_prices_and_cards_are_refused(leanft, arguments, error):
+    answer = leanft(*TINY, *arguments)
+    assert answer.code == 2 and error in answer.err

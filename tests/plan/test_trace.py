@@ -1,14 +1,16 @@
 """The tracer's counts compared with bytes computed by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lean_ft.memory.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
-from lean_ft.plan.devices import CPU, DEVICES, find_device
+from lean_ft.plan.devices import CPU, DEVICES, Kernel, find_device
 from lean_ft.plan.fusion import fusing_backend
-from lean_ft.plan.trace import FREED, Trace
+from lean_ft.plan.trace import FREED, Trace, short_name
 
 KIB = 1024
 
@@ -128,19 +130,37 @@ def test_what_autograd_saves_counts_until_backward_frees_it(recompute: bool):
 
 
 def test_arithmetic_takes_its_time():
-    """A square matrix product is limited by arithmetic and a copy by memory bandwidth, at the device's rates."""
+    """A square matrix product is limited by arithmetic and a copy by memory bandwidth, at the shares of the device's rates."""
     n = 8192
 
     def product(trace):
         a = torch.empty(n, n, dtype=torch.bfloat16)
         before = trace.spent.seconds
         a @ a
-        assert trace.spent.seconds - before == pytest.approx(2 * n**3 / CARD.flops_16bit + CARD.launch_seconds)
+        own = 2 * n**3 / (CARD.flops_16bit * CARD.product_share)
+        assert own < trace.spent.seconds - before < 1.1 * own + CARD.fixed_seconds
         before = trace.spent.seconds
         a.clone()
-        assert trace.spent.seconds - before == pytest.approx(4 * n**2 / CARD.bytes_per_second + CARD.launch_seconds)
+        traffic = 4 * n**2 / (CARD.bytes_per_second * CARD.memory_share)
+        assert trace.spent.seconds - before == pytest.approx(traffic + CARD.fixed_seconds)
+        assert trace.spent.launch_seconds == pytest.approx(2 * CARD.launch_seconds)
 
     traced(product)
+
+
+@pytest.mark.parametrize("card", DEVICES.values(), ids=DEVICES)
+def test_larger_kernels_take_longer_and_come_closer_to_the_published_rate(card):
+    """Of square products, of copies, and of attention. No kernel is faster than the published rate."""
+    products = [Kernel(2.0 * n**3, 6.0 * n**2, shape=(n, n, n)) for n in (128, 512, 2048, 8192)]
+    copies = [Kernel(0.0, float(n)) for n in (10**4, 10**6, 10**8)]
+    attention = [Kernel(float(n), 1.0, is_attention=True) for n in (10**9, 10**11, 10**13)]
+    for kernels in (products, copies, attention):
+        seconds = [card.kernel_seconds(kernel) for kernel in kernels]
+        shares = [card.limit_seconds(kernel) / own for kernel, own in zip(kernels, seconds, strict=True)]
+        assert seconds == sorted(seconds) and shares == sorted(shares)
+        assert shares[0] > 0 and 0.35 < shares[-1] < 1
+    wide = replace(card, bytes_per_second=2 * card.bytes_per_second)
+    assert wide.kernel_seconds(copies[-1]) < card.kernel_seconds(copies[-1])
 
 
 @pytest.fixture
@@ -259,3 +279,39 @@ def test_devices_are_found_in_any_spelling():
     for no_single_one in ("80", ""):
         with pytest.raises(ValueError, match="unknown device"):
             find_device(no_single_one)
+
+
+def test_launches_are_listed_under_the_module_that_makes_them(new_compiler):
+    """Forward and backward of two layers, eager and compiled: three products each. The kernels' sums are those of the step."""
+
+    def work(compiled):
+        def run(trace):
+            model = torch.nn.Sequential(
+                *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(2))
+            )
+            trace.module_names = {id(module): f"layers.{name}" for name, module in model.named_modules()}
+            if compiled:
+                model = torch.compile(model, backend=fusing_backend(trace))
+            before = trace.spent.copy()
+            model(torch.empty(64, 64, requires_grad=True)).sum().backward()
+            trace.spent.again(before, 2)
+
+        return run
+
+    for compiled in (False, True):
+        spent = traced(work(compiled)).spent
+        products = {place: own for place, own in spent.ledger.items() if place[1].endswith(("mm",))}
+        assert sum(own.count for own in products.values()) == 3 * 2 * 3
+        assert sum(own.flops for own in products.values()) == 3 * 2 * 3 * 2 * 64**3
+        if not compiled:
+            assert {module for module, _ in products} == {short_name("layers.0.0")}
+        assert sum(own.seconds for own in spent.ledger.values()) == pytest.approx(spent.seconds)
+
+
+def test_a_modules_name_does_not_tell_the_layer():
+    names = {
+        "model.layers.3.mlp.up_proj": "mlp.up_proj",
+        "L['self'].mlp.up_proj": "mlp.up_proj",
+        "model.embed_tokens": "model.embed_tokens",
+    }
+    assert {name: short_name(name) for name in names} == names
