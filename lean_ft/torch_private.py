@@ -60,7 +60,7 @@ PRIVATE_NAMES = {
     ),
     # Autograd and the compiler.
     "next_node_number": PrivateName("torch.autograd:_get_sequence_nr", "list a plan's launches by module", _PLAN),
-    "current_node": PrivateName("torch:_C._current_autograd_node", "list backward's launches by module", _PLAN),
+    "backward_node_number": PrivateName("torch:_C._current_autograd_node", "list backward's launches by module", _PLAN),
     "graph_is_kept": PrivateName(
         "torch:_C._autograd._get_current_graph_task_keep_graph",
         "know whether backward may overwrite saved tensors",

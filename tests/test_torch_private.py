@@ -147,6 +147,23 @@ def _version() -> bool:
     return torch_private.version_of(tensor.add_(1)) == before + 1
 
 
+def _node_numbers():
+    """A node's backward has the number that its forward saw."""
+    numbers = []
+    y = torch.ones(2, requires_grad=True) * 2
+    numbers.append(torch_private.next_node_number() - 1)
+    assert torch_private.backward_node_number() is None
+
+    class Seen(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            numbers.append(torch_private.backward_node_number())
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        y.backward(torch.ones(2))
+    return numbers[0] in numbers[1:]
+
+
 def _storage() -> bool:
     tensor = torch.ones(4)
     key = torch_private.storage_key(tensor.untyped_storage())
@@ -176,6 +193,7 @@ USES = {
     "is_this_machine": lambda: torch_private.is_this_machine("localhost"),
     "version_of": _version,
     "storage_key": _storage,
+    **dict.fromkeys(["next_node_number", "backward_node_number"], _node_numbers),
     "uncompiled": _uncompiled,
     **dict.fromkeys(
         ["read_scalar", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily", "TorchDispatchMode", "OpOverload"],

@@ -158,7 +158,7 @@ def test_larger_kernels_take_longer_and_come_closer_to_the_published_rate(card):
         seconds = [card.kernel_seconds(kernel) for kernel in kernels]
         shares = [card.limit_seconds(kernel) / own for kernel, own in zip(kernels, seconds, strict=True)]
         assert seconds == sorted(seconds) and shares == sorted(shares)
-        assert shares[0] > 0 and 0.35 < shares[-1] < 1
+        assert shares[0] > 0 and 0.25 < shares[-1] < 1
     wide = replace(card, bytes_per_second=2 * card.bytes_per_second)
     assert wide.kernel_seconds(copies[-1]) < card.kernel_seconds(copies[-1])
 
