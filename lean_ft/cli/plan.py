@@ -69,7 +69,7 @@ def plan(
     module, cfg = load_run(recipe, config, overrides, writes=False, processes=(gpus or 1) * nodes)
 
     # Imported here because torch is slow to import and most verbs do not need it.
-    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device
+    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device, measured_cpu
     from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
     from lean_ft.plan.search import search
 
@@ -78,6 +78,8 @@ def plan(
     device, prices = devices[0], _prices(price, len(devices))
     if gpus is not None and device.is_cpu and cfg.device != "cpu":
         device = DEVICES[_ASSUMED]
+    if device.is_cpu:
+        device = measured_cpu()
     if len(devices) > 1 and (png is not None or ledger):
         raise ValueError("--png and --ledger show one card, and --device-name has several. Name one card.")
     if machines.num_devices > 1 and cfg.group(ParallelConfig) is None:

@@ -5,7 +5,10 @@ a share of them that depends on their class: matrix products, attention, memory 
 from half of the published figures in docs/speed.md.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB
@@ -107,6 +110,7 @@ _PROCESSORS = {
     "A10G": 80, "L4": 58, "L40S": 142, "A100 40GB": 108, "A100 80GB": 108, "H100": 132, "H200": 132, "B200": 148, "MI300X": 304,
 }  # fmt: skip
 _TILE = (128, 128)
+_MEASURED = 1024  # rows and columns of the products that measure a CPU
 # Large products: cards with half-rate float32 accumulation reach almost all of their rate. Cards that the power limit slows down
 # reach less. Attention reaches less than products, the least on the cards with the fastest products.
 _PRODUCT_SHARES: dict[str, float] = {
@@ -166,8 +170,49 @@ DEVICES = {
     )
 }
 
-# Measured on two cores with AVX512-BF16: 600 and 170 GFLOP/s, about 10 GB/s through large tensors.
-CPU = Device("cpu", None, 600e9, 170e9, 10e9, launch_seconds=0.0, host_bytes_per_second=10e9, fixed_seconds=5e-6)
+# Typical of two cores with AVX512-BF16. `measured_cpu` has this machine's rates. The share: a step's products are of many shapes,
+# and reach 0.8 to 0.9 of a large product's rate.
+CPU = Device(
+    "cpu",
+    None,
+    flops_16bit=600e9,
+    flops_32bit=170e9,
+    bytes_per_second=10e9,
+    launch_seconds=0.0,
+    host_bytes_per_second=10e9,
+    fixed_seconds=5e-6,
+    product_share=0.85,
+)
+
+
+def measured_cpu() -> Device:
+    """This machine's CPU, with the rates of large products and of large tensors in memory, measured in about a second."""
+    import torch
+
+    from lean_ft.models.float32_products import slow_dtypes
+
+    def seconds(work: Callable[[], Any]) -> float:
+        """The shortest of four repetitions, without the first."""
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return min(times[1:])
+
+    def flops_per_second(dtype: torch.dtype) -> float:
+        left, right = torch.ones(_MEASURED, _MEASURED, dtype=dtype), torch.ones(_MEASURED, _MEASURED, dtype=dtype)
+        return 2 * _MEASURED**3 / seconds(lambda: torch.mm(left, right))
+
+    flops_32bit = flops_per_second(torch.float32)
+    is_slow = torch.bfloat16 in slow_dtypes()  # then layers multiply in float32
+    large, sums = torch.ones(2**25), torch.ones(2**25)
+    return replace(
+        CPU,
+        flops_16bit=flops_32bit if is_slow else flops_per_second(torch.bfloat16),
+        flops_32bit=flops_32bit,
+        bytes_per_second=2 * large.nbytes / seconds(lambda: torch.add(large, 1.0, out=sums)),
+    )
 
 
 def find_device(name: str) -> Device:
