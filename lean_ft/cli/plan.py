@@ -176,7 +176,7 @@ def _print_ledger(rehearsal: "Rehearsal") -> None:
             f"{own.count:,.0f}",
             f"{own.flops / 1e12:,.2f}",
             gibibytes(int(own.moved_bytes)),
-            f"{own.seconds * 1e3:,.1f} ms",
+            f"{own.seconds * 1e3:,.2f} ms",
             f"{own.seconds / total.seconds:.1%}",
         )
         for module, name, own in [*shown, ("", "all", total)]

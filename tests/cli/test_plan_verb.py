@@ -103,7 +103,7 @@ def test_the_ledger_sums_up_to_the_step(leanft):
     *listed, total = rows
     assert len(listed) == last - first - 1 and total[3] == 100
     assert sum(row[0] for row in listed) == pytest.approx(total[0], abs=2)
-    assert sum(row[2] for row in listed) == pytest.approx(total[2], rel=0.2)
+    assert sum(row[2] for row in listed) == pytest.approx(total[2], rel=0.1)
     assert [row[2] for row in listed[:25]] == sorted((row[2] for row in listed[:25]), reverse=True)
     assert re.search(r"its kernels take \d+% of that at the card's published rates", answer.out)
 
