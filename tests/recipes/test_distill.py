@@ -154,7 +154,7 @@ def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, t
             r"lacks [\d,]+ of this run's [\d,]+ documents.* including the held-out rows",
         ),
         (("data.validation_source=tiny/train.jsonl",), "lacks"),
-        (("distill.temperature=2",), "at temperature 1, and distill.temperature is 2"),
+        (("distill.temperature=2",), "at temperature 1, but distill.temperature is 2"),
         (("data.packing=wrapped",), "data.packing=wrapped cuts documents"),
         (("distill.teacher=tiny",), "expected one of teacher=MODEL and cached=FOLDER.*found both"),
         (("distill.teacher_dtype=nf4",), "teacher_dtype=nf4 needs a teacher in memory"),

@@ -65,8 +65,8 @@ REFUSED = {
         ("data.columns.prompt=question",): "data.columns.prompt=question: the row has prompt, answer",
         ("rewards=[]",): "rewards is empty",
         ("rewards=[exact]",): "unknown reward 'exact'. Did you mean 'exact_answer'",
-        ("rewards=[format]",): "give its pattern",
-        ("rewards=[{model: tiny}]",): "no reward model: it has no output layer",
+        ("rewards=[format]",): "needs `pattern`, a regular expression",
+        ("rewards=[{model: tiny}]",): "not a reward model: it has no output layer",
         ("rewards=[{weight: 2}]",): "expected a function or a model, found neither",
     },
     test_ppo: {

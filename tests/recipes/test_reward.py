@@ -184,7 +184,7 @@ def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
     for arguments, message in (
         (command[1:], "exists already"),
         ([str(tmp_path / "run"), str(tmp_path / "bad.jsonl")], "bad.jsonl, line 1"),
-        (["tiny", str(tmp_path / "0.jsonl")], "no reward model"),
+        (["tiny", str(tmp_path / "0.jsonl")], "not a reward model"),
     ):
         assert message in str(CliRunner().invoke(app, ["score", *arguments]).exception)
 

@@ -43,7 +43,7 @@ REFUSED = [
     ("ppo", "reference.kind=model loss.kl_weight=0", "with loss.kl_weight=0 nothing reads a reference"),
     ("grpo", "reference.kind=none loss.kl_weight=1", "loss.kl_weight=1 needs a reference model"),
     ("kto", "reference.kind=adapter_off", "lora is null"),
-    ("online_dpo", "reference.kind=cached", "completions are sampled anew"),
+    ("online_dpo", "reference.kind=cached", "completions are sampled again"),
     ("distill", "distill.teacher=null distill.cached=x data.packing=wrapped", "distill.cached=x holds whole documents"),
     ("distill", "generation.max_new_tokens=2", "generation.max_new_tokens=2 is for completions of the student"),
     ("distill", "generation.temperature=2", "generation.temperature=2.0 is for completions of the student"),
