@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lean_ft.export.gguf_families import GGUF_FAMILIES, GGUFFamily
 from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
@@ -27,8 +28,6 @@ from lean_ft.training.finished_models import find_finished
 
 # How matrices are stored -> llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
 GGUF_KINDS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
-# model_type -> llama.cpp's architecture, and whether its rotary embedding pairs neighboring features
-_ARCHITECTURES = {"llama": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False)}
 _ROWS = 4096  # rows of a matrix that are encoded at a time
 _Q8_BLOCK = 32  # numbers that share a scale
 
@@ -71,13 +70,14 @@ def export_gguf(
     model, tokenizer, merged = read_source(folder, merge, base)
     if model.config.scores:
         raise ValueError(f"{folder} is a reward model, which llama.cpp cannot run. Export it as a folder.")
-    architecture, interleaved = _architecture(model, folder)
+    family = _family(model, folder)
+    architecture = family.architecture
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
     vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
-    metadata = _metadata(model, architecture, kind, destination.stem, tokenizer, vocabulary)
+    metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], model.config.num_layers)
-    entries = dict(_entries(model, names, interleaved, kind))
+    entries = dict(_entries(model, names, family, kind))
     needed_bytes = sum(entry.num_bytes for entry in entries.values()) + small_files_bytes(tokenizer)
 
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -98,36 +98,43 @@ def _package() -> Any:
     return gguf
 
 
-def _architecture(model: Decoder, folder: Path) -> tuple[str, bool]:
-    """Return the entry of `_ARCHITECTURES`. Raises ValueError if llama.cpp would compute something else."""
-    config, family = model.source.config, model.source.config["model_type"]
-    if family not in _ARCHITECTURES:
+def _family(model: Decoder, folder: Path) -> GGUFFamily:
+    """Return the row of `GGUF_FAMILIES`. Raises ValueError if llama.cpp would compute something else."""
+    config, name = model.source.config, model.source.config["model_type"]
+    if name not in GGUF_FAMILIES:
         raise ValueError(
-            f"{folder}: --gguf supports the families {', '.join(_ARCHITECTURES)}, but this is {family}. Export a Hugging Face "
+            f"{folder}: --gguf supports the families {', '.join(GGUF_FAMILIES)}, but this is {name}. Export a Hugging Face "
             "folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
         )
-    if any(layer.window is not None for layer in model.config.layers):
+    family, layers = GGUF_FAMILIES[name], model.config.layers
+    if any(layer.window is not None for layer in layers):
         raise ValueError(
-            f"{folder}: sliding_window is {config['sliding_window']}, but llama.cpp's architecture {_ARCHITECTURES[family][0]} has "
+            f"{folder}: sliding_window is {config['sliding_window']}, but llama.cpp's architecture {family.architecture} has "
             "no sliding window. Texts longer than the window would give other results than in training."
+        )
+    without_rope = [i for i, layer in enumerate(layers) if layer.rope is None]
+    every = family.rope_every
+    if without_rope != ([] if every is None else list(range(every - 1, len(layers), every))):
+        raise ValueError(
+            f"{folder}: the layers {without_rope} have no rotary embedding, but llama.cpp's architecture {family.architecture} "
+            f"omits it in {'no layer' if every is None else f'every {every}th layer'}."
         )
     if (scaling := _rope(model).scaling) not in ("default", "linear", "llama3"):
         raise ValueError(f"{folder}: --gguf does not support the rope scaling {scaling!r}.")
-    return _ARCHITECTURES[family]
+    return family
 
 
 def _rope(model: Decoder) -> RopeConfig:
     """Return the rotary settings, which all layers of these families share."""
-    (rope,) = {layer.rope for layer in model.config.layers}
-    assert rope is not None
+    (rope,) = {layer.rope for layer in model.config.layers if layer.rope is not None}
     return rope
 
 
 def _metadata(
-    model: Decoder, architecture: str, kind: str, name: str, tokenizer: Tokenizer, vocabulary: GGUFVocabulary
+    model: Decoder, family: GGUFFamily, kind: str, name: str, tokenizer: Tokenizer, vocabulary: GGUFVocabulary
 ) -> dict[str, Any]:
     """Return all metadata by key. Floats are stored in 32 bits."""
-    config, rope = model.config, _rope(model)
+    config, rope, architecture = model.config, _rope(model), family.architecture
     of_architecture: dict[str, Any] = {
         "block_count": config.num_layers,
         "context_length": config.max_positions,
@@ -138,10 +145,11 @@ def _metadata(
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": int(config.head_dim * rope.rotary_fraction),
         "rope.freq_base": float(rope.theta),
         "vocab_size": config.vocab_size,
     }
+    of_architecture |= {key: float(model.source.config[field]) for key, field in family.numbers.items()}
     if rope.scaling == "linear":
         of_architecture |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
     of_tokenizer: dict[str, Any] = {
@@ -174,12 +182,14 @@ def _metadata(
     return metadata
 
 
-def _entries(model: Decoder, names: Any, interleaved: bool, kind: str) -> Iterator[tuple[str, _Entry]]:
+def _entries(model: Decoder, names: Any, family: GGUFFamily, kind: str) -> Iterator[tuple[str, _Entry]]:
     """Yield the name in the file and the entry of each tensor."""
-    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if interleaved else {}
+    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if family.interleaved else {}
     for name, parameter in model.named_parameters():
         module, _, ending = name.rpartition(".")
         tensor, num_heads = parameter.detach(), heads.get(module.rpartition(".")[2])
+        if family.norm_offset and "norm" in module:
+            tensor = tensor.float() + family.norm_offset
         yield f"{names[module]}.{ending}", _Entry(tensor, _stored_kind(tensor, kind), num_heads)
     rope = _rope(model)
     if rope.scaling == "llama3":

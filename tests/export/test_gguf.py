@@ -16,7 +16,8 @@ from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models as hf_models
 
-from lean_ft.export import export_gguf, gguf_file
+from lean_ft.export import export_gguf
+from lean_ft.export.gguf_families import GGUF_FAMILIES
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
 from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer
@@ -268,6 +269,8 @@ class TestRefusals:
             export_gguf(folder, file)
 
     def test_unsupported_families(self, folder, file, monkeypatch):
-        monkeypatch.delitem(gguf_file._ARCHITECTURES, "qwen2")
-        with pytest.raises(ValueError, match=r"the families llama, mistral, but this is qwen2\. Export a Hugging"):
+        monkeypatch.delitem(GGUF_FAMILIES, "qwen2")
+        with pytest.raises(
+            ValueError, match=r"the families llama, mistral, .*granite, but this is qwen2\. Export a Hugging"
+        ):
             export_gguf(folder, file)

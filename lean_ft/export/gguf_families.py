@@ -1,0 +1,45 @@
+"""Families that GGUF files support: what llama.cpp's own tables of tensor names and metadata do not say.
+
+Every row is tested with llama.cpp: log-probabilities of the exported file equal lean_ft's. Source: llama.cpp,
+convert_hf_to_gguf.py and src/llama-model.cpp.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class GGUFFamily(NamedTuple):
+    """How a family is stored for llama.cpp."""
+
+    architecture: str
+    interleaved: bool = False
+    """Whether its rotary embedding pairs neighboring features, where Hugging Face pairs i and i + R / 2."""
+    norm_offset: float = 0.0
+    """What is added to the weights of norms: Hugging Face multiplies by 1 + weight, llama.cpp by the weight."""
+    numbers: Mapping[str, str] = {}
+    """Metadata of the architecture -> the field of config.json that has it."""
+    rope_every: int | None = None
+    """Every n-th layer has no rotary embedding."""
+
+
+GGUF_FAMILIES = {
+    "llama": GGUFFamily("llama", interleaved=True),
+    "mistral": GGUFFamily("llama", interleaved=True),
+    "qwen2": GGUFFamily("qwen2"),
+    "qwen3": GGUFFamily("qwen3"),
+    "olmo2": GGUFFamily("olmo2"),
+    "smollm3": GGUFFamily("smollm3", interleaved=True, rope_every=4),
+    "seed_oss": GGUFFamily("seed_oss"),
+    "ernie4_5": GGUFFamily("ernie4_5"),
+    "gemma": GGUFFamily("gemma", norm_offset=1.0),
+    "granite": GGUFFamily(
+        "granite",
+        interleaved=True,
+        numbers={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+}
