@@ -23,12 +23,14 @@ within a machine, or of the network if the group spans machines.
 """
 
 import contextlib
+import inspect
 import re
 import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -355,7 +357,7 @@ class Trace(TorchDispatchMode):
         """The module whose `forward` computes now; in backward, the one that made the current node of the graph."""
         frame = sys._getframe(1)
         while frame is not None:
-            if frame.f_code.co_name == "forward" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+            if frame.f_code.co_name == "forward" and (module := _module_of(frame)) is not None:
                 name = short_name(self.module_names.get(id(module), type(module).__name__))
                 self._module_of_node.setdefault(next_node_number() - 1, name)
                 return name
@@ -460,6 +462,16 @@ _SENT: dict[str, Callable[[int, int, int], float]] = {
     "all_reduce_": lambda whole, _, n: 2 * whole * (n - 1) / n,
     "all_to_all_single": lambda whole, _, n: whole * (n - 1) / n,
 }
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """The module whose method a frame runs."""
+    values = frame.f_locals
+    module = values.get("self")
+    # Before Python 3.13 the frame keeps this copy of its variables, and with it tensors that the method has deleted.
+    if isinstance(values, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        values.clear()
+    return module if isinstance(module, nn.Module) else None
 
 
 def short_name(name: str) -> str:

@@ -315,3 +315,14 @@ def test_a_modules_name_does_not_tell_the_layer():
         "model.embed_tokens": "model.embed_tokens",
     }
     assert {name: short_name(name) for name in names} == names
+
+
+def test_looking_for_the_module_keeps_no_tensor_alive():
+    class Deletes(torch.nn.Module):
+        def forward(self) -> None:
+            first = kibibytes(100)
+            first.add_(1)
+            del first
+            kibibytes(100).add_(1)
+
+    assert traced(lambda trace: Deletes()()).peak.total_bytes == 100 * KIB
