@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.export.gguf_families import GGUF_FAMILIES, GGUFFamily
+from lean_ft.export.gguf_families import GGUF_FAMILIES, OPTIONAL, GGUFFamily
 from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
@@ -78,6 +78,11 @@ def export_gguf(
     metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], model.config.num_layers)
     entries = dict(_entries(model, names, family, kind))
+    endings = {name.split(".", 2)[-1] if name.startswith("blk.") else name for name in entries}
+    if unread := sorted(endings & (OPTIONAL - family.optional)):
+        raise ValueError(
+            f"{folder} needs the tensors {', '.join(unread)}, which llama.cpp's architecture {architecture} does not read."
+        )
     needed_bytes = sum(entry.num_bytes for entry in entries.values()) + small_files_bytes(tokenizer)
 
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -119,6 +124,17 @@ def _family(model: Decoder, folder: Path) -> GGUFFamily:
             f"{folder}: the layers {without_rope} have no rotary embedding, but llama.cpp's architecture {family.architecture} "
             f"omits it in {'no layer' if every is None else f'every {every}th layer'}."
         )
+    facts = model.config
+    heads = facts.num_heads * facts.head_dim
+    for found, expected, what in (
+        (facts.activation, family.activation, "the activation"),
+        (facts.tied_embeddings, family.tied, "tie_word_embeddings"),
+        (heads, facts.hidden_size if family.heads_fill_hidden else None, "the number of features of all heads"),
+    ):
+        if expected is not None and found != expected:
+            raise ValueError(
+                f"{folder}: {what} is {found}, but llama.cpp's architecture {family.architecture} always has {expected}."
+            )
     if (scaling := _rope(model).scaling) not in ("default", "linear", "llama3"):
         raise ValueError(f"{folder}: --gguf does not support the rope scaling {scaling!r}.")
     return family
@@ -149,7 +165,7 @@ def _metadata(
         "rope.freq_base": float(rope.theta),
         "vocab_size": config.vocab_size,
     }
-    of_architecture |= {key: float(model.source.config[field]) for key, field in family.numbers.items()}
+    of_architecture |= {key: float(getattr(config, field)) for key, field in family.numbers.items()}
     if rope.scaling == "linear":
         of_architecture |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
     of_tokenizer: dict[str, Any] = {

@@ -263,6 +263,23 @@ class TestRefusals:
             with pytest.raises(ValueError, match=message):
                 export_gguf(make_model_folder(**settings), file)
 
+    @pytest.mark.parametrize(
+        ("family", "settings", "message"),
+        [
+            ("Llama", {"hidden_act": "gelu"}, "the activation is gelu, but llama.cpp's architecture llama always has silu"),
+            ("Gemma", {"head_dim": 16, "tie_word_embeddings": False}, "tie_word_embeddings is False, .* gemma always has True"),
+            ("Olmo2", {"tie_word_embeddings": True}, "tie_word_embeddings is True, .* olmo2 always has False"),
+            ("Qwen2", {"head_dim": 24}, "features of all heads is 96, .* qwen2 always has 64"),
+            ("Qwen2", {"rope_parameters": LLAMA3_ROPE}, "tensors rope_freqs.weight, .* qwen2 does not read"),
+            ("Qwen3", {"head_dim": 16, "attention_bias": True}, "tensors attn_output.bias, .* qwen3 does not read"),
+            ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0, "mlp_bias": True}, "ffn_down.bias, ffn_gate.bias, ffn_up.bias"),
+        ],
+    )  # fmt: skip
+    def test_variants_that_llama_cpp_cannot_run(self, family, settings, message, make_model_folder, file):
+        with pytest.raises(ValueError, match=message):
+            export_gguf(make_model_folder(family, tokenizer=qwen_tokenizer(), **settings), file)
+        assert not file.exists()
+
     def test_a_missing_package(self, folder, file, monkeypatch):
         monkeypatch.setitem(sys.modules, "gguf", None)
         with pytest.raises(ValueError, match=r"pip install 'lean-ft\[gguf\]'"):

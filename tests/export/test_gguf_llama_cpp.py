@@ -58,6 +58,14 @@ def test_every_family_has_a_case():
     assert CASES.keys() == GGUF_FAMILIES.keys()
 
 
+def test_fields_that_config_json_leaves_out(make_model_folder, tmp_path):
+    source = make_model_folder("Granite", tokenizer=qwen_tokenizer(), **GRANITE)
+    config = json.loads((source / "config.json").read_text())
+    del config["logits_scaling"]
+    (source / "config.json").write_text(json.dumps(config))
+    export_gguf(source, tmp_path / "model.gguf", "f32")
+
+
 @pytest.mark.parametrize("family", CASES)
 def test_llama_cpp_computes_the_same(family, make_model_folder, tmp_path):
     name, settings = CASES[family]
