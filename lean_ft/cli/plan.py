@@ -38,13 +38,14 @@ def plan(
         str | None,
         typer.Option(
             metavar='"RTX 4090"',
-            help="Card to plan for. Its memory is the default budget. Several cards, divided by commas, are compared in a table.",
+            help="Card to plan for. Its memory is the default budget. Separate several cards by commas to compare them in a table.",
         ),
     ] = None,
     price: Annotated[
         str | None,
         typer.Option(
-            metavar="2.49", help="Price of one card per hour: one number, or one for each card, divided by commas."
+            metavar="2.49",
+            help="Price of one card per hour. Give one number, or one for each card, separated by commas.",
         ),
     ] = None,
     ledger: Annotated[

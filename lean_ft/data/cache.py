@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lean_ft.system.environment import user_cache
 from lean_ft.system.whole_files import sync, write_whole
 
 FORMAT = 1  # version of the entry format; part of every key
@@ -54,7 +55,7 @@ def cache_folder(setting: Path | None) -> Path:
     elif named := os.environ.get("LEAN_FT_CACHE"):
         folder = Path(named).expanduser()
     else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lean_ft" / "data"
+        folder = user_cache() / "data"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK | os.X_OK)

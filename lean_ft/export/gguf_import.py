@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
+from lean_ft.export.gguf_families import GGUF_FAMILIES
 from lean_ft.export.gguf_tokenizer import tokenizer_files
 from lean_ft.hub.paths import gguf_cache
 from lean_ft.models.gguf_tensors import GGUFTensor, num_rows, write_index
@@ -62,14 +63,13 @@ class _Architecture(NamedTuple):
 
     model_type: str
     class_name: str
-    interleaved: bool = False  # rotary embeddings pair neighboring features
     has_bias_fields: bool = False  # config.json says whether there are biases
     fields: Mapping[str, str] = _FIELDS
     constants: Mapping[str, Any] = {}
 
 
 _ARCHITECTURES = {
-    "llama": _Architecture("llama", "LlamaForCausalLM", interleaved=True, has_bias_fields=True),
+    "llama": _Architecture("llama", "LlamaForCausalLM", has_bias_fields=True),
     "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM", constants={"use_sliding_window": False}),
     "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", constants={"attention_bias": False, "use_sliding_window": False}),
     "qwen3moe": _Architecture(
@@ -94,9 +94,10 @@ class Stored(NamedTuple):
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return a folder of the cache that stands for a GGUF file, made on first use.
+    """Return a model folder for a GGUF file: its configuration, its tokenizer, and an index of its weights. Cached.
 
-    Raises ValueError if the file is damaged, or has an architecture, a kind of weights or a tokenizer that lean_ft cannot read.
+    Raises ValueError if the file is damaged, or has an architecture, a kind of weights or a tokenizer that lean_ft cannot read, or if
+    the cache cannot be written.
     """
     file = file.expanduser().absolute()  # in the Hub's cache a link to a file without the ending .gguf
     about = file.stat()
@@ -104,8 +105,14 @@ def gguf_folder(file: Path) -> Path:
     folder = gguf_cache() / f"{file.stem[:100]}-{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:16]}"
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the cache folder {folder.parent} ({error.strerror}). Set the environment variable LEAN_FT_CACHE to a "
+            "writable folder."
+        ) from None
     try:
         _write(file, temporary)
         temporary.rename(folder)
@@ -226,7 +233,8 @@ def _index(
 
     model = empty_model(folder, torch.float32)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], model.config.num_layers)
-    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if row.interleaved else {}
+    interleaved = any(family.interleaved for family in GGUF_FAMILIES.values() if family.architecture == name)
+    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if interleaved else {}
     found, missing, used = dict[str, GGUFTensor](), [], {"rope_freqs.weight"}
     for place, expected in tensors_on_disk(model).items():
         module, _, ending = place.rpartition(".")

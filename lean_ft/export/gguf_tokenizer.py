@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_ft.export.gguf_vocabulary import _PRE_TOKENIZERS, BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from lean_ft.export.gguf_vocabulary import BYTE, CONTROL, NORMAL, PRE_TOKENIZERS, UNKNOWN, UNUSED, USER_DEFINED
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers.sentencepiece_model import WORD_START
 
-_RULES = {name: rule for rule, name in _PRE_TOKENIZERS.items()}
+_RULES = {name: rule for rule, name in PRE_TOKENIZERS.items()}
 _RULES |= dict.fromkeys(("llama3", "llama-v3"), _RULES["llama-bpe"]) | {"deepseek-r1-qwen": _RULES["qwen2"]}
 _ADD_BOS = ("llama-bpe", "llama3", "llama-v3")  # where llama.cpp adds bos unless the file says otherwise
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

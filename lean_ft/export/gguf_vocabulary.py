@@ -26,7 +26,7 @@ ADDED_TOKEN_SCORE = -1000.0
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _PROBE = "a  b ﬁ½ ™"  # decodes differently if the tokenizer changes spaces or letters
 # The steps before BPE, as `_splitting_rule` returns them -> llama.cpp's name
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     (("Split", LLAMA3_PATTERN), ("ByteLevel", False), ("ignore_merges", True)): "llama-bpe",
     (("Split", QWEN2_PATTERN), ("ByteLevel", False), ("ignore_merges", False)): "qwen2",
     (("Digits", True), ("ByteLevel", True), ("ignore_merges", False)): "smollm",
@@ -87,8 +87,8 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
     model = spec["model"]
     rule = (*_splitting_rule(spec.get("pre_tokenizer")), ("ignore_merges", bool(model.get("ignore_merges"))))
     normalizer = (spec.get("normalizer") or {}).get("type", "NFC")
-    if model["type"] != "BPE" or rule not in _PRE_TOKENIZERS or normalizer != "NFC":
-        known = ", ".join(sorted(set(_PRE_TOKENIZERS.values())))
+    if model["type"] != "BPE" or rule not in PRE_TOKENIZERS or normalizer != "NFC":
+        known = ", ".join(sorted(set(PRE_TOKENIZERS.values())))
         raise ValueError(
             f"{folder / 'tokenizer.json'}: llama.cpp would give other ids, because it does not have this file's rule for "
             f"splitting text (supported: {known})."
@@ -102,7 +102,7 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
         )
     tokens, types = _listed(model["vocab"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return GGUFVocabulary("gpt2", tokens, types, _PRE_TOKENIZERS[rule], merges=merges)
+    return GGUFVocabulary("gpt2", tokens, types, PRE_TOKENIZERS[rule], merges=merges)
 
 
 def _byte_letters() -> dict[int, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lean_ft.hub import download as hub
 from lean_ft.hub import errors as hub_errors
+from lean_ft.system.environment import user_cache
 from lean_ft.system.spelling import did_you_mean
 
 _TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -17,7 +18,7 @@ _TINY = Path(__file__).parents[1] / "assets" / "tiny"
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     """Return the folder of the model `path`: a folder on disk, `tiny` for the embedded model, or a repository of the Hub
     (`org/name` or `org/name@revision`), downloaded into the Hub's cache if necessary. For a GGUF file on disk or of a
-    repository (`org/name:FILE.gguf`), return a folder of the cache that stands for the file.
+    repository (`org/name:FILE.gguf`), return a folder of the cache with its configuration and tokenizer.
 
     A folder or file on disk has precedence. `weights=False` downloads no safetensors files. Raises ValueError if there is no such
     folder or repository, or if it is a run directory, and the errors of `lean_ft.hub.download`.
@@ -53,9 +54,8 @@ def _open_gguf(file: Path, path: str | Path) -> Path:
 
 
 def gguf_cache() -> Path:
-    """The folder of the folders that stand for GGUF files."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lean_ft"
-    return Path(os.environ.get("LEAN_FT_CACHE") or home).expanduser().absolute() / "gguf"
+    """Return the part of the cache that has a model folder for each GGUF file in use."""
+    return Path(os.environ.get("LEAN_FT_CACHE") or user_cache()).expanduser().absolute() / "gguf"
 
 
 def checkpoint_hint(folder: Path) -> str:

@@ -27,9 +27,8 @@ class GGUFTensor(StoredTensor):
     """A tensor of a GGUF file. `dtype_name` is the kind in which llama.cpp stores its rows, such as Q4_K."""
 
     row_bytes: int
-    num_heads: int | None = (
-        None  # of a tensor whose features 2 * i and 2 * i + 1 of a head are i and i + head_dim / 2 here
-    )
+    num_heads: int | None = None
+    """Set if the file pairs neighboring rows of a head, 2 * i and 2 * i + 1, which are rows i and i + head_dim / 2 here."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,7 +83,7 @@ def write_index(folder: Path, file: Path, tensors: Mapping[str, GGUFTensor]) -> 
 
 
 def gguf_file(folder: Path) -> Path | None:
-    """The GGUF file that a folder of the cache stands for; None for any other folder."""
+    """Return the GGUF file whose weights the folder lists; None if the folder is not in the GGUF cache."""
     if folder.parent != gguf_cache() or not (folder / GGUF_INDEX).is_file():
         return None
     return Path(read_json(folder / GGUF_INDEX)["file"])

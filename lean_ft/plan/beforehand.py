@@ -73,10 +73,8 @@ class Outlook:
         """A faster setting that fits too; None if there is none, or most of the memory is used."""
         if self.faster_peak_bytes is None:
             return None
-        return (
-            f"{_FASTER}=none would be faster and fit too: peak memory {gibibytes(self.faster_peak_bytes)}. `leanft plan` "
-            "with the same arguments lists more settings."
-        )
+        peak = f"peak memory {'' if self.where else 'below '}{gibibytes(self.faster_peak_bytes)}"
+        return f"{_FASTER}=none would be faster and fit too: {peak}. `leanft plan` with the same arguments lists more settings."
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
@@ -244,7 +242,9 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     found = rehearse(recipe, cfg, device)
     names = ("peak_bytes", "pinned_bytes", "reserved_bytes")
     facts = {"where": found.peak.where} | {name: getattr(found, name) for name in names}
-    if room_bytes is None or found.reserved_bytes > room_bytes / 2 or not _recomputes(cfg):
+    if room_bytes is None or found.reserved_bytes > room_bytes / 2:
+        return facts
+    if not _recomputes(cfg) or found.planning_seconds > _PATIENCE_SECONDS / 4:
         return facts
     try:
         faster = rehearse(recipe, with_overrides(cfg, {_FASTER: "none"}), device)

@@ -344,7 +344,7 @@ class Trace(TorchDispatchMode):
         self.spend(Kernel(flops, moved, self._product_itemsize(result), is_attention, shape), name, module)
 
     def spend(self, kernel: Kernel, name: str, module: str | None = None) -> None:
-        """Add a kernel's time, and list it under `module` (by default the one that computes) and `name`."""
+        """Add a kernel's time. The ledger lists it under `name` and `module`; the default is the module that runs now."""
         seconds, launches = self.device.kernel_seconds(kernel), self.spent.ledger
         self.spent.seconds += seconds
         self.spent.launch_seconds += self.device.launch_seconds
@@ -354,7 +354,7 @@ class Trace(TorchDispatchMode):
         self.timeline.append((self.spent.seconds, dict(self.live)))
 
     def current_module(self) -> str:
-        """The module whose `forward` computes now; in backward, the one that made the current node of the graph."""
+        """Return the name of the module whose `forward` runs now. In backward: of the module whose forward made this gradient's node."""
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_name == "forward" and (module := _module_of(frame)) is not None:
@@ -477,7 +477,7 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 def short_name(name: str) -> str:
     """A module's name without the layer's place: `model.layers.3.mlp.up_proj` -> `mlp.up_proj`."""
     parts = [part for part in re.findall(r"\w+", name) if not part.isdecimal()]
-    for outer in ("self", "layers", "_orig_mod"):
+    for outer in ("self", "layer", "layers", "_orig_mod"):
         if outer in parts:
             parts = parts[len(parts) - parts[::-1].index(outer) :]
     return ".".join(parts)

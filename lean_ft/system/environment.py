@@ -131,6 +131,11 @@ def _memory() -> str:
     return gibibytes(total_bytes) + limit
 
 
+def user_cache() -> Path:
+    """Return lean_ft's folder in the user's cache. It may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lean_ft"
+
+
 def memory_bytes(device: "torch.device") -> int | None:
     """Return the total memory of a GPU, or of the host within its container's limit; None if unknown."""
     if (watcher := stage()) is not None:

@@ -387,3 +387,13 @@ def test_ids_equal_llama_cpps(kind, make_model_folder, file, shared_data):
         if ids != tokenizer.encode(text, True) and "�" not in text
     ]
     assert not wrong, (len(wrong), wrong[0], tokenizer.encode(wrong[0], True))
+
+
+def test_a_cache_that_cannot_be_written_is_named(make_model_folder, file, tmp_path, monkeypatch):
+    export_gguf(make_model_folder(tokenizer=qwen_tokenizer()), file, "f16")
+    (tmp_path / "occupied").write_text("")
+    monkeypatch.setenv("LEAN_FT_CACHE", str(tmp_path / "occupied"))
+    with pytest.raises(
+        ValueError, match=r"cannot write the cache folder .*occupied/gguf .* Set the environment variable LEAN_FT_CACHE"
+    ):
+        load_model(file)

@@ -54,14 +54,15 @@ def test_a_run_that_surely_fits_is_not_rehearsed(recipe, configure, monkeypatch)
 
 
 @pytest.mark.parametrize("room_gib", [None, 0.1])
-def test_a_run_that_leaves_most_memory_free_is_told_what_would_be_faster(recipe, configure, monkeypatch, room_gib):
-    """Both with the bound and with a rehearsal. Without recomputation, or with little memory left, nothing is said."""
+def test_a_run_that_leaves_most_memory_free_names_a_faster_setting(recipe, configure, monkeypatch, room_gib):
+    """The advice comes from the bound or from a rehearsal. There is none if nothing is recomputed, or little memory is left."""
     if room_gib is not None:
         monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: int(room_gib * GIB))
     recomputing = configure("memory.activation_checkpointing=full", "batch_size=4")
     outlook = foresee(recipe, recomputing)
     assert outlook is not None and bool(outlook.where) == (room_gib is not None)
     assert "memory.activation_checkpointing=none would be faster and fit too" in (outlook.advice or "")
+    assert ("peak memory below" in (outlook.advice or "")) == (room_gib is None)
     plain = foresee(recipe, configure("memory.activation_checkpointing=none", "batch_size=4"))
     assert plain is not None and plain.advice is None
     if room_gib is not None:

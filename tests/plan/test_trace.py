@@ -312,6 +312,7 @@ def test_a_modules_name_does_not_tell_the_layer():
     names = {
         "model.layers.3.mlp.up_proj": "mlp.up_proj",
         "L['self'].mlp.up_proj": "mlp.up_proj",
+        "L['layer'].mlp.up_proj": "mlp.up_proj",
         "model.embed_tokens": "model.embed_tokens",
     }
     assert {name: short_name(name) for name in names} == names
