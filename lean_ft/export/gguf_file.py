@@ -7,7 +7,7 @@ the rows of the query and key projections are reordered.
 Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor names and metadata for these architectures.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ _ROWS = 4096  # rows of a matrix that are encoded at a time
 _Q8_BLOCK = 32  # numbers that share a scale
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A tensor to store."""
 
     tensor: Tensor
@@ -60,7 +60,7 @@ def export_gguf(
     damaged, the destination exists, llama.cpp would compute the model or its tokenizer differently, or the `gguf` package is
     missing; OSError if the disk is full.
     """
-    gguf = _package()
+    gguf = gguf_package()
     if kind not in GGUF_KINDS:
         raise ValueError(f"--gguf is {kind!r}; expected {', '.join(GGUF_KINDS)}.{did_you_mean(kind, GGUF_KINDS)}")
     folder, destination = find_finished(source), Path(destination).expanduser()
@@ -70,14 +70,13 @@ def export_gguf(
     model, tokenizer, merged = read_source(folder, merge, base)
     if model.config.scores:
         raise ValueError(f"{folder} is a reward model, which llama.cpp cannot run. Export it as a folder.")
-    family = _family(model, folder)
+    family = gguf_family(model, folder)
     architecture = family.architecture
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
     vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
     metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], model.config.num_layers)
-    entries = dict(_entries(model, names, family, kind))
+    entries = {**gguf_entries(model.named_parameters(), model, family, kind), **_rope_divisors(model)}
     endings = {name.split(".", 2)[-1] if name.startswith("blk.") else name for name in entries}
     if unread := sorted(endings & (OPTIONAL - family.optional)):
         raise ValueError(
@@ -87,7 +86,7 @@ def export_gguf(
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination, on_disk=True) as temporary, room_for(needed_bytes, destination):
-        _write(gguf, temporary, architecture, metadata, entries)
+        write_gguf(gguf, temporary, architecture, metadata, entries)
     num_wider = sum(kind == "q8_0" and entry.kind == "f16" for entry in entries.values())
     wider = f" ({num_wider} tensors as f16, because their rows are not multiples of {_Q8_BLOCK})" if num_wider else ""
     size = f"{destination.stat().st_size / 1e9:.3g} GB"
@@ -95,7 +94,7 @@ def export_gguf(
     return Exported(folder, destination, details, merged)
 
 
-def _package() -> Any:
+def gguf_package() -> Any:
     try:
         import gguf
     except ImportError:
@@ -103,7 +102,7 @@ def _package() -> Any:
     return gguf
 
 
-def _family(model: Decoder, folder: Path) -> GGUFFamily:
+def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
     """Return the row of `GGUF_FAMILIES`. Raises ValueError if llama.cpp would compute something else."""
     config, name = model.source.config, model.source.config["model_type"]
     if name not in GGUF_FAMILIES:
@@ -198,20 +197,30 @@ def _metadata(
     return metadata
 
 
-def _entries(model: Decoder, names: Any, family: GGUFFamily, kind: str) -> Iterator[tuple[str, _Entry]]:
-    """Yield the name in the file and the entry of each tensor."""
+def gguf_entries(
+    tensors: Iterable[tuple[str, Tensor]], model: Decoder, family: GGUFFamily, kind: str
+) -> dict[str, Entry]:
+    """Return by the names of the file: the model's parameters, or tensors with the names and the rows of parameters."""
+    gguf = gguf_package()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.architecture.upper()], model.config.num_layers)
     heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if family.interleaved else {}
-    for name, parameter in model.named_parameters():
+    entries = {}
+    for name, parameter in tensors:
         module, _, ending = name.rpartition(".")
         tensor, num_heads = parameter.detach(), heads.get(module.rpartition(".")[2])
         if family.norm_offset and "norm" in module:
             tensor = tensor.float() + family.norm_offset
-        yield f"{names[module]}.{ending}", _Entry(tensor, _stored_kind(tensor, kind), num_heads)
+        entries[f"{names[module]}.{ending}"] = Entry(tensor, _stored_kind(tensor, kind), num_heads)
+    return entries
+
+
+def _rope_divisors(model: Decoder) -> dict[str, Entry]:
+    """Return the tensor by which llama.cpp divides the frequencies of Llama 3's rotary embedding."""
     rope = _rope(model)
-    if rope.scaling == "llama3":
-        # llama.cpp divides each frequency by this tensor.
-        plain, scaled = (SCALINGS[scaling](rope, model.config.head_dim) for scaling in ("default", "llama3"))
-        yield "rope_freqs.weight", _Entry(plain / scaled, "f32")
+    if rope.scaling != "llama3":
+        return {}
+    plain, scaled = (SCALINGS[scaling](rope, model.config.head_dim) for scaling in ("default", "llama3"))
+    return {"rope_freqs.weight": Entry(plain / scaled, "f32")}
 
 
 def _stored_kind(tensor: Tensor, kind: str) -> str:
@@ -220,7 +229,7 @@ def _stored_kind(tensor: Tensor, kind: str) -> str:
     return "f16" if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else kind
 
 
-def _write(gguf: Any, file: Path, architecture: str, metadata: dict[str, Any], entries: dict[str, _Entry]) -> None:
+def write_gguf(gguf: Any, file: Path, architecture: str, metadata: dict[str, Any], entries: dict[str, Entry]) -> None:
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in metadata.items():
         _add(writer, key, value)
