@@ -7,7 +7,9 @@ the rows of the query and key projections are reordered.
 Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor names and metadata for these architectures.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.export.gguf_families import GGUF_FAMILIES, OPTIONAL, GGUFFamily
+from lean_ft.export.gguf_families import GGUF_FAMILIES, GGUFFamily
 from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
+from lean_ft.models.config import DecoderConfig
+from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
@@ -28,6 +32,19 @@ from lean_ft.training.finished_models import find_finished
 
 # How matrices are stored -> llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
 GGUF_KINDS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
+# Fields of DecoderConfig that every architecture stores, or that change no number beyond rounding.
+_STORED = frozenset({
+    "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "layers", "max_positions", "norm_eps",
+    "initializer_range", "embedding_multiplier_in_weight_dtype",
+})  # fmt: skip
+_STORED_OF_ROPE = {"theta", "head_dim", "rotary_fraction", "interleaved", "in_float32"}  # fields of RopeConfig
+# The fields that each rotary scaling stores.
+_SCALING = {
+    "linear": {"scaling", "factor"},
+    "yarn": {"scaling", "factor", "original_max_positions", "attention_factor"},
+    "llama3": {"scaling", "factor", "original_max_positions", "low_freq_factor", "high_freq_factor"},
+    "longrope": {"scaling", "original_max_positions", "attention_factor", "short_factors", "long_factors", "factor"},
+}
 _ROWS = 4096  # rows of a matrix that are encoded at a time
 _Q8_BLOCK = 32  # numbers that share a scale
 
@@ -35,15 +52,14 @@ _Q8_BLOCK = 32  # numbers that share a scale
 class Entry(NamedTuple):
     """A tensor to store."""
 
-    tensor: Tensor
+    shape: tuple[int, ...]
     kind: str
-    num_heads: int | None = None  # of a tensor whose rows are reordered within each head
 
     @property
     def num_bytes(self) -> int:
         if self.kind == "q8_0":
-            return self.tensor.numel() // _Q8_BLOCK * (_Q8_BLOCK + 2)
-        return self.tensor.numel() * (4 if self.kind == "f32" else 2)
+            return math.prod(self.shape) // _Q8_BLOCK * (_Q8_BLOCK + 2)
+        return math.prod(self.shape) * (4 if self.kind == "f32" else 2)
 
 
 def export_gguf(
@@ -71,26 +87,25 @@ def export_gguf(
     if model.config.scores:
         raise ValueError(f"{folder} is a reward model, which llama.cpp cannot run. Export it as a folder.")
     family = gguf_family(model, folder)
-    architecture = family.architecture
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
     vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
     metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
-    entries = {**gguf_entries(model.named_parameters(), model, family, kind), **_rope_divisors(model)}
-    endings = {name.split(".", 2)[-1] if name.startswith("blk.") else name for name in entries}
-    if unread := sorted(endings & (OPTIONAL - family.optional)):
-        raise ValueError(
-            f"{folder} needs the tensors {', '.join(unread)}, which llama.cpp's architecture {architecture} does not read."
-        )
+    entries = {
+        name: Entry(tuple(tensor.shape), _stored_kind(tensor, kind))
+        for name, tensor in _all_tensors(model, family, "meta")
+    }
     needed_bytes = sum(entry.num_bytes for entry in entries.values()) + small_files_bytes(tokenizer)
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination, on_disk=True) as temporary, room_for(needed_bytes, destination):
-        write_gguf(gguf, temporary, architecture, metadata, entries)
+        write_gguf(gguf, temporary, family.architecture, metadata, entries, _all_tensors(model, family))
     num_wider = sum(kind == "q8_0" and entry.kind == "f16" for entry in entries.values())
     wider = f" ({num_wider} tensors as f16, because their rows are not multiples of {_Q8_BLOCK})" if num_wider else ""
     size = f"{destination.stat().st_size / 1e9:.3g} GB"
-    details = f"architecture {architecture}, {kind}{wider}, {len(entries)} tensors, {size}. Try: llama-cli -m FILE"
+    details = (
+        f"architecture {family.architecture}, {kind}{wider}, {len(entries)} tensors, {size}. Try: llama-cli -m FILE"
+    )
     return Exported(folder, destination, details, merged)
 
 
@@ -104,52 +119,79 @@ def gguf_package() -> Any:
 
 def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
     """Return the row of `GGUF_FAMILIES`. Raises ValueError if llama.cpp would compute something else."""
-    config, name = model.source.config, model.source.config["model_type"]
+    name = model.source.config["model_type"]
     if name not in GGUF_FAMILIES:
         raise ValueError(
             f"{folder}: --gguf supports the families {', '.join(GGUF_FAMILIES)}, but this is {name}. Export a Hugging Face "
             "folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
         )
-    family, layers = GGUF_FAMILIES[name], model.config.layers
-    if any(layer.window is not None for layer in layers):
+    family = GGUF_FAMILIES[name]
+    for place, found, expected in _differences(model.config, family):
         raise ValueError(
-            f"{folder}: sliding_window is {config['sliding_window']}, but llama.cpp's architecture {family.architecture} has "
-            "no sliding window. Texts longer than the window would give other results than in training."
+            f"{folder}: {place} is {found}, but llama.cpp's architecture {family.architecture} always computes with {expected}."
         )
-    without_rope = [i for i, layer in enumerate(layers) if layer.rope is None]
-    every = family.rope_every
-    if without_rope != ([] if every is None else list(range(every - 1, len(layers), every))):
-        raise ValueError(
-            f"{folder}: the layers {without_rope} have no rotary embedding, but llama.cpp's architecture {family.architecture} "
-            f"omits it in {'no layer' if every is None else f'every {every}th layer'}."
-        )
-    facts = model.config
-    heads = facts.num_heads * facts.head_dim
-    for found, expected, what in (
-        (facts.activation, family.activation, "the activation"),
-        (facts.tied_embeddings, family.tied, "tie_word_embeddings"),
-        (heads, facts.hidden_size if family.heads_fill_hidden else None, "the number of features of all heads"),
-    ):
-        if expected is not None and found != expected:
-            raise ValueError(
-                f"{folder}: {what} is {found}, but llama.cpp's architecture {family.architecture} always has {expected}."
-            )
-    if (scaling := _rope(model).scaling) not in ("default", "linear", "llama3"):
-        raise ValueError(f"{folder}: --gguf does not support the rope scaling {scaling!r}.")
     return family
 
 
-def _rope(model: Decoder) -> RopeConfig:
-    """Return the rotary settings, which all layers of these families share."""
-    (rope,) = {layer.rope for layer in model.config.layers if layer.rope is not None}
-    return rope
+def _differences(config: DecoderConfig, family: GGUFFamily) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each fact of a model that its file cannot store and that llama.cpp computes differently: name, value, llama.cpp's."""
+    yield from _unlike(config, _STORED | family.shown | {*family.numbers.values()}, family.fixed, config)
+    yield from ((name, None, "a number") for name in family.numbers.values() if getattr(config, name) is None)
+    full, windowed = _ropes(config)
+    windows = {layer.window for layer in config.layers if layer.window is not None}
+    stored = frozenset({"window"} if len(windows) < 2 and family.windows(config) else ())
+    for i, layer in enumerate(config.layers):
+        rope = (windowed if layer.window else full) if family.has_rope(config, i) else None
+        for name, found, expected in _unlike(layer, stored, {"rope": rope}, config):
+            yield f"{name} of layer {i}", found, expected
+    if full.scaling not in family.scalings:
+        yield "the rotary scaling", full.scaling, " or ".join(sorted(family.scalings))
+    growth = {"query_growth", "query_growth_positions"} if family.queries_grow else set[str]()
+    yield from _unlike(full, _STORED_OF_ROPE | _SCALING.get(full.scaling, set()) | growth, {}, config)
+    if family.pairs_neighbors < full.interleaved or (
+        family.pairs_neighbors > full.interleaved and full.rotary_fraction < 1
+    ):
+        yield "the rotary embedding", full, "other pairs of features"
+    same = {name: getattr(full, name) for name in _STORED_OF_ROPE - {"theta"}}
+    if windowed != (
+        replace(full, theta=windowed.theta) if family.scaled_windows else RopeConfig(windowed.theta, **same)
+    ):
+        yield (
+            "the rotary scaling of layers with a window",
+            windowed.scaling,
+            full.scaling if family.scaled_windows else "none",
+        )
+
+
+def _unlike(
+    facts: Any, stored: Set[str], fixed: Mapping[str, Any], config: DecoderConfig
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields of a configuration that are not stored, and neither as in `fixed` nor their default."""
+    for field in fields(facts):
+        if field.name in stored:
+            continue
+        found, expected = getattr(facts, field.name), fixed.get(field.name, field.default)
+        expected = expected(config) if callable(expected) else expected
+        close = isinstance(found, float) and isinstance(expected, float) and math.isclose(found, expected, rel_tol=1e-6)
+        if expected is not MISSING and found != expected and not close:
+            yield field.name, found, expected
+
+
+def _ropes(config: DecoderConfig) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotary settings of layers without and with a sliding window. If one kind has none, both are the other's."""
+    full, windowed = (
+        next((layer.rope for layer in config.layers if layer.rope and bool(layer.window) == has_window), None)
+        for has_window in (False, True)
+    )
+    found = full or windowed or RopeConfig(10_000.0)
+    return full or found, windowed or found
 
 
 def _metadata(
     model: Decoder, family: GGUFFamily, kind: str, name: str, tokenizer: Tokenizer, vocabulary: GGUFVocabulary
 ) -> dict[str, Any]:
     """Return all metadata by key. Floats are stored in 32 bits."""
-    config, rope, architecture = model.config, _rope(model), family.architecture
+    config, architecture, (rope, windowed) = model.config, family.architecture, _ropes(model.config)
     of_architecture: dict[str, Any] = {
         "block_count": config.num_layers,
         "context_length": config.max_positions,
@@ -159,14 +201,28 @@ def _metadata(
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        f"attention.layer_norm_{'' if config.norm_centered else 'rms_'}epsilon": float(config.norm_eps),
         "rope.dimension_count": int(config.head_dim * rope.rotary_fraction),
         "rope.freq_base": float(rope.theta),
         "vocab_size": config.vocab_size,
     }
     of_architecture |= {key: float(getattr(config, field)) for key, field in family.numbers.items()}
-    if rope.scaling == "linear":
-        of_architecture |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
+    of_architecture |= family.metadata(model)
+    if any(windows := [layer.window or 0 for layer in config.layers]):
+        of_architecture |= {
+            "attention.sliding_window": max(windows),
+            "attention.sliding_window_pattern": [window > 0 for window in windows],
+            "rope.freq_base_swa": float(windowed.theta),
+        }
+    if rope.scaling in ("linear", "yarn", "longrope"):
+        of_architecture |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
+    if rope.scaling in ("yarn", "longrope"):
+        of_architecture["rope.scaling.original_context_length"] = int(rope.original_max_positions)
+    if rope.scaling == "yarn":
+        # llama.cpp multiplies the factor of the yarn paper by this number.
+        of_architecture["rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * math.log(rope.factor) + 1.0)
+    if rope.query_growth:
+        of_architecture["attention.temperature_scale"] = float(rope.query_growth)
     of_tokenizer: dict[str, Any] = {
         "model": vocabulary.model,
         "pre": vocabulary.pre,
@@ -188,7 +244,8 @@ def _metadata(
     metadata: dict[str, Any] = {"general.name": name, "general.file_type": GGUF_KINDS[kind]}
     if kind == "q8_0":
         metadata["general.quantization_version"] = 2
-    metadata |= {f"{architecture}.{key}": value for key, value in of_architecture.items()}
+    for key, value in of_architecture.items():
+        metadata[key if key.startswith("xielu.") else f"{architecture}.{key}"] = value  # as llama.cpp names them
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
     for template_name, template in tokenizer.chat_templates.items():
         metadata["tokenizer.chat_template" + ("" if template_name == "default" else f".{template_name}")] = template
@@ -197,30 +254,39 @@ def _metadata(
     return metadata
 
 
-def gguf_entries(
-    tensors: Iterable[tuple[str, Tensor]], model: Decoder, family: GGUFFamily, kind: str
-) -> dict[str, Entry]:
-    """Return by the names of the file: the model's parameters, or tensors with the names and the rows of parameters."""
-    gguf = gguf_package()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.architecture.upper()], model.config.num_layers)
-    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if family.interleaved else {}
-    entries = {}
-    for name, parameter in tensors:
-        module, _, ending = name.rpartition(".")
-        tensor, num_heads = parameter.detach(), heads.get(module.rpartition(".")[2])
-        if family.norm_offset and "norm" in module:
-            tensor = tensor.float() + family.norm_offset
-        entries[f"{names[module]}.{ending}"] = Entry(tensor, _stored_kind(tensor, kind), num_heads)
-    return entries
+def gguf_tensors(
+    parameters: Iterable[tuple[str, Tensor]], model: Decoder, family: GGUFFamily, device: str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters, or tensors with the names and rows of parameters, by the names of the file.
+
+    On the device `meta` they have only shapes; otherwise one at a time is in memory.
+    """
+    gguf, config, (rope, _) = gguf_package(), model.config, _ropes(model.config)
+    (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    names = gguf.get_tensor_name_map(architecture, config.num_layers)
+    reordered = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    for name, parameter in parameters:
+        values = parameter.detach().to(device)
+        part = next((part for part in family.changes if part in name), "")
+        changed = family.changes[part](values, config) if part else values
+        for other, tensor in changed.items() if isinstance(changed, Mapping) else [(part, changed)]:
+            module, _, ending = name.replace(part, other).rpartition(".")
+            num_heads = reordered.get(module.rpartition(".")[2])
+            if num_heads is not None and family.pairs_neighbors and not rope.interleaved:
+                tensor = _interleave(tensor, num_heads)
+            yield f"{names[module_on_disk(model.source.config, module)]}.{ending}", tensor
 
 
-def _rope_divisors(model: Decoder) -> dict[str, Entry]:
-    """Return the tensor by which llama.cpp divides the frequencies of Llama 3's rotary embedding."""
-    rope = _rope(model)
-    if rope.scaling != "llama3":
-        return {}
-    plain, scaled = (SCALINGS[scaling](rope, model.config.head_dim) for scaling in ("default", "llama3"))
-    return {"rope_freqs.weight": Entry(plain / scaled, "f32")}
+def _all_tensors(model: Decoder, family: GGUFFamily, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    yield from gguf_tensors(model.named_parameters(), model, family, device)
+    rope, _ = _ropes(model.config)
+    if rope.scaling == "llama3":
+        # llama.cpp divides each frequency by this tensor.
+        plain, scaled = (SCALINGS[scaling](rope, model.config.head_dim) for scaling in ("default", "llama3"))
+        yield "rope_freqs.weight", (plain / scaled).to(device)
+    if rope.scaling == "longrope":
+        for length, divisors in (("long", rope.long_factors), ("short", rope.short_factors)):
+            yield f"rope_factors_{length}.weight", torch.tensor(divisors, device=device)
 
 
 def _stored_kind(tensor: Tensor, kind: str) -> str:
@@ -229,20 +295,27 @@ def _stored_kind(tensor: Tensor, kind: str) -> str:
     return "f16" if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else kind
 
 
-def write_gguf(gguf: Any, file: Path, architecture: str, metadata: dict[str, Any], entries: dict[str, Entry]) -> None:
+def write_gguf(
+    gguf: Any,
+    file: Path,
+    architecture: str,
+    metadata: dict[str, Any],
+    entries: dict[str, Entry],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> None:
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in metadata.items():
         _add(writer, key, value)
     for name, entry in entries.items():
-        stored, shape, dtype = gguf.GGMLQuantizationType[entry.kind.upper()], tuple(entry.tensor.shape), np.float32
+        stored, shape, dtype = gguf.GGMLQuantizationType[entry.kind.upper()], entry.shape, np.float32
         if entry.kind == "q8_0":
             shape, dtype = gguf.quant_shape_to_byte_shape(shape, stored), np.uint8
         writer.add_tensor_info(name, shape, np.dtype(dtype), entry.num_bytes, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for entry in entries.values():
-        writer.write_tensor_data(_encode(gguf, _interleave(entry.tensor, entry.num_heads), entry.kind))
+    for name, tensor in tensors:
+        writer.write_tensor_data(_encode(gguf, tensor, entries[name].kind))
     writer.close()
 
 
@@ -251,10 +324,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
     getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
 
-def _interleave(tensor: Tensor, num_heads: int | None) -> Tensor:
+def _interleave(tensor: Tensor, num_heads: int) -> Tensor:
     """Make rows i and i + head_dim / 2 of each head neighbors."""
-    if num_heads is None:
-        return tensor
     return tensor.view(num_heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 

@@ -233,7 +233,7 @@ def _index(
 
     model = empty_model(folder, torch.float32)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], model.config.num_layers)
-    interleaved = any(family.interleaved for family in GGUF_FAMILIES.values() if family.architecture == name)
+    interleaved = any(family.pairs_neighbors for family in GGUF_FAMILIES.values() if family.architecture == name)
     heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if interleaved else {}
     found, missing, used = dict[str, GGUFTensor](), [], {"rope_freqs.weight"}
     for place, expected in tensors_on_disk(model).items():

@@ -25,10 +25,43 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # gguf.
 ADDED_TOKEN_SCORE = -1000.0
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _PROBE = "a  b ﬁ½ ™"  # decodes differently if the tokenizer changes spaces or letters
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENGLISH}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENGLISH}?|"
+    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_TEKKEN_PATTERN = _GPT4O_PATTERN.replace(f"{_ENGLISH}?", "").replace("{1,3}", "")
+_QWEN35_PATTERN = QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r" ?[^\s\p{L}", r" ?[^\s\p{L}\p{M}")
+_DEEPSEEK_PATTERNS = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    + _SPACES,
+)
+_BAILING_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_SEED_PATTERN = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+
+
+def _splits(*patterns: str, ignore_merges: bool = False) -> tuple[tuple[str, Any], ...]:
+    """The steps of a tokenizer that splits text by one pattern after the other."""
+    return (*(("Split", pattern) for pattern in patterns), ("ByteLevel", False), ("ignore_merges", ignore_merges))
+
+
 # The steps before BPE, as `_splitting_rule` returns them -> llama.cpp's name
 PRE_TOKENIZERS = {
-    (("Split", LLAMA3_PATTERN), ("ByteLevel", False), ("ignore_merges", True)): "llama-bpe",
-    (("Split", QWEN2_PATTERN), ("ByteLevel", False), ("ignore_merges", False)): "qwen2",
+    _splits(LLAMA3_PATTERN, ignore_merges=True): "llama-bpe",
+    _splits(LLAMA3_PATTERN): "dbrx",
+    _splits(QWEN2_PATTERN): "qwen2",
+    _splits(_QWEN35_PATTERN): "qwen35",
+    _splits(_GPT4O_PATTERN): "gpt-4o",
+    _splits(_TEKKEN_PATTERN, ignore_merges=True): "tekken",
+    _splits(*_DEEPSEEK_PATTERNS): "deepseek-v3",
+    _splits(_BAILING_PATTERN): "bailingmoe",
+    _splits(_SEED_PATTERN): "seed-coder",
     (("Digits", True), ("ByteLevel", True), ("ignore_merges", False)): "smollm",
     (("ByteLevel", True), ("ignore_merges", False)): "gpt-2",
 }
@@ -119,7 +152,12 @@ def _splitting_rule(pre_tokenizer: dict[str, Any] | None) -> list[tuple[str, Any
     match pre_tokenizer:
         case {"type": "Sequence", "pretokenizers": [*steps]}:
             return [entry for step in steps for entry in _splitting_rule(step)]
-        case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False}:
+        case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False} | {
+            "type": "Split",
+            "pattern": {"Regex": str(regex)},
+            "behavior": "Removed",
+            "invert": True,
+        }:  # what the pattern does not match is kept or removed, but these patterns match everything
             return [("Split", regex)]
         case {"type": "Digits", "individual_digits": bool(individual)}:
             return [("Digits", individual)]

@@ -23,13 +23,15 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "lo
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def qwen_tokenizer() -> HFTokenizer:
-    """A byte-level BPE that splits text as Qwen2's does."""
-    tokenizer = HFTokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+def qwen_tokenizer(rule: tuple[tuple[str, Any], ...] = (("Split", QWEN2_PATTERN), ("ByteLevel", False))) -> HFTokenizer:
+    """A byte-level BPE that splits text as Qwen2's does, or by another rule, step by step."""
+    settings = dict(rule)
+    tokenizer = HFTokenizer(models.BPE(ignore_merges=settings.get("ignore_merges", False)))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for kind, pattern in rule if kind == "Split"]
+    if "Digits" in settings:
+        steps.append(pre_tokenizers.Digits(individual_digits=settings["Digits"]))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=settings["ByteLevel"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
@@ -56,9 +58,8 @@ def make_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
         sizes |= {"vocab_size": 416, "num_key_value_heads": 2, "max_position_embeddings": 128}
         torch.manual_seed(0)
-        model = getattr(transformers, f"{family}ForCausalLM")(
-            getattr(transformers, f"{family}Config")(**{**sizes, **settings})
-        )
+        config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+        model = getattr(transformers, f"{family}ForCausalLM")(config(**{**sizes, **settings}))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape)

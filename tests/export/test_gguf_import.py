@@ -5,7 +5,6 @@ import re
 import struct
 import sys
 import urllib.request
-from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import export_gguf
+from lean_ft.export.gguf_vocabulary import PRE_TOKENIZERS
 from lean_ft.hub.paths import gguf_cache, path_at_commit, resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.models.hf_format import stored_tensors
@@ -24,7 +24,6 @@ from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer
 from tests.hub.hub_server import Repository
-from tests.tokenizers.conftest import byte_level_tokenizer
 
 IDS = torch.arange(60).view(2, 30)
 CHAT = [{"role": "user", "content": "Hi <|im_end|> there"}, {"role": "assistant", "content": "Hello."}]
@@ -362,21 +361,24 @@ def many_texts(shared_data: Path) -> list[str]:
         0x1F600,
     ]
     texts = []
-    for start, _ in pairwise([*starts * 40, 0]):
+    for start in starts * 100:
         letters = [chr(start + int(i)) for i in rng.integers(0, 90, 30)]
         words = ["".join(letters[i : i + 5]) for i in range(0, 30, 5)]
         texts.append(" ".join(words) + f" {int(rng.integers(10**6))}\n\n  <s>x")
-    rows = (shared_data / "gsm8k_train.jsonl").read_text().splitlines()[:400]
+    rows = (shared_data / "gsm8k_train.jsonl").read_text().splitlines()[:500]
     return texts + [json.loads(row).get("question", row) for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt-2", "llama"])
+RULES = {name: rule for rule, name in PRE_TOKENIZERS.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", *RULES])
 def test_ids_equal_llama_cpps(kind, make_model_folder, file, shared_data):
     if kind == "llama":
         pieces = shared_data / "tokenizers" / "llama2_sentencepiece.model"
         source = make_model_folder(tokenizer=pieces, tokenizer_config=SPM, vocab_size=32_000, hidden_size=32)
     else:
-        made = qwen_tokenizer() if kind == "qwen2" else byte_level_tokenizer()
+        made = qwen_tokenizer(RULES[kind])
         source = make_model_folder("Qwen2", tokenizer=made, tokenizer_config=CHAT_CONFIG, vocab_size=640)
     export_gguf(source, file, "f16")
     texts = many_texts(shared_data)
