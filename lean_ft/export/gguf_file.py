@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.export.gguf_families import GGUF_FAMILIES, GGUFFamily
-from lean_ft.export.gguf_vocabulary import GGUFVocabulary, gguf_vocabulary
+from lean_ft.export.gguf_vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig
@@ -106,6 +106,11 @@ def export_gguf(
     details = (
         f"architecture {family.architecture}, {kind}{wider}, {len(entries)} tensors, {size}. Try: llama-cli -m FILE"
     )
+    if vocabulary.pre in APPROXIMATED:
+        details += (
+            f"\nllama.cpp's splitting rule {vocabulary.pre} differs from this tokenizer's at combining marks and at capital letters "
+            "outside ASCII, so words with them get other ids there."
+        )
     return Exported(folder, destination, details, merged)
 
 

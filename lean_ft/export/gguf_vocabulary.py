@@ -66,6 +66,9 @@ PRE_TOKENIZERS = {
     (("ByteLevel", True), ("ignore_merges", False)): "gpt-2",
 }
 
+# llama.cpp splits words by their case only in ASCII, and at combining marks. Other words are split otherwise than in training.
+APPROXIMATED = {"gpt-4o", "tekken"}
+
 
 @dataclass
 class GGUFVocabulary:

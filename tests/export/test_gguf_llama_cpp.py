@@ -117,6 +117,8 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
             assert found[0]["id"] == int(expected.argmax())
             assert len(found) > 300
             for one in found:
-                assert one["logprob"] == pytest.approx(expected[one["id"]].item(), abs=5e-3 if "gemma" in case else 1e-3)
+                assert one["logprob"] == pytest.approx(
+                    expected[one["id"]].item(), abs=5e-3 if "gemma" in case else 1e-3
+                )
         ids.append(int(expected.argmax()))
     assert num_compared >= NUM_GREEDY // 2
