@@ -10,7 +10,7 @@ Create a separate environment for torchtune, because its last version needs an o
     python -m venv torchtune-env && torchtune-env/bin/python -m pip install -c constraints.txt torch
     torchtune-env/bin/python -m pip install --no-deps torchtune==0.6.1 torchao==0.10.0 torchdata==0.11.0
     torchtune-env/bin/python -m pip install omegaconf kagglehub numpy tqdm datasets huggingface-hub safetensors sentencepiece tiktoken \
-        tokenizers blobfile typer
+        tokenizers blobfile typer psutil
 
 Both sides use bfloat16 weights. torchtune_peer.py names torchtune's settings; SIDES has those of lean_ft. Each side runs in a new process per
 round, and the order is reversed in every second round. A run is stopped before it saves. The table compares each side of lean_ft with torchtune's

@@ -206,7 +206,7 @@ def missing_numbers(result: dict[str, Any]) -> list[str]:
     rows: dict[str, list[str]] = {}
     for row in result["rows"]:
         if row["status"] != "ok":
-            what = row.get("label") or f"{row['side']} at length {row['length']}"
+            what = row.get("label") or row["side"] + (f" at length {row['length']}" if "length" in row else "")
             of_one_reason = rows.setdefault(f"{row['status']}, {row['reason']}", [])
             if what not in of_one_reason:
                 of_one_reason.append(what)
