@@ -7,18 +7,15 @@ An adapter, or a run that trained an adapter, is merged first. For quantization-
 """
 
 import gc
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from pydantic import Field, PositiveInt
 
-from lean_ft.data import Batch, EvalBatches, sft_batches
+from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.export.places import check_destination, read_source
-from lean_ft.losses import linear_cross_entropy
-from lean_ft.models import Decoder
 from lean_ft.peft import is_adapter
-from lean_ft.quantize import quantize, save_quantized
+from lean_ft.quantize import mean_loss, quantize, save_quantized
 from lean_ft.settings import GroupSize, ModelConfig, QuantizedKind, Settings, SFTDataConfig
 from lean_ft.system.log import say
 from lean_ft.system.units import gibibytes, number
@@ -66,20 +63,3 @@ def main(cfg: Config) -> None:
         after = mean_loss(model, batches)
         say("loss", f"{number(before)} before, {number(after)} after, over {batches.report.kept:,} rows")
     say("output", f"{cfg.output}; load it with transformers and torchao")
-
-
-@torch.inference_mode()
-def mean_loss(model: Decoder, batches: Iterable[Batch]) -> float:
-    """Return the mean cross-entropy over the targets of the batches."""
-    total, num_targets = 0.0, 0
-    for batch in batches:
-        hidden = model(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True, is_token=batch.is_token)
-        loss = linear_cross_entropy(
-            hidden,
-            model.output_weight,
-            batch.labels,
-            num_targets=batch.num_targets,
-            softcap=model.config.logits_softcap,
-        )
-        total, num_targets = total + loss.item(), num_targets + batch.num_targets
-    return total / max(1, num_targets)

@@ -11,6 +11,7 @@ _CANNOT_COMBINE = {
     "--keep-vision": {"--gguf", "--max-shard-size"},
     "--dcp": {"--gguf", "--max-shard-size", "--keep-vision"},
     "--gguf": {"--dtype", "--max-shard-size"},  # it sets how numbers are stored, and writes one file
+    "--imatrix": {"--calibrate"},
 }
 
 
@@ -38,7 +39,25 @@ def export(
     ] = None,
     gguf: Annotated[
         str | None,
-        typer.Option("--gguf", metavar="f32|f16|bf16|q8_0", help="Write one GGUF file for llama.cpp instead."),
+        typer.Option(
+            "--gguf",
+            metavar="KIND",
+            help="Write one GGUF file for llama.cpp instead: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0, iq4_nl or mxfp4.",
+        ),
+    ] = None,
+    imatrix: Annotated[
+        str | None,
+        typer.Option(
+            "--imatrix", metavar="FILE", help="With a quantized --gguf: the importance of inputs, from llama-imatrix."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate",
+            metavar="DATA",
+            help="With a quantized --gguf: rows to compute the importance of inputs from, and the perplexity before and after.",
+        ),
     ] = None,
     dcp: Annotated[
         bool, typer.Option("--dcp", help="Write a torch.distributed.checkpoint (DCP) folder instead.")
@@ -75,6 +94,7 @@ def export(
     from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf
 
     options = {"--dtype": dtype, "--max-shard-size": max_shard_size, "--gguf": gguf, "--base": base}
+    options |= {"--imatrix": imatrix, "--calibrate": calibrate}
     flags = {"--dcp": dcp, "--merge": merge, "--keep-vision": keep_vision, "--adapter": adapter}
     given = {name for name, value in options.items() if value is not None} | {name for name, on in flags.items() if on}
     for option, others in _CANNOT_COMBINE.items():
@@ -82,10 +102,12 @@ def export(
             raise ValueError(f"{option} cannot be combined with {', '.join(found)}. Remove one of them.")
     if base is not None and not merge and not keep_vision:
         raise ValueError("--base is only used with --merge or --keep-vision. Add one of them, or remove --base.")
+    if gguf is None and (found := sorted(given & {"--imatrix", "--calibrate"})):
+        raise ValueError(f"{found[0]} is only used with --gguf. Add --gguf q4_k_m, or remove {found[0]}.")
     if adapter:
         typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
     elif gguf is not None:
-        typer.echo(str(export_gguf(source, destination, gguf, force=force, merge=merge, base=base)))
+        typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, imatrix, calibrate)))
     elif dcp:
         typer.echo(str(export_dcp(source, destination, dtype, force, merge, base)))
     else:

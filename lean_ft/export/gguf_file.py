@@ -8,6 +8,7 @@ Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor name
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -17,13 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lean_ft.data import EvalBatches, sft_batches
+from lean_ft.export.gguf_calibration import calibrate, check_importance, compare, find_places, read_imatrix
 from lean_ft.export.gguf_families import GGUF_FAMILIES, GGUFFamily
+from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.export.gguf_vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS, RopeConfig
+from lean_ft.quantize import mean_loss
+from lean_ft.settings import SFTDataConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
 from lean_ft.tokenizers import Tokenizer
@@ -31,7 +37,12 @@ from lean_ft.training.checkpoint import small_files_bytes
 from lean_ft.training.finished_models import find_finished
 
 # How matrices are stored -> llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
-GGUF_KINDS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
+GGUF_KINDS = {
+    "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q6_k": 18, "q5_k_m": 17, "q4_k_m": 15, "q4_0": 2, "iq4_nl": 25, "mxfp4": 38,
+}  # fmt: skip
+_FLOATS = ("f32", "f16", "bf16")
+_WEIGHED = ("q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")  # kinds that use the importance of input features
+_BATCH_ROWS = 8  # rows per forward pass of --calibrate
 # Fields of DecoderConfig that every architecture stores, or that change no number beyond rounding.
 _STORED = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "layers", "max_positions", "norm_eps",
@@ -45,8 +56,6 @@ _SCALING = {
     "llama3": {"scaling", "factor", "original_max_positions", "low_freq_factor", "high_freq_factor"},
     "longrope": {"scaling", "original_max_positions", "attention_factor", "short_factors", "long_factors", "factor"},
 }
-_ROWS = 4096  # rows of a matrix that are encoded at a time
-_Q8_BLOCK = 32  # numbers that share a scale
 
 
 class Entry(NamedTuple):
@@ -57,9 +66,7 @@ class Entry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        if self.kind == "q8_0":
-            return math.prod(self.shape) // _Q8_BLOCK * (_Q8_BLOCK + 2)
-        return math.prod(self.shape) * (4 if self.kind == "f32" else 2)
+        return num_bytes(self.kind, self.shape)
 
 
 def export_gguf(
@@ -69,16 +76,24 @@ def export_gguf(
     force: bool = False,
     merge: bool = False,
     base: str | Path | None = None,
+    imatrix: str | Path | None = None,
+    data: str | None = None,
 ) -> Exported:
     """Write the model of a checkpoint, run directory or model folder to the GGUF file `destination`.
 
-    `kind` is f32, f16, bf16 or q8_0; `merge` and `base` are as in `export_folder`. Raises ValueError if the source is missing or
-    damaged, the destination exists, llama.cpp would compute the model or its tokenizer differently, or the `gguf` package is
-    missing; OSError if the disk is full.
+    `kind` is one of `GGUF_KINDS`; `merge` and `base` are as in `export_folder`. The importance of inputs for quantized kinds
+    comes from `imatrix`, a file of llama.cpp, or from a forward pass over the rows of `data`, which also gives the perplexity
+    before and after. Raises ValueError if the source is missing or damaged, the destination exists, llama.cpp would compute
+    the model or its tokenizer differently, importance is given for a kind that does not use it or for another model, or the
+    `gguf` package is missing; OSError if the disk is full.
     """
     gguf = gguf_package()
     if kind not in GGUF_KINDS:
         raise ValueError(f"--gguf is {kind!r}; expected {', '.join(GGUF_KINDS)}.{did_you_mean(kind, GGUF_KINDS)}")
+    option = "--imatrix" if imatrix is not None else "--calibrate" if data is not None else None
+    if option is not None and kind not in _WEIGHED:
+        raise ValueError(f"{option} has no effect on {kind}. Remove it, or choose --gguf {', '.join(_WEIGHED)}.")
+    importance = {} if imatrix is None else read_imatrix(Path(imatrix).expanduser())
     folder, destination = find_finished(source), Path(destination).expanduser()
     if destination.suffix != ".gguf" or destination.is_dir():
         raise ValueError(f"{destination} is not the name of a GGUF file; expected a name that ends in .gguf.")
@@ -91,21 +106,43 @@ def export_gguf(
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
     vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
     metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
-    entries = {
-        name: Entry(tuple(tensor.shape), _stored_kind(tensor, kind))
-        for name, tensor in _all_tensors(model, family, "meta")
-    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in _all_tensors(model, family, "meta")}
+    mix = Mix(
+        kind,
+        family.architecture,
+        num_layers=model.config.num_layers,
+        heads_per_group=model.config.num_heads // model.config.num_kv_heads,
+        num_experts=0 if model.mixture is None else model.mixture.num_experts,
+        is_tied=model.head is None,
+        has_importance=option is not None,
+    )
+    entries = {name: Entry(shape, mix.kind_of(name, shape)) for name, shape in shapes.items()}
+    places, batches, before = None, [], None
+    if data is not None:
+        rows, _ = sft_batches(SFTDataConfig.model_validate({"source": data}), tokenizer, batch_size=_BATCH_ROWS, seed=0)
+        batches = EvalBatches(rows.layout, rows.report)
+        places = find_places(model, lambda parameters: gguf_tensors(parameters, model, family))
+        before, importance = calibrate(model, batches, places)
+    if option is not None:
+        weighed = {name: e.shape for name, e in entries.items() if name.startswith("blk.") and e.kind in FORMATS}
+        importance = check_importance(importance, weighed, f"{option} {imatrix or data}")
     needed_bytes = sum(entry.num_bytes for entry in entries.values()) + small_files_bytes(tokenizer)
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination, on_disk=True) as temporary, room_for(needed_bytes, destination):
-        write_gguf(gguf, temporary, family.architecture, metadata, entries, _all_tensors(model, family))
-    num_wider = sum(kind == "q8_0" and entry.kind == "f16" for entry in entries.values())
-    wider = f" ({num_wider} tensors as f16, because their rows are not multiples of {_Q8_BLOCK})" if num_wider else ""
+        write_gguf(gguf, temporary, family.architecture, metadata, entries, _all_tensors(model, family), importance)
+        errors = {} if kind in _FLOATS else compare(temporary, _all_tensors(model, family), places)
+        after = None if before is None else mean_loss(model, batches)
+    kinds = Counter(entry.kind for entry in entries.values() if len(entry.shape) > 1)
+    mixed = f" ({', '.join(f'{number} tensors as {one}' for one, number in kinds.items())})" if len(kinds) > 1 else ""
     size = f"{destination.stat().st_size / 1e9:.3g} GB"
     details = (
-        f"architecture {family.architecture}, {kind}{wider}, {len(entries)} tensors, {size}. Try: llama-cli -m FILE"
+        f"architecture {family.architecture}, {kind}{mixed}, {len(entries)} tensors, {size}. Try: llama-cli -m FILE"
     )
+    if errors:
+        details += f"\nrelative error of the weights: {', '.join(f'{one} {e:.2%}' for one, e in errors.items())}"
+    if before is not None and after is not None:
+        details += f"\nperplexity on {data}: {math.exp(before):.4g} before, {math.exp(after):.4g} after"
     if vocabulary.pre in APPROXIMATED:
         details += (
             f"\nllama.cpp's splitting rule {vocabulary.pre} differs from this tokenizer's at combining marks and at capital letters "
@@ -247,7 +284,7 @@ def _metadata(
         ids[key] = None if token is None else tokenizer.token_id(token)
     of_tokenizer |= {key: token_id for key, token_id in ids.items() if token_id is not None}
     metadata: dict[str, Any] = {"general.name": name, "general.file_type": GGUF_KINDS[kind]}
-    if kind == "q8_0":
+    if kind not in _FLOATS:
         metadata["general.quantization_version"] = 2
     for key, value in of_architecture.items():
         metadata[key if key.startswith("xielu.") else f"{architecture}.{key}"] = value  # as llama.cpp names them
@@ -294,12 +331,6 @@ def _all_tensors(model: Decoder, family: GGUFFamily, device: str = "cpu") -> Ite
             yield f"rope_factors_{length}.weight", torch.tensor(divisors, device=device)
 
 
-def _stored_kind(tensor: Tensor, kind: str) -> str:
-    if tensor.ndim == 1:
-        return "f32"
-    return "f16" if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else kind
-
-
 def write_gguf(
     gguf: Any,
     file: Path,
@@ -307,20 +338,21 @@ def write_gguf(
     metadata: dict[str, Any],
     entries: dict[str, Entry],
     tensors: Iterable[tuple[str, Tensor]],
+    importance: Mapping[str, Tensor] = {},
 ) -> None:
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in metadata.items():
         _add(writer, key, value)
     for name, entry in entries.items():
         stored, shape, dtype = gguf.GGMLQuantizationType[entry.kind.upper()], entry.shape, np.float32
-        if entry.kind == "q8_0":
+        if entry.kind in FORMATS:
             shape, dtype = gguf.quant_shape_to_byte_shape(shape, stored), np.uint8
         writer.add_tensor_info(name, shape, np.dtype(dtype), entry.num_bytes, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tensors:
-        writer.write_tensor_data(_encode(gguf, tensor, entries[name].kind))
+        writer.write_tensor_data(_encode(tensor, entries[name].kind, importance.get(name)))
     writer.close()
 
 
@@ -334,7 +366,7 @@ def _interleave(tensor: Tensor, num_heads: int) -> Tensor:
     return tensor.view(num_heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _encode(gguf: Any, tensor: Tensor, kind: str) -> np.ndarray:
+def _encode(tensor: Tensor, kind: str, importance: Tensor | None) -> np.ndarray:
     """Return the data of a tensor as stored in the file."""
     if kind == "f32":
         return tensor.float().numpy()
@@ -344,6 +376,4 @@ def _encode(gguf: Any, tensor: Tensor, kind: str) -> np.ndarray:
         return converted.numpy()
     if kind == "bf16":
         return tensor.to(torch.bfloat16).view(torch.uint16).numpy()
-    quantized = gguf.GGMLQuantizationType.Q8_0
-    rows = [gguf.quants.quantize(rows.float().numpy(), quantized) for rows in tensor.split(_ROWS)]
-    return np.concatenate(rows)
+    return quantize(tensor, kind, importance).numpy()

@@ -148,6 +148,14 @@ class Experts(nn.Module):
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
         return mixed
 
+    def inner(self, tokens: Tensor, expert: int) -> Tensor:
+        """The inputs (N, I) of the down projection of one expert, for tokens (N, D)."""
+        into, _ = _input_first(self.gate_up_proj[expert], self.down_proj[expert], self.config)
+        factors = tokens @ into
+        if self.gate_up_proj_bias is not None:
+            factors += self.gate_up_proj_bias[expert]
+        return _activation(factors, self.config)
+
 
 class MixtureOfExperts(nn.Module):
     """A router, its experts, and optionally a shared expert that every token uses."""

@@ -5,6 +5,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,3 +123,44 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
                 )
         ids.append(int(expected.argmax()))
     assert num_compared >= NUM_GREEDY // 2
+
+
+def in_8_bits(x: torch.Tensor, block: int) -> torch.Tensor:
+    """The inputs of a quantized matrix as llama.cpp rounds them: in blocks of 256 for k kinds, otherwise of 32."""
+    blocks = x.unflatten(-1, (-1, block))
+    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = -extreme / 127 if block == 256 else extreme.abs() / 127
+    stored = scale if block == 256 else scale.half().float()
+    return ((blocks / scale).round().clamp(max=127) * stored).flatten(-2)
+
+
+def round_inputs(model: torch.nn.Module, file: Path) -> None:
+    """Let the layers round their inputs as llama.cpp does for the kinds of the file's tensors."""
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_layers)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and (kind := kinds[f"{names.get_name(name)}.weight"]) != "F16":
+            block = 256 if kind.endswith("_K") else 32
+            module.register_forward_pre_hook(lambda module, inputs, block=block: (in_8_bits(inputs[0], block),))
+
+
+@pytest.mark.parametrize(("kind", "hidden_size"), [
+    *((kind, 256) for kind in ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl", "mxfp4")), ("q4_k_m", 96), ("q5_k_m", 96),
+])  # fmt: skip
+def test_llama_cpp_reads_quantized_weights(kind, hidden_size, make_model_folder, tmp_path):
+    """Its log-probabilities are those of the dequantized weights, up to a few inputs that round the other way."""
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+    source, file = make_model_folder("Llama", tokenizer=qwen_tokenizer(), **sizes), tmp_path / "model.gguf"
+    export_gguf(source, file, kind)
+    whole, model, server, differences = load_model(source), load_model(file), serve(file), []
+    round_inputs(model, file)
+    for length in range(5, 30):
+        ids = [(7 * i + i * i) % 390 + 5 for i in range(length)]
+        found = ask(server, ids)
+        if found:
+            tokens, of_server = [one["id"] for one in found], torch.tensor([one["logprob"] for one in found])
+            with torch.no_grad():
+                expected = [one(torch.tensor([ids]))[0, -1].log_softmax(-1)[tokens] for one in (model, whole)]
+            differences.append([(of_server - one).square().mean().sqrt() for one in expected])
+    of_model, of_source = torch.tensor(differences).mean(0).tolist()
+    assert of_model < min(0.08, 0.2 * of_source)

@@ -1,0 +1,227 @@
+"""The importance of input features for a quantized GGUF file, and how much the file differs from the model.
+
+The importance of an input feature of a matrix is the mean square of that input. It comes from a file of llama.cpp's
+`llama-imatrix`, or from the model's own forward passes.
+
+Source: llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
+
+Shapes: R rows and C columns of a matrix, E experts.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lean_ft.data import Batch
+from lean_ft.export.gguf_import import read_header
+from lean_ft.models import Decoder
+from lean_ft.models.gguf_tensors import GGUFTensor
+from lean_ft.models.moe import Experts
+from lean_ft.quantize import mean_loss
+from lean_ft.system.shards import Part
+
+_STRIP = 2**18  # weights compared at a time
+
+Importance = dict[str, Tensor]
+"""Matrix of the file, such as blk.0.attn_q.weight -> the importance of its input features, (C,), or (E, C) for experts."""
+
+
+def read_imatrix(file: Path) -> Importance:
+    """Read an importance matrix of llama.cpp, in GGUF or in the older binary format. Raises ValueError if it is damaged."""
+    if not file.is_file():
+        raise ValueError(f"--imatrix: no such file: {file}. Pass a file that llama-imatrix wrote.")
+    with file.open("rb") as stream:
+        is_gguf = stream.read(4) == b"GGUF"
+    found = _read_gguf(file) if is_gguf else _read_binary(file)
+    for name, importance in found.items():
+        if not bool((importance.isfinite() & (importance >= 0)).all()):
+            raise ValueError(f"--imatrix: {file} has a negative or infinite number for {name}. Make it again.")
+    return found
+
+
+def _read_gguf(file: Path) -> Importance:
+    found, (_, tensors) = Importance(), read_header(file)
+    for name, stored in tensors.items():
+        matrix = name.removesuffix(".in_sum2")
+        counts = tensors.get(f"{matrix}.counts")
+        if matrix == name or counts is None or {stored.kind, counts.kind} != {"F32"}:
+            continue
+        sums, number = (
+            torch.from_numpy(np.fromfile(file, np.float32, math.prod(one.shape), offset=one.offset))
+            for one in (stored, counts)
+        )
+        sums = sums.view(-1, stored.shape[-1])  # one dimension in the file of a single matrix
+        if len(number) not in (1, len(sums)):
+            raise ValueError(f"--imatrix: {file} is damaged: {matrix} has {len(number)} counts. Make it again.")
+        found[matrix] = _mean(sums, number[:, None])
+    if not found:
+        raise ValueError(
+            f"--imatrix: {file} has no importance, only other tensors. Pass a file that llama-imatrix wrote."
+        )
+    return found
+
+
+def _read_binary(file: Path) -> Importance:
+    content, found, place = file.read_bytes(), Importance(), 4
+    try:
+        for _ in range(struct.unpack_from("<i", content)[0]):
+            (length,) = struct.unpack_from("<i", content, place)
+            name = content[place + 4 : place + 4 + length].decode()
+            num_calls, size = struct.unpack_from("<2i", content, place + 4 + length)
+            place += 12 + length
+            sums = torch.frombuffer(bytearray(content[place : place + 4 * size]), dtype=torch.float32)
+            if len(sums) != size:
+                raise ValueError("truncated")
+            found[name], place = sums / max(1, num_calls), place + 4 * size
+    except (struct.error, ValueError):  # also of bytes that are not UTF-8, and of an empty buffer
+        found.clear()
+    if not found:
+        raise ValueError(
+            f"--imatrix: {file} is damaged, or not an importance matrix. Pass a file that llama-imatrix wrote."
+        )
+    return found
+
+
+def check_importance(importance: Importance, shapes: Mapping[str, tuple[int, ...]], source: str) -> Importance:
+    """Return the importance of the matrices `shapes` of the file, in the shape for `quantize`.
+
+    Raises ValueError if a matrix has none, or one of another size. source: where the importance comes from.
+    """
+    remedy = "Make it with llama-imatrix from this model, or use --calibrate."
+    if missing := [name for name in shapes if name not in importance]:
+        raise ValueError(
+            f"{source} lacks {len(missing)} of the {len(shapes)} matrices to quantize, such as {missing[0]}. {remedy}"
+        )
+    checked = Importance()
+    for name, shape in shapes.items():
+        expected = shape[-1] * (shape[0] if len(shape) == 3 else 1)
+        if importance[name].numel() != expected:
+            found = f"{importance[name].numel():,} numbers for {name}; expected {expected:,}"
+            raise ValueError(f"{source} has {found}, as it is of another model. {remedy}")
+        checked[name] = importance[name].view(*shape[:-2], -1)
+    return checked
+
+
+Places = Mapping[str, tuple[Tensor, str, Tensor]]
+"""Matrix of the file -> the rows of the model's parameter that has its rows, that parameter's name, and the rows' numbers (R,)."""
+Convert = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
+"""From tensors with the names and rows of parameters to the tensors of the file."""
+
+
+def find_places(model: Decoder, convert: Convert) -> Places:
+    """Find the rows of the file's matrices in the model. Raises ValueError if the file stores others than the model's rows."""
+    owners, numbered, starts, total = list[tuple[str, Tensor]](), list[tuple[str, Tensor]](), list[int](), 0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            num_rows = parameter.shape[:-1].numel()
+            numbers = torch.arange(total, total + num_rows).view(*parameter.shape[:-1], 1).expand_as(parameter)
+            owners.append((name, parameter.detach()))
+            numbered.append((name, numbers))
+            starts.append(total)
+            total += num_rows
+    places = {}
+    for (name, numbers), (_, tensor) in zip(convert(numbered), convert(owners), strict=True):
+        if tensor.ndim == 1:
+            continue
+        rows = numbers[..., 0].flatten().long()
+        i = int(np.searchsorted(starts, int(rows.min()), side="right")) - 1
+        owner, parameter = owners[i]
+        rows, whole, stored = rows - starts[i], parameter.flatten(0, -2), tensor.flatten(0, -2)
+        if int(rows.max()) >= len(whole) or not all(torch.equal(whole[rows[s]], stored[s]) for s in _strips(stored)):
+            raise ValueError(
+                f"--calibrate does not support this model, because a GGUF file stores {owner} in another form. Use --imatrix."
+            )
+        places[name] = whole, owner, rows
+    return places
+
+
+def calibrate(model: Decoder, batches: Iterable[Batch], places: Places) -> tuple[float, Importance]:
+    """Return the mean cross-entropy of the batches, and the importance of the layers' matrices of the file."""
+    sums, counts = dict[str, Tensor](), dict[str, Tensor]()
+    is_token = torch.ones(0, dtype=torch.bool)
+
+    def watched() -> Iterator[Batch]:
+        nonlocal is_token
+        for batch in batches:
+            is_token = torch.ones_like(batch.input_ids) if batch.is_token is None else batch.is_token
+            is_token = is_token.flatten().bool()
+            yield batch
+
+    def add(parameter: str, inputs: Tensor, number: int = 0, of: int = 1) -> None:
+        """Add the inputs (N, C) of matrix `number` of a stack."""
+        if parameter not in sums:
+            sums[parameter] = torch.zeros(of, inputs.shape[-1], dtype=torch.float64)
+            counts[parameter] = torch.zeros(of, 1, dtype=torch.float64)
+        sums[parameter][number] += inputs.float().square().sum(0)
+        counts[parameter][number] += len(inputs)
+
+    def watch_linear(name: str, module: nn.Module, inputs: tuple[Tensor]) -> None:
+        add(f"{name}.weight", inputs[0].flatten(0, -2)[is_token])
+
+    def watch_experts(name: str, module: Experts, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        tokens, weights, chosen = inputs
+        for expert in range(module.config.num_experts):
+            of_expert = (chosen == expert) & is_token[:, None]
+            rows = tokens[of_expert.any(-1)]
+            if module.config.scales_input:
+                rows = rows * weights[of_expert][:, None]
+            add(f"{name}.gate_up_proj", rows, expert, module.config.num_experts)
+            add(f"{name}.down_proj", module.inner(rows, expert), expert, module.config.num_experts)
+
+    hooks = list[RemovableHandle]()
+    for name, module in model.named_modules():
+        watch = watch_experts if isinstance(module, Experts) else watch_linear if type(module) is nn.Linear else None
+        if ".layers." in name and watch is not None:
+            hooks.append(module.register_forward_pre_hook(partial(watch, name)))
+    try:
+        loss = mean_loss(model, watched())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    means = {name: _mean(sums[name], counts[name]) for name in sums}
+    return loss, {name: means[owner] for name, (_, owner, _) in places.items() if owner in means}
+
+
+def _mean(sums: Tensor, counts: Tensor) -> Tensor:
+    """The importance (C,) or (E, C). All features of an expert that saw no token count the same."""
+    return torch.where(counts > 0, sums / counts, 1.0).float().squeeze(0)
+
+
+def compare(file: Path, tensors: Iterable[tuple[str, Tensor]], places: Places | None) -> dict[str, float]:
+    """Return the relative error of the quantized matrices of each kind, and of `all`: |stored - tensor| / |tensor|.
+
+    tensors: the file's tensors before quantization. With `places`, the model's parameters become those of the file.
+    """
+    _, header = read_header(file)
+    sums = dict[str, Tensor]()
+    for name, tensor in tensors:
+        stored = header[name]
+        if stored.kind in ("F32", "F16", "BF16"):
+            continue
+        of_file = GGUFTensor(file, stored.kind, stored.shape, stored.offset, stored.row_bytes)
+        rows = tensor.flatten(0, -2)
+        for strip in _strips(rows):
+            expected = rows[strip].float()
+            values = torch.empty_like(expected)
+            of_file.read_part(Part(values, stored.shape, strip.start * rows.shape[1]))
+            if places is not None:
+                whole, _, numbers = places[name]
+                whole[numbers[strip]] = values.to(whole.dtype)
+            errors = torch.stack([(values - expected).double().square().sum(), expected.double().square().sum()])
+            sums[stored.kind.lower()] = sums.get(stored.kind.lower(), 0) + errors
+    if len(sums) > 1:
+        sums = {"all": torch.stack(list(sums.values())).sum(0), **sums}
+    return {kind: float((error / size).sqrt()) for kind, (error, size) in sums.items()}
+
+
+def _strips(rows: Tensor) -> Iterator[slice]:
+    """Slices of a few MiB of rows (R, C)."""
+    step = max(1, _STRIP // rows.shape[1])
+    return (slice(first, first + step) for first in range(0, len(rows), step))

@@ -1,0 +1,309 @@
+"""The quantized kinds of a GGUF file: which kind llama.cpp stores each tensor in, and the bytes of its rows.
+
+A block is a run of weights in a row. It stores a few bits per weight, its code, and a scale; some kinds also store the block's
+lowest value. Blocks of the k kinds have 256 weights in parts of 16 or 32, and the scales of the parts are quantized too.
+
+A scale is searched: each trial scale rounds the weights to codes, least squares gives the best scale for these codes, and the
+one with the smallest weighted error is kept. The importance of an input feature multiplies the weight of its error.
+
+Source: llama.cpp, ggml-quants.c (formats, trial scales, weights of errors) and llama-quant.cpp (the kinds of tensors).
+
+Shapes: R rows, C columns, N blocks, P parts of a block, B weights of a block or part.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_SLICE = 2**18  # weights quantized at a time
+_IN_FLOAT32 = ("_norm", "_gate_inp", "_gate_inp_shexp", "conv", "conv1d")  # endings of small tensors
+
+
+class Mix(NamedTuple):
+    """What determines in which kind llama.cpp stores a tensor of a quantized file."""
+
+    kind: str
+    """The kind of the file, such as q4_k_m."""
+    architecture: str
+    num_layers: int
+    heads_per_group: int
+    """Query heads per key and value head."""
+    num_experts: int
+    is_tied: bool
+    """Whether the embeddings are also the output layer."""
+    has_importance: bool
+
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the kind of the tensor `name`, such as blk.0.attn_q.weight, of `shape` (..., C)."""
+        role, _, ending = name.rpartition(".")
+        if len(shape) == 1 or ending != "weight" or role.endswith(_IN_FLOAT32):
+            return "f32"
+        kind = self._wanted(role, len(shape) == 3)
+        if kind in FORMATS and shape[-1] % FORMATS[kind].block:
+            kind = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}.get(kind, kind)
+            kind = "f16" if shape[-1] % 32 else kind
+        return kind
+
+    def _wanted(self, role: str, is_stack: bool) -> str:
+        """The kind of a matrix whose rows are multiples of the block."""
+        kind = self.kind.removesuffix("_m")
+        if kind not in FORMATS:
+            return kind
+        place, _, part = role.rpartition(".")
+        layer = int(place.removeprefix("blk.")) if place else 0
+        eighth = self.num_layers // 8
+        early, late = layer < eighth, layer >= 7 * self.num_layers // 8
+        more_bits = kind != self.kind and (early or late or (layer - eighth) % 3 == 2)  # of q4_k_m and q5_k_m
+        is_70b = self.architecture in ("llama", "qwen2") and self.num_layers == 80 and self.heads_per_group > 1
+        is_value, is_down = part in ("attn_v", "attn_qkv", "attn_kv_b"), part.startswith("ffn_down")
+        is_output = role == "output" or (role == "token_embd" and self.is_tied)
+        rules = (
+            ("q8_0", is_output and kind in ("q8_0", "mxfp4")),
+            ("q6_k", is_output),
+            # llama.cpp has this mix for mixtures of experts only. Without experts, all matrices of layers are in 4 bits.
+            ("q8_0", kind == "mxfp4" and not is_stack and (self.num_experts > 0 or not place)),
+            ("q8_0", self.num_experts == 8 and (is_value or part == "attn_k")),
+            ("q5_k", self.num_experts == 8 and part == "attn_output" and kind in ("q4_k", "iq4_nl")),
+            ("q6_k", more_bits and (is_value or is_down)),
+            ("q5_k", is_value and ((kind == "iq4_nl" and self.heads_per_group >= 4) or (kind == "q4_k" and is_70b))),
+            ("q5_k", is_down and early and kind == "iq4_nl" and not self.has_importance),
+            ("q4_1", is_down and early and kind == "q4_0" and self.has_importance),
+        )
+        return next((wanted for wanted, holds in rules if holds), kind)
+
+
+def num_bytes(kind: str, shape: tuple[int, ...]) -> int:
+    """Return the size of a stored tensor."""
+    block, block_bytes = FORMATS[kind][:2] if kind in FORMATS else (1, 4 if kind == "f32" else 2)
+    return math.prod(shape) // block * block_bytes
+
+
+def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
+    """Return the stored rows, uint8 (..., bytes), of a tensor (..., C).
+
+    importance: (C,), or (experts, C) for a tensor (experts, R, C); the mean square of each input feature. Kinds that round
+    without a search (q8_0, mxfp4) ignore it. Raises ValueError if a weight is too large for the float16 scales.
+    """
+    if tensor.ndim == 3:
+        each = [None] * len(tensor) if importance is None else importance.expand(len(tensor), -1)
+        return torch.stack([quantize(expert, kind, one) for expert, one in zip(tensor, each, strict=True)])
+    block, _, encode = FORMATS[kind]
+    stored = torch.empty(num_bytes(kind, tensor.shape), dtype=torch.uint8).view(len(tensor), -1)
+    if importance is not None:
+        # An input that was always 0 in the data still counts a little.
+        importance = (importance / importance.mean()).nan_to_num_(1.0).float() + 1e-6
+    step = max(1, _SLICE // tensor.shape[1])
+    for rows, place in zip(tensor.split(step), stored.split(step), strict=True):
+        x = rows.float().reshape(-1, block)
+        of_x = None if importance is None else importance.expand_as(rows).reshape(-1, block)
+        torch.cat(encode(x, of_x), 1, out=place.view(len(x), -1))
+    return stored
+
+
+# Search of scales -----------------------------------------------------------------------------------------------------
+
+
+def _scale(x: Tensor, weight: Tensor, trials: Iterable[Tensor], to_values: Callable[[Tensor], Tensor]) -> Tensor:
+    """Scales (..., 1) of x (..., B). trials: inverse scales (..., 1). to_values: rounds x * trial to what codes stand for."""
+    best, scale = torch.zeros_like(x[..., :1]), torch.zeros_like(x[..., :1])
+    weighted = weight * x
+    for trial in trials:
+        values = to_values(x * trial)
+        product = (weighted * values).sum(-1, keepdim=True)
+        norm = values.square_().mul_(weight).sum(-1, keepdim=True)
+        better = product * product > best * norm
+        fitted = product / norm
+        scale = torch.where(better, fitted, scale)
+        best = torch.where(better, fitted * product, best)
+    return scale
+
+
+def _scale_and_lowest(x: Tensor, weight: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Scales and lowest values (..., 1), at most 0, of x (..., B), for codes from 0 to `most`."""
+    lowest = x.amin(-1, keepdim=True).clamp_(max=0)
+    shifted, span = x - lowest, x.amax(-1, keepdim=True) - lowest
+    scale, inverse = span / most, _inverse(span)
+    best = torch.full_like(scale, math.inf)
+    weighted, sum_w = weight * x, weight.sum(-1, keepdim=True)
+    sum_x = weighted.sum(-1, keepdim=True)
+    for i in range(21):
+        codes = (shifted * (inverse * (most - 1 + 0.1 * i))).round_().clamp_(0, most)
+        of_codes = weight * codes
+        sum_c = of_codes.sum(-1, keepdim=True)
+        sum_cx, sum_cc = (weighted * codes).sum(-1, keepdim=True), of_codes.mul_(codes).sum(-1, keepdim=True)
+        determinant = sum_w * sum_cc - sum_c * sum_c
+        offset = (sum_cc * sum_x - sum_c * sum_cx) / determinant
+        slope = torch.where(offset > 0, sum_cx / sum_cc, (sum_w * sum_cx - sum_x * sum_c) / determinant)
+        offset = offset.clamp_(max=0)
+        error = codes.mul_(slope).add_(offset).sub_(x).square_().mul_(weight).sum(-1, keepdim=True)
+        better = (error < best) & (determinant > 0)
+        scale, lowest, best = (torch.where(better, *pair) for pair in ((slope, scale), (offset, lowest), (error, best)))
+    return scale, lowest
+
+
+def _extreme(x: Tensor) -> Tensor:
+    """The value (..., 1) of x (..., B) that is farthest from 0."""
+    return x.gather(-1, x.abs().argmax(-1, keepdim=True))
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return scale.reciprocal().masked_fill_(scale.abs() < 1e-30, 0)
+
+
+def _error_weight(x: Tensor, importance: Tensor) -> Tensor:
+    """Weights of errors (N, B): larger weights of the model count more."""
+    return importance * (2 * x.square().mean(-1, keepdim=True) + x.square()).sqrt_()
+
+
+def _symmetric(x: Tensor, weight: Tensor, half: int) -> Tensor:
+    """Scales (..., 1) for codes from -half to half - 1."""
+    inverse = _inverse(_extreme(x))
+    trials = (inverse * -(half + 0.1 * i) for i in range(-9, 10))
+    return _scale(x, weight, trials, lambda values: values.round_().clamp_(-half, half - 1))
+
+
+# Bytes of blocks ------------------------------------------------------------------------------------------------------
+
+
+def _half(scale: Tensor) -> Tensor:
+    """The bytes (N, 2) of scales (N, 1) in float16."""
+    if not bool((stored := scale.half()).isfinite().all()):
+        raise ValueError(
+            "a weight is too large for the float16 scales of a quantized GGUF file. Choose --gguf bf16 or f32."
+        )
+    return stored.view(torch.uint8)
+
+
+def _pack(fields: Tensor, bits: int) -> Tensor:
+    """Bytes (..., M) of fields (..., F, M) of `bits` bits, the first in the lowest bits."""
+    shifts = torch.arange(0, bits * fields.shape[-2], bits, dtype=torch.uint8)
+    return (fields << shifts[:, None]).sum(-2, dtype=torch.uint8)
+
+
+def _round(values: Tensor, most: int, zero: int = 0) -> Tensor:
+    """Codes from 0 to `most` of values from -zero, with halves rounded up."""
+    return (values + (zero + 0.5)).floor_().clamp_(0, most).to(torch.uint8)
+
+
+def _code_bytes(codes: Tensor, bits: int = 4) -> list[Tensor]:
+    """The bytes of codes (N, 32): their fifth bits, if any, and the other bits of codes i and i + 16."""
+    fifth = [_pack((codes >> 4).view(-1, 4, 8, 1), 1).flatten(1)] if bits == 5 else []
+    return [*fifth, _pack((codes & 15).view(-1, 2, 16), 4)]
+
+
+def _q4_0(x: Tensor, importance: Tensor | None, bits: int = 4) -> list[Tensor]:
+    half = 2 ** (bits - 1)
+    scale = _extreme(x) / -half if importance is None else _symmetric(x, _error_weight(x, importance), half)
+    codes = _round(x * _inverse(scale), 2 * half - 1, half)
+    return [_half(scale), *_code_bytes(codes, bits)]
+
+
+def _q4_1(x: Tensor, importance: Tensor | None, bits: int = 4) -> list[Tensor]:
+    most = 2**bits - 1
+    if importance is None:
+        lowest = x.amin(-1, keepdim=True)
+        scale = (x.amax(-1, keepdim=True) - lowest) / most
+    else:
+        scale, lowest = _scale_and_lowest(x, _error_weight(x, importance), most)
+    codes = _round((x - lowest) * _inverse(scale), most)
+    return [_half(scale), _half(lowest), *_code_bytes(codes, bits)]
+
+
+def _q8_0(x: Tensor, importance: Tensor | None) -> list[Tensor]:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    values = x * _inverse(scale)
+    codes = values.trunc() + (2 * values.frac()).trunc_()  # halves away from 0
+    return [_half(scale), codes.to(torch.int8).view(torch.uint8)]
+
+
+_IQ4_VALUES = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+# The code of the nearest value, and that value, for numbers from -128 in steps of 0.5; the middles of values are such steps.
+_IQ4_CODES = torch.bucketize(torch.arange(-128, 128, 0.5), (_IQ4_VALUES[1:] + _IQ4_VALUES[:-1]) / 2, right=True)
+_IQ4_NEAREST = _IQ4_VALUES[_IQ4_CODES]
+
+
+def _look_up(table: Tensor, values: Tensor) -> Tensor:
+    steps = (values * 2).floor_().clamp_(-256, 255).add_(256).int()
+    return table.index_select(0, steps.flatten()).view_as(values)
+
+
+def _iq4_nl(x: Tensor, importance: Tensor | None) -> list[Tensor]:
+    weight = x.square() if importance is None else _error_weight(x, importance)
+    inverse = _inverse(_extreme(x))
+    trials = (inverse * value for value in (127, *range(-134, -119)))
+    scale = _scale(x, weight, trials, partial(_look_up, _IQ4_NEAREST))
+    return [_half(scale), *_code_bytes(_look_up(_IQ4_CODES, x * _inverse(scale)).to(torch.uint8))]
+
+
+_MXFP4_MIDDLES = torch.tensor([0.5, 1.5, 2.5, 3.5, 5, 7, 10])  # between 0, 1, 2, 3, 4, 6, 8 and 12
+
+
+def _mxfp4(x: Tensor, importance: Tensor | None) -> list[Tensor]:
+    exponent = x.abs().amax(-1, keepdim=True).log2_().floor_().add_(125).clamp_(0, 254)
+    codes = torch.bucketize(torch.ldexp(x.abs(), (128 - exponent).clamp_(max=127)), _MXFP4_MIDDLES).to(torch.uint8)
+    codes += 8 * ((x < 0) & (codes > 0))
+    return [exponent.to(torch.uint8), *_code_bytes(codes)]
+
+
+def _in_six_bits(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize values (N, 8) from 0: their scale's bytes, codes up to 63 (N, 8), and the values of the codes (N, 8, 1)."""
+    inverse = _inverse(values.amax(-1, keepdim=True))
+    trials = (inverse * code for code in range(40, 64))  # of the largest value
+    stored = _half(_scale(values, weight, trials, lambda values: values.round_().clamp_(0, 63)))
+    scale = stored.view(torch.float16).float()
+    codes = _round(values * _inverse(scale), 63)
+    return stored, codes, (scale * codes)[..., None]
+
+
+def _q4_k(x: Tensor, importance: Tensor | None, bits: int = 4) -> list[Tensor]:
+    parts = x.view(-1, 8, 32)
+    if importance is None:
+        weight = parts.square().mean(-1, keepdim=True).sqrt() + parts.abs()
+    else:
+        weight = _error_weight(x, importance).view_as(parts)
+    scale, lowest = _scale_and_lowest(parts, weight, 2**bits - 1)
+    of_part = weight.sum(-1)
+    scale_bytes, scale_codes, scale = _in_six_bits(scale[..., 0], of_part)
+    lowest_bytes, lowest_codes, depth = _in_six_bits(-lowest[..., 0], of_part)
+    codes = _round((parts + depth) * _inverse(scale), 2**bits - 1)
+    (scales, last_scales), (depths, last_depths) = scale_codes.split(4, 1), lowest_codes.split(4, 1)
+    packed = (scales | last_scales >> 4 << 6, depths | last_depths >> 4 << 6, last_scales & 15 | last_depths << 4)
+    fifth = [_pack(codes >> 4, 1)] if bits == 5 else []
+    return [scale_bytes, lowest_bytes, *packed, *fifth, _pack((codes & 15).view(-1, 4, 2, 32), 4).flatten(1)]
+
+
+def _q6_k(x: Tensor, importance: Tensor | None) -> list[Tensor]:
+    parts = x.view(-1, 16, 16)
+    weight = parts.square() if importance is None else importance.view_as(parts)
+    scales = _symmetric(parts, weight, 32)[..., 0]
+    stored = _half(_extreme(scales) / -128)
+    scale = stored.view(torch.float16).float()
+    scale_codes = (scales * _inverse(scale)).round_().clamp_(-128, 127)
+    codes = _round(parts * _inverse(scale * scale_codes)[..., None], 63, 32).view(-1, 2, 4, 32)
+    low = _pack((codes & 15).view(-1, 2, 2, 64), 4).flatten(1)
+    return [low, _pack(codes >> 4, 2).flatten(1), scale_codes.to(torch.int8).view(torch.uint8), stored]
+
+
+class _Format(NamedTuple):
+    block: int  # weights
+    num_bytes: int  # of a block
+    encode: Callable[[Tensor, Tensor | None], list[Tensor]]
+    """The parts of the bytes (N, ...) of blocks (N, B), given the importance (N, B) of their weights."""
+
+
+FORMATS = {
+    "q4_0": _Format(32, 18, _q4_0),
+    "q4_1": _Format(32, 20, _q4_1),
+    "q5_0": _Format(32, 22, partial(_q4_0, bits=5)),
+    "q5_1": _Format(32, 24, partial(_q4_1, bits=5)),
+    "q8_0": _Format(32, 34, _q8_0),
+    "iq4_nl": _Format(32, 18, _iq4_nl),
+    "mxfp4": _Format(32, 17, _mxfp4),
+    "q4_k": _Format(256, 144, _q4_k),
+    "q5_k": _Format(256, 176, partial(_q4_k, bits=5)),
+    "q6_k": _Format(256, 210, _q6_k),
+}

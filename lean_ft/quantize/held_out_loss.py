@@ -1,0 +1,26 @@
+"""The loss of a model before and after quantization."""
+
+from collections.abc import Iterable
+
+import torch
+
+from lean_ft.data import Batch
+from lean_ft.losses import linear_cross_entropy
+from lean_ft.models import Decoder
+
+
+@torch.inference_mode()
+def mean_loss(model: Decoder, batches: Iterable[Batch]) -> float:
+    """Return the mean cross-entropy over the targets of the batches."""
+    total, num_targets = 0.0, 0
+    for batch in batches:
+        hidden = model(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True, is_token=batch.is_token)
+        loss = linear_cross_entropy(
+            hidden,
+            model.output_weight,
+            batch.labels,
+            num_targets=batch.num_targets,
+            softcap=model.config.logits_softcap,
+        )
+        total, num_targets = total + loss.item(), num_targets + batch.num_targets
+    return total / max(1, num_targets)
