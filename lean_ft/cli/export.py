@@ -7,7 +7,7 @@ import typer
 from lean_ft.cli.arguments import Debug
 
 _CANNOT_COMBINE = {
-    "--adapter": {"--dtype", "--max-shard-size", "--gguf", "--base", "--dcp", "--merge", "--keep-vision"},
+    "--adapter": {"--dtype", "--max-shard-size", "--dcp", "--merge", "--keep-vision", "--imatrix", "--calibrate"},
     "--keep-vision": {"--gguf", "--max-shard-size"},
     "--dcp": {"--gguf", "--max-shard-size", "--keep-vision"},
     "--gguf": {"--dtype", "--max-shard-size"},  # it sets how numbers are stored, and writes one file
@@ -66,14 +66,15 @@ def export(
         bool, typer.Option("--merge", help="For an adapter: export the base model with merged weights.")
     ] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="For an adapter: export only the adapter, in PEFT's format.")
+        bool,
+        typer.Option("--adapter", help="For an adapter: export only the adapter, in PEFT's format or with --gguf."),
     ] = False,
     base: Annotated[
         str | None,
         typer.Option(
             "--base",
             metavar="MODEL",
-            help="With --merge or --keep-vision: the base model, if not the one that the source names.",
+            help="With --merge, --keep-vision or --adapter --gguf: the base model, if not the one that the source names.",
         ),
     ] = None,
     keep_vision: Annotated[
@@ -88,10 +89,10 @@ def export(
 ) -> None:
     """Export a model as a Hugging Face folder, a GGUF file or a DCP folder.
 
-    An adapter is exported merged into its model (--merge) or alone (--adapter).
+    An adapter is exported merged into its model (--merge) or alone (--adapter, also with --gguf).
     A Hugging Face folder is read back, and its logits are compared with the source's, before DEST appears.
     """
-    from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf
+    from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf, export_gguf_adapter
 
     options = {"--dtype": dtype, "--max-shard-size": max_shard_size, "--gguf": gguf, "--base": base}
     options |= {"--imatrix": imatrix, "--calibrate": calibrate}
@@ -100,11 +101,15 @@ def export(
     for option, others in _CANNOT_COMBINE.items():
         if option in given and (found := sorted(given & others)):
             raise ValueError(f"{option} cannot be combined with {', '.join(found)}. Remove one of them.")
-    if base is not None and not merge and not keep_vision:
-        raise ValueError("--base is only used with --merge or --keep-vision. Add one of them, or remove --base.")
+    if base is not None and not merge and not keep_vision and not (adapter and gguf):
+        raise ValueError(
+            "--base is only used with --merge, --keep-vision, or --adapter and --gguf. Add one of them, or remove --base."
+        )
     if gguf is None and (found := sorted(given & {"--imatrix", "--calibrate"})):
         raise ValueError(f"{found[0]} is only used with --gguf. Add --gguf q4_k_m, or remove {found[0]}.")
-    if adapter:
+    if adapter and gguf is not None:
+        typer.echo(str(export_gguf_adapter(source, destination, gguf, force, base)))
+    elif adapter:
         typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
     elif gguf is not None:
         typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, imatrix, calibrate)))

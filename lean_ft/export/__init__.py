@@ -2,7 +2,16 @@
 
 from lean_ft.export.dcp import export_dcp
 from lean_ft.export.folder import export_adapter, export_folder
+from lean_ft.export.gguf_adapter import export_gguf_adapter
 from lean_ft.export.gguf_file import GGUF_KINDS, export_gguf
 from lean_ft.export.places import Exported
 
-__all__ = ["GGUF_KINDS", "Exported", "export_adapter", "export_dcp", "export_folder", "export_gguf"]
+__all__ = [
+    "GGUF_KINDS",
+    "Exported",
+    "export_adapter",
+    "export_dcp",
+    "export_folder",
+    "export_gguf",
+    "export_gguf_adapter",
+]

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,10 +95,7 @@ def export_gguf(
     if option is not None and kind not in _WEIGHED:
         raise ValueError(f"{option} has no effect on {kind}. Remove it, or choose --gguf {', '.join(_WEIGHED)}.")
     importance = {} if imatrix is None else read_imatrix(Path(imatrix).expanduser())
-    folder, destination = find_finished(source), Path(destination).expanduser()
-    if destination.suffix != ".gguf" or destination.is_dir():
-        raise ValueError(f"{destination} is not the name of a GGUF file; expected a name that ends in .gguf.")
-    check_destination(destination, folder, force)
+    folder, destination = gguf_destination(source, destination, force)
     model, tokenizer, merged = read_source(folder, merge, base)
     if model.config.scores:
         raise ValueError(f"{folder} is a reward model, which llama.cpp cannot run. Export it as a folder.")
@@ -149,6 +147,15 @@ def export_gguf(
             "outside ASCII, so words with them get other ids there."
         )
     return Exported(folder, destination, details, merged)
+
+
+def gguf_destination(source: str | Path, destination: str | Path, force: bool) -> tuple[Path, Path]:
+    """Return the source's folder and the path of the file. Raises ValueError unless the file may be written."""
+    folder, file = find_finished(source), Path(destination).expanduser()
+    if file.suffix != ".gguf" or file.is_dir():
+        raise ValueError(f"{file} is not the name of a GGUF file; expected a name that ends in .gguf.")
+    check_destination(file, folder, force)
+    return folder, file
 
 
 def gguf_package() -> Any:
@@ -303,9 +310,8 @@ def gguf_tensors(
 
     On the device `meta` they have only shapes; otherwise one at a time is in memory.
     """
-    gguf, config, (rope, _) = gguf_package(), model.config, _ropes(model.config)
-    (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
-    names = gguf.get_tensor_name_map(architecture, config.num_layers)
+    config, (rope, _) = model.config, _ropes(model.config)
+    names = _names(family.architecture, config.num_layers)
     reordered = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     for name, parameter in parameters:
         values = parameter.detach().to(device)
@@ -317,6 +323,14 @@ def gguf_tensors(
             if num_heads is not None and family.pairs_neighbors and not rope.interleaved:
                 tensor = _interleave(tensor, num_heads)
             yield f"{names[module_on_disk(model.source.config, module)]}.{ending}", tensor
+
+
+@lru_cache(maxsize=1)
+def _names(name: str, num_layers: int) -> Any:
+    """Return a map from Hugging Face's names of modules to those of an architecture of llama.cpp."""
+    gguf = gguf_package()
+    (architecture,) = (key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    return gguf.get_tensor_name_map(architecture, num_layers)
 
 
 def _all_tensors(model: Decoder, family: GGUFFamily, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from lean_ft.export.keep_vision import PROCESSOR_FILES
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.peft_format import CONFIG_FILE as ADAPTER_CONFIG
@@ -36,7 +37,7 @@ class Exported:
 
     def __str__(self) -> str:
         merged = f"{self.merged}.\n" if self.merged else ""
-        return f"{merged}exported {self.source} to {self.destination}: {self.details}"
+        return f"{merged}exported {gguf_file(self.source) or self.source} to {self.destination}: {self.details}"
 
 
 def read_source(
@@ -49,7 +50,7 @@ def read_source(
     """
     if is_adapter(folder) and not merge:
         raise ValueError(
-            f"{folder} has an adapter, not a model. Export it with its model by --merge, or alone in PEFT's format by --adapter."
+            f"{folder} has an adapter, not a model. Export it with its model by --merge, or alone by --adapter."
         )
     if merge and not is_adapter(folder):
         raise ValueError(f"{folder} has a whole model, not an adapter: leave out --merge.")

@@ -148,9 +148,8 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
     """
     if has_adapter(model):
         raise ValueError("the model already has an adapter; load the model again to add others.")
-    adapters = [_with_own_names(model, read_adapter(Path(path))) for path in paths]
+    adapters = [fit_adapter(model, path) for path in paths]
     for adapter in adapters:
-        _check_fits(model, adapter)
         if len(adapters) > 1 and any(shape.dora for shape in adapter.shapes.values()):
             raise ValueError(f"{adapter.folder} is a DoRA adapter, which cannot be summed with others. {_ALONE}")
     model.requires_grad_(False)
@@ -167,6 +166,19 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
     for adapter in adapters:
         for name, ids in adapter.rows.items():
             _put_stored_rows(model, name, ids, _read(adapter.tensors[name + ENDING]))
+
+
+def fit_adapter(model: Decoder, path: str | Path) -> StoredAdapter:
+    """The adapter of a folder, with the names of the model's layers. Raises ValueError if it does not fit the model."""
+    adapter = _with_own_names(model, read_adapter(Path(path)))
+    _check_fits(model, adapter)
+    return adapter
+
+
+def read_factors(adapter: StoredAdapter, name: str) -> tuple[Tensor, Tensor]:
+    """Read A (R, I) and B (O, R) of a layer."""
+    a, b = _OF_EMBEDDING if name + _OF_EMBEDDING[0] in adapter.tensors else _OF_LINEAR
+    return _read(adapter.tensors[name + a]), _read(adapter.tensors[name + b])
 
 
 def ids_of_rows(*paths: str | Path) -> list[int]:
@@ -498,10 +510,9 @@ def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:
 def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) -> None:
     """Add the stored adapters of one layer to it, as one adapter with the sum of the ranks."""
     is_stack = is_projection_of_experts(model, name)
-    a, b = _OF_LINEAR if is_stack else _endings(model.get_submodule(name))
     first = adapters[0].shapes[name]
-    matrices_a = [_read(adapter.tensors[name + a]) for adapter in adapters]
-    matrices_b = [_read(adapter.tensors[name + b]).float() for adapter in adapters]
+    matrices_a, matrices_b = zip(*(read_factors(adapter, name) for adapter in adapters), strict=True)
+    matrices_b = [matrix.float() for matrix in matrices_b]
     if len(adapters) > 1:
         if is_stack:
             raise ValueError(f"{name} is a stack of experts, which takes one adapter at a time. {_ALONE}")
@@ -510,6 +521,7 @@ def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) ->
         rank = sum(matrix.shape[0] for matrix in matrices_a)
         first = AdapterShape(rank=rank, alpha=float(rank))  # a scaling of 1: B includes each adapter's scaling
     layer = put_adapter(model, name, first, torch.float32)
+    a, b = _endings(layer)
     values = {a: torch.cat(matrices_a), b: torch.cat(matrices_b, dim=1)}
     if first.dora:
         values[_MAGNITUDE] = _read(adapters[0].tensors[name + _MAGNITUDE])

@@ -2,6 +2,7 @@
 
 import json
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,39 @@ def ask(server: Any, ids: list[int]) -> list[dict[str, Any]]:
     return found[0]["top_logprobs"]
 
 
-def serve(file: Path) -> Any:
+def serve(file: Path, adapter: Path | None = None) -> Any:
     """A server of llama.cpp that keeps keys and values in float32."""
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.warmup, params.port = str(file), 128, False, 0
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if adapter is not None:
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
     return xllamacpp.Server(params)
+
+
+def tolerance(case: str) -> float:
+    return 5e-3 if "gemma" in case else 1e-3
+
+
+@torch.no_grad()
+def assert_same_log_probs(
+    logits: Callable[[torch.Tensor], torch.Tensor], server: Any, tolerance: float, num_tokens: int = NUM_GREEDY
+) -> None:
+    """Greedy tokens and their candidates' log-probabilities equal those from `logits` of ids (1, T)."""
+    ids, num_compared = list(range(5, 40)), 0
+    for _ in range(num_tokens):
+        with GELUFromTable():
+            expected = logits(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        found = ask(server, ids)
+        if found:
+            num_compared += 1
+            assert found[0]["id"] == int(expected.argmax())
+            assert len(found) > 300
+            for one in found:
+                assert one["logprob"] == pytest.approx(expected[one["id"]].item(), abs=tolerance)
+        ids.append(int(expected.argmax()))
+    assert num_compared >= num_tokens // 2
 
 
 def test_every_family_has_a_case():
@@ -108,21 +135,7 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
     export_gguf(source, tmp_path / "model.gguf", "f32")
     model, server = load_model(source), serve(tmp_path / "model.gguf")
     assert model.source.config["model_type"] == family
-    ids, num_compared = list(range(5, 40)), 0
-    for _ in range(NUM_GREEDY):
-        with torch.no_grad(), GELUFromTable():
-            expected = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
-        found = ask(server, ids)
-        if found:
-            num_compared += 1
-            assert found[0]["id"] == int(expected.argmax())
-            assert len(found) > 300
-            for one in found:
-                assert one["logprob"] == pytest.approx(
-                    expected[one["id"]].item(), abs=5e-3 if "gemma" in case else 1e-3
-                )
-        ids.append(int(expected.argmax()))
-    assert num_compared >= NUM_GREEDY // 2
+    assert_same_log_probs(model, server, tolerance(case))
 
 
 def in_8_bits(x: torch.Tensor, block: int) -> torch.Tensor:

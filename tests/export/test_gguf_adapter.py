@@ -1,0 +1,57 @@
+"""Adapters as GGUF files: llama.cpp with its own file of the base model computes what PEFT computes."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import transformers
+
+from lean_ft.export import export_gguf, export_gguf_adapter
+from lean_ft.models import load_model
+from lean_ft.peft import apply_lora, save_adapter
+from lean_ft.settings import LoRAConfig
+from tests.export.conftest import qwen_tokenizer
+from tests.export.test_gguf_llama_cpp import CASES as FAMILIES
+from tests.export.test_gguf_llama_cpp import GRANITE, assert_same_log_probs, serve, tolerance
+from tests.peft.conftest import randomize
+
+UNEVEN = {"r": 4, "lora_alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}
+ALL = {"target_modules": "all-linear"}
+# Name -> transformers' name of the family, settings, PEFT's settings, how numbers are stored
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    **{family: (*case, ALL, "f32") for family, case in FAMILIES.items() if "/" not in family},
+    "llama/f16": ("Llama", {"tie_word_embeddings": True}, ALL, "f16"),
+    "qwen2/uneven": ("Qwen2", {}, ALL | UNEVEN, "f32"),
+    "qwen2/rslora": ("Qwen2", {}, ALL | UNEVEN | {"use_rslora": True}, "f32"),
+    "granite/tables": ("Granite", GRANITE, {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}, "f32"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_llama_cpp_computes_what_peft_computes(case, make_model_folder, tmp_path):
+    family, settings, adapter, kind = CASES[case]
+    source = make_model_folder(family, tokenizer=qwen_tokenizer(), **settings)
+    base = transformers.AutoModelForCausalLM.from_pretrained(source)
+    reference = peft.get_peft_model(base, peft.LoraConfig(**adapter))
+    randomize(reference)
+    reference.save_pretrained(tmp_path / "adapter")
+    exported = export_gguf_adapter(tmp_path / "adapter", tmp_path / "adapter.gguf", kind)
+    export_gguf(source, tmp_path / "base.gguf", "f32")
+    assert f"{kind}," in str(exported)
+    server = serve(tmp_path / "base.gguf", tmp_path / "adapter.gguf")
+    expected = lambda ids: reference(ids).logits  # noqa: E731
+    assert_same_log_probs(expected, server, tolerance(case) if kind == "f32" else 5e-2, num_tokens=4)
+
+
+@pytest.mark.parametrize(("lora", "message"), [
+    ({"dora": True}, "the magnitudes of DoRA, which llama.cpp does not read.*--merge instead of --adapter"),
+    ({"rank": 2}, r"--gguf is 'q8_0'; expected f32, f16, bf16 with --adapter"),
+])  # fmt: skip
+def test_what_llama_cpp_cannot_apply(lora, message, qwen_folder, tmp_path):
+    model = load_model(qwen_folder)
+    apply_lora(model, LoRAConfig(**lora))
+    save_adapter(model, tmp_path / "adapter")
+    with pytest.raises(ValueError, match=message):
+        export_gguf_adapter(tmp_path / "adapter", tmp_path / "adapter.gguf", "f16" if "dora" in lora else "q8_0")
+    assert not Path(tmp_path / "adapter.gguf").exists()
