@@ -48,6 +48,7 @@ BENCHMARKS = (
     "planned_distributed",
     "published_speed",
     "pretended_ladder",
+    "pretended_torchtune",
     "pretended_updates",
     "kernel_resources",
     "convergence",

@@ -44,38 +44,38 @@ CARDS: dict[int, tuple[str, float]] = {
     80: ("A100", 79.1),
 }
 FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
-_CHUNKED = {"memory.loss_chunk_tokens": 1024}
-_CHECKPOINTED = {**_CHUNKED, "compile": True, "memory.activation_checkpointing": "full"}
-_IN_BACKWARD = {**_CHECKPOINTED, "optimizer.in_backward": True}
-_8BIT = {**_IN_BACKWARD, "optimizer.name": "adamw_8bit"}
-_SUMS = {**_8BIT, "memory.loss_accumulation_dtype": "weight"}
+CHUNKED = {"memory.loss_chunk_tokens": 1024}
+CHECKPOINTED = {**CHUNKED, "compile": True, "memory.activation_checkpointing": "full"}
+IN_BACKWARD = {**CHECKPOINTED, "optimizer.in_backward": True}
+EIGHT_BIT = {**IN_BACKWARD, "optimizer.name": "adamw_8bit"}
+_SUMS = {**EIGHT_BIT, "memory.loss_accumulation_dtype": "weight"}
 _OFFLOADED = {**_SUMS, "memory.activation_offload": True}
 _PARKED = {**_OFFLOADED, "memory.tied_gradient": "host"}
 _STREAMED = {**_PARKED, "optimizer.state": "streamed"}
-_WHOLE_LOGITS = {"memory.loss_chunk_tokens": 0}
-_ADAPTER = {**_CHECKPOINTED, "memory.activation_offload": True}
+WHOLE_LOGITS = {"memory.loss_chunk_tokens": 0}
+_ADAPTER = {**CHECKPOINTED, "memory.activation_offload": True}
 _LEAN_8B = {key: value for key, value in _STREAMED.items() if key != "memory.tied_gradient"}
 _QLORA_8B = {**_ADAPTER, "lora.quantize": "nf4", "optimizer.name": "adamw_8bit", "data.max_length": 2048}
 
 # (shape, recipe, label, settings): the ladder that torchtune published, more techniques, and adapters.
 RUNGS: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("llama3_2_3b", FULL, "3B: packed, no other technique", _WHOLE_LOGITS),
-    ("llama3_2_3b", FULL, "+ compile", {**_WHOLE_LOGITS, "compile": True}),
-    ("llama3_2_3b", FULL, "+ chunked cross-entropy", {**_CHUNKED, "compile": True}),
-    ("llama3_2_3b", FULL, "+ activation checkpointing", _CHECKPOINTED),
-    ("llama3_2_3b", FULL, "+ step in backward", _IN_BACKWARD),
-    ("llama3_2_3b", FULL, "+ 8-bit AdamW", _8BIT),
+    ("llama3_2_3b", FULL, "3B: packed, no other technique", WHOLE_LOGITS),
+    ("llama3_2_3b", FULL, "+ compile", {**WHOLE_LOGITS, "compile": True}),
+    ("llama3_2_3b", FULL, "+ chunked cross-entropy", {**CHUNKED, "compile": True}),
+    ("llama3_2_3b", FULL, "+ activation checkpointing", CHECKPOINTED),
+    ("llama3_2_3b", FULL, "+ step in backward", IN_BACKWARD),
+    ("llama3_2_3b", FULL, "+ 8-bit AdamW", EIGHT_BIT),
     ("llama3_2_3b", FULL, "+ bfloat16 loss accumulation", _SUMS),
     ("llama3_2_3b", FULL, "+ activation offload", _OFFLOADED),
     ("llama3_2_3b", FULL, "+ tied gradient on the host", _PARKED),
     ("llama3_2_3b", FULL, "+ optimizer state streamed", _STREAMED),
-    ("llama3_2_3b", LORA, "3B: LoRA, rank 16", _CHECKPOINTED),
-    ("llama3_2_3b", LORA, "3B: QLoRA, rank 16", {**_CHECKPOINTED, "lora.quantize": "nf4"}),
+    ("llama3_2_3b", LORA, "3B: LoRA, rank 16", CHECKPOINTED),
+    ("llama3_2_3b", LORA, "3B: QLoRA, rank 16", {**CHECKPOINTED, "lora.quantize": "nf4"}),
     ("llama3_2_3b", LORA, "3B: LoRA, activations offloaded", _ADAPTER),
     ("llama3_2_3b", LORA, "3B: QLoRA, activations offloaded", {**_ADAPTER, "lora.quantize": "nf4"}),
     ("llama3_1_8b", FULL, "8B: all except streaming, 1 x 2,048", {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}),
     ("llama3_1_8b", FULL, "8B: optimizer state streamed, 1 x 2,048", {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}),
-    ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048", {**_CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}),
+    ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048", {**CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}),
     ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 2 x 2,048", {**_QLORA_8B, "optimizer.name": "adamw"}),
     ("llama3_1_8b", LORA, "8B: + 8-bit AdamW", _QLORA_8B),
     ("llama3_1_8b", LORA, "8B: + MLP in tiles", {**_QLORA_8B, "memory.tile_mlp": 4}),
@@ -100,7 +100,7 @@ def ladder() -> list[Setting]:
     """The rungs, and adapters with the least memory without offload."""
     packed = {"data.packing": "bfd", "data.max_length": 4096, "batch_size": 2}
     rungs = [Setting(label, recipe, shape, {**packed, **settings}) for shape, recipe, label, settings in RUNGS]
-    lean = {**_CHECKPOINTED, "optimizer.name": "adamw_8bit", "memory.tile_mlp": 8, "memory.loss_chunk_tokens": 512}
+    lean = {**CHECKPOINTED, "optimizer.name": "adamw_8bit", "memory.tile_mlp": 8, "memory.loss_chunk_tokens": 512}
     return [
         *rungs,
         Setting("3B: LoRA, 8-bit AdamW, 8 tiles", LORA, "llama3_2_3b", {**packed, **lean}),

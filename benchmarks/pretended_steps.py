@@ -52,12 +52,13 @@ class Peaks:
     def __init__(self) -> None:
         self.steps: list[dict[str, int]] = []
         self.update_bytes = 0
-        self._allocated = self._reserved = self._launches = 0
+        self._allocated = self._reserved = 0
+        self._before = counters()
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
         self._allocated = self._reserved = 0
-        self._launches = counters()["kernels"]
+        self._before = counters()
 
     def note(self) -> None:
         """Record the peaks before they are reset."""
@@ -66,8 +67,9 @@ class Peaks:
 
     def end(self) -> None:
         self.note()
-        launches = counters()["kernels"] - self._launches
-        self.steps.append({"allocated_bytes": self._allocated, "reserved_bytes": self._reserved, "launches": launches})
+        counts = {name: after - self._before[name] for name, after in counters().items()}
+        peaks = {"allocated_bytes": self._allocated, "reserved_bytes": self._reserved}
+        self.steps.append({**peaks, "launches": counts["kernels"], "host_waits": counts["host_waits"]})
 
     def watch(self, update: Callable[..., None]) -> Callable[..., None]:
         def watched(optimizer: Optimizer, states: Sequence[ParameterState]) -> None:

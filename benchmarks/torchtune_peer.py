@@ -5,7 +5,8 @@ The recipe and its loop are torchtune's, with the values of its configuration `q
 checkpointing, a loss in 8 chunks. `--compile` compiles the layers
 and the loss. The components below replace the checkpoint (random weights), the data (rows of token ids) and the logger.
 
-Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step.
+Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step. On a pretended GPU (--device cuda), a
+line has the peaks of PyTorch's allocator, the launches and the host waits of the step instead, and --values change the configuration.
 """
 
 import importlib.util
@@ -19,6 +20,7 @@ import torchtune
 import typer
 from omegaconf import OmegaConf
 from torchtune import config, training
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 
 LORA = {
@@ -26,6 +28,10 @@ LORA = {
     "apply_lora_to_mlp": True,
     "lora_dropout": 0.0,
 }
+
+
+# The builders of a family, without and with adapters.
+BUILDERS = {"qwen2": (qwen2, lora_qwen2), "llama": (llama3_2, lora_llama3_2)}
 
 
 class RandomWeights:
@@ -40,6 +46,16 @@ class RandomWeights:
             return {training.MODEL_KEY: config.instantiate(OmegaConf.create(self._model)).state_dict()}
 
     def save_checkpoint(self, *arguments: Any, **more: Any) -> None: ...
+
+
+class NoWeights(RandomWeights):
+    """For a pretended GPU, where no value counts: every tensor is one number, repeated."""
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        with torch.device("meta"):
+            shapes = config.instantiate(OmegaConf.create(self._model)).state_dict()
+        number = torch.zeros((), dtype=torch.bfloat16)
+        return {training.MODEL_KEY: {name: number.expand(tensor.shape) for name, tensor in shapes.items()}}
 
 
 class TokenRows(torch.utils.data.Dataset):
@@ -88,15 +104,38 @@ class StepMetrics:
     def close(self) -> None: ...
 
 
+class PretendedCounts(StepMetrics):
+    """A logger of the allocator's peaks and the driver's counts in each step."""
+
+    def __init__(self, path: str) -> None:
+        from tests.pretended_gpu.counters import counters
+
+        self._path, self._counters, self._before = Path(path), counters, counters()
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        counts = {name: now - self._before[name] for name, now in self._counters().items()}
+        row = {
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "launches": counts["kernels"],
+            "host_waits": counts["host_waits"],
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        torch.cuda.reset_peak_memory_stats()
+        self._before = self._counters()
+
+
 def component(name: str | type, **values: Any) -> dict[str, Any]:
     """The configuration of a component of torchtune, or of this file."""
     return {"_component_": name if isinstance(name, str) else f"{Path(__file__).stem}.{name.__name__}"} | values
 
 
 def configure(
-    model_folder: Path, data: Path, run: Path, batch_size: int, length: int, prompt_tokens: int, lora_rank: int, quantize: bool, compile: bool
+    model_folder: Path, data: Path, run: Path, batch_size: int, length: int, prompt_tokens: int, lora_rank: int, quantize: bool, compile: bool,
+    device: str,
 ) -> Any:  # fmt: skip
-    """torchtune's configuration of a run on a CPU. With prompt tokens, rows are pairs, and their completions are trained by DPO."""
+    """torchtune's configuration of a run. With prompt tokens, rows are pairs, and their completions are trained by DPO."""
     num_rows = 2 * batch_size if prompt_tokens else batch_size
     num_targets = num_rows * (length - (prompt_tokens or 1))
     chunked = component("torchtune.modules.loss.CEWithChunkedOutputLoss")
@@ -111,14 +150,15 @@ def configure(
         "max_seq_len": facts["max_position_embeddings"],
         "tie_word_embeddings": facts["tie_word_embeddings"],
     }
-    base = component(f"{qwen2.__module__}.qwen2", **shape)
+    plain, adapted = (f"{builder.__module__}.{builder.__name__}" for builder in BUILDERS[facts["model_type"]])
+    base = component(plain, **shape)
     lora = LORA | {"lora_rank": lora_rank, "lora_alpha": 2 * lora_rank, "quantize_base": quantize}
-    model = component(f"{lora_qwen2.__module__}.lora_qwen2", **shape, **lora) if lora_rank else base
+    model = component(adapted, **shape, **lora) if lora_rank else base
     settings = {
         "output_dir": str(run),
         "model": model,
         "tokenizer": component(Padding),
-        "checkpointer": component(RandomWeights, model=base, model_type="QWEN2"),
+        "checkpointer": component(RandomWeights if device == "cpu" else NoWeights, model=base, model_type="QWEN2"),
         "resume_from_checkpoint": False,
         "dataset": component(TokenRows, path=str(data)),
         "seed": 0,
@@ -129,14 +169,16 @@ def configure(
         "gradient_accumulation_steps": 1,
         "optimizer": component("torch.optim.AdamW", fused=True, lr=2e-5),
         "loss": component("torchtune.rlhf.loss.DPOLoss", beta=0.1) if prompt_tokens else chunked,
-        "device": "cpu",
+        "device": device,
         "enable_activation_checkpointing": True,
         "enable_activation_offloading": False,
         "dtype": "bf16",
         "compile": compile,
         "metric_logger": component(
             StepMetrics, path=str(run / "metrics.jsonl"), tokens=num_rows * length, targets=num_targets
-        ),
+        )
+        if device == "cpu"
+        else component(PretendedCounts, path=str(run / "metrics.jsonl")),
         "log_every_n_steps": 1,
     }
     schedule = component("torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", num_warmup_steps=100)
@@ -154,6 +196,8 @@ def main(
     lora_rank: Annotated[int, typer.Option(help="0: full fine-tuning.")] = 0,
     quantize: Annotated[bool, typer.Option(help="Frozen weights in NF4.")] = False,
     compile: Annotated[bool, typer.Option("--compile")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda on a pretended GPU.")] = "cpu",
+    values: Annotated[str, typer.Option(help="Changes to torchtune's configuration, comma-separated key=value.")] = "",
 ) -> None:
     run_directory.mkdir(parents=True)
     name, file = {
@@ -167,7 +211,12 @@ def main(
     )
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    cfg = configure(model_folder, data, run_directory, batch_size, length, prompt_tokens, lora_rank, quantize, compile)
+    cfg = configure(
+        model_folder, data, run_directory, batch_size, length, prompt_tokens, lora_rank, quantize, compile, device
+    )
+    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(values.split(",") if values else []))
+    if not cfg.optimizer._component_.startswith("torch."):
+        del cfg.optimizer.fused
     recipe = getattr(module, name)(cfg=cfg)
     recipe.setup(cfg=cfg)
     recipe.train()
