@@ -7,7 +7,16 @@ import typer
 from lean_ft.cli.arguments import Debug
 
 _CANNOT_COMBINE = {
-    "--adapter": {"--dtype", "--max-shard-size", "--dcp", "--merge", "--keep-vision", "--imatrix", "--calibrate"},
+    "--adapter": {
+        "--dtype",
+        "--max-shard-size",
+        "--dcp",
+        "--merge",
+        "--keep-vision",
+        "--imatrix",
+        "--calibrate",
+        "--ollama",
+    },
     "--keep-vision": {"--gguf", "--max-shard-size"},
     "--dcp": {"--gguf", "--max-shard-size", "--keep-vision"},
     "--gguf": {"--dtype", "--max-shard-size"},  # it sets how numbers are stored, and writes one file
@@ -69,6 +78,9 @@ def export(
         bool,
         typer.Option("--adapter", help="For an adapter: export only the adapter, in PEFT's format or with --gguf."),
     ] = False,
+    ollama: Annotated[
+        bool, typer.Option("--ollama", help="With --gguf: also write a Modelfile next to DEST, for `ollama create`.")
+    ] = False,
     base: Annotated[
         str | None,
         typer.Option(
@@ -96,7 +108,7 @@ def export(
 
     options = {"--dtype": dtype, "--max-shard-size": max_shard_size, "--gguf": gguf, "--base": base}
     options |= {"--imatrix": imatrix, "--calibrate": calibrate}
-    flags = {"--dcp": dcp, "--merge": merge, "--keep-vision": keep_vision, "--adapter": adapter}
+    flags = {"--dcp": dcp, "--merge": merge, "--keep-vision": keep_vision, "--adapter": adapter, "--ollama": ollama}
     given = {name for name, value in options.items() if value is not None} | {name for name, on in flags.items() if on}
     for option, others in _CANNOT_COMBINE.items():
         if option in given and (found := sorted(given & others)):
@@ -105,14 +117,14 @@ def export(
         raise ValueError(
             "--base is only used with --merge, --keep-vision, or --adapter and --gguf. Add one of them, or remove --base."
         )
-    if gguf is None and (found := sorted(given & {"--imatrix", "--calibrate"})):
+    if gguf is None and (found := sorted(given & {"--imatrix", "--calibrate", "--ollama"})):
         raise ValueError(f"{found[0]} is only used with --gguf. Add --gguf q4_k_m, or remove {found[0]}.")
     if adapter and gguf is not None:
         typer.echo(str(export_gguf_adapter(source, destination, gguf, force, base)))
     elif adapter:
         typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
     elif gguf is not None:
-        typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, imatrix, calibrate)))
+        typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, imatrix, calibrate, ollama)))
     elif dcp:
         typer.echo(str(export_dcp(source, destination, dtype, force, merge, base)))
     else:

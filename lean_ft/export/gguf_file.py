@@ -24,6 +24,7 @@ from lean_ft.export.gguf_calibration import calibrate, check_importance, compare
 from lean_ft.export.gguf_families import GGUF_FAMILIES, GGUFFamily
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.export.gguf_vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
+from lean_ft.export.ollama import modelfile
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig
@@ -79,12 +80,13 @@ def export_gguf(
     base: str | Path | None = None,
     imatrix: str | Path | None = None,
     data: str | None = None,
+    ollama: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint, run directory or model folder to the GGUF file `destination`.
 
     `kind` is one of `GGUF_KINDS`; `merge` and `base` are as in `export_folder`. The importance of inputs for quantized kinds
     comes from `imatrix`, a file of llama.cpp, or from a forward pass over the rows of `data`, which also gives the perplexity
-    before and after. Raises ValueError if the source is missing or damaged, the destination exists, llama.cpp would compute
+    before and after. `ollama` also writes a Modelfile. Raises ValueError if the source is missing or damaged, the destination exists, llama.cpp would compute
     the model or its tokenizer differently, importance is given for a kind that does not use it or for another model, or the
     `gguf` package is missing; OSError if the disk is full.
     """
@@ -96,6 +98,9 @@ def export_gguf(
         raise ValueError(f"{option} has no effect on {kind}. Remove it, or choose --gguf {', '.join(_WEIGHED)}.")
     importance = {} if imatrix is None else read_imatrix(Path(imatrix).expanduser())
     folder, destination = gguf_destination(source, destination, force)
+    for_ollama = destination.with_name("Modelfile")
+    if ollama and (for_ollama.is_dir() or (for_ollama.exists() and not force)):
+        raise ValueError(f"{for_ollama} exists. Choose a destination in another folder, or overwrite it with --force.")
     model, tokenizer, merged = read_source(folder, merge, base)
     if model.config.scores:
         raise ValueError(f"{folder} is a reward model, which llama.cpp cannot run. Export it as a folder.")
@@ -104,6 +109,7 @@ def export_gguf(
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
     vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
     metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
+    text = modelfile(model, tokenizer, destination.name) if ollama else None
     shapes = {name: tuple(tensor.shape) for name, tensor in _all_tensors(model, family, "meta")}
     mix = Mix(
         kind,
@@ -134,9 +140,12 @@ def export_gguf(
     kinds = Counter(entry.kind for entry in entries.values() if len(entry.shape) > 1)
     mixed = f" ({', '.join(f'{number} tensors as {one}' for one, number in kinds.items())})" if len(kinds) > 1 else ""
     size = f"{destination.stat().st_size / 1e9:.3g} GB"
-    details = (
-        f"architecture {family.architecture}, {kind}{mixed}, {len(entries)} tensors, {size}. Try: llama-cli -m FILE"
-    )
+    command = "llama-cli -m FILE"
+    if text is not None:
+        with write_whole(for_ollama, on_disk=True) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        command = f"ollama create NAME -f {for_ollama}"
+    details = f"architecture {family.architecture}, {kind}{mixed}, {len(entries)} tensors, {size}. Try: {command}"
     if errors:
         details += f"\nrelative error of the weights: {', '.join(f'{one} {e:.2%}' for one, e in errors.items())}"
     if before is not None and after is not None:
