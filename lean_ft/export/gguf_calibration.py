@@ -10,6 +10,7 @@ Shapes: R rows and C columns of a matrix, E experts.
 
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lean_ft.data import Batch
 from lean_ft.export.gguf_import import read_header
+from lean_ft.export.gguf_quants import serial_operations
 from lean_ft.models import Decoder
 from lean_ft.models.gguf_tensors import GGUFTensor
 from lean_ft.models.moe import Experts
@@ -194,13 +196,14 @@ def _mean(sums: Tensor, counts: Tensor) -> Tensor:
     return torch.where(counts > 0, sums / counts, 1.0).float().squeeze(0)
 
 
+@serial_operations()
 def compare(file: Path, tensors: Iterable[tuple[str, Tensor]], places: Places | None) -> dict[str, float]:
     """Return the relative error of the quantized matrices of each kind, and of `all`: |stored - tensor| / |tensor|.
 
     tensors: the file's tensors before quantization. With `places`, the model's parameters become those of the file.
     """
     _, header = read_header(file)
-    sums = dict[str, Tensor]()
+    sums = defaultdict[str, Tensor](lambda: torch.zeros(2, dtype=torch.float64))
     for name, tensor in tensors:
         stored = header[name]
         if stored.kind in ("F32", "F16", "BF16"):
@@ -211,13 +214,13 @@ def compare(file: Path, tensors: Iterable[tuple[str, Tensor]], places: Places | 
             expected = rows[strip].float()
             values = torch.empty_like(expected)
             of_file.read_part(Part(values, stored.shape, strip.start * rows.shape[1]))
+            norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (values - expected, expected)]
+            sums[stored.kind.lower()] += torch.stack(norms).square()
             if places is not None:
                 whole, _, numbers = places[name]
                 whole[numbers[strip]] = values.to(whole.dtype)
-            errors = torch.stack([(values - expected).double().square().sum(), expected.double().square().sum()])
-            sums[stored.kind.lower()] = sums.get(stored.kind.lower(), 0) + errors
     if len(sums) > 1:
-        sums = {"all": torch.stack(list(sums.values())).sum(0), **sums}
+        sums = {"all": torch.stack([*sums.values()]).sum(0), **sums}
     return {kind: float((error / size).sqrt()) for kind, (error, size) in sums.items()}
 
 

@@ -12,14 +12,16 @@ Shapes: R rows, C columns, N blocks, P parts of a block, B weights of a block or
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_SLICE = 2**18  # weights quantized at a time
+_SLICE = 2**17  # weights quantized at a time
 _IN_FLOAT32 = ("_norm", "_gate_inp", "_gate_inp_shexp", "conv", "conv1d")  # endings of small tensors
 
 
@@ -96,12 +98,30 @@ def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None) -> Ten
     if importance is not None:
         # An input that was always 0 in the data still counts a little.
         importance = (importance / importance.mean()).nan_to_num_(1.0).float() + 1e-6
-    step = max(1, _SLICE // tensor.shape[1])
-    for rows, place in zip(tensor.split(step), stored.split(step), strict=True):
+
+    def store(rows: Tensor, place: Tensor) -> None:
         x = rows.float().reshape(-1, block)
         of_x = None if importance is None else importance.expand_as(rows).reshape(-1, block)
         torch.cat(encode(x, of_x), 1, out=place.view(len(x), -1))
+
+    step = max(1, _SLICE // tensor.shape[1])
+    with serial_operations() as num_threads, ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(store, tensor.split(step), stored.split(step)))
     return stored
+
+
+@contextmanager
+def serial_operations() -> Iterator[int]:
+    """Let each operation of torch use one thread, and yield how many it used before.
+
+    With several threads in each operation on a few MiB, they mostly wait for one another if other programs use the cores.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield num_threads
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 # Search of scales -----------------------------------------------------------------------------------------------------
