@@ -2,8 +2,8 @@
 row.
 
 Prompts of different lengths are computed together, padded on the right, where the causal mask hides the padding.
-Completions of one prompt share its pass. A row that has ended leaves the batch, and another row takes its place in the
-cache. Rows that do not fit into the cache's memory wait for the next wave.
+Completions of one prompt share its pass. A row that has ended leaves the batch. Rows that do not fit into the cache's memory
+wait and take the places of rows that have ended.
 
 A row's tokens depend on its prompt, its sample number and the seed (`choosing`), not on its batch. Another batch size
 can round logits differently in the last bits, which changes a token only if two tokens are equal up to that rounding.
@@ -28,7 +28,9 @@ from torch import Tensor
 
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
+from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
 from lean_ft.models import Decoder, FewRows, KVCache
+from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
@@ -36,7 +38,10 @@ from lean_ft.tokenizers.loading import context_length
 
 PROMPT_TOKENS = 8192  # prompt positions per pass
 CACHE_SHARE = 4  # the cache takes at most 1 / CACHE_SHARE of the memory that the weights leave
-UNKNOWN_MEMORY_ROWS = 64  # per wave, if the memory size is unknown
+UNKNOWN_MEMORY_ROWS = 64  # at a time, if the memory size is unknown
+ROOM_PARTS = (
+    8  # waiting rows are read when a part of this size is free, because each pass over prompts reads all weights
+)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -65,6 +70,14 @@ class _Row:
     @property
     def text(self) -> list[int]:
         return [*self.prompt, *self.sample.ids]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.sample.ids)
+
+    def continues(self, sampling: Sampling, ahead: int = 0) -> bool:
+        """Whether the row needs a token after `ahead` more."""
+        return not self.sample.ended and len(self.sample.ids) + ahead < sampling.max_new_tokens
 
 
 def sample(
@@ -97,9 +110,8 @@ def sample(
     """
     rows = _rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
-        for wave in _waves(model, rows, sampling, cache_gib):
-            for _ in _decode_rows(model, wave, sampling, decode, compile):
-                pass
+        for _ in _decode_rows(model, rows, sampling, decode, _room(model, rows, sampling, cache_gib), compile):
+            pass
     return [row.sample for row in rows]
 
 
@@ -118,7 +130,7 @@ def sample_steps(
     """
     rows = _rows(prompts, sampling, None)
     if sampling.max_new_tokens and rows:
-        for tokens in _decode_rows(model, rows, sampling, decode, prompt_part=prompt_part):
+        for tokens in _decode_rows(model, rows, sampling, decode, len(rows), prompt_part=prompt_part):
             yield [tokens.get(row.place) for row in rows]
 
 
@@ -152,27 +164,24 @@ def longest_first(lengths: Sequence[int], positions: int) -> Iterator[list[int]]
         waiting = waiting[count:]
 
 
-def _waves(model: Decoder, rows: list[_Row], sampling: Sampling, cache_gib: float | None) -> Iterator[list[_Row]]:
-    """Yield the rows in groups that fit in the cache, sorted so that equal prompts and equal lengths are together."""
+def _room(model: Decoder, rows: list[_Row], sampling: Sampling, cache_gib: float | None) -> int:
+    """The number of rows that fit in the cache."""
     limit = _most_bytes(model, cache_gib)
-    waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
-    while waiting:
-        capacity = len(waiting[0].prompt) + sampling.max_new_tokens
-        row_bytes = model.cache_bytes(1, capacity)
-        room = UNKNOWN_MEMORY_ROWS if limit is None else int(limit // row_bytes)
-        if room < 1:
-            raise ValueError(
-                f"the KV cache of one completion takes {row_bytes / 2**30:.2f} GiB at {capacity} tokens, more than the limit of "
-                f"{(limit or 0) / 2**30:.2f} GiB. Raise generation.cache_gib, or lower max_new_tokens."
-            )
-        yield waiting[:room]
-        waiting = waiting[room:]
+    capacity = max(len(row.prompt) for row in rows) + sampling.max_new_tokens
+    row_bytes = model.cache_bytes(1, capacity)
+    room = UNKNOWN_MEMORY_ROWS if limit is None else int(limit // row_bytes)
+    if room < 1:
+        raise ValueError(
+            f"the KV cache of one completion takes {row_bytes / 2**30:.2f} GiB at {capacity} tokens, more than the limit of "
+            f"{(limit or 0) / 2**30:.2f} GiB. Raise generation.cache_gib, or lower max_new_tokens."
+        )
+    return room
 
 
 def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
     if cache_gib is not None:
         return cache_gib * 2**30
-    # A share of the device's total memory, not of its free memory, so that a resumed run has the same waves.
+    # A share of the device's total memory, not of its free memory, so that a resumed run has the same batches.
     total = memory_bytes(model.device)
     if total is None:
         return None
@@ -185,54 +194,103 @@ def _decode_rows(
     rows: list[_Row],
     sampling: Sampling,
     decode: Decode | None,
+    room: int,
     compile: bool = False,
     prompt_part: int | None = None,
 ) -> Iterator[dict[int, int]]:
-    """Fill the rows' samples. Yield each step's tokens by the rows' places; empty after a part of a prompt."""
+    """Fill the rows' samples, at most `room` rows at a time. Yield each step's tokens by the rows' places; empty after a part of a
+    prompt."""
     if sampling.stop_texts and decode is None:
         raise ValueError("stop_texts need `decode`, a function from ids to text. Pass decode=tokenizer.decode.")
-    capacity = max(len(row.prompt) for row in rows) + sampling.max_new_tokens
     context = context_length(model.source.config)
-    running = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
+    # Equal prompts and equal lengths are together.
+    waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
+    capacity = len(waiting[0].prompt) + sampling.max_new_tokens
+    running, waiting = waiting[:room], waiting[room:]
     if stage() is not None:
         rehearse_generation(model, running, capacity)
         return
-    caches, hidden = yield from _read(model, running, capacity, prompt_part)
+    caches = model.new_cache(len(running), capacity)
+    hidden = yield from _read(model, running, caches, prompt_part)
     few_rows, compiled = FewRows(model), CompiledLayers(model) if compile else None
-    for position in range(sampling.max_new_tokens):
-        if context is not None and max(len(row.prompt) for row in running) + position > context:
+
+    def chosen(hidden: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        keys = None if keys is None else keys.to(hidden.device, non_blocking=hidden.is_cuda)
+        ids, log_probs = choose(model.logits(hidden), keys, sampling)
+        return ids, torch.stack((ids.double(), log_probs.double()), 1)  # float64 represents both exactly
+
+    def step(ids: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        with few_rows, compiled or _as_written():  # the model is restored between two steps
+            hidden = model(ids[:, None], cache=caches, return_hidden=True)[:, 0]
+        return chosen(hidden, keys)
+
+    def keys_of(rows: list[_Row], ahead: int = 0) -> Tensor | None:
+        if sampling.temperature == 0:
+            return None
+        return in_pinned_memory([row.key.at(len(row.sample.ids) + ahead) for row in rows], hidden.device, torch.int32)
+
+    # On a GPU the next step is launched before the host reads a step's tokens. A row that has ended then computes tokens too many.
+    is_late = hidden.is_cuda and not any(rope.depends_on_length for rope in model.rotary)
+    graphs = StepGraphs(step, caches) if is_late and can_record(model) else None
+    ids, answers = chosen(hidden, keys_of(running))
+    while running:
+        longest = max(row.length for row in running)
+        if context is not None and longest > context:
             _say_too_long(context)
-        keys = None
-        if sampling.temperature > 0:
-            keys = torch.tensor([row.key.at(position) for row in running], dtype=torch.int32, device=hidden.device)
-        chosen, log_probs = choose(model.logits(hidden), keys, sampling)
-        # One transfer for both; float64 represents both exactly.
-        chosen_now = zip(running, *torch.stack((chosen.double(), log_probs.double())).tolist(), strict=True)
-        continues = [_take(row, int(token), log_prob, sampling, decode) for row, token, log_prob in chosen_now]
-        yield {row.place: row.sample.ids[-1] for row in running}
-        left = [i for i, row_continues in enumerate(continues) if row_continues]
-        if not left or position + 1 == sampling.max_new_tokens:
-            return
-        if len(left) < len(running):
-            order = caches.keep(left)
+        on_host = _to_host(answers)
+        if is_late and any(row.continues(sampling, 1) for row in running):
+            keys = keys_of(running, 1)
+            ids, answers = step(ids, keys) if graphs is None else graphs(ids, keys, longest + 1)
+        now = [(row, one) for row, one in zip(running, on_host(), strict=True) if row.continues(sampling)]
+        for row, one in now:
+            _take(row, *one, sampling, decode)
+        yield {row.place: row.sample.ids[-1] for row, _ in now}
+        left = [i for i, row in enumerate(running) if row.continues(sampling)]
+        new = waiting[: room - len(left)] if len(left) <= room - room // ROOM_PARTS else []
+        if new or (len(left) < len(running) and (graphs is None or should_shrink(len(left), len(running)))):
+            order, remaining = caches.keep(left)
             running = [running[i] for i in order]
-            chosen = chosen[order]
-        length = [len(row.prompt) + position + 1 for row in running]
-        if all(rope.same_frequencies(n - 1, n) for rope in model.rotary for n in length):
-            with few_rows, compiled or _as_written():  # the model is restored between two steps
-                hidden = model(chosen[:, None], cache=caches, return_hidden=True)[:, 0]
-        else:
-            caches, hidden = yield from _read(model, running, capacity, prompt_part)
+            ids, answers = ids[remaining], answers[remaining]
+            if len(rows) > room:  # an upper bound of the lengths would outgrow the cache
+                caches.filled = max((row.length - (not is_late) for row in running), default=0)
+        if running and not is_late:
+            if all(rope.same_frequencies(row.length - 1, row.length) for rope in model.rotary for row in running):
+                ids, answers = step(ids, keys_of(running))
+            else:
+                ids, answers = chosen((yield from _read(model, running, caches, prompt_part)), keys_of(running))
+        if new:
+            part, waiting = caches.part(len(running), len(running) + len(new)), waiting[len(new) :]
+            hidden = yield from _read(model, new, part, prompt_part)
+            caches.join(part)
+            first_ids, first_answers = chosen(hidden, keys_of(new))
+            ids, answers = torch.cat((ids, first_ids)), torch.cat((answers, first_answers))
+            running = running + new
 
 
-def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: Decode | None) -> bool:
-    """Add a token to a row. Return whether the row continues."""
+def _to_host(answers: Tensor) -> Callable[[], list[tuple[float, float]]]:
+    """Start to copy each row's token and log-probability (B, 2) to the host. Return a function that waits for the copy."""
+    copied = answers.to("cpu", non_blocking=answers.is_cuda)
+    if not answers.is_cuda:
+        return copied.tolist
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait() -> list[tuple[float, float]]:
+        if not event.query():
+            event.synchronize()
+        return copied.tolist()
+
+    return wait
+
+
+def _take(row: _Row, token: float, log_prob: float, sampling: Sampling, decode: Decode | None) -> None:
+    """Add a token to a row."""
     if log_prob != log_prob or log_prob == float("-inf"):
         raise FloatingPointError(
             f"the logits after token {len(row.prompt) + len(row.sample.ids)} are not finite: the weights are not finite, or "
             "float16 overflows. Check the weights, or set dtype to bfloat16 or float32."
         )
-    found = row.sample
+    found, token = row.sample, int(token)
     found.ids.append(token)
     found.log_probs.append(log_prob)
     found.ended = token in sampling.stop_ids
@@ -242,7 +300,6 @@ def _take(row: _Row, token: int, log_prob: float, sampling: Sampling, decode: De
         longest = max(len(text.encode()) for text in sampling.stop_texts)
         tail = decode(found.ids[-longest - 4 :])
         found.ended = any(text in tail for text in sampling.stop_texts)
-    return not found.ended
 
 
 @cache
@@ -251,23 +308,22 @@ def _say_too_long(context: int | None) -> None:  # once per process
 
 
 def _read(
-    model: Decoder, rows: list[_Row], capacity: int, prompt_part: int | None
-) -> Generator[dict[int, int], None, tuple[KVCache, Tensor]]:
-    """Fill a new cache with the rows' texts. Return the cache and the hidden state (B, D) of each row's last token.
+    model: Decoder, rows: list[_Row], caches: KVCache, prompt_part: int | None
+) -> Generator[dict[int, int], None, Tensor]:
+    """Fill the cache with the rows' texts. Return the hidden state (B, D) of each row's last token.
 
     Equal neighboring texts are read once. A single text is read `prompt_part` tokens at a time, with a yield between
     parts.
     """
     device = model.device
     groups = [(text, len(list(same))) for text, same in groupby(row.text for row in rows)]
-    caches = model.new_cache(len(rows), capacity)
     parts, lasts = [], []
     start = 0
     while start < len(groups):
         longest = max(len(text) for text, _ in groups[start:])
         texts = [text for text, _ in groups[start : start + max(1, PROMPT_TOKENS // longest)]]
-        longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts], device=device)
-        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)  # (B, T)
+        longest, lengths = max(map(len, texts)), on_device([len(text) for text in texts], device)
+        padded = on_device([text + [0] * (longest - len(text)) for text in texts], device)  # (B, T)
         part = caches.part(start, start + len(texts))
         if prompt_part is not None and len(texts) == 1:
             # Only if the rotary frequencies do not depend on the length of the text.
@@ -279,9 +335,7 @@ def _read(
         lasts.append(hidden[torch.arange(len(texts), device=device), lengths - 1])
         parts.append(part)
         start += len(texts)
-    counts = [count for _, count in groups]
-    caches.spread(parts, counts)
-    return caches, torch.cat(lasts).repeat_interleave(torch.tensor(counts, device=device), 0, output_size=len(rows))
+    return torch.cat(lasts)[caches.spread(parts, [count for _, count in groups])]
 
 
 def _as_written() -> Any:

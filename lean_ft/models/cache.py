@@ -10,7 +10,7 @@ Shapes: B batch, T new tokens, C capacity, K key-value heads, D features of a he
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,6 +111,9 @@ class KVCache:
         self.next_lengths = self.lengths  # (B,), including the tokens of the current pass
         self.new_lengths: Tensor | None = None  # (B,) new tokens that are not padding; None if there is no padding
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1), where new tokens are stored
+        # On CUDA, of one new token in rows of different lengths: the rows' starts among all tokens (B + 1,) and among all positions of
+        # the cache (B + 1,), and their lengths (B,), int32.
+        self.of_kernel: tuple[Tensor, Tensor, Tensor] | None = None
         self._visible: dict[tuple[int | None, int | None], Tensor | None] = {}
 
     @property
@@ -143,6 +146,10 @@ class KVCache:
         self.rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
         self.new_lengths = lengths
         self.next_lengths = self.lengths + (num_tokens if lengths is None else lengths)
+        self.of_kernel = None
+        if num_tokens == 1 and not self.is_even and self.lengths.is_cuda:
+            starts = torch.arange(len(self.lengths) + 1, dtype=torch.int32, device=self.lengths.device)
+            self.of_kernel = starts, starts * self.capacity, self.next_lengths.int()
         self._visible.clear()
         return self.positions
 
@@ -168,48 +175,69 @@ class KVCache:
         self.lengths = self.next_lengths
 
     def part(self, start: int, end: int) -> "KVCache":
-        """An empty cache for rows `start` to `end`, which shares this cache's memory."""
+        """An empty cache for rows `start` to `end`, which shares this cache's memory. What they held is lost."""
         part = copy(self)
         part.keys = {i: tuple(x[start:end] for x in kept) for i, kept in self.keys.items()}
         part.states = {i: (x[start:end], None if y is None else y[start:end]) for i, (x, y) in self.states.items()}
         part._empty(min(end, self.num_rows) - start, self.lengths.device)
+        for tensor in part._state_tensors():
+            tensor.zero_()
         return part
 
-    def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> None:
-        """Copy row i of the first rows, which `parts` filled, to `counts[i]` consecutive rows, and keep sum(counts) rows."""
-        assert sum(counts) <= self.num_rows, "too many rows"
+    def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> Tensor:
+        """Copy row i of the first rows, which `parts` filled, to `counts[i]` consecutive rows, and keep sum(counts) rows. Return
+        each row's source, (sum(counts),)."""
+        num_rows = sum(counts)
+        assert num_rows <= self.num_rows, "too many rows"
         self.filled, self.shortest = max(p.filled for p in parts), min(p.shortest for p in parts)
-        ends = list(accumulate(counts))
-        for row in reversed(range(len(counts))):  # so that no row is overwritten before it is read
-            if (start := ends[row] - counts[row]) != row or counts[row] > 1:
-                for tensor in self._key_tensors():
-                    tensor[start : ends[row], : self.filled] = tensor[row : row + 1, : self.filled].clone()
-                for tensor in self._state_tensors():
-                    tensor[start : ends[row]] = tensor[row : row + 1].clone()
-        repeats = torch.tensor(counts, device=self.lengths.device)
-        lengths = torch.cat([part.lengths for part in parts])
-        self.lengths = self.next_lengths = lengths.repeat_interleave(repeats, output_size=sum(counts))
+        sources = on_device([row for row, count in enumerate(counts) for _ in range(count)], self.lengths.device)
+        if num_rows > len(counts):
+            for tensor in self._key_tensors():
+                tensor[:num_rows, : self.filled] = tensor[sources, : self.filled]
+            for tensor in self._state_tensors():
+                tensor[:num_rows] = tensor[sources]
+        self.lengths = self.next_lengths = torch.cat([part.lengths for part in parts])[sources]
+        return sources
 
-    def keep(self, rows: Sequence[int]) -> list[int]:
-        """Drop all rows but these, and return the former index of each remaining row. Moves at most as many rows as it drops."""
+    def join(self, part: "KVCache") -> None:
+        """Add the rows of a part that begins after this cache's last row."""
+        self.shortest = min(self.shortest, part.shortest) if self.filled else part.shortest
+        self.filled = max(self.filled, part.filled)
+        self.lengths = self.next_lengths = torch.cat((self.lengths, part.lengths))
+
+    def keep(self, rows: Sequence[int]) -> tuple[list[int], Tensor]:
+        """Drop all rows but these, and return the former index of each remaining row, as a list and as a tensor. Moves at most as
+        many rows as it drops."""
         kept = set(rows)
         from_behind = iter([row for row in rows if row >= len(rows)])
         order = [row if row in kept else next(from_behind) for row in range(len(rows))]
         moved = [row for row in range(len(rows)) if order[row] != row]
+        sources = [order[row] for row in moved]
+        places = on_device([*order, *moved, *sources], self.lengths.device)
+        remaining, to, source = places.split((len(order), len(moved), len(moved)))
         if moved:
-            sources = [order[row] for row in moved]
             for tensor in self._key_tensors():
-                tensor[moved, : self.filled] = tensor[sources, : self.filled]
+                tensor[to, : self.filled] = tensor[source, : self.filled]
             for tensor in self._state_tensors():
-                tensor[moved] = tensor[sources]
-        self.lengths = self.next_lengths = self.lengths[order]
-        return order
+                tensor[to] = tensor[source]
+        self.lengths = self.next_lengths = self.lengths[remaining]
+        return order, remaining
 
     def _key_tensors(self) -> list[Tensor]:
         return [tensor for kept in self.keys.values() for tensor in kept]
 
     def _state_tensors(self) -> list[Tensor]:
         return [tensor for kept in self.states.values() for tensor in kept if tensor is not None]
+
+
+def in_pinned_memory(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A CPU tensor of numbers that a GPU can copy without making the host wait."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of numbers, without waiting for a GPU."""
+    return in_pinned_memory(values, device, dtype).to(device, non_blocking=device.type == "cuda")
 
 
 def _state(mixer: MixerConfig, num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:

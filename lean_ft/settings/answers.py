@@ -47,8 +47,8 @@ class GenerationConfig(Settings):
     )
     cache_gib: PositiveFloat | None = Field(
         None,
-        description="Maximum memory of the KV cache while sampling, in GiB. Prompts that do not fit are sampled "
-        "afterwards. null is a quarter of the memory that the weights leave free.",
+        description="Maximum memory of the KV cache while sampling, in GiB. Prompts that do not fit take the "
+        "places of completions that have ended. null is a quarter of the memory that the weights leave free.",
     )
 
     compile: bool = Field(

@@ -46,7 +46,7 @@ def test_rows_end_with_the_first_of_several_stop_ids_and_leave_the_batch(make_ch
 
 
 def test_what_is_drawn_depends_on_seed_prompt_sample_and_position_alone(make_checkpoint):
-    """Draws equal the reference without a cache, for any batch, order, waves and early stops."""
+    """Draws equal the reference without a cache, for any batch, order, cache and early stops."""
     folder, reference = make_checkpoint("qwen2", num_hidden_layers=3)
     model = load_model(folder)
     asked = [(prompt, number) for prompt in PROMPTS for number in range(3)]
@@ -72,7 +72,7 @@ def test_what_is_drawn_depends_on_seed_prompt_sample_and_position_alone(make_che
     assert sample(model, PROMPTS, Sampling(16, 1.4, seed=8)) != sample(model, PROMPTS, Sampling(16, 1.4, seed=7))
 
 
-def test_a_prompt_is_read_once_for_all_its_samples_and_waves_stay_within_the_cache(make_checkpoint):
+def test_a_prompt_is_read_once_for_all_its_samples_and_rows_that_wait_take_the_place_of_those_that_end(make_checkpoint):
     model, read, caches = load_model(make_checkpoint("llama")[0]), [], []
     model.register_forward_pre_hook(lambda model, args: read.append(args[0].shape))
     made = model.new_cache
@@ -81,9 +81,17 @@ def test_a_prompt_is_read_once_for_all_its_samples_and_waves_stay_within_the_cac
     whole = sample(model, prompts, Sampling(4, 1.0))
     assert (read.pop(0), caches.pop(0)) == ((3, 7), (8, 11)) and set(read) == {(8, 1)}
     read.clear()
-    in_waves = sample(model, prompts, Sampling(4, 1.0), cache_gib=model.cache_bytes(3, 11) / 2**30)
-    assert [answer.ids for answer in in_waves] == [answer.ids for answer in whole]
-    assert caches == [(3, 11), (3, 11), (2, 7)]
+    gib = model.cache_bytes(3, 11) / 2**30
+    by_three = sample(model, prompts, Sampling(4, 1.0), cache_gib=gib)
+    assert [answer.ids for answer in by_three] == [answer.ids for answer in whole]
+    assert caches == [(3, 11)]
+    assert read == [(1, 7), *[(3, 1)] * 3, (2, 7), *[(3, 1)] * 3, (1, 3), *[(2, 1)] * 3]
+    stops = Sampling(4, 1.0, stop_ids=frozenset(answer.ids[i % 3] for i, answer in enumerate(whole)))
+    expected = sample(model, prompts, stops)
+    rows = decoding._rows(prompts, stops, None)
+    widths = [len(tokens) for tokens in decoding._decode_rows(model, rows, stops, None, room=3)]
+    assert [row.sample.ids for row in rows] == [answer.ids for answer in expected]
+    assert len({len(answer.ids) for answer in expected}) > 1 and sum(width < 3 for width in widths) < 4
     with pytest.raises(ValueError, match="the KV cache of one completion takes 0.00 GiB at 11 tokens"):
         sample(model, prompts, Sampling(4), cache_gib=1e-9)
 

@@ -15,6 +15,8 @@ NAMES = (
     "used_bytes",
     "peak_bytes",
     "late_ops",
+    "graph_launches",
+    "graph_kernels",
 )
 
 

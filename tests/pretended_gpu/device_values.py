@@ -3,6 +3,8 @@
 Each CUDA operation of PyTorch and bitsandbytes first runs its own host code (checks, allocations, launches). Then the CPU operation
 of the same name runs on the same memory, which is host memory on this GPU. Operations that the CPU lacks have a reference below. Not
 reproduced: the order of sums on a GPU, atomics, random numbers (seeded from the GPU's generator, drawn by the CPU's), Triton kernels.
+
+While a CUDA graph is captured, the CPU operations are kept and run when the graph is launched.
 """
 
 import ctypes
@@ -54,6 +56,7 @@ _kernel_copy: Any = None
 _races: ctypes.CDLL | None = None  # the library, while it looks for races
 _twins: dict[int, torch.Generator] | None = None  # seed -> CPU generator that replaces a GPU generator
 _left_empty = False  # True: kernels compute nothing, as without this module
+_in_graphs: list[Callable[[], None]] = []  # what launched graphs compute, in the order of capture
 _inside = threading.local()  # set while a thread runs host code of an operation; nested operations then stay empty
 
 
@@ -122,10 +125,26 @@ def drawn_as_on_a_cpu() -> Iterator[None]:
         _twins = None
 
 
+def _compute(values: Callable[[], Any]) -> None:
+    """Compute a kernel's values now, or at each launch of the graph that is captured. Memory is kept by address, not by tensors."""
+    if torch.cuda.is_current_stream_capturing():
+        _in_graphs.append(values)
+        ctypes.CDLL("libcuda.so.1").pretended_capture(_compute_in_graph, ctypes.c_ulonglong(len(_in_graphs) - 1))
+    else:
+        values()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_ulonglong)
+def _compute_in_graph(number: int) -> None:
+    with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        _in_graphs[number]()
+
+
 def _grouped_product(host_code: Callable[..., Tensor], left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out = host_code(left, right, ends)
     product = grouped_matmul if right.ndim == 3 else grouped_outer
-    on_cpu(out).copy_(product(*map(on_cpu, (left, right, ends))))
+    target, *factors = map(on_cpu, (out, left, right, ends))
+    _compute(lambda: target.copy_(product(*factors)))
     return out
 
 
@@ -166,6 +185,11 @@ def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
         with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableTorchDispatch(), torch.no_grad():
             if (_left_empty or getattr(_inside, "host_code", False)) and not values_alone:
                 return host_code.call_boxed(keyset, *host_args, **kwargs)
+            is_captured = torch.cuda.is_current_stream_capturing()
+            if is_captured and (values_alone or is_random):
+                raise RuntimeError(
+                    f"{op}: waits for the device or draws random numbers, which a captured graph cannot here"
+                )
             seed = _seed(args, kwargs) if is_random else None  # before the host code advances the generator
             cpu_args, cpu_kwargs = _to_cpu(args), {key: _to_cpu(value) for key, value in kwargs.items()}
             result = None
@@ -177,6 +201,10 @@ def _with_values(op: Any, host_code: Any) -> Callable[..., Any]:
                     _inside.host_code = False
             _note_accesses(op, args, kwargs, result)
             compute = reference or (op.overloadpacket if has_numbers else op)
+            if is_captured and isinstance(result, (Tensor, list, tuple)):
+                found = _to_cpu(result)
+                _compute(lambda: _put(found, compute(*cpu_args, **cpu_kwargs), op))
+                return result
             if is_random:
                 wanted = _drawn(compute, seed, cpu_args, cpu_kwargs)
             else:
@@ -200,13 +228,15 @@ def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             _kernel_copy.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), self, source, non_blocking)
             if self.is_cuda and source.is_cuda and not (_left_empty or getattr(_inside, "host_code", False)):
                 _note_accesses(torch.ops.aten.copy_.default, (self, source), {}, self)
-                on_cpu(self).copy_(on_cpu(source))
+                target, values = on_cpu(self), on_cpu(source)
+                _compute(lambda: target.copy_(values))
         else:  # CUDA uses a temporary buffer here and waits for memory that is not pinned
             on_host = source if self.is_cuda else self
             if not (non_blocking and on_host.is_pinned()):
                 torch.cuda.current_stream().synchronize()
             _note_accesses(torch.ops.aten.copy_.default, (self, source), {}, self)
-            on_cpu(self).copy_(on_cpu(source))
+            target, values = on_cpu(self), on_cpu(source)
+            _compute(lambda: target.copy_(values))
         return self
 
 
@@ -370,12 +400,15 @@ def _flash_forward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
     **_: Any,
 ) -> tuple[Any, ...]:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     num_heads, out = query.shape[-2], torch.zeros_like(query)
     lse = torch.zeros(num_heads, len(query)) if query.ndim == 3 else torch.zeros(len(query), num_heads, query.shape[1])
-    for part, keys in _parts(query, cum_seq_q, cum_seq_k):
+    for i, (part, keys) in enumerate(_parts(query, cum_seq_q, cum_seq_k)):
+        if seqused_k is not None:
+            keys = slice(keys.start, keys.start + int(seqused_k[i]))
         q, k, v = _by_head(num_heads, query[part], key[keys], value[keys])
         seen = _visible(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
         weights, found = _weights(q, k, seen, scale)

@@ -124,7 +124,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 // counters.py reads these in this order.
 struct Counters {
   unsigned long long kernels, host_waits, copies, copied_bytes, device_mallocs, pinned_bytes, used_bytes, peak_bytes,
-      late_ops;
+      late_ops, graph_launches, graph_kernels;
 } count;
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -221,10 +221,32 @@ void enqueue(cudaStream_t handle, std::function<void()> run, Event* ends = nullp
   if (run) run();
   if (ends) ends->done = std::max(ends->done, number);
 }
-void host_waits(const char* why) {
-  count.host_waits++;
+
+// CUDA graphs: while a stream is captured, kernels are counted as the graph's, and copies, fills and what computes the kernels' values
+// (device_values.py) are kept, to be done when the graph is launched. A wait makes the capture fail. One capture at a time.
+struct Graph {
+  std::vector<std::function<void(cudaStream_t)>> ops;
+  unsigned long long kernels = 0;
+};
+std::shared_ptr<Graph> captured;
+Stream* captured_stream = nullptr;
+bool capture_failed = false;
+thread_local bool captures = false;  // this thread has begun the capture
+thread_local bool in_graph = false;  // a graph is launched
+unsigned long long capture_id = 0;
+bool is_captured(cudaStream_t s) { return captured && stream_of(s) == captured_stream; }
+
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+// Returns whether a capture forbids it. In relaxed mode the thread may wait for work that is not captured, and other threads always.
+[[nodiscard]] bool host_waits(const char* why, cudaStream_t for_stream = nullptr) {
   LOG("host waits: %s", why);
+  bool is_allowed = (!captures || capture_mode == cudaStreamCaptureModeRelaxed) && !is_captured(for_stream);
+  if (captured && !is_allowed) return capture_failed = true;
+  count.host_waits++;
+  return false;
 }
+cudaError_t forbidden() { return last_error = cudaErrorStreamCaptureUnsupported; }
 
 // Races, where they are watched for: two accesses to a byte, one of them a write, that no wait puts in an order. Each
 // stream has a clock of what is known to be done when its next work begins (vector clocks: Lamport 1978, Mattern 1988; as
@@ -329,6 +351,7 @@ void name_kernel(const void* kernel, const char* name) {
 }
 cudaError_t launch(const void* kernel) {
   Lock lock(mutex);
+  if (captured && captures) return captured->kernels++, cudaSuccess;
   count.kernels++;
   if (counts_names()) {
     auto it = names().find(kernel);
@@ -338,6 +361,7 @@ cudaError_t launch(const void* kernel) {
 }
 cudaError_t launch_library(const char* name) {
   Lock lock(mutex);
+  if (captured && captures) return captured->kernels++, cudaSuccess;
   count.kernels++;
   if (counts_names()) launches()[name]++;
   return cudaSuccess;
@@ -567,7 +591,7 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
 }
 API cudaError_t cudaDeviceSynchronize() {
   Lock lock(mutex);
-  host_waits("cudaDeviceSynchronize");
+  if (host_waits("cudaDeviceSynchronize")) return forbidden();
   finish_all();
   host_learns_all();
   return cudaSuccess;
@@ -579,7 +603,11 @@ API cudaError_t cudaGetLastError() {
 }
 API cudaError_t cudaPeekAtLastError() { return last_error; }
 API const char* cudaGetErrorString(cudaError_t e) {
-  return e == cudaErrorMemoryAllocation ? "out of memory" : e == cudaSuccess ? "no error" : "pretended error";
+  return e == cudaErrorMemoryAllocation             ? "out of memory"
+         : e == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
+         : e == cudaErrorStreamCaptureInvalidated ? "operation failed due to a previous error during capture"
+         : e == cudaSuccess                       ? "no error"
+                                                  : "pretended error";
 }
 API const char* cudaGetErrorName(cudaError_t e) {
   return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaError";
@@ -695,25 +723,31 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p
   if (r && r->kind != DEVICE) a->hostPointer = (void*)p;
   return cudaSuccess;
 }
-API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t s) {
+API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind kind, cudaStream_t s) {
   Lock lock(mutex);
   if (!n) return cudaSuccess;
-  count.copies++;
-  count.copied_bytes += n;
   Range *target = find(to), *source = find(from);
+  if (is_captured(s) && target && source) {
+    captured->ops.push_back([=](cudaStream_t s) { cudaMemcpyAsync(to, from, n, kind, s); });
+    return cudaSuccess;
+  }
+  if (!in_graph) {
+    count.copies++;
+    count.copied_bytes += n;
+  }
   LOG("copy %zu %s -> %s on stream %d", n, kind_of(source), kind_of(target), stream_of(s)->id);
   Work work = begin_work(s, "a copy");
   if (source) access(work, from, n, false);
   if (target) access(work, to, n, true);
   if (!target) {
-    host_waits("copy to pageable memory");
+    if (host_waits("copy to pageable memory")) return forbidden();
     finish(stream_of(s));
     learn(host_clock, stream_of(s)->clock);
     copy_bytes(to, from, n);
     return cudaSuccess;
   }
   if (!source) {
-    if (target->kind == DEVICE) host_waits("copy from pageable memory");  // until it is staged
+    if (target->kind == DEVICE && host_waits("copy from pageable memory")) return forbidden();  // until it is staged
     if (is_late() && stream_of(s) != default_stream()) {
       auto staged = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + n);
       enqueue(s, [=] { copy_bytes(to, staged->data(), n); });
@@ -725,7 +759,7 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpy
 }
 API cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) {
   Lock lock(mutex);
-  host_waits("cudaMemcpy");
+  if (host_waits("cudaMemcpy")) return forbidden();
   Work work = begin_work(nullptr, "a copy");
   if (find(from)) access(work, from, n, false);
   if (find(to)) access(work, to, n, true);
@@ -737,8 +771,12 @@ API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t
   return cudaMemcpyAsync(to, from, n, cudaMemcpyDefault, s);
 }
 API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
-                                  size_t rows, cudaMemcpyKind, cudaStream_t s) {
+                                  size_t rows, cudaMemcpyKind kind, cudaStream_t s) {
   Lock lock(mutex);
+  if (is_captured(s)) {
+    captured->ops.push_back([=](cudaStream_t s) { cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, rows, kind, s); });
+    return cudaSuccess;
+  }
   Work work = begin_work(s, "a copy");
   for (size_t i = 0; i < rows; i++) {
     access(work, (const char*)from + i * from_pitch, width, false);
@@ -751,6 +789,10 @@ API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, s
 }
 API cudaError_t cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s) {
   Lock lock(mutex);
+  if (is_captured(s)) {
+    captured->ops.push_back([=](cudaStream_t s) { cudaMemsetAsync(p, v, n, s); });
+    return cudaSuccess;
+  }
   access(begin_work(s, "a fill"), p, n, true);
   enqueue(s, [=] {
     if (n <= most_touched()) memset(p, v, n);
@@ -792,7 +834,7 @@ API cudaError_t cudaStreamDestroy(cudaStream_t s) {
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t s) {
   Lock lock(mutex);
-  host_waits("cudaStreamSynchronize");
+  if (host_waits("cudaStreamSynchronize", s)) return forbidden();
   finish(stream_of(s));
   learn(host_clock, stream_of(s)->clock);
   return cudaSuccess;
@@ -806,24 +848,84 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) {
   *p = 0;
   return cudaSuccess;
 }
-API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+API cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* status) {
+  Lock lock(mutex);
+  *status = !is_captured(s)    ? cudaStreamCaptureStatusNone
+            : capture_failed ? cudaStreamCaptureStatusInvalidated
+                             : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
-API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, cudaStreamCaptureStatus* status, unsigned long long* id,
                                          cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
                                          size_t* n) {
-  if (status) *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  if (graph) *graph = nullptr;
+  Lock lock(mutex);
+  if (status) cudaStreamIsCapturing(s, status);
+  if (id) *id = is_captured(s) ? capture_id : 0;
+  if (graph) *graph = is_captured(s) ? (cudaGraph_t)captured.get() : nullptr;
   if (nodes) *nodes = nullptr;
   if (edges) *edges = nullptr;
   if (n) *n = 0;
   return cudaSuccess;
 }
-API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+API cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+  Lock lock(mutex);
+  if (captured || stream_of(s) == default_stream()) return forbidden();
+  captured = std::make_shared<Graph>();
+  captured_stream = stream_of(s);
+  capture_failed = false;
+  captures = true;
+  capture_id++;
+  return cudaSuccess;
+}
+API cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* graph) {
+  Lock lock(mutex);
+  if (!is_captured(s)) return forbidden();
+  *graph = capture_failed ? nullptr : (cudaGraph_t) new std::shared_ptr<Graph>(captured);
+  captured = nullptr;
+  captures = false;
+  return capture_failed ? last_error = cudaErrorStreamCaptureInvalidated : cudaSuccess;
+}
+API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* n) {
+  auto& g = *(std::shared_ptr<Graph>*)graph;
+  *n = g->kernels + g->ops.size();
+  return cudaSuccess;
+}
+API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = (cudaGraphExec_t) new std::shared_ptr<Graph>(*(std::shared_ptr<Graph>*)graph);
+  return cudaSuccess;
+}
+API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete (std::shared_ptr<Graph>*)graph;
+  return cudaSuccess;
+}
+API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return cudaGraphDestroy((cudaGraph_t)exec); }
+API cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s) {
+  auto graph = *(std::shared_ptr<Graph>*)exec;
+  {
+    Lock lock(mutex);
+    count.graph_launches++;
+    count.graph_kernels += graph->kernels;
+  }
+  in_graph = true;
+  for (auto& op : graph->ops) op(s);  // without the lock: some are Python functions
+  in_graph = false;
+  return cudaSuccess;
+}
+// Adds a function to the graph that is captured, for the values of its kernels.
+API void pretended_capture(void (*f)(unsigned long long), unsigned long long number) {
+  Lock lock(mutex);
+  if (captured) captured->ops.push_back([=](cudaStream_t) { f(number); });
+}
+API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
 API cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void* data) {
   Lock lock(mutex);
+  if (is_captured(s)) {
+    captured->ops.push_back([=](cudaStream_t s) { cudaLaunchHostFunc(s, f, data); });
+    return cudaSuccess;
+  }
   enqueue(s, [=] { f(data); });
   return cudaSuccess;
 }
@@ -840,6 +942,7 @@ API cudaError_t cudaEventCreate(cudaEvent_t* e) { return cudaEventCreateWithFlag
 API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }  // kept: a queue may name it
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t s, unsigned) {
   Lock lock(mutex);
+  if (is_captured(s)) return cudaSuccess;
   auto* e = (Event*)handle;
   e->stream = stream_of(s);
   e->ms = now_ms();
@@ -866,7 +969,7 @@ API cudaError_t cudaEventQuery(cudaEvent_t handle) {
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Lock lock(mutex);
-  host_waits("cudaEventSynchronize");
+  if (host_waits("cudaEventSynchronize")) return forbidden();
   auto* e = (Event*)handle;
   finish_until(e, e->recorded);
   learn(host_clock, e->clock);

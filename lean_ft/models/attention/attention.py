@@ -30,7 +30,8 @@ from lean_ft.models.layers import RMSNorm, unit_rms
 from lean_ft.models.rope import rotate, rotate_both
 
 # Versions of torch without this flag accept grouped heads by default.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
 
 _FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards whose kernels support documents, windows and grouped heads
 _FLASH_HEAD_DIM = 256  # the largest head of these kernels
@@ -282,6 +283,19 @@ def attend_filled(
     query: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
 ) -> Tensor:
     """The attention of query (B, T, H, D) to the cached keys and values (B, filled, K, D)."""
+    of_kernel = cache.owner.of_kernel
+    if of_kernel is not None and _has_length_kernel(query, scoring, sinks):
+        starts, key_starts, lengths = of_kernel
+        k, v = (x[: len(query)].flatten(0, 1) for x in (cache.keys, cache.values))  # (B * capacity, K, D)
+        window = (-1, -1) if scoring.window is None else (scoring.window - 1, 0)
+        attended: Any = varlen_attn(
+            *(query[:, 0], k, v, starts, key_starts, 1, cache.owner.filled),
+            scale=scoring.scale,
+            window_size=window,
+            seqused_k=lengths,
+            **_GROUPED,
+        )
+        return attended[:, None]
     visible = cache.owner.visible(scoring.window, scoring.chunk)  # (B, T, C)
     num_kv_heads = keys.shape[2]
     if scoring.softcap is None and sinks is None:
@@ -311,6 +325,12 @@ def attend_filled(
 def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
     return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
+
+
+def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+    """The same for one new token of rows whose lengths are on the device."""
+    is_plain = scoring.chunk is None and query.shape[-1] % 8 == 0 and "seqused_k" in _VARLEN_OPTIONS
+    return is_plain and _has_kernels(query, scoring, sinks)
 
 
 def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
