@@ -71,6 +71,10 @@ def export_gguf_adapter(
             raise ValueError(f"{folder}: the adapter of {name} is not finite. Export an earlier checkpoint of the run.")
         b = b * (shape.scaling * shape.rank / alpha)
         weight = f"{name}.weight"
+        if any(part in weight for part in family.not_by_rows):
+            raise ValueError(
+                f"{name} has another form in GGUF files, so --adapter with --gguf does not support it. Use --merge."
+            )
         if is_projection_of_experts(model, name):
             weight, (a, b) = name, _by_expert(model, name, a, b)
         if name == EMBEDDING:

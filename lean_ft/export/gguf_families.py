@@ -15,6 +15,7 @@ from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig
 
 Change = Callable[[Tensor, DecoderConfig], Tensor | Mapping[str, Tensor]]
+STORED: Any = object()  # in the place of a value that llama.cpp computes with: the file stores the field
 
 
 class GGUFFamily(NamedTuple):
@@ -37,32 +38,44 @@ class GGUFFamily(NamedTuple):
     """Whether llama.cpp rotates features 2 * i and 2 * i + 1 of a head together, not i and i + R / 2."""
     scalings: frozenset[str] = frozenset({"default", "linear", "yarn"})
     """The rotary scalings that llama.cpp computes as we do."""
-    queries_grow: bool = False
-    """Whether files store the growth of queries with the position."""
+    rope: Mapping[str, Any] = {}
+    """As `fixed`, for fields of RopeConfig."""
     has_rope: Callable[[DecoderConfig, int], bool] = lambda config, layer: True
     """Whether llama.cpp rotates queries and keys in a layer."""
     windows: Callable[[DecoderConfig], bool] = lambda config: False
     """Whether files store which layers have a sliding window."""
     scaled_windows: bool = True
     """Whether llama.cpp applies the rotary scaling in layers with a window too."""
+    layers: Mapping[str, Any] = {}
+    """As `fixed`, for fields of LayerConfig. Functions take the number of the layer too."""
+    mixture: Mapping[str, Any] = {}
+    """As `fixed`, for fields of MixtureConfig."""
+    mixer: Mapping[str, Any] = {}
+    """As `fixed`, for fields of the configuration of recurrent layers."""
+    optional: frozenset[str] = frozenset()
+    """The parts with rules above that a model may lack: "experts" and "recurrent layers"."""
+    not_by_rows: frozenset[str] = frozenset()
+    """Parts of names whose changes also reorder columns or repeat a matrix, so that adapters cannot be stored by themselves."""
+    architecture_of: Callable[[DecoderConfig], str] | None = None
+    """The architecture, if it depends on the configuration."""
 
 
-def _plus_one(weight: Tensor, config: DecoderConfig) -> Tensor:
+def plus_one(weight: Tensor, config: DecoderConfig) -> Tensor:
     """Hugging Face multiplies by 1 + weight, llama.cpp by the weight."""
     return weight.float() + 1.0
 
 
-def _all_heads(config: DecoderConfig) -> int:
+def all_heads(config: DecoderConfig) -> int:
     """The features of a head if all heads together have the hidden size."""
     return config.hidden_size // config.num_heads
 
 
 def _gemma_scale(num_layers: int) -> Callable[[DecoderConfig], float]:
     """The scale of scores: llama.cpp knows the largest Gemma by its number of layers."""
-    return lambda config: (_all_heads(config) if config.num_layers == num_layers else config.head_dim) ** -0.5
+    return lambda config: (all_heads(config) if config.num_layers == num_layers else config.head_dim) ** -0.5
 
 
-def _always(config: DecoderConfig) -> bool:
+def always(config: DecoderConfig) -> bool:
     return True
 
 
@@ -85,10 +98,10 @@ def _longrope(model: Decoder) -> dict[str, Any]:
 
 _LLAMA3 = frozenset({"default", "linear", "yarn", "llama3"})
 _TIED_OR_NOT = frozenset({"tied_embeddings", "qkv_bias"})
-_LLAMA = GGUFFamily("llama", shown=_TIED_OR_NOT | {"output_bias", "mlp_bias"}, pairs_neighbors=True, scalings=_LLAMA3)
+LLAMA = GGUFFamily("llama", shown=_TIED_OR_NOT | {"output_bias", "mlp_bias"}, pairs_neighbors=True, scalings=_LLAMA3)
 _GEMMA = GGUFFamily(
     "gemma",
-    changes={"norm.weight": _plus_one},
+    changes={"norm.weight": plus_one},
     shown=frozenset(),
     fixed={
         "norm_weight_offset": 1.0,
@@ -102,30 +115,30 @@ _GEMMA3 = {"norm_placement": "both", "attention_scale": _gemma_scale(62), "qk_no
 _OLMO2 = GGUFFamily(
     "olmo2",
     shown=frozenset(),
-    fixed={"norm_placement": "post", "qk_norm": "projection", "tied_embeddings": False, "head_dim": _all_heads},
+    fixed={"norm_placement": "post", "qk_norm": "projection", "tied_embeddings": False, "head_dim": all_heads},
 )
-_COHERE2 = {"norm_placement": "parallel", "norm_centered": True, "tied_embeddings": True, "head_dim": _all_heads}
+_COHERE2 = {"norm_placement": "parallel", "norm_centered": True, "tied_embeddings": True, "head_dim": all_heads}
 
 GGUF_FAMILIES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
+    "llama": LLAMA,
+    "mistral": LLAMA,
     "ministral3": GGUFFamily(
         "mistral3",
         shown=_TIED_OR_NOT | {"output_bias", "mlp_bias"},
         pairs_neighbors=True,
-        queries_grow=True,
+        rope={"query_growth": STORED, "query_growth_positions": STORED},
     ),
-    "qwen2": GGUFFamily("qwen2", fixed={"head_dim": _all_heads}),
+    "qwen2": GGUFFamily("qwen2", fixed={"head_dim": all_heads}),
     "qwen3": GGUFFamily("qwen3", fixed={"qk_norm": "head"}),
     "olmo2": _OLMO2,
-    "olmo3": _OLMO2._replace(windows=_always, scaled_windows=False),
+    "olmo3": _OLMO2._replace(windows=always, scaled_windows=False),
     "smollm3": GGUFFamily("smollm3", pairs_neighbors=True, has_rope=lambda config, layer: layer % 4 != 3),
     "seed_oss": GGUFFamily("seed_oss"),
     "ernie4_5": GGUFFamily("ernie4_5", shown=_TIED_OR_NOT | {"output_bias"}, pairs_neighbors=True),
     "hunyuan_v1_dense": GGUFFamily("hunyuan-dense", fixed={"qk_norm": "turned_head"}),
     "exaone4": GGUFFamily(
         "exaone4",
-        fixed={"norm_placement": "post", "qk_norm": "head", "head_dim": _all_heads},
+        fixed={"norm_placement": "post", "qk_norm": "head", "head_dim": all_heads},
         scalings=_LLAMA3,
         has_rope=_rope_in_windows,
         windows=lambda config: config.num_layers == 64,
@@ -145,13 +158,13 @@ GGUF_FAMILIES = {
         fixed=_COHERE2,
         pairs_neighbors=True,
         has_rope=lambda config, layer: config.layers[layer].window is not None,
-        windows=_always,
+        windows=always,
     ),
     "glm4": GGUFFamily("glm4", fixed={"norm_placement": "both", "fused_gate_up": True}, pairs_neighbors=True),
     "phi3": GGUFFamily(
         "phi3",
         metadata=_longrope,
-        fixed={"fused_qkv": True, "fused_gate_up": True, "head_dim": _all_heads},
+        fixed={"fused_qkv": True, "fused_gate_up": True, "head_dim": all_heads},
         scalings=frozenset({"default", "linear", "longrope"}),
     ),
     "gemma": _GEMMA,
@@ -159,15 +172,15 @@ GGUF_FAMILIES = {
         architecture="gemma2",
         numbers={"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logits_softcap"},
         fixed={**_GEMMA.fixed, **_GEMMA2},
-        windows=_always,
+        windows=always,
     ),
     "gemma3_text": _GEMMA._replace(
         architecture="gemma3",
         fixed={**_GEMMA.fixed, **_GEMMA3},
-        windows=_always,
+        windows=always,
         scaled_windows=False,
     ),
-    "granite": _LLAMA._replace(
+    "granite": LLAMA._replace(
         architecture="granite",
         numbers={
             "attention.scale": "attention_scale",

@@ -8,7 +8,7 @@ Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor name
 """
 
 import math
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, fields, replace
 from functools import lru_cache
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.export.gguf_calibration import calibrate, check_importance, compare, find_places, read_imatrix
-from lean_ft.export.gguf_families import GGUF_FAMILIES, GGUFFamily
+from lean_ft.export.gguf_families import GGUF_FAMILIES, STORED, GGUFFamily
+from lean_ft.export.gguf_mixtures import GGUF_MIXTURES, GGUF_REFUSED, mixer_metadata, mixer_of, mixture_metadata
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.export.gguf_vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.ollama import modelfile
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
-from lean_ft.models.config import DecoderConfig
+from lean_ft.models.config import DecoderConfig, MixerConfig, MixtureConfig
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.quantize import mean_loss
@@ -57,7 +58,15 @@ _SCALING = {
     "yarn": {"scaling", "factor", "original_max_positions", "attention_factor"},
     "llama3": {"scaling", "factor", "original_max_positions", "low_freq_factor", "high_freq_factor"},
     "longrope": {"scaling", "original_max_positions", "attention_factor", "short_factors", "long_factors", "factor"},
+    "proportional": {"scaling", "nonzero_fraction"},
 }
+# Fields of MixtureConfig that change no number of a file beyond rounding.
+_STORED_OF_MIXTURE = {
+    "router_name", "input_first", "peft_expects_input_first", "gates_interleaved", "shared_name", "shared_is_fused",
+    "correction_is_row", "router_in_float32", "router_weight_in_float32", "router_aux_loss_coef",
+}  # fmt: skip
+_FAMILIES = ChainMap(GGUF_MIXTURES, GGUF_FAMILIES)
+_STANDSTILL = 1e30  # a divisor that makes a frequency 0
 
 
 class Entry(NamedTuple):
@@ -155,6 +164,8 @@ def export_gguf(
             f"\nllama.cpp's splitting rule {vocabulary.pre} differs from this tokenizer's at combining marks and at capital letters "
             "outside ASCII, so words with them get other ids there."
         )
+    if not _ropes(model.config)[0].truncate:
+        details += "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities differ slightly."
     return Exported(folder, destination, details, merged)
 
 
@@ -178,12 +189,16 @@ def gguf_package() -> Any:
 def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
     """Return the row of `GGUF_FAMILIES`. Raises ValueError if llama.cpp would compute something else."""
     name = model.source.config["model_type"]
-    if name not in GGUF_FAMILIES:
+    if name in GGUF_REFUSED:
+        raise ValueError(f"{folder}: llama.cpp does not compute {name} as it was trained: {GGUF_REFUSED[name]}.")
+    if name not in _FAMILIES:
         raise ValueError(
-            f"{folder}: --gguf supports the families {', '.join(GGUF_FAMILIES)}, but this is {name}. Export a Hugging Face "
+            f"{folder}: --gguf supports the families {', '.join(_FAMILIES)}, but this is {name}. Export a Hugging Face "
             "folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
         )
-    family = GGUF_FAMILIES[name]
+    family = _FAMILIES[name]
+    if family.architecture_of is not None:
+        family = family._replace(architecture=family.architecture_of(model.config))
     for place, found, expected in _differences(model.config, family):
         raise ValueError(
             f"{folder}: {place} is {found}, but llama.cpp's architecture {family.architecture} always computes with {expected}."
@@ -199,21 +214,25 @@ def _differences(config: DecoderConfig, family: GGUFFamily) -> Iterator[tuple[st
     windows = {layer.window for layer in config.layers if layer.window is not None}
     stored = frozenset({"window"} if len(windows) < 2 and family.windows(config) else ())
     for i, layer in enumerate(config.layers):
-        rope = (windowed if layer.window else full) if family.has_rope(config, i) else None
-        for name, found, expected in _unlike(layer, stored, {"rope": rope}, config):
-            yield f"{name} of layer {i}", found, expected
+        rope = (windowed if layer.window else full) if layer.has_attention and family.has_rope(config, i) else None
+        fixed = {name: fact(config, i) if callable(fact) else fact for name, fact in family.layers.items()}
+        for name, found, expected in _unlike(layer, stored, {"rope": rope, **fixed}, config):
+            yield f"{name} of layer {i}", _brief(found), _brief(expected)
+    parts = {"experts": (config.mixture, family.mixture), "recurrent layers": (mixer_of(config), family.mixer)}
+    for part, (facts, fixed) in parts.items():
+        if facts is not None:
+            for name, found, expected in _unlike(facts, _STORED_OF_MIXTURE, fixed, config):
+                yield f"{name} of the {part}", found, expected
+        elif fixed and part not in family.optional:
+            yield f"the number of {part}", 0, "at least 1"
     if full.scaling not in family.scalings:
         yield "the rotary scaling", full.scaling, " or ".join(sorted(family.scalings))
-    growth = {"query_growth", "query_growth_positions"} if family.queries_grow else set[str]()
-    yield from _unlike(full, _STORED_OF_ROPE | _SCALING.get(full.scaling, set()) | growth, {}, config)
-    if family.pairs_neighbors < full.interleaved or (
-        family.pairs_neighbors > full.interleaved and full.rotary_fraction < 1
-    ):
+    yield from _unlike(full, _STORED_OF_ROPE | _SCALING.get(full.scaling, set()), family.rope, config)
+    if family.pairs_neighbors < full.interleaved or (config.latent is not None and not full.interleaved):
         yield "the rotary embedding", full, "other pairs of features"
-    same = {name: getattr(full, name) for name in _STORED_OF_ROPE - {"theta"}}
-    if windowed != (
-        replace(full, theta=windowed.theta) if family.scaled_windows else RopeConfig(windowed.theta, **same)
-    ):
+    same: dict[str, Any] = {name: getattr(full, name) for name in _STORED_OF_ROPE}
+    same |= {"theta": windowed.theta, "head_dim": windowed.head_dim}
+    if windowed != (replace(full, **same) if family.scaled_windows else RopeConfig(**same)):
         yield (
             "the rotary scaling of layers with a window",
             windowed.scaling,
@@ -224,15 +243,22 @@ def _differences(config: DecoderConfig, family: GGUFFamily) -> Iterator[tuple[st
 def _unlike(
     facts: Any, stored: Set[str], fixed: Mapping[str, Any], config: DecoderConfig
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields of a configuration that are not stored, and neither as in `fixed` nor their default."""
+    """Yield the fields of a configuration that are not as in `fixed` or, without a value there, neither stored nor default."""
     for field in fields(facts):
-        if field.name in stored:
+        if field.name in stored and field.name not in fixed:
             continue
         found, expected = getattr(facts, field.name), fixed.get(field.name, field.default)
         expected = expected(config) if callable(expected) else expected
         close = isinstance(found, float) and isinstance(expected, float) and math.isclose(found, expected, rel_tol=1e-6)
-        if expected is not MISSING and found != expected and not close:
+        if expected is not MISSING and expected is not STORED and found != expected and not close:
             yield field.name, found, expected
+
+
+def _brief(value: Any) -> Any:
+    """The name of a part of a layer in place of its configuration."""
+    if isinstance(value, MixtureConfig):
+        return "experts"
+    return "a recurrent layer" if isinstance(value, MixerConfig) else value
 
 
 def _ropes(config: DecoderConfig) -> tuple[RopeConfig, RopeConfig]:
@@ -254,9 +280,13 @@ def _metadata(
         "block_count": config.num_layers,
         "context_length": config.max_positions,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": _of_layers(
+            (layer.intermediate_size or config.intermediate_size) * layer.has_mlp for layer in config.layers
+        ),
         "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
+        "attention.head_count_kv": _of_layers(
+            config.num_kv_heads_of(i) * layer.has_attention for i, layer in enumerate(config.layers)
+        ),
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         f"attention.layer_norm_{'' if config.norm_centered else 'rms_'}epsilon": float(config.norm_eps),
@@ -265,7 +295,7 @@ def _metadata(
         "vocab_size": config.vocab_size,
     }
     of_architecture |= {key: float(getattr(config, field)) for key, field in family.numbers.items()}
-    of_architecture |= family.metadata(model)
+    of_architecture |= mixture_metadata(config) | mixer_metadata(config)
     if any(windows := [layer.window or 0 for layer in config.layers]):
         of_architecture |= {
             "attention.sliding_window": max(windows),
@@ -281,6 +311,7 @@ def _metadata(
         of_architecture["rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * math.log(rope.factor) + 1.0)
     if rope.query_growth:
         of_architecture["attention.temperature_scale"] = float(rope.query_growth)
+    of_architecture |= family.metadata(model)
     of_tokenizer: dict[str, Any] = {
         "model": vocabulary.model,
         "pre": vocabulary.pre,
@@ -312,26 +343,41 @@ def _metadata(
     return metadata
 
 
+def _of_layers(numbers: Iterable[int]) -> Any:
+    """One number if that of all layers is equal, otherwise a list."""
+    numbers = list(numbers)
+    return numbers if len(set(numbers)) > 1 else numbers[0]
+
+
 def gguf_tensors(
     parameters: Iterable[tuple[str, Tensor]], model: Decoder, family: GGUFFamily, device: str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's parameters, or tensors with the names and rows of parameters, by the names of the file.
+    """Yield a model's tensors, or others with the names and rows of parameters, by the names of the file.
 
     On the device `meta` they have only shapes; otherwise one at a time is in memory.
     """
     config, (rope, _) = model.config, _ropes(model.config)
     names = _names(family.architecture, config.num_layers)
-    reordered = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    reordered = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
     for name, parameter in parameters:
         values = parameter.detach().to(device)
         part = next((part for part in family.changes if part in name), "")
         changed = family.changes[part](values, config) if part else values
         for other, tensor in changed.items() if isinstance(changed, Mapping) else [(part, changed)]:
-            module, _, ending = name.replace(part, other).rpartition(".")
-            num_heads = reordered.get(module.rpartition(".")[2])
+            place = name.replace(part, other)
+            num_heads = next((number for part, number in reordered.items() if part in place), None)
             if num_heads is not None and family.pairs_neighbors and not rope.interleaved:
-                tensor = _interleave(tensor, num_heads)
-            yield f"{names[module_on_disk(model.source.config, module)]}.{ending}", tensor
+                tensor = _interleave(tensor, num_heads, rope.rotary_fraction)
+            places = module_on_disk(model.source.config, place), place
+            places = places[::-1] if isinstance(changed, Mapping) else places  # a name that the row gives comes first
+            yield next(filter(None, (_name_in_file(names, place) for place in places))), tensor
+
+
+def _name_in_file(names: Any, name: str) -> str | None:
+    """The file's name of a tensor, which llama.cpp's table lists with or without its ending; None if it lists neither."""
+    module, _, ending = name.rpartition(".")
+    found = names.get_name(name)
+    return f"{names[module]}.{ending}" if found is None and module in names else found
 
 
 @lru_cache(maxsize=1)
@@ -343,12 +389,13 @@ def _names(name: str, num_layers: int) -> Any:
 
 
 def _all_tensors(model: Decoder, family: GGUFFamily, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    yield from gguf_tensors(model.named_parameters(), model, family, device)
+    yield from gguf_tensors(model.state_dict().items(), model, family, device)
     rope, _ = _ropes(model.config)
-    if rope.scaling == "llama3":
+    if rope.scaling in ("llama3", "proportional"):
         # llama.cpp divides each frequency by this tensor.
-        plain, scaled = (SCALINGS[scaling](rope, model.config.head_dim) for scaling in ("default", "llama3"))
-        yield "rope_freqs.weight", (plain / scaled).to(device)
+        size = rope.head_dim or model.config.head_dim
+        plain, scaled = (SCALINGS[scaling](rope, size) for scaling in ("default", rope.scaling))
+        yield "rope_freqs.weight", (plain / scaled).clamp(max=_STANDSTILL).to(device)
     if rope.scaling == "longrope":
         for length, divisors in (("long", rope.long_factors), ("short", rope.short_factors)):
             yield f"rope_factors_{length}.weight", torch.tensor(divisors, device=device)
@@ -384,9 +431,12 @@ def _add(writer: Any, key: str, value: Any) -> None:
     getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
 
-def _interleave(tensor: Tensor, num_heads: int) -> Tensor:
-    """Make rows i and i + head_dim / 2 of each head neighbors."""
-    return tensor.view(num_heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+def _interleave(tensor: Tensor, num_heads: int, rotary_fraction: float) -> Tensor:
+    """Make rows i and i + R / 2 of each head neighbors, where R are the rotated features."""
+    heads = tensor.unflatten(0, (num_heads, -1))
+    size = int(heads.shape[1] * rotary_fraction)
+    turned = heads[:, :size].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((turned, heads[:, size:]), 1).flatten(0, 1)
 
 
 def _encode(tensor: Tensor, kind: str, importance: Tensor | None) -> np.ndarray:

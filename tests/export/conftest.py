@@ -61,9 +61,10 @@ def make_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
         model = getattr(transformers, f"{family}ForCausalLM")(config(**{**sizes, **settings}))
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            buffers = [pair for pair in model.named_buffers() if pair[0].endswith(("correction_bias", "layer_scalar"))]
+            for name, parameter in (*model.named_parameters(), *buffers):
                 noise = torch.randn(parameter.shape)
-                parameter.copy_(1.0 + 0.3 * noise if "norm" in name else 0.2 * noise)
+                parameter.copy_(1.0 + 0.3 * noise if "norm" in name or "scal" in name else 0.2 * noise)
         folder = tmp_path_factory.mktemp("model")
         model.to(dtype).save_pretrained(folder)
         if isinstance(tokenizer, Path):

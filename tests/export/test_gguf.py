@@ -33,6 +33,9 @@ CASES = {
 }
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
 @pytest.fixture
 def file(tmp_path) -> Path:
     return tmp_path / "model.gguf"
@@ -273,6 +276,13 @@ class TestRefusals:
             ("Qwen2", {"rope_parameters": LLAMA3_ROPE}, "rotary scaling is llama3, .* qwen2 always computes with default or linear or yarn"),
             ("Qwen3", {"head_dim": 16, "attention_bias": True}, "output_bias is True, .* qwen3 always computes with False"),
             ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0, "mlp_bias": True}, "mlp_bias is True"),
+            ("Mixtral", {"sliding_window": 16}, "window of layer 0 is 16"),
+            ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}, "weights_sum_to_one of the experts is False"),
+            ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}, "mixture of layer 1 is None, .* with experts"),
+            ("Qwen3Next", {**EXPERTS, "linear_value_head_dim": 64}, "value_dim of the recurrent layers is 64, .* with 128"),
+            ("Qwen3_5", {"layer_types": ["full_attention"] * 2}, "number of recurrent layers is 0"),
+            ("Lfm2", {"conv_bias": True, "full_attn_idxs": [1]}, "bias of the recurrent layers is True"),
+            ("Phimoe", {"num_local_experts": 4}, "does not compute phimoe as it was trained: it has RMSNorm instead"),
         ],
     )  # fmt: skip
     def test_variants_that_llama_cpp_cannot_run(self, family, settings, message, make_model_folder, file):
@@ -288,6 +298,7 @@ class TestRefusals:
     def test_unsupported_families(self, folder, file, monkeypatch):
         monkeypatch.delitem(GGUF_FAMILIES, "qwen2")
         with pytest.raises(
-            ValueError, match=r"the families llama, mistral, .*granite, but this is qwen2\. Export a Hugging"
+            ValueError,
+            match=r"the families llama, mistral, .*gemma4_unified_text, but this is qwen2\. Export a Hugging",
         ):
             export_gguf(folder, file)
