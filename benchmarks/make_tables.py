@@ -47,6 +47,7 @@ BENCHMARKS = (
     "planner_accuracy",
     "planned_distributed",
     "published_speed",
+    "roofline",
     "pretended_ladder",
     "pretended_torchtune",
     "pretended_updates",

@@ -47,7 +47,7 @@ class Longest:
 
 
 class Peaks:
-    """The allocator's peaks and the launches of each step, and the peak workspace of an update."""
+    """The allocator's peaks and the launches of each step, and the peak workspace of an update in the last step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, int]] = []
@@ -57,7 +57,7 @@ class Peaks:
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
-        self._allocated = self._reserved = 0
+        self._allocated = self._reserved = self.update_bytes = 0
         self._before = counters()
 
     def note(self) -> None:
@@ -142,6 +142,7 @@ def predict(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
     return {
         "predicted_bytes": rehearsal.peak_bytes,
         "predicted_reserved_bytes": getattr(rehearsal, "reserved_bytes", None),
+        "predicted_launches": sum(launches.count for launches in rehearsal.ledger.values()),
         "where": rehearsal.peak.where,
         "bytes_by_label": rehearsal.peak.bytes_by_label,
         "planning_seconds": rehearsal.planning_seconds,

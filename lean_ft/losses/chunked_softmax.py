@@ -140,7 +140,7 @@ class WeightGradient:
 def _add_narrower(total: Tensor, product: Tensor) -> None:
     """Compute total += product, both (S, D), in blocks: a CPU first converts a whole operand of another dtype."""
     rows = len(total)
-    if total.device.type == "cpu":
+    if device_type(total.device) == "cpu":
         rows = max(1, ADDED_ELEMENTS // total.shape[1])
     for block, more in zip(total.split(rows), product.split(rows), strict=True):
         block.add_(more)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lean_ft.optim.gradients import global_norm, gradient_norm, scale_gradients
+from lean_ft.optim.gradients import global_norm, gradient_norm, scale_gradients, zero_unless_finite
 
 CPU = torch.device("cpu")
 
@@ -32,3 +32,15 @@ def test_scaling_takes_a_factor_on_the_device() -> None:
     grads = [torch.tensor([2.0, 4.0]), torch.tensor([[8.0]])]
     scale_gradients(grads, torch.tensor(0.5))
     assert [grad.flatten().tolist() for grad in grads] == [[1.0, 2.0], [4.0]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [1.5, -0.0, float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_becomes_zero_only_if_its_norm_is_not_finite(value: float, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    grad = torch.randn(30, 40).to(device, dtype).t()
+    grad[7, 5] = value
+    expected = grad.clone() if abs(value) < 2 else torch.zeros_like(grad)
+    zero_unless_finite(grad, gradient_norm(grad))
+    assert torch.equal(grad, expected)

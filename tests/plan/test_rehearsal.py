@@ -1,6 +1,7 @@
 """Plans of recipes, compared with sizes computed by hand and with real training steps."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,18 @@ def test_stepping_in_backward_keeps_one_gradient_at_a_time(tmp_path: Path, tiny_
     )
     assert at_once.peak_bytes > 1.9 * weights
     assert one_by_one.peak_bytes < at_once.peak_bytes
+
+
+def test_a_plan_for_a_gpu_counts_the_launches_of_a_gpu(tmp_path: Path, tiny_model):
+    """For each gradient its norm, two launches that zero it unless the norm is finite, and the update."""
+    ledger = planned(tmp_path, "optimizer.in_backward=true", device=find_device("H100")).ledger
+    counts: Counter[str] = Counter()
+    for (_, operation), launches in ledger.items():
+        counts[operation] += int(launches.count)
+    num_gradients = len(list(tiny_model.parameters()))
+    assert counts["linalg_vector_norm"] == num_gradients + 1  # and the norm over all
+    assert counts["le"] == counts["optimizer step"] == num_gradients
+    assert not counts["dot"], "a CPU sums the squares slice by slice"
 
 
 def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path, tiny_model):
