@@ -10,26 +10,31 @@ Shapes: R rows and C columns of a matrix, E experts.
 
 import math
 import struct
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lean_ft.data import Batch
+from lean_ft.data import Batch, EvalBatches, sft_batches
 from lean_ft.export.gguf_import import read_header
 from lean_ft.export.gguf_quants import serial_operations
 from lean_ft.models import Decoder
 from lean_ft.models.gguf_tensors import GGUFTensor
 from lean_ft.models.moe import Experts
 from lean_ft.quantize import mean_loss
+from lean_ft.settings import SFTDataConfig
 from lean_ft.system.shards import Part
+from lean_ft.tokenizers import Tokenizer
 
 _STRIP = 2**18  # weights compared at a time
+_BATCH_ROWS = 8  # rows per forward pass
 
 Importance = dict[str, Tensor]
 """Matrix of the file, such as blk.0.attn_q.weight -> the importance of its input features, (C,), or (E, C) for experts."""
@@ -117,6 +122,7 @@ Convert = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 """From tensors with the names and rows of parameters to the tensors of the file."""
 
 
+@serial_operations()
 def find_places(model: Decoder, convert: Convert) -> Places:
     """Find the rows of the file's matrices in the model. Raises ValueError if the file stores others than the model's rows."""
     owners, numbered, starts, total = list[tuple[str, Tensor]](), list[tuple[str, Tensor]](), list[int](), 0
@@ -133,19 +139,33 @@ def find_places(model: Decoder, convert: Convert) -> Places:
         if tensor.ndim == 1:
             continue
         rows = numbers[..., 0].flatten().long()
-        i = int(np.searchsorted(starts, int(rows.min()), side="right")) - 1
-        owner, parameter = owners[i]
-        rows, whole, stored = rows - starts[i], parameter.flatten(0, -2), tensor.flatten(0, -2)
-        if int(rows.max()) >= len(whole) or not all(torch.equal(whole[rows[s]], stored[s]) for s in _strips(stored)):
+        i = bisect_right(starts, int(rows.min())) - 1
+        owner, parameter = owners[max(i, 0)]
+        rows, whole, stored = rows - starts[max(i, 0)], parameter.flatten(0, -2), tensor.flatten(0, -2)
+        is_inside = i >= 0 and int(rows.max()) < len(whole)
+        if not is_inside or not all(torch.equal(whole[rows[s]], stored[s]) for s in _strips(stored)):
             raise ValueError(
-                f"--calibrate does not support this model, because a GGUF file stores {owner} in another form. Use --imatrix."
+                f"--calibrate does not support this model: {name} of a GGUF file has other rows than its weights. Use --imatrix."
             )
         places[name] = whole, owner, rows
     return places
 
 
-def calibrate(model: Decoder, batches: Iterable[Batch], places: Places) -> tuple[float, Importance]:
-    """Return the mean cross-entropy of the batches, and the importance of the layers' matrices of the file."""
+class Calibration(NamedTuple):
+    """The forward passes of a model over the rows of `--calibrate`."""
+
+    batches: EvalBatches
+    places: Places
+    loss: float
+    """Mean cross-entropy."""
+    importance: Importance
+
+
+def calibrate(model: Decoder, tokenizer: Tokenizer, data: str, convert: Convert) -> Calibration:
+    """Run the rows of `data` through the model. Raises ValueError if they cannot be read, or as `find_places` does."""
+    places = find_places(model, convert)
+    rows, _ = sft_batches(SFTDataConfig.model_validate({"source": data}), tokenizer, _BATCH_ROWS, seed=0)
+    batches = EvalBatches(rows.layout, rows.report)
     sums, counts = dict[str, Tensor](), dict[str, Tensor]()
     is_token = torch.ones(0, dtype=torch.bool)
 
@@ -188,7 +208,8 @@ def calibrate(model: Decoder, batches: Iterable[Batch], places: Places) -> tuple
         for hook in hooks:
             hook.remove()
     means = {name: _mean(sums[name], counts[name]) for name in sums}
-    return loss, {name: means[owner] for name, (_, owner, _) in places.items() if owner in means}
+    importance = {name: means[owner] for name, (_, owner, _) in places.items() if owner in means}
+    return Calibration(batches, places, loss, importance)
 
 
 def _mean(sums: Tensor, counts: Tensor) -> Tensor:

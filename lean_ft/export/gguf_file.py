@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.data import EvalBatches, sft_batches
-from lean_ft.export.gguf_calibration import calibrate, check_importance, compare, find_places, read_imatrix
+from lean_ft.export.gguf_calibration import calibrate, check_importance, compare, read_imatrix
 from lean_ft.export.gguf_families import GGUF_FAMILIES, STORED, GGUFFamily
 from lean_ft.export.gguf_mixtures import GGUF_MIXTURES, GGUF_REFUSED, mixer_metadata, mixer_of, mixture_metadata
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
@@ -32,7 +31,6 @@ from lean_ft.models.config import DecoderConfig, MixerConfig, MixtureConfig
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.quantize import mean_loss
-from lean_ft.settings import SFTDataConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
 from lean_ft.tokenizers import Tokenizer
@@ -45,7 +43,6 @@ GGUF_KINDS = {
 }  # fmt: skip
 _FLOATS = ("f32", "f16", "bf16")
 _WEIGHED = ("q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")  # kinds that use the importance of input features
-_BATCH_ROWS = 8  # rows per forward pass of --calibrate
 # Fields of DecoderConfig that every architecture stores, or that change no number beyond rounding.
 _STORED = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "layers", "max_positions", "norm_eps",
@@ -95,9 +92,11 @@ def export_gguf(
 
     `kind` is one of `GGUF_KINDS`; `merge` and `base` are as in `export_folder`. The importance of inputs for quantized kinds
     comes from `imatrix`, a file of llama.cpp, or from a forward pass over the rows of `data`, which also gives the perplexity
-    before and after. `ollama` also writes a Modelfile. Raises ValueError if the source is missing or damaged, the destination exists, llama.cpp would compute
-    the model or its tokenizer differently, importance is given for a kind that does not use it or for another model, or the
-    `gguf` package is missing; OSError if the disk is full.
+    before and after. `ollama` also writes a Modelfile.
+
+    Raises ValueError if the source is missing or damaged, the destination exists, llama.cpp would compute the model or its
+    tokenizer differently, importance is given for a kind that does not use it or for another model, or the `gguf` package is
+    missing; OSError if the disk is full.
     """
     gguf = gguf_package()
     if kind not in GGUF_KINDS:
@@ -120,22 +119,12 @@ def export_gguf(
     metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
     text = modelfile(model, tokenizer, destination.name) if ollama else None
     shapes = {name: tuple(tensor.shape) for name, tensor in _all_tensors(model, family, "meta")}
-    mix = Mix(
-        kind,
-        family.architecture,
-        num_layers=model.config.num_layers,
-        heads_per_group=model.config.num_heads // model.config.num_kv_heads,
-        num_experts=0 if model.mixture is None else model.mixture.num_experts,
-        is_tied=model.head is None,
-        has_importance=option is not None,
-    )
+    mix = _mix(kind, model, family, has_importance=option is not None)
     entries = {name: Entry(shape, mix.kind_of(name, shape)) for name, shape in shapes.items()}
-    places, batches, before = None, [], None
+    calibration = None
     if data is not None:
-        rows, _ = sft_batches(SFTDataConfig.model_validate({"source": data}), tokenizer, batch_size=_BATCH_ROWS, seed=0)
-        batches = EvalBatches(rows.layout, rows.report)
-        places = find_places(model, lambda parameters: gguf_tensors(parameters, model, family))
-        before, importance = calibrate(model, batches, places)
+        calibration = calibrate(model, tokenizer, data, lambda parameters: gguf_tensors(parameters, model, family))
+        importance = calibration.importance
     if option is not None:
         weighed = {name: e.shape for name, e in entries.items() if name.startswith("blk.") and e.kind in FORMATS}
         importance = check_importance(importance, weighed, f"{option} {imatrix or data}")
@@ -144,8 +133,9 @@ def export_gguf(
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination, on_disk=True) as temporary, room_for(needed_bytes, destination):
         write_gguf(gguf, temporary, family.architecture, metadata, entries, _all_tensors(model, family), importance)
+        places = None if calibration is None else calibration.places
         errors = {} if kind in _FLOATS else compare(temporary, _all_tensors(model, family), places)
-        after = None if before is None else mean_loss(model, batches)
+        after = None if calibration is None else mean_loss(model, calibration.batches)
     kinds = Counter(entry.kind for entry in entries.values() if len(entry.shape) > 1)
     mixed = f" ({', '.join(f'{number} tensors as {one}' for one, number in kinds.items())})" if len(kinds) > 1 else ""
     size = f"{destination.stat().st_size / 1e9:.3g} GB"
@@ -157,8 +147,8 @@ def export_gguf(
     details = f"architecture {family.architecture}, {kind}{mixed}, {len(entries)} tensors, {size}. Try: {command}"
     if errors:
         details += f"\nrelative error of the weights: {', '.join(f'{one} {e:.2%}' for one, e in errors.items())}"
-    if before is not None and after is not None:
-        details += f"\nperplexity on {data}: {math.exp(before):.4g} before, {math.exp(after):.4g} after"
+    if calibration is not None and after is not None:
+        details += f"\nperplexity on {data}: {math.exp(calibration.loss):.4g} before, {math.exp(after):.4g} after"
     if vocabulary.pre in APPROXIMATED:
         details += (
             f"\nllama.cpp's splitting rule {vocabulary.pre} differs from this tokenizer's at combining marks and at capital letters "
@@ -167,6 +157,19 @@ def export_gguf(
     if not _ropes(model.config)[0].truncate:
         details += "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities differ slightly."
     return Exported(folder, destination, details, merged)
+
+
+def _mix(kind: str, model: Decoder, family: GGUFFamily, has_importance: bool) -> Mix:
+    config = model.config
+    return Mix(
+        kind,
+        family.architecture,
+        num_layers=config.num_layers,
+        heads_per_group=config.num_heads // config.num_kv_heads,
+        num_experts=0 if config.mixture is None else config.mixture.num_experts,
+        is_tied=model.head is None,
+        has_importance=has_importance,
+    )
 
 
 def gguf_destination(source: str | Path, destination: str | Path, force: bool) -> tuple[Path, Path]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 _SLICE = 2**17  # weights quantized at a time
-_IN_FLOAT32 = ("_norm", "_gate_inp", "_gate_inp_shexp", "conv", "conv1d")  # endings of small tensors
+_IN_FLOAT32 = ("_norm", "_gate_inp", "_gate_inp_shexp", "conv", "conv1d", "per_layer_model_proj")  # endings
 
 
 class Mix(NamedTuple):
@@ -56,13 +56,13 @@ class Mix(NamedTuple):
         if kind not in FORMATS:
             return kind
         place, _, part = role.rpartition(".")
-        layer = int(place.removeprefix("blk.")) if place else 0
+        layer = int(role.split(".")[1]) if place else 0
         eighth = self.num_layers // 8
         early, late = layer < eighth, layer >= 7 * self.num_layers // 8
         more_bits = kind != self.kind and (early or late or (layer - eighth) % 3 == 2)  # of q4_k_m and q5_k_m
         is_70b = self.architecture in ("llama", "qwen2") and self.num_layers == 80 and self.heads_per_group > 1
         is_value, is_down = part in ("attn_v", "attn_qkv", "attn_kv_b"), part.startswith("ffn_down")
-        is_output = role == "output" or (role == "token_embd" and self.is_tied)
+        is_output = role == "output" or (role in ("token_embd", "per_layer_token_embd") and self.is_tied)
         rules = (
             ("q8_0", is_output and kind in ("q8_0", "mxfp4")),
             ("q6_k", is_output),
@@ -100,7 +100,7 @@ def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None) -> Ten
         importance = (importance / importance.mean()).nan_to_num_(1.0).float() + 1e-6
 
     def store(rows: Tensor, place: Tensor) -> None:
-        x = rows.float().reshape(-1, block)
+        x = rows.float().contiguous().view(-1, block)
         of_x = None if importance is None else importance.expand_as(rows).reshape(-1, block)
         torch.cat(encode(x, of_x), 1, out=place.view(len(x), -1))
 

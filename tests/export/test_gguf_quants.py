@@ -63,6 +63,8 @@ def test_unusual_rows(kind):
     found = dequantized(stored.numpy(), kind)
     assert not found[0].any()
     assert ((found - rows).abs().amax(1) <= 0.2 * rows.abs().amax(1) + 1e-30).all()
+    columns = ROWS[0].view(256, 64)
+    assert torch.equal(quantize(columns.T, kind), quantize(columns.T.contiguous(), kind))
     experts, each = torch.stack(ROWS), torch.stack([IMPORTANCE, IMPORTANCE.flip(0)])
     expected = [quantize(expert, kind, one) for expert, one in zip(experts, each, strict=True)]
     assert torch.equal(quantize(experts, kind, each), torch.stack(expected))
@@ -92,6 +94,7 @@ MORE_BITS, FIRST = {0, 1, 2, 5, 8, 11, 14, 17, 20, 21, 22, 23}, {0, 1, 2}
     ("mxfp4", "attn_q", {}, {"mxfp4": LAYERS}),
     ("mxfp4", "attn_q", {"num_experts": 128}, {"q8_0": LAYERS}),
     ("mxfp4", "ffn_up_exps", {"num_experts": 128, "rows": (128, 64)}, {"mxfp4": LAYERS}),
+    ("q4_k_m", "shortconv.in_proj", {}, {"q4_k": LAYERS}),
     ("q4_k_m", "ffn_gate_inp", {"num_experts": 128}, {"f32": LAYERS}),
     ("bf16", "attn_q", {}, {"bf16": LAYERS}),
 ])  # fmt: skip
