@@ -76,7 +76,10 @@ def _llama3(rope: RopeConfig, size: int) -> Tensor:
     """Divide slow frequencies by the factor, keep fast frequencies, and interpolate in between (Llama 3.1)."""
     frequencies = _plain(rope, size)
     turns = rope.original_max_positions * frequencies / (2 * math.pi)  # over the original context
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    width = max(
+        rope.high_freq_factor - rope.low_freq_factor, 1e-9
+    )  # Llama 4 Scout's factors are equal: no interpolation
+    kept = ((turns - rope.low_freq_factor) / width).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / rope.factor + kept * frequencies
 
 

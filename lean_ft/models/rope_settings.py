@@ -71,9 +71,9 @@ def rope_settings(fields: Fields) -> tuple[str, Any]:
 
 def _read_llama3(settings: Fields, *_: int) -> dict[str, Any]:
     values = {name: settings.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    if values["high_freq_factor"] <= values["low_freq_factor"]:
+    if values["high_freq_factor"] < values["low_freq_factor"]:
         low, high = values["low_freq_factor"], values["high_freq_factor"]
-        raise ValueError(f"{settings.where}: high_freq_factor ({high}) must be above low_freq_factor ({low}).")
+        raise ValueError(f"{settings.where}: high_freq_factor ({high}) must not be below low_freq_factor ({low}).")
     return values
 
 

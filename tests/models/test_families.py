@@ -198,6 +198,14 @@ def test_head_dim_and_key_heads_are_derived():
     assert (config.head_dim, config.num_kv_heads) == (16, 4)
 
 
+@pytest.mark.parametrize("number", ["2", "02"])  # transformers pads the numbers of models of 10 layers or more
+def test_settings_of_single_layers(number):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    own = {"layer_types": kinds, "per_layer_config": {number: {"head_dim": 40}}}
+    config = decoder_config({**LLAMA, "model_type": "gemma4_text", "hidden_act": "gelu_pytorch_tanh", **own})
+    assert [config.head_dim_of(layer) for layer in range(3)] == [256, 256, 40]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -254,7 +262,10 @@ def test_head_dim_and_key_heads_are_derived():
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters has full_attention"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_scaling": "llama3"}, "expected an object"),
-        ({"rope_scaling": {**LLAMA3_ROPE, "rope_type": "llama3", "high_freq_factor": 0.5}}, "must be above low_freq"),
+        (
+            {"rope_scaling": {**LLAMA3_ROPE, "rope_type": "llama3", "high_freq_factor": 0.5}},
+            "must not be below low_freq",
+        ),
         ({"rope_theta": "10000"}, "rope_theta is '10000'"),
         ({"vocab_size": None}, "field vocab_size is missing"),
         ({"hidden_size": 63.5}, "hidden_size is 63.5; expected a positive integer"),

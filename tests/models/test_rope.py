@@ -10,6 +10,7 @@ from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 ONES = (1.0,) * 64
 RISING = tuple(1.0 + 0.5 * i for i in range(64))
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+EQUAL = {"high_freq_factor": 1.0}  # as in Llama 4 Scout
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,10 @@ LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         (
             RopeConfig(5e5, "llama3", **LLAMA3, original_max_positions=8192),
             {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 8192},
+        ),
+        (
+            RopeConfig(5e5, "llama3", **LLAMA3 | EQUAL, original_max_positions=8192),
+            {"rope_type": "llama3", **LLAMA3, **EQUAL, "original_max_position_embeddings": 8192},
         ),
         (
             RopeConfig(1e4, "yarn", factor=4.0, original_max_positions=32768, attention_factor=1.3),

@@ -119,7 +119,7 @@ def _gemma4_layer_facts(fields: Fields, is_windowed: Sequence[bool], layer: int)
         by_layer, where = fields.get("per_layer_config"), f"{fields.where}: per_layer_config"
         if not isinstance(by_layer, dict):
             raise ValueError(f"{where} is {by_layer!r}; expected an object of settings by layer number.")
-        settings = {str(number): own for number, own in by_layer.items()}.get(str(layer), {})
+        settings = {str(number).zfill(4): own for number, own in by_layer.items()}.get(f"{layer:04}", {})  # "5" or "05"
         if unknown := set(settings) - _PER_LAYER_FIELDS.keys():
             raise ValueError(f"{where}: {layer} has {listed(unknown)}; expected only {listed(_PER_LAYER_FIELDS)}.")
         own = Fields(settings, {}, f"{where}: {layer}")
