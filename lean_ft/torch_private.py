@@ -52,6 +52,14 @@ PRIVATE_NAMES = {
     "softmax_backward": PrivateName(
         "torch:ops.aten._softmax_backward_data", "the gradient of attention weights in one pass", "CPU attention fails"
     ),
+    "pack_linear": PrivateName(
+        "torch:ops.mkldnn._reorder_linear_weight", "copy a weight into oneDNN's layout", "generation on a CPU is slower"
+    ),
+    "packed_linear": PrivateName(
+        "torch:ops.mkldnn._linear_pointwise",
+        "multiply with a weight in oneDNN's layout",
+        "generation on a CPU is slower",
+    ),
     "read_scalar": PrivateName(
         "torch:ops.aten._local_scalar_dense.default", "notice that the host reads a tensor's value", _PLAN
     ),

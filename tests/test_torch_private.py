@@ -59,6 +59,13 @@ def _softmax_backward() -> bool:
     return torch.allclose(torch_private.softmax_backward(grad, weights.detach(), -1, torch.float64), expected)
 
 
+@torch.no_grad()
+def _packed_linear() -> bool:
+    x, weight, bias = torch.randn(3, 32).bfloat16(), torch.randn(48, 32).bfloat16(), torch.randn(48).bfloat16()
+    found = torch_private.packed_linear(x, torch_private.pack_linear(weight, 8), bias, "none", [], "")
+    return torch.allclose(found.float(), torch.nn.functional.linear(x, weight, bias).float(), atol=0.1, rtol=0.02)
+
+
 def _shapes_only() -> bool:
     seen = []
 
@@ -195,6 +202,7 @@ USES = {
     "storage_key": _storage,
     **dict.fromkeys(["next_node_number", "backward_node_number"], _node_numbers),
     "uncompiled": _uncompiled,
+    **dict.fromkeys(["pack_linear", "packed_linear"], _packed_linear),
     **dict.fromkeys(
         ["read_scalar", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily", "TorchDispatchMode", "OpOverload"],
         _shapes_only,

@@ -37,7 +37,10 @@ from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers.loading import context_length
 
 PROMPT_TOKENS = 8192  # prompt positions per pass
-CACHE_SHARE = 4  # the cache takes at most 1 / CACHE_SHARE of the memory that the weights leave
+CACHE_SHARE = (
+    4  # the cache, and on a CPU packed weights, take at most 1 / CACHE_SHARE each of the memory that the weights leave
+)
+PACKED_TOKENS = 32  # packing takes the time of several tokens
 UNKNOWN_MEMORY_ROWS = 64  # at a time, if the memory size is unknown
 ROOM_PARTS = (
     8  # waiting rows are read when a part of this size is free, because each pass over prompts reads all weights
@@ -110,7 +113,10 @@ def sample(
     """
     rows = _rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
-        for _ in _decode_rows(model, rows, sampling, decode, _room(model, rows, sampling, cache_gib), compile):
+        room = _room(model, rows, sampling, cache_gib)
+        packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
+        packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
+        for _ in _decode_rows(model, rows, sampling, decode, room, compile, packed_bytes=packed_bytes):
             pass
     return [row.sample for row in rows]
 
@@ -197,6 +203,7 @@ def _decode_rows(
     room: int,
     compile: bool = False,
     prompt_part: int | None = None,
+    packed_bytes: float = 0,
 ) -> Iterator[dict[int, int]]:
     """Fill the rows' samples, at most `room` rows at a time. Yield each step's tokens by the rows' places; empty after a part of a
     prompt."""
@@ -208,15 +215,17 @@ def _decode_rows(
     capacity = len(waiting[0].prompt) + sampling.max_new_tokens
     running, waiting = waiting[:room], waiting[room:]
     if stage() is not None:
-        rehearse_generation(model, running, capacity)
+        rehearse_generation(model, running, capacity, packed_bytes)
         return
     caches = model.new_cache(len(running), capacity)
     hidden = yield from _read(model, running, caches, prompt_part)
-    few_rows, compiled = FewRows(model), CompiledLayers(model) if compile else None
+    few_rows, compiled = FewRows(model, packed_bytes), CompiledLayers(model) if compile else None
 
     def chosen(hidden: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         keys = None if keys is None else keys.to(hidden.device, non_blocking=hidden.is_cuda)
-        ids, log_probs = choose(model.logits(hidden), keys, sampling)
+        with few_rows:
+            logits = model.logits(hidden)
+        ids, log_probs = choose(logits, keys, sampling)
         return ids, torch.stack((ids.double(), log_probs.double()), 1)  # float64 represents both exactly
 
     def step(ids: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -348,8 +357,9 @@ def _forward(model: Decoder, ids: Tensor, caches: KVCache, lengths: Tensor | Non
         return model(ids, cache=caches, return_hidden=True, lengths=lengths)
 
 
-def rehearse_generation(model: Decoder, rows: list[_Row], capacity: int) -> None:
+def rehearse_generation(model: Decoder, rows: list[_Row], capacity: int, packed_bytes: float) -> None:
     """Run generation for the planner, without values: the cache, the prompts' pass, and the pass of the last token."""
+    packed = FewRows(model, packed_bytes)
     longest = max(len(row.prompt) for row in rows)
     caches = model.new_cache(len(rows), capacity)
     texts = min(len({tuple(row.prompt) for row in rows}), max(1, PROMPT_TOKENS // longest))
@@ -357,3 +367,4 @@ def rehearse_generation(model: Decoder, rows: list[_Row], capacity: int) -> None
     caches.filled = capacity - 1
     hidden = _forward(model, torch.zeros(len(rows), 1, dtype=torch.int64), caches)[:, 0]
     choose(model.logits(hidden), torch.zeros(len(rows), 2, dtype=torch.int32), Sampling(1, temperature=0.5))
+    del packed
