@@ -189,12 +189,13 @@ def _from_sentencepiece(path: Path) -> GGUFVocabulary:
 
 
 def _from_byte_fallback(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
-    """Convert a tokenizer.json like Llama 2's, without the tokenizer.model that it was made from."""
-    model = spec["model"]
+    """Convert a tokenizer.json like Llama 2's or Gemma's, without the tokenizer.model that it was made from."""
+    model, normalizer, splitter = spec["model"], spec.get("normalizer") or {}, spec.get("pre_tokenizer") or {}
     if model["type"] != "BPE":
         raise ValueError(f"{folder / 'tokenizer.json'} is a {model['type']} tokenizer; expected BPE.")
-    steps = [step["type"] for step in (spec.get("normalizer") or {}).get("normalizers", [])]
-    if spec.get("pre_tokenizer") is not None or steps not in (["Prepend", "Replace"], ["Replace"]):
+    steps = [step.get("type") for step in normalizer.get("normalizers", [normalizer])]
+    finds_nothing = splitter.get("pattern") == {"String": " "}  # Gemma's, because the normalizer replaces spaces
+    if (splitter and not finds_nothing) or steps not in (["Prepend", "Replace"], ["Replace"]):
         raise ValueError(
             f"{folder / 'tokenizer.json'} marks the start of words with a pre-tokenizer, but llama.cpp marks the start of every "
             "text. Put the model's tokenizer.model into the folder."

@@ -16,6 +16,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import Split
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import export_gguf
@@ -27,6 +29,7 @@ from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer
 from tests.hub.hub_server import Repository
+from tests.tokenizers.conftest import word_start_tokenizer
 
 IDS = torch.arange(60).view(2, 30)
 CHAT = [{"role": "user", "content": "Hi <|im_end|> there"}, {"role": "assistant", "content": "Hello."}]
@@ -366,17 +369,21 @@ USUAL = ("llama", "qwen2", "llama-bpe")
 OTHERS = [pytest.param(rule, marks=pytest.mark.long) for rule in RULES if rule not in USUAL]  # each takes seconds
 
 
-@pytest.mark.parametrize("kind", [*USUAL, *OTHERS])
+@pytest.mark.parametrize("kind", [*USUAL, "gemma", *OTHERS])
 def test_ids_equal_llama_cpps(kind, make_model_folder, file, shared_data):
     if kind == "llama":
         pieces = shared_data / "tokenizers" / "llama2_sentencepiece.model"
         source = make_model_folder(tokenizer=pieces, tokenizer_config=SPM, vocab_size=32_000, hidden_size=32)
+    elif kind == "gemma":
+        made = word_start_tokenizer("never")
+        made.normalizer, made.pre_tokenizer = Replace(" ", "▁"), Split(" ", "merged_with_previous")
+        source = make_model_folder(tokenizer=made, tokenizer_config=SPM, vocab_size=1000, hidden_size=32)
     else:
         made = qwen_tokenizer(RULES[kind])
         source = make_model_folder("Qwen2", tokenizer=made, tokenizer_config=CHAT_CONFIG, vocab_size=640)
     export_gguf(source, file, "f16")
     texts = many_texts(shared_data)
-    tokenizer = load_tokenizer(file)
+    tokenizer = load_tokenizer(source if kind == "gemma" else file)
     wrong = [
         text
         for text, ids in zip(texts, llama_cpp_ids(file, texts), strict=True)
