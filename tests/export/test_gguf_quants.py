@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import GGUF_KINDS, export_gguf
+from lean_ft.export.gguf_calibration import calibrate
+from lean_ft.export.gguf_file import gguf_family, gguf_tensors
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.models import load_model
+from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import qwen_tokenizer
 
 RANDOM = np.random.default_rng(0)
@@ -209,6 +213,33 @@ def test_importance_from_rows_and_from_files_is_the_same(calibrated, tmp_path):
     assert (before, after) == (pytest.approx(expected[0], rel=1e-3), pytest.approx(expected[1], rel=1e-3))
     assert before != pytest.approx(after, rel=1e-3)
     assert "perplexity" not in told[2]
+
+
+def test_importance_of_experts_is_that_of_the_tokens_they_see(make_model_folder, tmp_path):
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    source = make_model_folder("Qwen3Moe", tokenizer=qwen_tokenizer(), num_hidden_layers=1, **experts)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS))
+    model = load_model(source)
+    family = gguf_family(model, source)
+    found = calibrate(model, load_tokenizer(source), str(rows), lambda named: gguf_tensors(named, model, family))
+
+    theirs, inputs = transformers.AutoModelForCausalLM.from_pretrained(source), []
+    mlp, weights = theirs.model.layers[0].mlp, load_file(source / "model.safetensors")
+    mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for ids in IDS:
+            theirs(torch.tensor([ids]))
+    tokens, layer = torch.cat(inputs), "model.layers.0.mlp"
+    chosen = (tokens @ weights[f"{layer}.gate.weight"].T).topk(2).indices
+    for expert in range(6):
+        seen = tokens[(chosen == expert).any(1)]
+        gate, up = (seen @ weights[f"{layer}.experts.{expert}.{name}_proj.weight"].T for name in ("gate", "up"))
+        for name, values in (("gate", seen), ("up", seen), ("down", torch.nn.functional.silu(gate) * up)):
+            expected = values.square().mean(0) if len(values) else torch.ones(values.shape[1])
+            torch.testing.assert_close(
+                found.importance[f"blk.0.ffn_{name}_exps.weight"][expert], expected, rtol=1e-3, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize(("kind", "make", "message"), [
