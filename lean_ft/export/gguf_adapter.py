@@ -37,6 +37,7 @@ from lean_ft.system.whole_files import write_whole
 from lean_ft.training.finished_models import find_base
 
 _KINDS = ("f32", "f16", "bf16")
+_MERGE = "Export the merged model: --merge instead of --adapter."
 
 
 def export_gguf_adapter(
@@ -71,10 +72,8 @@ def export_gguf_adapter(
             raise ValueError(f"{folder}: the adapter of {name} is not finite. Export an earlier checkpoint of the run.")
         b = b * (shape.scaling * shape.rank / alpha)
         weight = f"{name}.weight"
-        if any(part in weight for part in family.not_by_rows):
-            raise ValueError(
-                f"{name} has another form in GGUF files, so --adapter with --gguf does not support it. Use --merge."
-            )
+        if any(part in weight for part in family.no_adapter):
+            raise ValueError(f"{folder} adapts {name}, to which llama.cpp applies no adapter. {_MERGE}")
         if is_projection_of_experts(model, name):
             weight, (a, b) = name, _by_expert(model, name, a, b)
         if name == EMBEDDING:
@@ -107,10 +106,7 @@ def _check_is_lora(stored: StoredAdapter) -> None:
     is_dora = any(shape.dora for shape in stored.shapes.values())
     more = "rows of new tokens" if stored.rows else "the magnitudes of DoRA" if is_dora else None
     if more is not None:
-        raise ValueError(
-            f"{stored.folder} has {more}, which llama.cpp does not read from an adapter. Export the merged model: --merge "
-            "instead of --adapter."
-        )
+        raise ValueError(f"{stored.folder} has {more}, which llama.cpp does not read from an adapter. {_MERGE}")
 
 
 def _by_expert(model: Decoder, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,6 +114,6 @@ def _by_expert(model: Decoder, name: str, a: Tensor, b: Tensor) -> tuple[Tensor,
     experts = model.get_submodule(name.rpartition(".")[0])
     assert isinstance(experts, Experts)
     if experts.config.input_first or experts.config.input_first_in_adapters:
-        raise ValueError(f"{name} is stored transposed, so --adapter with --gguf does not support it. Use --merge.")
+        raise ValueError(f"{name} is stored transposed, which --adapter with --gguf does not support. {_MERGE}")
     num_experts = experts.config.num_experts
     return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)

@@ -54,8 +54,8 @@ class GGUFFamily(NamedTuple):
     """As `fixed`, for fields of the configuration of recurrent layers."""
     optional: frozenset[str] = frozenset()
     """The parts with rules above that a model may lack: "experts" and "recurrent layers"."""
-    not_by_rows: frozenset[str] = frozenset()
-    """Parts of names whose changes also reorder columns or repeat a matrix, so that adapters cannot be stored by themselves."""
+    no_adapter: frozenset[str] = frozenset()
+    """Parts of the names of weights without adapters: llama.cpp ignores them there, or a change does more than reorder rows."""
     architecture_of: Callable[[DecoderConfig], str] | None = None
     """The architecture, if it depends on the configuration."""
 

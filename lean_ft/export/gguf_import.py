@@ -126,6 +126,8 @@ def gguf_folder(file: Path) -> Path:
 
 def _write(file: Path, folder: Path) -> None:
     metadata, tensors = read_header(file)
+    if metadata.get("general.type") == "adapter":
+        raise ValueError(f"{file} is an adapter for llama.cpp. Use the run or the folder that it was exported from.")
     name = metadata.get("general.architecture")
     row = _ARCHITECTURES.get(name) if isinstance(name, str) else None
     if row is None:

@@ -352,7 +352,7 @@ _QWEN3_5 = _DELTA_RULE._replace(
         "linear_attn.in_proj_qkv": _values_tiled, "linear_attn.in_proj": _tiled,
         "linear_attn.out_proj": lambda weight, config: _tiled(weight, config, 1),
     },
-    mixer={**_DELTA_RULE.mixer, "fused_projections": False}, not_by_rows=frozenset({"linear_attn.out_proj"}),
+    mixer={**_DELTA_RULE.mixer, "fused_projections": False}, no_adapter=frozenset({"linear_attn.out_proj"}),
 )
 _GRANITE_HYBRID = GGUFFamily(
     "granitehybrid",
@@ -380,6 +380,7 @@ _GEMMA4 = GGUFFamily(
         "layer_input_vocab_size": lambda config: config.vocab_size if config.layer_input_dim else 0,
     },
     scalings=frozenset({"default", "proportional"}), windows=always, scaled_windows=False,
+    no_adapter=frozenset({"per_layer_model_projection", "embed_tokens_per_layer"}),
     layers={
         "mixture": _in_every_layer, "num_kv_heads": STORED, "intermediate_size": STORED, "values_are_keys": STORED,
         "head_dim": _gemma4_head_dim, "kv_from_layer": _gemma4_kv_source,
@@ -432,7 +433,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             **_EXPERTS, "kv_b_proj": _keys_and_values, "q_a_proj": _for_norm_eps,
             "kv_a_proj_with_mqa": _latents_for_norm_eps,
         },
-        not_by_rows=frozenset({"kv_b_proj"}), metadata=_latent_metadata, shown=_TIED, fixed={"latent": _readable_latent, "attention_scale": _latent_scale},
+        no_adapter=frozenset({"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "lm_head"}), metadata=_latent_metadata, shown=_TIED, fixed={"latent": _readable_latent, "attention_scale": _latent_scale},
         pairs_neighbors=True, scalings=frozenset({"default", "yarn"}), layers={"mixture": _after_dense_layers},
         mixture=_CORRECTED,
     ),
@@ -483,7 +484,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "mlp_bias", "attention_scale", "attention_multipliers", "mlp_multipliers", "embedding_multiplier",
             "logits_divisor",
         },
-        layers={"mixer": STORED}, not_by_rows=frozenset({"model.embed_tokens"}),
+        layers={"mixer": STORED}, no_adapter=frozenset({"model.embed_tokens"}),
         mixer={
             **_MAMBA2, "norm": lambda config: None if mixer_of(config).norm is None else "after_gate",
             "in_multiplier": STORED, "multipliers": STORED, "out_multiplier": STORED,

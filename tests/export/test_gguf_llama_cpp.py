@@ -195,7 +195,11 @@ def tolerance(case: str) -> float:
 
 @torch.no_grad()
 def assert_same_log_probs(
-    logits: Callable[[torch.Tensor], torch.Tensor], server: Any, tolerance: float, num_tokens: int = NUM_GREEDY
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    server: Any,
+    tolerance: float,
+    num_tokens: int = NUM_GREEDY,
+    at_least: int = NUM_GREEDY // 2,
 ) -> None:
     """Greedy tokens and their candidates' log-probabilities equal those from `logits` of ids (1, T)."""
     ids, num_compared = list(range(5, 40)), 0
@@ -210,7 +214,7 @@ def assert_same_log_probs(
             for one in found:
                 assert one["logprob"] == pytest.approx(expected[one["id"]].item(), abs=tolerance)
         ids.append(int(expected.argmax()))
-    assert num_compared >= num_tokens // 2
+    assert num_compared >= at_least
 
 
 def test_every_family_has_a_case():
