@@ -39,6 +39,7 @@ from lean_ft.losses import CrossEntropy
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.families import FAMILIES
+from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import stored_dtype, stored_tensors
 from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
 from lean_ft.optim import build_optimizer
@@ -313,10 +314,15 @@ class Check:
 
     def _load_theirs(self, dtype: str) -> nn.Module:
         load = self.transformers.AutoModelForCausalLM.from_pretrained
-        try:
-            model = load(self.folder, dtype=getattr(torch, dtype), attn_implementation="eager").to(self.device)
-        except Exception as error:
-            raise ValueError(f"transformers cannot open the model: {error}") from None
+        with tempfile.TemporaryDirectory() as copy:
+            folder = self.folder
+            if gguf_file(folder) is not None:  # transformers' own reader supports fewer GGUF files
+                save_model(load_model(folder, dtype=stored_dtype(folder)), copy)
+                folder = copy
+            try:
+                model = load(folder, dtype=getattr(torch, dtype), attn_implementation="eager").to(self.device)
+            except Exception as error:
+                raise ValueError(f"transformers cannot open the model: {error}") from None
         # transformers drops the gradient of the pad token's embedding, even where that token also ends every turn.
         model.get_input_embeddings().padding_idx = None
         return model

@@ -22,7 +22,9 @@ _CHATS, _TEXTS = "tiny/train.jsonl", "tiny/problems_train.jsonl"  # the latter f
 def check(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A folder, a checkpoint, a run, org/name or tiny.", show_default=False),
+        typer.Argument(
+            metavar="MODEL", help="A folder, a checkpoint, a run, a GGUF file, org/name or tiny.", show_default=False
+        ),
     ],
     overrides: Overrides = None,
     config: Preset = None,

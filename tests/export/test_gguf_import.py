@@ -117,10 +117,17 @@ def test_families_that_are_only_read(family, make_model_folder, file):
     assert llama_cpp_ids(file, ["Hello, world!"]) == [load_tokenizer(file).encode("Hello, world!")]  # it opens the file
 
 
-def test_an_exported_folder_opens_in_transformers_with_equal_logits(make_model_folder, file, tmp_path):
+def test_a_file_is_checked_with_transformers(make_model_folder, file, capsys):
+    export_gguf(make_model_folder(tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG), file, "q8_0")
+    assert leanft(["check", str(file), "--quick", "data.packing=bfd"]) == 0
+    assert "skipped: transformers" not in capsys.readouterr().out
+
+
+def test_an_exported_folder_opens_in_transformers_with_equal_logits(make_model_folder, file, tmp_path, capsys):
     source = make_model_folder(tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG)
     export_gguf(source, file, "f32")
     assert leanft(["export", str(file), str(tmp_path / "folder")]) == 0
+    assert f"exported {file} to" in capsys.readouterr().out
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     expected = transformers.AutoModelForCausalLM.from_pretrained(source)
     assert torch.equal(theirs(IDS).logits, expected(IDS).logits)
