@@ -54,6 +54,7 @@ _PARKED = {**_OFFLOADED, "memory.tied_gradient": "host"}
 _STREAMED = {**_PARKED, "optimizer.state": "streamed"}
 WHOLE_LOGITS = {"memory.loss_chunk_tokens": 0}
 _ADAPTER = {**CHECKPOINTED, "memory.activation_offload": True}
+_ON_HOST = {**CHECKPOINTED, "memory.frozen_embeddings": "host"}
 _LEAN_8B = {key: value for key, value in _STREAMED.items() if key != "memory.tied_gradient"}
 _QLORA_8B = {**_ADAPTER, "lora.quantize": "nf4", "optimizer.name": "adamw_8bit", "data.max_length": 2048}
 
@@ -71,11 +72,14 @@ RUNGS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama3_2_3b", FULL, "+ optimizer state streamed", _STREAMED),
     ("llama3_2_3b", LORA, "3B: LoRA, rank 16", CHECKPOINTED),
     ("llama3_2_3b", LORA, "3B: QLoRA, rank 16", {**CHECKPOINTED, "lora.quantize": "nf4"}),
+    ("llama3_2_3b", LORA, "3B: LoRA, embeddings on the host", _ON_HOST),
+    ("llama3_2_3b", LORA, "3B: QLoRA, embeddings on the host", {**_ON_HOST, "lora.quantize": "nf4"}),
     ("llama3_2_3b", LORA, "3B: LoRA, activations offloaded", _ADAPTER),
     ("llama3_2_3b", LORA, "3B: QLoRA, activations offloaded", {**_ADAPTER, "lora.quantize": "nf4"}),
     ("llama3_1_8b", FULL, "8B: all except streaming, 1 x 2,048", {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}),
     ("llama3_1_8b", FULL, "8B: optimizer state streamed, 1 x 2,048", {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}),
     ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048", {**CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}),
+    ("llama3_1_8b", LORA, "8B: QLoRA, embeddings on the host, 2 x 2,048", {**_ON_HOST, "lora.quantize": "nf4", "data.max_length": 2048}),
     ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 2 x 2,048", {**_QLORA_8B, "optimizer.name": "adamw"}),
     ("llama3_1_8b", LORA, "8B: + 8-bit AdamW", _QLORA_8B),
     ("llama3_1_8b", LORA, "8B: + MLP in tiles", {**_QLORA_8B, "memory.tile_mlp": 4}),

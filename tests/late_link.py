@@ -26,6 +26,9 @@ class LateLink(HostLink):
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         return torch.empty_like(like)
 
+    def seen_from_device(self, host: Tensor) -> Tensor:
+        return host
+
     def _device_memory(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
 

@@ -36,6 +36,7 @@ def load_frozen(
     frozen = load_model(model, first, dtype, after_module=quantize).requires_grad_(False).eval()
     # Checkpointing and offload only serve a backward pass.
     for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
+    for_forward |= {"frozen_embeddings": "device"}
     if parallel is not None:
         cut(frozen, parallel, ranks)
     apply_memory(frozen, memory.model_copy(update=for_forward), compile=compile)

@@ -4,6 +4,7 @@ from torch import nn
 
 from lean_ft.memory.checkpointing import checkpoint_layers
 from lean_ft.memory.compiling import compile_layers
+from lean_ft.memory.frozen_embeddings import keep_embeddings_on_host
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.memory.offload import offload_activations
 from lean_ft.memory.streamed_weights import stream_weights
@@ -20,6 +21,7 @@ __all__ = [
     "compile_layers",
     "float8_products",
     "fuse_tied_gradient",
+    "keep_embeddings_on_host",
     "offload_activations",
     "pool_host_memory",
     "stream_weights",
@@ -29,7 +31,7 @@ __all__ = [
 
 
 def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> None:
-    """Apply the settings in the only order that works: float8, tile, checkpoint, compile, offload.
+    """Apply the settings in the only order that works: float8, tile, checkpoint, compile, embeddings, offload.
 
     The compiler then sees what is recomputed, and offloading sees what compiled layers keep. Raises ValueError for
     settings that contradict each other, the model or its device.
@@ -49,9 +51,14 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
         checkpoint_layers(model, every, keep=memory.selective_keeps if kind == "selective" else "nothing")
     if compile:
         compile_layers(model, memory.activation_budget if kind == "budget" else None)
+    if memory.frozen_embeddings == "host":
+        device = next(model.parameters()).device
+        link = open_link(device, "memory.frozen_embeddings=host", "memory.frozen_embeddings=device")
+        keep_embeddings_on_host(model, link)
+    else:
+        _place_tied_gradient(model, memory.tied_gradient)
     if memory.activation_offload:
         offload_activations(model)
-    _place_tied_gradient(model, memory.tied_gradient)
 
 
 def _place_tied_gradient(model: nn.Module, choice: str) -> None:

@@ -338,6 +338,9 @@ class _PlannedLink(HostLink):
     def host_copy(self, tensor: Tensor) -> Tensor:
         return self._host_memory(tensor)
 
+    def seen_from_device(self, host: Tensor) -> Tensor:
+        return host
+
     def _device_memory(self, like: Tensor) -> Tensor:
         with self._trace.on_stream("copying" if like.nbytes <= self._in_flight_bytes else self._trace.stream):
             return torch.empty_like(like)

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
-from lean_ft.settings import OptimizerConfig, RecipeConfig, RewardLossConfig
+from lean_ft.settings import LoRAConfig, OptimizerConfig, RecipeConfig, RewardLossConfig
 from lean_ft.settings.conflicts import check_conflicts
 
 Overrides = dict[str, Any]
@@ -196,8 +196,9 @@ def _ladder(cfg: RecipeConfig, device: Device, is_alone: bool = True) -> list[Ov
         },
     ]
     if is_alone and not device.is_cpu:  # not supported on several devices
-        rungs += [{**lean, "memory.activation_offload": True}]
-        rungs += [{**lean, "memory.activation_offload": True, "memory.tied_gradient": "host"}]
+        trains_embeddings = cfg.group(LoRAConfig) is None
+        away = {"memory.tied_gradient" if trains_embeddings else "memory.frozen_embeddings": "host"}
+        rungs += [lean := {**lean, "memory.activation_offload": True}, {**lean, **away}]
     return [{**always, **rung} for rung in rungs]
 
 

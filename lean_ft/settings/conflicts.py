@@ -193,6 +193,11 @@ CONFLICTS = [
         "pinned host memory. Set optimizer.name=adamw_8bit for streamed state.",
     ),
     # Memory
+    Conflict(
+        lambda memory: memory.frozen_embeddings == "host" and memory.tied_gradient == "host",
+        "memory.frozen_embeddings=host is for embeddings that are not trained, and memory.tied_gradient=host is for their "
+        "gradient. Remove one of them.",
+    ),
     *(
         Conflict(
             lambda memory, score_loss, name=name, default=default: getattr(memory, name) != default,

@@ -48,6 +48,11 @@ class MemoryConfig(Settings):
         "`separate` computes two gradients and adds them. `host` is `fused`, and on a GPU the output layer's "
         "gradient waits in pinned host memory.",
     )
+    frozen_embeddings: Literal["device", "host"] = Field(
+        "device",
+        description="Embeddings that are not trained: `host` keeps them in pinned host memory, from which the GPU reads the "
+        "rows of a batch. An output layer with the same weight is copied to the GPU for each loss.",
+    )
     float8_products: bool = Field(
         False,
         description="GPU with float8: compute the layers' linear projections in 8 bits. Faster and less exact; best with "

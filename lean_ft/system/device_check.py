@@ -44,6 +44,7 @@ _TECHNIQUES: dict[str, dict[str, str]] = {
     "states streamed": _FULL | _BF16 | {"optimizer.state": "streamed"},
     "activations offloaded": _FULL | _BF16 | _OFFLOADED,
     "LoRA": _LORA | _BF16,
+    "LoRA, embeddings on the host": _LORA | _BF16 | {"memory.frozen_embeddings": "host"},
     "QLoRA": _LORA | _BF16 | {"lora.quantize": "nf4"},
 }
 

@@ -100,7 +100,7 @@ def _pin(num_bytes: int) -> mmap.mmap:
     if error != runtime.cudaError.success:
         raise RuntimeError(
             f"cannot pin {num_bytes:,} bytes of host memory ({error}), which optimizer.state=streamed, "
-            "memory.activation_offload=true and memory.tied_gradient=host need. Free host memory, raise the limit of locked "
+            "memory.activation_offload=true, memory.tied_gradient=host and memory.frozen_embeddings=host need. Free host memory, raise the limit of locked "
             "memory (`ulimit -l`), or unset one of these settings."
         )
     return block
@@ -119,6 +119,15 @@ def _unpin(blocks: list[mmap.mmap], kept_bytes: int) -> None:
 
 def _address(block: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_byte.from_buffer(block))
+
+
+class _PinnedBytes:
+    """A contiguous pinned tensor in the form in which torch takes memory that a GPU can read; torch then keeps it alive."""
+
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+        memory = {"data": (host.data_ptr(), False), "shape": (host.nbytes,), "typestr": "|u1"}
+        self.__cuda_array_interface__ = {**memory, "strides": None, "version": 3}
 
 
 class HostLink:
@@ -156,6 +165,10 @@ class HostLink:
     def bring_back(self, host: Tensor) -> Tensor:
         """Return the tensor on the device, copied on the compute stream, for use when nothing else is computed."""
         return torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+
+    def seen_from_device(self, host: Tensor) -> Tensor:
+        """Return a tensor of the device on the memory of a pinned host tensor, which kernels read over the link."""
+        return torch.as_tensor(_PinnedBytes(host), device=self.device).view(host.dtype).view(host.shape)
 
     def prefetch(self, sent: Sent) -> None:
         """Start the copy back, unless the tensor is still or again on the device."""

@@ -113,6 +113,7 @@ def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
     alone = {
         "memory.activation_offload=true": memory is not None and memory.activation_offload,
         "memory.tied_gradient=host": memory is not None and memory.tied_gradient == "host",
+        "memory.frozen_embeddings=host": memory is not None and memory.frozen_embeddings == "host",
         "memory.float8_products=true": memory is not None and memory.float8_products,
         "lora.init=pissa": lora is not None and lora.init == "pissa",
     }

@@ -58,6 +58,7 @@ NUMERIC: dict[str, dict[str, Any]] = {
     "z-loss": {"loss.z_loss": 0.01},
     "lora": {"lora.rank": 8},
     "dora": {"lora.rank": 8, "lora.dora": True},
+    "embeddings": {"lora.rank": 8, "memory.frozen_embeddings": "host"},
 }
 SETTINGS = {**SILENT, **NUMERIC}
 COMPILED = [("selective products", "lora"), ("tiles", "in backward"), ("offload", "dora")]
@@ -70,6 +71,7 @@ REFUSED = {
     frozenset(("update clipping", "sgd")): "needs AdamW.s second moment",
     frozenset(("rounding", "lora")): "is for bfloat16 weights, but .*lora_A is torch.float32",
     frozenset(("rounding", "dora")): "is for bfloat16 weights, but .*lora_A is torch.float32",
+    frozenset(("rounding", "embeddings")): "is for bfloat16 weights, but .*lora_A is torch.float32",
 }
 # Tolerances for sums in another order: a bfloat16 rounding step is as large as an update, and a change of a gradient by
 # 1e-6 turns Muon's direction, five bfloat16 products, by up to 1.3% per step.
@@ -190,6 +192,7 @@ def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.offload.offload_to(model, LateLink())._smallest_bytes = 512
 
     monkeypatch.setattr(memory, "offload_activations", offload)
+    monkeypatch.setattr(memory, "open_link", lambda *_: LateLink())
     monkeypatch.setattr(
         memory,
         "_place_tied_gradient",
@@ -232,6 +235,7 @@ def test_the_compilers_budget_composes_with_offload(late_links: None, without_co
     [
         ({"memory.activation_offload": True}, "which already uses host memory"),
         ({"memory.tied_gradient": "host"}, "which already uses host memory"),
+        ({"memory.frozen_embeddings": "host"}, "which already uses host memory"),
         ({"memory.float8_products": True}, "which has none"),
         ({"memory.activation_checkpointing": "budget"}, "budget needs the compiler"),
         ({"optimizer.name": "adamw_8bit", "optimizer.state": "paged"}, "CUDA managed memory"),

@@ -57,6 +57,12 @@ CASES: dict[str, tuple[tuple[str, str], str, str, str]] = {
         f"{IN_BACKWARD} memory.tied_gradient=fused",
         "memory.tied_gradient=host optimizer.state=streamed",
     ),
+    "host_embeddings_bfloat16": (
+        LORA,
+        "bfloat16",
+        PACKED,
+        "memory.frozen_embeddings=host memory.activation_offload=true",
+    ),
     # compiled: traced graphs that run operation by operation
     "compiled_float32": (FULL, "float32", "compile=true memory.activation_checkpointing=selective", ""),
     "compiled_bfloat16": (FULL, "bfloat16", f"{IN_BACKWARD} compile=true optimizer.stochastic_rounding=true", ""),

@@ -45,6 +45,7 @@ SETTINGS: dict[str, tuple[tuple[str, str], str]] = {
     "smoothed": (FULL, f"{PACKED} loss.label_smoothing=0.1 loss.z_loss=1e-4"),
     "lora": (LORA, f"{PACKED}"),
     "qlora": (LORA, f"lora.quantize=nf4 {PACKED}"),
+    "host_embeddings": (LORA, f"memory.frozen_embeddings=host memory.activation_offload=true {PACKED}"),
     "dora": (LORA, f"lora.dora=true lora.dropout=0.1 {PACKED}"),
 }
 for rule in ("sgd", "adamw", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit", "adafactor", "muon", "apollo_mini"):
