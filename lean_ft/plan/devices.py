@@ -2,7 +2,7 @@
 
 Rates are the makers' published figures for dense 16-bit (float32 accumulation) and float32 products and for memory. Kernels reach
 a share of them that depends on their class: matrix products, attention, memory traffic (`Device.kernel_seconds`). The shares come
-from half of the published figures in docs/speed.md.
+from half of the published figures in docs/speed_tables.md.
 """
 
 import time

@@ -43,7 +43,7 @@ class Rehearsal:
     """Memory and time of one optimizer step, on each device."""
 
     peak: Moment
-    step_seconds: float  # estimated; docs/speed.md compares it with published figures
+    step_seconds: float  # estimated; docs/speed_tables.md compares it with published figures
     tokens: int  # over all micro-batches and devices, including padding
     num_parameters: int
     timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
