@@ -34,7 +34,7 @@ from lean_ft.system.shards import Part
 from lean_ft.tokenizers import Tokenizer
 
 _STRIP = 2**18  # weights compared at a time
-_BATCH_ROWS = 8  # rows per forward pass
+_DATA = {"max_length": 2048, "batch_tokens": 2048}  # of a forward pass
 
 Importance = dict[str, Tensor]
 """Matrix of the file, such as blk.0.attn_q.weight -> the importance of its input features, (C,), or (E, C) for experts."""
@@ -164,7 +164,7 @@ class Calibration(NamedTuple):
 def calibrate(model: Decoder, tokenizer: Tokenizer, data: str, convert: Convert) -> Calibration:
     """Run the rows of `data` through the model. Raises ValueError if they cannot be read, or as `find_places` does."""
     places = find_places(model, convert)
-    rows, _ = sft_batches(SFTDataConfig.model_validate({"source": data}), tokenizer, _BATCH_ROWS, seed=0)
+    rows, _ = sft_batches(SFTDataConfig.model_validate(_DATA | {"source": data}), tokenizer, batch_size=1, seed=0)
     batches = EvalBatches(rows.layout, rows.report)
     sums, counts = dict[str, Tensor](), dict[str, Tensor]()
     is_token = torch.ones(0, dtype=torch.bool)
