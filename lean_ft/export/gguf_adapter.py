@@ -64,6 +64,7 @@ def export_gguf_adapter(
     if len(stored.tensors) > 2 * len(stored.shapes):  # PEFT copies the weight of an adapted embedding, to be compared
         model = load_model(model_name)
     family, adapter = gguf_family(model, Path(str(model_name))), fit_adapter(model, folder)
+    by_rows = family._replace(changes={k: change for k, change in family.changes.items() if k not in family.columns})
     alpha = next(iter(adapter.shapes.values())).alpha
     tensors = dict[str, Tensor]()
     for name, shape in adapter.shapes.items():
@@ -74,11 +75,14 @@ def export_gguf_adapter(
         weight = f"{name}.weight"
         if any(part in weight for part in family.no_adapter):
             raise ValueError(f"{folder} adapts {name}, to which llama.cpp applies no adapter. {_MERGE}")
+        if part := next((part for part in family.columns if part in weight), ""):
+            a = family.changes[part](a, model.config)
+            assert isinstance(a, Tensor)
         if is_projection_of_experts(model, name):
             weight, (a, b) = name, _by_expert(model, name, a, b)
         if name == EMBEDDING:
             a = a.T  # (V, R): llama.cpp looks rows up
-        for place, rows in gguf_tensors([(weight, b)], model, family):
+        for place, rows in gguf_tensors([(weight, b)], model, by_rows):
             tensors |= {f"{place}.lora_a": a, f"{place}.lora_b": rows}
     metadata = {
         "general.type": "adapter",

@@ -352,7 +352,7 @@ _QWEN3_5 = _DELTA_RULE._replace(
         "linear_attn.in_proj_qkv": _values_tiled, "linear_attn.in_proj": _tiled,
         "linear_attn.out_proj": lambda weight, config: _tiled(weight, config, 1),
     },
-    mixer={**_DELTA_RULE.mixer, "fused_projections": False}, no_adapter=frozenset({"linear_attn.out_proj"}),
+    mixer={**_DELTA_RULE.mixer, "fused_projections": False}, columns=frozenset({"linear_attn.out_proj"}),
 )
 _GRANITE_HYBRID = GGUFFamily(
     "granitehybrid",

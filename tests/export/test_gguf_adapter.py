@@ -25,7 +25,7 @@ WITHOUT = {
     "deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"},
     "gemma4_text": {"per_layer_model_projection"},
     "llama4_text": {"router"},
-    **{family: {"out_proj"} for family in ("qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "nemotron_h")},
+    **{family: {"out_proj"} for family in ("falcon_h1", "nemotron_h")},
 }
 # Name -> transformers' name of the family, settings, PEFT's settings, how numbers are stored
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
