@@ -37,6 +37,7 @@ LONG = (
     "distillation.md",
     "online.md",
     "using.md",
+    "export.md",
 )  # their commands train for a while
 TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # created by an earlier command
 NO_SETTING = {"shell=True"}  # Python, not a setting
@@ -164,6 +165,8 @@ NOT_RUN = {
     "leanft chat ": "interactive; tests/recipes/test_chat.py tests it",
     "leanft push ": "uploads; tests/cli/test_push_verb.py tests it on loopback",
     "leanft serve ": "runs until Ctrl-C; tests/generation/test_server.py tests it",
+    "llama-cli ": "a program of llama.cpp; tests/export/test_gguf_llama_cpp.py",
+    "ollama ": "another program; tests/export/test_ollama.py",
     "leanft run --nproc-per-node ": "starts processes; tests/parallel tests it",
 }
 
@@ -304,7 +307,7 @@ def test_a_document_names_only_what_is_there(document):
     options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
     for option in set(
-        re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard) .*", "", text))
+        re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard|llama-cli) .*", "", text))
     ):
         parameter = option.removeprefix("--").replace("-", "_")  # typer derives the option from it
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option

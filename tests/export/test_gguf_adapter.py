@@ -1,5 +1,6 @@
 """Adapters as GGUF files: llama.cpp with its own file of the base model computes what PEFT computes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 import transformers
 
 from lean_ft.export import export_gguf, export_gguf_adapter
+from lean_ft.export.gguf_families import GGUF_FAMILIES
+from lean_ft.export.gguf_mixtures import GGUF_MIXTURES
 from lean_ft.models import load_model
 from lean_ft.peft import apply_lora, save_adapter
 from lean_ft.settings import LoRAConfig
@@ -91,3 +94,9 @@ def test_what_llama_cpp_cannot_apply(lora, message, qwen_folder, tmp_path):
     with pytest.raises(ValueError, match=message):
         export_gguf_adapter(tmp_path / "adapter", tmp_path / "adapter.gguf", "f16" if "dora" in lora else "q8_0")
     assert not Path(tmp_path / "adapter.gguf").exists()
+
+
+def test_the_table_of_the_documentation_has_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*GGUF_FAMILIES, *GGUF_MIXTURES]
+    assert "| fails |" not in page
