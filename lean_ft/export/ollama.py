@@ -81,9 +81,9 @@ def modelfile(model: Decoder, tokenizer: Tokenizer, gguf_name: str) -> str:
         stops.append(next((token for token in tokenizer.added_tokens if end.startswith(token)), end))
     ends = settings.get("eos_token_id")
     ends = [tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])]
-    stops += [tokenizer.token_text(token_id) for token_id in ends if isinstance(token_id, int)]
+    stops += [tokenizer.token_text(token_id) for token_id in ends if isinstance(token_id, int) and token_id >= 0]
     lines.append(f"PARAMETER num_ctx {min(model.config.max_positions, _MAX_CONTEXT)}")
-    lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(filter(None, stops))]
+    lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if stop and '"' not in stop]
     for name, parameter in _PARAMETERS.items():
         if type(value := settings.get(name)) in (int, float):
             lines.append(f"PARAMETER {parameter} {value}")
