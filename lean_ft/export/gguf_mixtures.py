@@ -120,6 +120,11 @@ def _in_every_nth_layer(config: DecoderConfig, layer: int) -> MixtureConfig | No
     return None if (layer + 1) % step else config.mixture
 
 
+def _some_window(config: DecoderConfig, layer: int) -> Any:
+    """llama.cpp opens no file of these families without a window."""
+    return STORED if any(other.window for other in config.layers) else "a sliding window in some layers"
+
+
 def _whole_shared_experts(config: DecoderConfig) -> int:
     """Files have the number of shared experts; llama.cpp needs one at least."""
     size = _mixture(config).intermediate_size
@@ -211,9 +216,8 @@ def _taps(weight: Tensor, config: DecoderConfig) -> Tensor:
 
 def _tiled(weight: Tensor, config: DecoderConfig, dim: int = 0) -> Tensor:
     """Reorder value heads: key head h belongs to value heads h, h + G, ... in the file, and to H / G neighbors here."""
-    heads = weight.unflatten(
-        dim, (mixer_of(config).num_key_heads, mixer_of(config).num_heads // mixer_of(config).num_key_heads, -1)
-    )
+    num_key_heads, num_heads = mixer_of(config).num_key_heads, mixer_of(config).num_heads
+    heads = weight.unflatten(dim, (num_key_heads, num_heads // num_key_heads, -1))
     return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
@@ -383,7 +387,7 @@ _GEMMA4 = GGUFFamily(
     no_adapter=frozenset({"per_layer_model_projection", "embed_tokens_per_layer"}),
     layers={
         "mixture": _in_every_layer, "num_kv_heads": STORED, "intermediate_size": STORED, "values_are_keys": STORED,
-        "head_dim": _gemma4_head_dim, "kv_from_layer": _gemma4_kv_source,
+        "head_dim": _gemma4_head_dim, "kv_from_layer": _gemma4_kv_source, "window": _some_window,
     },
     mixture={
         "weights_sum_to_one": True, "activation": "gelu_tanh", "beside_mlp": True,
@@ -409,7 +413,8 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
     "gpt_oss": _MIXTURE._replace(
         architecture="gpt-oss", changes={**_EXPERTS, "sinks": _renamed("sinks.weight")}, shown=frozenset(),
         fixed={"qkv_bias": True, "output_bias": True, "attention_sinks": True, "tied_embeddings": False},
-        windows=always, rope={"truncate": STORED},  # llama.cpp rounds; the export says so
+        windows=always, layers={**_MIXTURE.layers, "window": _some_window},
+        rope={"truncate": STORED},  # llama.cpp rounds; the export says so
         mixture={
             "weights_sum_to_one": True, "router_bias": True, "expert_bias": True, "gate_scale": 1.702, "up_offset": 1.0,
             "limit": 7.0,
@@ -433,7 +438,8 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             **_EXPERTS, "kv_b_proj": _keys_and_values, "q_a_proj": _for_norm_eps,
             "kv_a_proj_with_mqa": _latents_for_norm_eps,
         },
-        no_adapter=frozenset({"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "lm_head"}), metadata=_latent_metadata, shown=_TIED, fixed={"latent": _readable_latent, "attention_scale": _latent_scale},
+        no_adapter=frozenset({"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "lm_head"}),
+        metadata=_latent_metadata, shown=_TIED, fixed={"latent": _readable_latent, "attention_scale": _latent_scale},
         pairs_neighbors=True, scalings=frozenset({"default", "yarn"}), layers={"mixture": _after_dense_layers},
         mixture=_CORRECTED,
     ),

@@ -214,6 +214,16 @@ def test_sentencepiece_scores_give_the_same_ids(kind, make_model_folder, file, t
         assert types[size] == 3 and field(file, "tokenizer.ggml.tokens")[size] == "<|x|>"
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_difference_of_llama_cpp_is_reported(truncate, make_model_folder, file):
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": truncate}
+    rope["rope_theta"] = 500.0
+    source = make_model_folder(
+        "GptOss", tokenizer=qwen_tokenizer(), num_local_experts=4, head_dim=16, rope_parameters=rope
+    )
+    assert ("llama.cpp rounds the bounds of yarn's frequencies" in str(export_gguf(source, file))) == (not truncate)
+
+
 class TestRefusals:
     @pytest.fixture
     def folder(self, qwen_folder, tmp_path) -> Path:
@@ -282,6 +292,7 @@ class TestRefusals:
             ("Qwen3Next", {**EXPERTS, "linear_value_head_dim": 64}, "value_dim of the recurrent layers is 64, .* with 128"),
             ("Qwen3_5", {"layer_types": ["full_attention"] * 2}, "number of recurrent layers is 0"),
             ("Lfm2", {"conv_bias": True, "full_attn_idxs": [1]}, "bias of the recurrent layers is True"),
+            ("GptOss", {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "head_dim": 16}, "window of layer 0 is None"),
             ("Phimoe", {"num_local_experts": 4}, "does not compute phimoe as it was trained: it has RMSNorm instead"),
         ],
     )  # fmt: skip
