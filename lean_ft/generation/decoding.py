@@ -225,7 +225,7 @@ def _decode_rows(
         keys = None if keys is None else keys.to(hidden.device, non_blocking=hidden.is_cuda)
         with few_rows:
             logits = model.logits(hidden)
-        ids, log_probs = choose(logits, keys, sampling)
+        ids, log_probs = choose(logits, keys, sampling, compile)
         return ids, torch.stack((ids.double(), log_probs.double()), 1)  # float64 represents both exactly
 
     def step(ids: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:

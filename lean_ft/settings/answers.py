@@ -53,8 +53,8 @@ class GenerationConfig(Settings):
 
     compile: bool = Field(
         False,
-        description="Compile the layers for decoding; takes some seconds once. For one process. Layers with a recurrent "
-        "state, mixtures of experts and latent attention are not compiled.",
+        description="Compile the layers for decoding, and on a GPU the choice of the token; takes some seconds once. For one "
+        "process. Layers with a recurrent state, mixtures of experts and latent attention are not compiled.",
     )
     offload_training_state: bool = Field(
         False,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lean_ft.generation import choosing
 from lean_ft.generation.choosing import RowKey, Sampling, choose, waiting_times
 from tests.generation.plain_draws import draw, waiting_time
 
@@ -48,6 +49,27 @@ def test_tokens_and_log_probabilities_are_those_computed_plainly(temperature: fl
     tokens, log_probs = choose(logits, None, Sampling(1))
     assert torch.equal(tokens, logits.argmax(1))
     torch.testing.assert_close(log_probs, logits.log_softmax(-1).amax(1))
+
+
+def test_one_graph_serves_all_seeds_and_numbers_of_rows():
+    """What a GPU compiles: whole, and once for each kind of settings."""
+    graphs = []
+    torch.compiler.reset()
+    backend = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
+    compiled = torch.compile(choosing._choose, backend=backend, dynamic=True, fullgraph=True)
+    for settings in (
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
+    ):
+        before = len(graphs)
+        for rows in (6, 4, 9):
+            logits = torch.randn(rows, 101, generator=torch.Generator().manual_seed(rows))
+            sampling = Sampling(rows, seed=rows, stop_ids=frozenset([rows]), **settings)
+            drawn = keys(rows) if sampling.temperature else None
+            for found, expected in zip(compiled(logits, drawn, sampling), choose(logits, drawn, sampling), strict=True):
+                torch.testing.assert_close(found, expected)
+        assert len(graphs) == before + 1
 
 
 def kept(probabilities: torch.Tensor, settings: dict) -> torch.Tensor:
