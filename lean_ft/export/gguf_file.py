@@ -298,7 +298,7 @@ def _metadata(
         "vocab_size": config.vocab_size,
     }
     of_architecture |= {key: float(getattr(config, field)) for key, field in family.numbers.items()}
-    of_architecture |= mixture_metadata(config) | mixer_metadata(config)
+    of_architecture |= mixture_metadata(config, family) | mixer_metadata(config)
     if any(windows := [layer.window or 0 for layer in config.layers]):
         of_architecture |= {
             "attention.sliding_window": max(windows),

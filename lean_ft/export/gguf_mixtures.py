@@ -22,22 +22,26 @@ _LATENT_NORM_EPS = 1e-6  # of norms of latents, whatever config.json says
 _DEPTHS_WITHOUT_QUERY_LATENT = (26, 27)  # llama.cpp reads no query latent in models with so many layers
 
 
-def mixture_metadata(config: DecoderConfig) -> dict[str, Any]:
-    """Return what files store about experts; nothing if there are none."""
-    mixture = config.mixture
+def mixture_metadata(config: DecoderConfig, family: GGUFFamily) -> dict[str, Any]:
+    """Return what files of a family store about experts; nothing if the model has none."""
+    mixture, rules = config.mixture, family.mixture
     if mixture is None:
         return {}
-    layers = [i for i, layer in enumerate(config.layers) if layer.mixture is not None]
-    metadata = {
+    metadata: dict[str, Any] = {
         "expert_count": mixture.num_experts,
         "expert_used_count": mixture.experts_per_token,
         "expert_feed_forward_length": mixture.intermediate_size,
-        "expert_weights_norm": mixture.weights_sum_to_one,
-        "expert_weights_scale": float(mixture.weights_factor),
-        "expert_gating_func": {"softmax": 1, "sigmoid": 2}[mixture.score],
-        "leading_dense_block_count": layers[0],
-        "interleave_moe_layer_step": layers[1] - layers[0] if len(layers) > 1 else 1,
     }
+    if rules.get("weights_sum_to_one") is STORED:
+        metadata["expert_weights_norm"] = mixture.weights_sum_to_one
+    if rules.get("weights_factor") is STORED:
+        metadata["expert_weights_scale"] = float(mixture.weights_factor)
+    if rules.get("score") is STORED:
+        metadata["expert_gating_func"] = {"softmax": 1, "sigmoid": 2}[mixture.score]
+    if family.layers["mixture"] is not _in_every_layer:
+        first, *others = (i for i, layer in enumerate(config.layers) if layer.mixture is not None)
+        metadata["leading_dense_block_count"] = first
+        metadata["interleave_moe_layer_step"] = others[0] - first if others else 1
     if shared := mixture.shared_intermediate_size:
         metadata["expert_shared_feed_forward_length"] = shared
         metadata["expert_shared_count"] = shared // mixture.intermediate_size
@@ -430,7 +434,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
     ),
     "minimax_m2": _MIXTURE._replace(
         architecture="minimax-m2", shown=frozenset(), fixed={"qk_norm": "projection", "tied_embeddings": False},
-        mixture={"weights_sum_to_one": True, "has_score_correction": True, "score": "sigmoid"},
+        mixture={"weights_sum_to_one": True, "has_score_correction": True, "score": STORED},
     ),
     "deepseek_v3": _MIXTURE._replace(
         architecture="deepseek2",

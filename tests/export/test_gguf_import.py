@@ -42,7 +42,10 @@ FAMILIES = {
     "llama_linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
     "llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("Qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-}
+    "qwen3_moe": ("Qwen3Moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 24,
+    }),
+}  # fmt: skip
 
 
 def leanft(arguments: list[str]) -> int:
