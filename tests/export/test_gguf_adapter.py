@@ -98,5 +98,5 @@ def test_what_llama_cpp_cannot_apply(lora, message, qwen_folder, tmp_path):
 
 def test_the_table_of_the_documentation_has_every_family():
     page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*GGUF_FAMILIES, *GGUF_MIXTURES]
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == GGUF_FAMILIES.keys() | GGUF_MIXTURES.keys()
     assert "| fails |" not in page
