@@ -1,5 +1,7 @@
 """Chosen tokens compared with the reference implementation of draws and with the distribution."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -57,11 +59,8 @@ def test_one_graph_serves_all_seeds_and_numbers_of_rows():
     torch.compiler.reset()
     backend = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
     compiled = torch.compile(choosing._choose, backend=backend, dynamic=True, fullgraph=True)
-    for settings in (
-        {"temperature": 1.0},
-        {"temperature": 0.0},
-        {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
-    ):
+    kinds: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.0}]
+    for settings in [*kinds, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}]:
         before = len(graphs)
         for rows in (6, 4, 9):
             logits = torch.randn(rows, 101, generator=torch.Generator().manual_seed(rows))
