@@ -37,14 +37,12 @@ from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers.loading import context_length
 
 PROMPT_TOKENS = 8192  # prompt positions per pass
-CACHE_SHARE = (
-    4  # the cache, and on a CPU packed weights, take at most 1 / CACHE_SHARE each of the memory that the weights leave
-)
+# The cache, and on a CPU packed weights, take at most 1 / CACHE_SHARE each of the memory that the weights leave.
+CACHE_SHARE = 4
 PACKED_TOKENS = 32  # packing takes the time of several tokens
 UNKNOWN_MEMORY_ROWS = 64  # at a time, if the memory size is unknown
-ROOM_PARTS = (
-    8  # waiting rows are read when a part of this size is free, because each pass over prompts reads all weights
-)
+# Waiting rows are read when a part of this size is free, because each pass over prompts reads all weights.
+ROOM_PARTS = 8
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -100,8 +100,8 @@ def _pin(num_bytes: int) -> mmap.mmap:
     if error != runtime.cudaError.success:
         raise RuntimeError(
             f"cannot pin {num_bytes:,} bytes of host memory ({error}), which optimizer.state=streamed, "
-            "memory.activation_offload=true, memory.tied_gradient=host and memory.frozen_embeddings=host need. Free host memory, raise the limit of locked "
-            "memory (`ulimit -l`), or unset one of these settings."
+            "memory.activation_offload=true, memory.tied_gradient=host and memory.frozen_embeddings=host need. Free host memory, "
+            "raise the limit of locked memory (`ulimit -l`), or unset one of these settings."
         )
     return block
 
