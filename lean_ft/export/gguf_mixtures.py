@@ -519,5 +519,6 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
 
 # Families that llama.cpp computes differently: how.
 GGUF_REFUSED = {
-    "phimoe": "it has RMSNorm instead of LayerNorm, and experts' weights from a softmax instead of sparsemixer"
+    "phimoe": "it has RMSNorm instead of LayerNorm, and experts' weights from a softmax instead of sparsemixer",
+    "ministral": "its architecture for Mistral's models has no sliding window",
 }

@@ -45,6 +45,11 @@ _BAILING_PATTERN = (
 )
 _SEED_PATTERN = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 
+_JAIS_PATTERN = LLAMA3_PATTERN.replace(
+    r"\s+(?!\S)|\s+", "".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"\s{1}"
+)
+_CODER_STEPS = [("Split", "[\r\n]"), *(("Split", x) for x in (r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+"))]
+
 
 def _splits(*patterns: str, ignore_merges: bool = False) -> tuple[tuple[str, Any], ...]:
     """The steps of a tokenizer that splits text by one pattern after the other."""
@@ -62,6 +67,8 @@ PRE_TOKENIZERS = {
     _splits(*_DEEPSEEK_PATTERNS): "deepseek-v3",
     _splits(_BAILING_PATTERN): "bailingmoe",
     _splits(_SEED_PATTERN): "seed-coder",
+    _splits(_JAIS_PATTERN): "jais-2",
+    (*_CODER_STEPS, ("Digits", True), ("ByteLevel", False), ("ignore_merges", False)): "deepseek-coder",
     (("Digits", True), ("ByteLevel", True), ("ignore_merges", False)): "smollm",
     (("ByteLevel", True), ("ignore_merges", False)): "gpt-2",
 }

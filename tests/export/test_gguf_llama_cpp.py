@@ -15,6 +15,7 @@ from lean_ft.export import export_gguf
 from lean_ft.export.gguf_families import GGUF_FAMILIES
 from lean_ft.export.gguf_mixtures import GGUF_MIXTURES
 from lean_ft.models import load_model
+from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")
@@ -229,9 +230,8 @@ def test_fields_that_config_json_leaves_out(make_model_folder, tmp_path):
     export_gguf(source, tmp_path / "model.gguf", "f32")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.long] * (c == "exaone4")) for c in CASES]
-)  # 64 layers
+# EXAONE 4 has windows only with 64 layers.
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] * (c == "exaone4")) for c in CASES])
 def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
     family, (name, settings) = case.partition("/")[0], CASES[case]
     source = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings)
@@ -239,6 +239,25 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
     model, server = load_model(source), serve(tmp_path / "model.gguf")
     assert model.source.config["model_type"] == family
     assert_same_log_probs(model, server, tolerance(case))
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-3), ("q8_0", 0.25), ("q4_k_m", 1.0)])
+@torch.no_grad()
+def test_the_embedded_trained_model(kind, bound, tmp_path):
+    """The likeliest tokens of answers that it was trained on, in bits that lose something too."""
+    export_gguf("tiny", tmp_path / "model.gguf", kind)
+    model, tokenizer, server = load_model("tiny"), load_tokenizer("tiny"), serve(tmp_path / "model.gguf")
+    chat = [{"role": "user", "content": "Which city is the capital of Zanemar?"}]
+    ids = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    for _ in range(12):
+        expected = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        found = ask(server, ids)
+        assert found[0]["id"] == int(expected.argmax())
+        for one in found[:3]:
+            assert one["logprob"] == pytest.approx(expected[one["id"]].item(), abs=bound)
+        ids.append(int(expected.argmax()))
+        if ids[-1] == tokenizer.eos_id:
+            break
 
 
 def in_8_bits(x: torch.Tensor, block: int) -> torch.Tensor:
