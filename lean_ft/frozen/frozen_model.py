@@ -35,8 +35,8 @@ def load_frozen(
     first = "cpu" if link is not None else "meta" if is_cut_first else device
     frozen = load_model(model, first, dtype, after_module=quantize).requires_grad_(False).eval()
     # Checkpointing and offload only serve a backward pass.
-    for_forward = {"activation_checkpointing": "none", "activation_offload": False, "tied_gradient": "separate"}
-    for_forward |= {"frozen_embeddings": "device"}
+    for_forward = {"activation_checkpointing": "none", "activation_offload": False}
+    for_forward |= {"tied_gradient": "separate", "frozen_embeddings": "device"}
     if parallel is not None:
         cut(frozen, parallel, ranks)
     apply_memory(frozen, memory.model_copy(update=for_forward), compile=compile)
