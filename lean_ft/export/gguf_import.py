@@ -72,6 +72,22 @@ _ARCHITECTURES = {
     "llama": _Architecture("llama", "LlamaForCausalLM", has_bias_fields=True),
     "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM", constants={"use_sliding_window": False}),
     "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", constants={"attention_bias": False, "use_sliding_window": False}),
+    "olmo2": _Architecture("olmo2", "Olmo2ForCausalLM", constants={"attention_bias": False}),
+    "smollm3": _Architecture(
+        "smollm3", "SmolLM3ForCausalLM",
+        constants={"attention_bias": False, "mlp_bias": False, "no_rope_layer_interval": 4, "use_sliding_window": False},
+    ),
+    "seed_oss": _Architecture(
+        "seed_oss", "SeedOssForCausalLM", constants={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+    ),
+    "granite": _Architecture(
+        "granite", "GraniteForCausalLM", has_bias_fields=True,
+        fields={
+            **_FIELDS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+        },
+    ),
+    "phi3": _Architecture("phi3", "Phi3ForCausalLM", constants={"sliding_window": None}),
     "qwen3moe": _Architecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",

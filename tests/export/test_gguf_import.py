@@ -41,6 +41,11 @@ FAMILIES = {
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "llama_linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
     "llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": False}),
+    "granite": ("Granite", {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
     "qwen2": ("Qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3_moe": ("Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 24,
