@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from lean_ft.export.gguf_families import GGUF_FAMILIES
+from lean_ft.export.gguf_families import GGUF_FAMILIES, plus_one
 from lean_ft.export.gguf_tokenizer import tokenizer_files
 from lean_ft.hub.paths import gguf_cache
 from lean_ft.models.gguf_tensors import GGUFTensor, num_rows, write_index
@@ -30,7 +30,7 @@ from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import MAX_JSON_BYTES, write_json
 
-_FORMAT = 1  # of the folder; part of its name
+_FORMAT = 2  # of the folder; part of its name
 _MAX_ENTRIES = 2**22  # of an array; the largest vocabularies have 600,000 merges
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -55,6 +55,7 @@ _MIXTURE_FIELDS = {
 }
 # Keys that repeat other facts or describe the file.
 _REPEATED = {"vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned"}
+_OF_WINDOWS = {"attention.sliding_window_pattern", "rope.freq_base_swa"}
 _SCALING = {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"}
 
 
@@ -66,6 +67,13 @@ class _Architecture(NamedTuple):
     has_bias_fields: bool = False  # config.json says whether there are biases
     fields: Mapping[str, str] = _FIELDS
     constants: Mapping[str, Any] = {}
+    has_windows: bool = False  # Gemma's sliding windows
+
+
+def _gemma(model_type: str, name: str, **more: str) -> _Architecture:
+    fields = {**_FIELDS, "attention.sliding_window": "sliding_window", **more} if more else _FIELDS
+    constants = {"attention_bias": False, "hidden_activation" if more else "hidden_act": "gelu_pytorch_tanh"}
+    return _Architecture(model_type, f"{name}ForCausalLM", fields=fields, constants=constants, has_windows=bool(more))
 
 
 _ARCHITECTURES = {
@@ -88,6 +96,12 @@ _ARCHITECTURES = {
         },
     ),
     "phi3": _Architecture("phi3", "Phi3ForCausalLM", constants={"sliding_window": None}),
+    "gemma": _gemma("gemma", "Gemma"),
+    "gemma2": _gemma(
+        "gemma2", "Gemma2",
+        attn_logit_softcapping="attn_logit_softcapping", final_logit_softcapping="final_logit_softcapping",
+    ),
+    "gemma3": _gemma("gemma3_text", "Gemma3", final_logit_softcapping="final_logit_softcapping"),
     "qwen3moe": _Architecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -175,7 +189,8 @@ def _config(file: Path, row: _Architecture, facts: dict[str, Any], tensors: Mapp
         raise ValueError(
             f"{file} lacks the metadata {', '.join(missing)} of its architecture. Download the file again."
         )
-    if unknown := sorted(facts.keys() - row.fields.keys() - _REPEATED - _SCALING):
+    of_windows = _OF_WINDOWS if row.has_windows else set[str]()
+    if unknown := sorted(facts.keys() - row.fields.keys() - _REPEATED - _SCALING - of_windows):
         raise ValueError(
             f"{file} has the metadata {', '.join(unknown)}, which lean_ft does not read for {row.model_type}. Use the model's "
             "Hugging Face folder instead."
@@ -189,6 +204,8 @@ def _config(file: Path, row: _Architecture, facts: dict[str, Any], tensors: Mapp
     if row.has_bias_fields:
         config |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     config |= row.constants
+    if "hidden_activation" in config:
+        del config["hidden_act"]
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("rope_theta", 10_000.0)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -199,12 +216,44 @@ def _config(file: Path, row: _Architecture, facts: dict[str, Any], tensors: Mapp
             found = f"{other} is {facts[other]}; expected {config.get('head_dim')}, the features of a head"
             raise ValueError(f"{file}: {found}. Use the model's Hugging Face folder instead.")
     config["rope_scaling"] = _rope_scaling(file, facts, config, tensors.get("rope_freqs.weight"))
+    if row.has_windows:
+        _add_windows(file, facts, config)
     # Only a dtype that holds every tensor exactly; vectors are always in float32.
     kinds = {stored.kind for stored in tensors.values() if len(stored.shape) > 1}
     config["dtype"] = (
         {"F16": "float16", "BF16": "bfloat16"}.get(min(kinds), "float32") if len(kinds) == 1 else "float32"
     )
     return config
+
+
+def _add_windows(file: Path, facts: Mapping[str, Any], config: dict[str, Any]) -> None:
+    """Set Gemma's sliding windows, the rotary settings of layers with and without a window, and the scale of scores.
+
+    llama.cpp's defaults: every 2nd layer of Gemma 2 and every 6th of Gemma 3 has no window; the rotary base of Gemma 3's windows is
+    10,000; the largest models divide the hidden size by the number of heads.
+    """
+    is_gemma2, num_layers = config["model_type"] == "gemma2", config["num_hidden_layers"]
+    pattern = facts.get("attention.sliding_window_pattern", 2 if is_gemma2 else 6)
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        pattern = [(i + 1) % pattern != 0 for i in range(num_layers)]
+    if not isinstance(pattern, list) or len(pattern) != num_layers:
+        raise ValueError(
+            f"{file}: attention.sliding_window_pattern is not one entry per layer. Download the file again."
+        )
+    if not config.setdefault("sliding_window", 4096 if is_gemma2 else 0):
+        pattern = [False] * num_layers
+    config["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    is_largest = num_layers == (46 if is_gemma2 else 62)
+    heads = config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_largest else config["head_dim"]
+    theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
+    full = {**scaling, "rope_theta": theta}
+    windowed = {"rope_type": "default", "rope_theta": facts.get("rope.freq_base_swa", 10_000.0)}
+    if is_gemma2 and facts.get("rope.freq_base_swa", theta) != theta:
+        raise ValueError(
+            f"{file}: rope.freq_base_swa is not rope.freq_base. Use the model's Hugging Face folder instead."
+        )
+    config["rope_parameters"] = full if is_gemma2 else {"full_attention": full, "sliding_attention": windowed}
 
 
 def _rope_scaling(
@@ -251,7 +300,9 @@ def _index(
 
     model = empty_model(folder, torch.float32)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], model.config.num_layers)
-    interleaved = any(family.pairs_neighbors for family in GGUF_FAMILIES.values() if family.architecture == name)
+    rows = [family for family in GGUF_FAMILIES.values() if family.architecture == name]
+    interleaved = any(family.pairs_neighbors for family in rows)
+    raised = {part for family in rows for part, change in family.changes.items() if change is plus_one}
     heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads} if interleaved else {}
     found, missing, used = dict[str, GGUFTensor](), [], {"rope_freqs.weight"}
     for place, expected in tensors_on_disk(model).items():
@@ -272,7 +323,8 @@ def _index(
                 "Download the file again."
             )
         num_heads = heads.get(module.rpartition(".")[2])
-        found[place] = GGUFTensor(file, stored.kind, shape, offset, stored.row_bytes, num_heads)
+        added = float(any(part in place for part in raised))
+        found[place] = GGUFTensor(file, stored.kind, shape, offset, stored.row_bytes, num_heads, added)
     for problem, those in (("lacks", missing), ("has unexpected", sorted(tensors.keys() - used))):
         if those:
             few = ", ".join(dict.fromkeys(those[:4])) + (f" and {len(those) - 4} more" if len(those) > 4 else "")

@@ -29,6 +29,8 @@ class GGUFTensor(StoredTensor):
     row_bytes: int
     num_heads: int | None = None
     """Set if the file pairs neighboring rows of a head, 2 * i and 2 * i + 1, which are rows i and i + head_dim / 2 here."""
+    added: float = 0.0
+    """What the file has added to every value."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +62,8 @@ class GGUFTensor(StoredTensor):
         stored = torch.empty((stop - start, self.row_bytes), dtype=torch.uint8)
         self._bytes.read_part(Part(stored, self._bytes.shape, start * self.row_bytes))
         kind = gguf.GGMLQuantizationType[self.dtype_name]
-        return torch.from_numpy(gguf.quants.dequantize(stored.numpy()[rows - start], kind))
+        values = torch.from_numpy(gguf.quants.dequantize(stored.numpy()[rows - start], kind))
+        return values - self.added if self.added else values
 
     def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
         """Yield the stored bytes, as `StoredTensor.pieces` does."""

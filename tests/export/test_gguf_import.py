@@ -46,6 +46,12 @@ FAMILIES = {
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": False}),
     "granite": ("Granite", {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 12, "num_hidden_layers": 3}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 12, "num_hidden_layers": 7, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }}),
     "qwen2": ("Qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3_moe": ("Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 24,
@@ -74,7 +80,8 @@ def test_an_exported_model_comes_back_unchanged(case, make_model_folder, file, t
     expected, model = load_model(source), load_model(file)
     assert model.config == expected.config
     for (name, ours), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+        rounds = "gemma" in case and "norm" in name  # 1 is added in the file
+        assert torch.allclose(ours, theirs, rtol=0, atol=2e-7 if rounds else 0), name
     tokenizer, original = load_tokenizer(file), load_tokenizer(source)
     for text in [*texts, "<|im_start|>user\nhi<|im_end|> <think>x"]:
         assert tokenizer.encode(text, True) == original.encode(text, True)
