@@ -16,8 +16,9 @@ from lean_ft.models import load_model
 from lean_ft.peft import apply_lora, save_adapter
 from lean_ft.settings import LoRAConfig
 from tests.export.conftest import qwen_tokenizer
+from tests.export.llama_server import LlamaServer
 from tests.export.test_gguf_llama_cpp import CASES as FAMILIES
-from tests.export.test_gguf_llama_cpp import GRANITE, assert_same_log_probs, serve, tolerance
+from tests.export.test_gguf_llama_cpp import GRANITE, assert_same_log_probs, tolerance
 from tests.peft.conftest import randomize
 
 UNEVEN = {"r": 4, "lora_alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}
@@ -64,7 +65,7 @@ def test_llama_cpp_computes_what_peft_computes(case, make_model_folder, tmp_path
     assert f"{kind}," in str(exported)
     with pytest.raises(ValueError, match="is an adapter for llama.cpp"):
         load_model(tmp_path / "adapter.gguf")
-    server = serve(tmp_path / "base.gguf", tmp_path / "adapter.gguf")
+    server = LlamaServer(tmp_path / "base.gguf", tmp_path / "adapter.gguf")
     allowed = tolerance(case) if kind == "f32" else 5e-2
     assert_same_log_probs(lambda ids: reference(ids).logits, server, allowed, num_tokens=8, at_least=1)
 

@@ -28,6 +28,7 @@ from lean_ft.models.hf_format import stored_tensors
 from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer
+from tests.export.llama_server import LlamaServer
 from tests.hub.hub_server import Repository
 from tests.tokenizers.conftest import word_start_tokenizer
 
@@ -354,11 +355,7 @@ class TestWrongFiles:
 
 def llama_cpp_ids(file: Path, texts: list[str]) -> list[list[int]]:
     """The ids of each text from the server of llama.cpp."""
-    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.warmup = str(file), 64, False
-    params.port = 0
-    server = xllamacpp.Server(params)
+    server = LlamaServer(file)
     found = []
     for text in texts:
         body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()

@@ -17,8 +17,9 @@ from lean_ft.export.gguf_mixtures import GGUF_MIXTURES
 from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
+from tests.export.llama_server import LlamaServer
 
-xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")
+pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")
 
 NUM_GREEDY = 32
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
@@ -167,7 +168,7 @@ class GELUFromTable(TorchDispatchMode):
         return torch.where(args[0].abs() < 10, func(args[0].half().float(), **(kwargs or {})).half().float(), found)
 
 
-def ask(server: Any, ids: list[int]) -> list[dict[str, Any]]:
+def ask(server: LlamaServer, ids: list[int]) -> list[dict[str, Any]]:
     """The candidates for the token after `ids`, the likeliest first; empty if that token ends within a letter."""
     body = {"prompt": ids, "n_predict": 1, "temperature": 0.0, "n_probs": 1000, "cache_prompt": False}
     request = urllib.request.Request(
@@ -178,18 +179,6 @@ def ask(server: Any, ids: list[int]) -> list[dict[str, Any]]:
     return found[0]["top_logprobs"]
 
 
-def serve(file: Path, adapter: Path | None = None) -> Any:
-    """A server of llama.cpp that keeps keys and values in float32."""
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.warmup, params.port = str(file), 128, False, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # threads that wait for one another do so busily
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    if adapter is not None:
-        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
-    return xllamacpp.Server(params)
-
-
 def tolerance(case: str) -> float:
     return 5e-3 if "gemma" in case else 1e-3
 
@@ -197,7 +186,7 @@ def tolerance(case: str) -> float:
 @torch.no_grad()
 def assert_same_log_probs(
     logits: Callable[[torch.Tensor], torch.Tensor],
-    server: Any,
+    server: LlamaServer,
     tolerance: float,
     num_tokens: int = NUM_GREEDY,
     at_least: int = NUM_GREEDY // 2,
@@ -236,7 +225,7 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
     family, (name, settings) = case.partition("/")[0], CASES[case]
     source = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings)
     export_gguf(source, tmp_path / "model.gguf", "f32")
-    model, server = load_model(source), serve(tmp_path / "model.gguf")
+    model, server = load_model(source), LlamaServer(tmp_path / "model.gguf")
     assert model.source.config["model_type"] == family
     assert_same_log_probs(model, server, tolerance(case))
 
@@ -246,7 +235,7 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
 def test_the_embedded_trained_model(kind, bound, tmp_path):
     """The likeliest tokens of answers that it was trained on, in bits that lose something too."""
     export_gguf("tiny", tmp_path / "model.gguf", kind)
-    model, tokenizer, server = load_model("tiny"), load_tokenizer("tiny"), serve(tmp_path / "model.gguf")
+    model, tokenizer, server = load_model("tiny"), load_tokenizer("tiny"), LlamaServer(tmp_path / "model.gguf")
     chat = [{"role": "user", "content": "Which city is the capital of Zanemar?"}]
     ids = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     for _ in range(12):
@@ -287,7 +276,7 @@ def test_llama_cpp_reads_quantized_weights(kind, hidden_size, make_model_folder,
     sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
     source, file = make_model_folder("Llama", tokenizer=qwen_tokenizer(), **sizes), tmp_path / "model.gguf"
     export_gguf(source, file, kind)
-    whole, model, server, differences = load_model(source), load_model(file), serve(file), []
+    whole, model, server, differences = load_model(source), load_model(file), LlamaServer(file), []
     round_inputs(model, file)
     for length in range(5, 30):
         ids = [(7 * i + i * i) % 390 + 5 for i in range(length)]
