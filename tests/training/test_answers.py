@@ -93,11 +93,11 @@ class Parrot(torch.nn.Module):
     def part(self, start: int, end: int) -> "Parrot":
         return self
 
-    def spread(self, parts: list, counts: list[int]) -> None:
-        pass
+    def spread(self, parts: list, counts: list[int]) -> torch.Tensor:
+        return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
-    def keep(self, rows: list[int]) -> list[int]:
-        return rows
+    def keep(self, rows: list[int]) -> tuple[list[int], torch.Tensor]:
+        return rows, torch.tensor(rows)
 
     def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool, lengths: object = None) -> torch.Tensor:
         token = self.script[min(cache.said, len(self.script) - 1)]
