@@ -97,7 +97,7 @@ class Parrot(torch.nn.Module):
         return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
     def keep(self, rows: list[int]) -> tuple[list[int], torch.Tensor]:
-        return rows, torch.tensor(rows)
+        return rows, torch.tensor(rows, dtype=torch.int64)
 
     def forward(self, ids: torch.Tensor, cache: "Parrot", return_hidden: bool, lengths: object = None) -> torch.Tensor:
         token = self.script[min(cache.said, len(self.script) - 1)]
