@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lean_ft import torch_private
+from lean_ft.models.few_rows import _can_pack
 from lean_ft.torch_private import PRIVATE_NAMES, PrivateName, missing_names
 
 
@@ -62,6 +63,10 @@ def _softmax_backward() -> bool:
 @torch.no_grad()
 def _packed_linear() -> bool:
     x, weight, bias = torch.randn(3, 32).bfloat16(), torch.randn(48, 32).bfloat16(), torch.randn(48).bfloat16()
+    if not _can_pack(torch.bfloat16):  # a CPU with AVX2 alone
+        with pytest.raises(RuntimeError, match="needs the cpu support"):
+            torch_private.pack_linear(weight, 8)
+        return True
     found = torch_private.packed_linear(x, torch_private.pack_linear(weight, 8), bias, "none", [], "")
     return torch.allclose(found.float(), torch.nn.functional.linear(x, weight, bias).float(), atol=0.1, rtol=0.02)
 

@@ -32,7 +32,8 @@ def test_products_are_the_models(make_checkpoint, monkeypatch, case: str, most_b
             calls.clear()
             with few:
                 torch.testing.assert_close(model(ids), expected, atol=0.1, rtol=0.1)
-            assert len(calls) == (7 * len(model.layers) + 1 if most_bytes == 1e9 else 0)
+            packs = most_bytes == 1e9 and few_rows._can_pack(torch.bfloat16)  # oneDNN cannot on a CPU with AVX2 alone
+            assert len(calls) == (7 * len(model.layers) + 1 if packs else 0)
     assert [dict(vars(module)) for module in model.modules()] == before and not few_rows._packed
 
 
