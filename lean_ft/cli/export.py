@@ -86,7 +86,7 @@ def export(
         typer.Option(
             "--base",
             metavar="MODEL",
-            help="With --merge, --keep-vision or --adapter --gguf: the base model, if not the one that the source names.",
+            help="Where the base model is, if it has moved. Used with --merge, --keep-vision or --adapter --gguf.",
         ),
     ] = None,
     keep_vision: Annotated[

@@ -45,8 +45,7 @@ def export_gguf_adapter(
 ) -> Exported:
     """Write the adapter of a run, a checkpoint or a folder to the GGUF file `destination`.
 
-    `kind` is f32, f16 or bf16; `base` is the base model, if not the one that the adapter names. The base's weights are not
-    read. Raises ValueError if the source has no adapter or is damaged, the destination exists, or llama.cpp cannot apply the
+    `kind` is f32, f16 or bf16. `base` replaces the base model that the adapter names. The base's weights are not read. Raises ValueError if the source has no adapter or is damaged, the destination exists, or llama.cpp cannot apply the
     adapter; OSError if the disk is full.
     """
     gguf = gguf_package()

@@ -164,7 +164,10 @@ class Calibration(NamedTuple):
 def calibrate(model: Decoder, tokenizer: Tokenizer, data: str, convert: Convert) -> Calibration:
     """Run the rows of `data` through the model. Raises ValueError if they cannot be read, or as `find_places` does."""
     places = find_places(model, convert)
-    rows, _ = sft_batches(SFTDataConfig.model_validate(_DATA | {"source": data}), tokenizer, batch_size=1, seed=0)
+    try:
+        rows, _ = sft_batches(SFTDataConfig.model_validate(_DATA | {"source": data}), tokenizer, batch_size=1, seed=0)
+    except ValueError as error:
+        raise ValueError(f"--calibrate, which takes no data settings: {error}") from None
     batches = EvalBatches(rows.layout, rows.report)
     sums, counts = dict[str, Tensor](), dict[str, Tensor]()
     is_token = torch.ones(0, dtype=torch.bool)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.export.gguf_families import LLAMA, STORED, Change, GGUFFamily, all_heads, always, plus_one
+from lean_ft.export.gguf_families import GGUF_FAMILIES, LLAMA, STORED, Change, GGUFFamily, all_heads, always, plus_one
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig, LatentConfig, MixtureConfig, ShortConvolutionConfig
 from lean_ft.models.rope import RopeConfig
@@ -469,10 +469,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
     ),
     "granitemoehybrid": _GRANITE_HYBRID._replace(
         architecture_of=_granite_architecture,
-        numbers={
-            "attention.scale": "attention_scale", "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier", "logit_scale": "logits_divisor",
-        },
+        numbers=GGUF_FAMILIES["granite"].numbers,
         layers={**_GRANITE_HYBRID.layers, "mixture": _in_every_layer},
         mixture={"weights_sum_to_one": True, "shared_intermediate_size": STORED},
         optional=frozenset({"experts", "recurrent layers"}),

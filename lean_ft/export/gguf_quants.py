@@ -128,7 +128,7 @@ def serial_operations() -> Iterator[int]:
 
 
 def _scale(x: Tensor, weight: Tensor, trials: Iterable[Tensor], to_values: Callable[[Tensor], Tensor]) -> Tensor:
-    """Scales (..., 1) of x (..., B). trials: inverse scales (..., 1). to_values: rounds x * trial to what codes stand for."""
+    """Return the best scales (..., 1) of x (..., B). trials: inverse scales (..., 1). to_values: rounds x * trial to values of codes."""
     best, scale = torch.zeros_like(x[..., :1]), torch.zeros_like(x[..., :1])
     weighted = weight * x
     for trial in trials:

@@ -175,7 +175,7 @@ class KVCache:
         self.lengths = self.next_lengths
 
     def part(self, start: int, end: int) -> "KVCache":
-        """An empty cache for rows `start` to `end`, which shares this cache's memory. What they held is lost."""
+        """Return an empty cache for rows `start` to `end` in this cache's memory. The rows' old contents are lost."""
         part = copy(self)
         part.keys = {i: tuple(x[start:end] for x in kept) for i, kept in self.keys.items()}
         part.states = {i: (x[start:end], None if y is None else y[start:end]) for i, (x, y) in self.states.items()}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft import torch_private
-from lean_ft.system.shapes_only import device_type, stage
+from lean_ft.system.shapes_only import device_type, outside, stage
 
 MOST_ROWS = 32
 DTYPES = (torch.bfloat16, torch.float16)
@@ -53,7 +53,7 @@ class FewRows:
         is_plain = all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
         fits = sum(weight.nbytes for weight in weights) <= most_bytes
         self._packed: dict[int, Tensor] = {}
-        if is_plain and fits and (stage() is not None or all(map(_can_pack, {weight.dtype for weight in weights}))):
+        if is_plain and fits and all(map(_can_pack, {weight.dtype for weight in weights})):
             self._packed = {id(weight): _pack(weight) for weight in weights}
 
     def __enter__(self) -> None:
@@ -76,11 +76,13 @@ def _pack(weight: Tensor) -> Tensor:
 @cache
 @torch.no_grad()
 def _can_pack(dtype: torch.dtype) -> bool:
-    x = torch.ones(2, 16, dtype=dtype)
-    try:
-        return bool((torch_private.packed_linear(x, _pack(x), None, "none", [], "") == 16).all())
-    except (AttributeError, RuntimeError):
-        return False
+    with outside():
+        x = torch.ones(2, 16, dtype=dtype)
+        try:
+            packed = torch_private.pack_linear(x, _PACKED_FOR)
+            return bool((torch_private.packed_linear(x, packed, None, "none", [], "") == 16).all())
+        except (AttributeError, RuntimeError):
+            return False
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""llama.cpp's server in a process of its own, because stopping it inside another process sometimes waits forever."""
+"""Run llama.cpp's server in a separate process: when a server is deleted, its process sometimes hangs."""
 
 import os
 import subprocess
