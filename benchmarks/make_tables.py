@@ -48,6 +48,7 @@ BENCHMARKS = (
     "planned_distributed",
     "published_speed",
     "roofline",
+    "cpu_step",
     "pretended_ladder",
     "pretended_torchtune",
     "pretended_updates",
