@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_ft.export.gguf_vocabulary import BYTE, CONTROL, NORMAL, PRE_TOKENIZERS, UNKNOWN, UNUSED, USER_DEFINED
+from lean_ft.export.gguf_vocabulary import ADD_BOS, BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, USER_DEFINED
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers.sentencepiece_model import WORD_START
 
-_RULES = {name: rule for rule, name in PRE_TOKENIZERS.items()}
-_RULES |= dict.fromkeys(("llama3", "llama-v3"), _RULES["llama-bpe"]) | {"deepseek-r1-qwen": _RULES["qwen2"]}
-_ADD_BOS = ("llama-bpe", "llama3", "llama-v3")  # where llama.cpp adds bos unless the file says otherwise
+_TEXT_RULES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # BPE of text instead of bytes
+_REFUSED = {
+    "exaone-moe": "its pattern repeats a group that has repetitions, which can take exponential time",
+    "whitespace": "its tokens are text without marks for spaces",
+}
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
@@ -18,11 +20,13 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
     """Return the content of each file by name. Raises ValueError for a tokenizer that lean_ft cannot read."""
     values = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")}
     model, tokens, types = values.get("model"), values.get("tokens"), values.get("token_type")
-    if model not in ("gpt2", "llama"):
+    if model not in ("gpt2", "llama", "gemma4"):
         raise ValueError(
-            f"{file} has the tokenizer {model!r}; expected gpt2 (byte-level BPE) or llama (SentencePiece). Use the model's "
-            "Hugging Face folder instead."
+            f"{file} has the tokenizer {model!r}; expected gpt2 (byte-level BPE), llama (SentencePiece BPE) or gemma4. "
+            "WordPiece (bert), unigram (t5), RWKV and PLaMo 2 are not supported. Use the model's Hugging Face folder instead."
         )
+    pre = values.get("pre", "default") if model == "gpt2" else None
+    is_bytes = model == "gpt2" and pre not in _TEXT_RULES
     scores = values.get("scores") if model == "llama" else [0.0] * len(tokens or ())
     entries: Any
     for key, entries, kind in (("tokens", tokens, str), ("token_type", types, int), ("scores", scores, float)):
@@ -39,13 +43,22 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
     added = [
         {"id": i, "content": token, **_PLAIN, "special": types[i] in (CONTROL, UNKNOWN)}
         for token, i in vocab.items()
-        if types[i] in (CONTROL, USER_DEFINED) or (types[i] == UNKNOWN and model == "llama")
+        if types[i] in (CONTROL, USER_DEFINED) or (types[i] == UNKNOWN and not is_bytes)
     ]
-    pre = values.get("pre") if model == "gpt2" else None
     spec: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
-    spec |= _byte_level(file, pre, values) if model == "gpt2" else _sentencepiece(vocab, types, scores, values, special)
+    merges = [(left, right) for left, _, right in (str(merge).partition(" ") for merge in values.get("merges") or ())]
+    if is_bytes:
+        spec |= _byte_level(file, pre, merges)
+    elif model == "llama":
+        merges = _sentencepiece_merges(vocab, types, scores)
+        spec |= _word_starts(merges, BYTE in types, special, values.get("add_space_prefix", True))
+    else:
+        spec |= _word_starts(merges, BYTE in types, special, False)
+        newlines = {"type": "Split", "pattern": {"Regex": r"[^\n]+|\n+"}, "behavior": "Isolated", "invert": False}
+        spec["pre_tokenizer"] = newlines
     spec["model"] |= {"vocab": vocab, "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    adds_bos = values.get("add_bos_token", model == "llama" or pre in _ADD_BOS) and special["bos_token"]
+    adds_bos = values.get("add_bos_token", model == "llama" or pre in ADD_BOS) or model == "gemma4"
+    adds_bos = adds_bos and special["bos_token"]
     adds_eos = values.get("add_eos_token", False) and special["eos_token"]
     around = [special["bos_token"]] * bool(adds_bos) + [None] + [special["eos_token"]] * bool(adds_eos)
     if len(around) > 1:
@@ -76,16 +89,20 @@ def _special_tokens(file: Path, values: Mapping[str, Any], tokens: list[str]) ->
     return special
 
 
-def _byte_level(file: Path, pre: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    if pre not in _RULES:
+def _byte_level(file: Path, pre: Any, merges: list[tuple[str, str]]) -> dict[str, Any]:
+    if pre in _REFUSED:
         raise ValueError(
-            f"{file} splits text by the rule {pre!r}; expected one of {', '.join(sorted(_RULES))}."
-            f"{did_you_mean(str(pre), _RULES)} Use the model's Hugging Face folder instead."
+            f"{file} splits text by the rule {pre!r}, which lean_ft does not support: {_REFUSED[pre]}. Use the model's Hugging Face "
+            "folder instead."
         )
-    merges = [str(merge).partition(" ") for merge in values.get("merges") or ()]
+    if pre not in RULES:
+        raise ValueError(
+            f"{file} splits text by the rule {pre!r}; expected one of {', '.join(sorted(RULES))}."
+            f"{did_you_mean(str(pre), RULES)} Use the model's Hugging Face folder instead."
+        )
     steps: list[dict[str, Any]] = []
     settings = dict[str, Any]()
-    for kind, setting in _RULES[pre]:
+    for kind, setting in RULES[pre]:
         if kind == "Split":
             steps.append({"type": "Split", "pattern": {"Regex": setting}, "behavior": "Isolated", "invert": False})
         elif kind == "Digits":
@@ -101,40 +118,39 @@ def _byte_level(file: Path, pre: Any, values: Mapping[str, Any]) -> dict[str, An
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None,
         "decoder": byte_level,
-        "model": {**model, "merges": [[left, right] for left, _, right in merges]},
+        "model": {**model, "merges": [*map(list, merges)]},
     }
 
 
-def _sentencepiece(
-    vocab: dict[str, int],
-    types: list[int],
-    scores: list[float],
-    values: Mapping[str, Any],
-    special: Mapping[str, str | None],
-) -> dict[str, Any]:
+def _sentencepiece_merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """Every way to join two pieces into a third is a merge. Merges of higher scores come first."""
     pieces = {token: i for token, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}
     merges: list[tuple[float, int, int, str, str]] = []
     for token, i in pieces.items():
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         merges += [(-scores[i], pieces[a], pieces[b], a, b) for a, b in halves if a in pieces and b in pieces]
-    marks_start = values.get("add_space_prefix", True)
+    return [(a, b) for *_, a, b in sorted(merges)]
+
+
+def _word_starts(
+    merges: list[tuple[str, str]], has_bytes: bool, special: Mapping[str, str | None], marks_start: bool
+) -> dict[str, Any]:
+    """BPE of text, in which a mark replaces spaces. With `marks_start` the mark is also put before every text."""
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": WORD_START}
-    steps = [{"type": "Prepend", "prepend": WORD_START}] * bool(marks_start) + [spaces]
+    steps = [{"type": "Prepend", "prepend": WORD_START}] * marks_start + [spaces]
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": WORD_START}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * bool(marks_start)
-    has_bytes = BYTE in types
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * marks_start
     model = {"type": "BPE", "unk_token": special["unk_token"], "fuse_unk": True, "byte_fallback": has_bytes}
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": {**model, "ignore_merges": False, "merges": [[a, b] for *_, a, b in sorted(merges)]},
+        "model": {**model, "ignore_merges": False, "merges": [*map(list, merges)]},
     }
 
 

@@ -28,53 +28,104 @@ _PROBE = "a  b ﬁ½ ™"  # decodes differently if the tokenizer changes spaces
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT4O_PATTERN = (
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENGLISH}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENGLISH}?|"
     rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
-_TEKKEN_PATTERN = _GPT4O_PATTERN.replace(f"{_ENGLISH}?", "").replace("{1,3}", "")
-_QWEN35_PATTERN = QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r" ?[^\s\p{L}", r" ?[^\s\p{L}\p{M}")
-_DEEPSEEK_PATTERNS = (
-    r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
+_TEKKEN = _GPT4O.replace(f"{_ENGLISH}?", "").replace("{1,3}", "")
+_KIMI = r"[\p{Han}]+|" + _GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
+_QWEN35 = QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r" ?[^\s\p{L}", r" ?[^\s\p{L}\p{M}")
+_UP_TO_3, _CJK = r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"
+_DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
-    + _SPACES,
+    + _SPACES
 )
-_BAILING_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-_SEED_PATTERN = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
-
-_JAIS_PATTERN = LLAMA3_PATTERN.replace(
+_SPARK = _DEEPSEEK.replace(r"+[\r\n]*", "+").replace(r"\s*[\r\n]+", r"[\r\n]")
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_JAIS = LLAMA3_PATTERN.replace(
     r"\s+(?!\S)|\s+", "".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"\s{1}"
 )
-_CODER_STEPS = [("Split", "[\r\n]"), *(("Split", x) for x in (r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+"))]
+_BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+_PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"  # the library's Punctuation step
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ"
+    "-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-\ud7ff]+")
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+")
+_YOUTU = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
+_ASIAN = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
+_FROM_RIGHT = r"\d{1,3}(?=(?:\d{3})*\b)"  # digits in groups of 3, from the right
+_AFMOE_DIGITS = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # llama.cpp joins the first group and the text before
+
+_LIKE_LLAMA3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+ADD_BOS = f"{_LIKE_LLAMA3} tekken chameleon".split()  # rules where llama.cpp adds bos unless the file says otherwise
+
+Rule = tuple[tuple[str, Any], ...]
 
 
-def _splits(*patterns: str, ignore_merges: bool = False) -> tuple[tuple[str, Any], ...]:
-    """The steps of a tokenizer that splits text by one pattern after the other."""
-    return (*(("Split", pattern) for pattern in patterns), ("ByteLevel", False), ("ignore_merges", ignore_merges))
+def _rule(*steps: str | bool, use_regex: bool = False, ignore_merges: bool = False) -> Rule:
+    """Splits by patterns or into (single) digits, one after the other, and then into bytes."""
+    splits = (("Digits" if isinstance(step, bool) else "Split", step) for step in steps)
+    return (*splits, ("ByteLevel", use_regex), ("ignore_merges", ignore_merges))
 
 
-# The steps before BPE, as `_splitting_rule` returns them -> llama.cpp's name
-PRE_TOKENIZERS = {
-    _splits(LLAMA3_PATTERN, ignore_merges=True): "llama-bpe",
-    _splits(LLAMA3_PATTERN): "dbrx",
-    _splits(QWEN2_PATTERN): "qwen2",
-    _splits(_QWEN35_PATTERN): "qwen35",
-    _splits(_GPT4O_PATTERN): "gpt-4o",
-    _splits(_TEKKEN_PATTERN, ignore_merges=True): "tekken",
-    _splits(*_DEEPSEEK_PATTERNS): "deepseek-v3",
-    _splits(_BAILING_PATTERN): "bailingmoe",
-    _splits(_SEED_PATTERN): "seed-coder",
-    _splits(_JAIS_PATTERN): "jais-2",
-    (*_CODER_STEPS, ("Digits", True), ("ByteLevel", False), ("ignore_merges", False)): "deepseek-coder",
-    (("Digits", True), ("ByteLevel", True), ("ignore_merges", False)): "smollm",
-    (("ByteLevel", True), ("ignore_merges", False)): "gpt-2",
+# The steps before BPE, as `_splitting_rule` returns them -> llama.cpp's names. An export writes the first one.
+PRE_TOKENIZERS: dict[Rule, str] = {
+    _rule(LLAMA3_PATTERN, ignore_merges=True): f"{_LIKE_LLAMA3} glm4 glm5",
+    _rule(LLAMA3_PATTERN): "dbrx smaug-bpe chatglm-bpe",
+    _rule(QWEN2_PATTERN): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    _rule(_QWEN35): "qwen35",
+    _rule(QWEN2_PATTERN.removeprefix(f"{_ENGLISH}|")): "ufakzeka",
+    _rule(r"[^\n]+|[\n]+", QWEN2_PATTERN): "laguna",
+    _rule(_UP_TO_3, LLAMA3_PATTERN.replace("{1,3}", "+"), ignore_merges=True): "minicpm5",
+    _rule(_GPT4O): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    _rule(_GPT4O, ignore_merges=True): "granite-embed-multi-97m",
+    _rule(_FROM_RIGHT, _GPT4O): "tiny_aya cohere2moe",
+    _rule(_YOUTU, _GPT4O.replace("{1,3}", ""), ignore_merges=True): "youtu",
+    _rule(_KIMI): "kimi-k2",
+    _rule(_TEKKEN, ignore_merges=True): "tekken",
+    _rule(_UP_TO_3, _CJK, _DEEPSEEK): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    _rule(_UP_TO_3, _CJK, _SPARK, r"\p{N}"): "spark2_5",
+    _rule(_AFMOE_DIGITS, _ASIAN, _DEEPSEEK): "afmoe",
+    _rule(*_DEEPSEEK_LLM, r"\p{N}+"): "deepseek-llm",
+    _rule(*_DEEPSEEK_LLM, True): "deepseek-llm",  # as published; no merge of such a vocabulary joins digits
+    _rule(*_DEEPSEEK_CODER, True): "deepseek-coder",
+    _rule(_BAILING): "bailingmoe bailingmoe2 llada-moe",
+    _rule(_SEED): "seed-coder",
+    _rule(_JAIS): "jais-2",
+    _rule(r"\p{N}+", r"(?=(\d{3})+(?!\d))"): "superbpe",
+    _rule(_BLOOM): "bloom poro-chat gpt3-finnish",
+    _rule(_BLOOM, True): "viking",
+    _rule(
+        *("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"([\t\n]|    |  )", True, _PUNCTUATION),
+        use_regex=True,
+    ): "chameleon",
+    _rule(f"{_PUNCTUATION}+", _GPT2, "[0-9][0-9][0-9]"): "falcon",
+    (
+        *(("Split", f"{_PUNCTUATION}+"), ("ByteLevel", True), ("Digits", False), ("Split", "[0-9][0-9][0-9]")),
+        ("ignore_merges", False),
+    ): "falcon",  # as published; no merge of such a vocabulary joins spaces and digits
+    _rule(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"): "default",
+    _rule(True, use_regex=True): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    _rule(use_regex=True): (
+        "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert mpt olmo jais trillion granite-docling exaone4 roberta-bpe "
+        "jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code"
+    ),
 }
 
-# llama.cpp splits words by their case only in ASCII, and at combining marks. Other words are split otherwise than in training.
-APPROXIMATED = {"gpt-4o", "tekken"}
+# Rules that llama.cpp has only in part -> where it splits otherwise
+APPROXIMATED = {
+    **dict.fromkeys(
+        ("gpt-4o", "granite-embed-multi-97m", "tekken"), "at combining marks and at capital letters outside ASCII"
+    ),
+    **dict.fromkeys(("youtu", "kimi-k2"), "at combining marks and at capital letters"),
+    "tiny_aya": "at combining marks, at capital letters and around numbers",
+}
+
+RULES = {name: rule for rule, names in reversed(PRE_TOKENIZERS.items()) for name in names.split()}
 
 
 @dataclass
@@ -131,7 +182,7 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
     rule = (*_splitting_rule(spec.get("pre_tokenizer")), ("ignore_merges", bool(model.get("ignore_merges"))))
     normalizer = (spec.get("normalizer") or {}).get("type", "NFC")
     if model["type"] != "BPE" or rule not in PRE_TOKENIZERS or normalizer != "NFC":
-        known = ", ".join(sorted(set(PRE_TOKENIZERS.values())))
+        known = ", ".join(sorted({names.split()[0] for names in PRE_TOKENIZERS.values()}))
         raise ValueError(
             f"{folder / 'tokenizer.json'}: llama.cpp would give other ids, because it does not have this file's rule for "
             f"splitting text (supported: {known})."
@@ -145,7 +196,7 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> GGUFVocabulary:
         )
     tokens, types = _listed(model["vocab"])
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return GGUFVocabulary("gpt2", tokens, types, PRE_TOKENIZERS[rule], merges=merges)
+    return GGUFVocabulary("gpt2", tokens, types, PRE_TOKENIZERS[rule].split()[0], merges=merges)
 
 
 def _byte_letters() -> dict[int, str]:
@@ -168,7 +219,9 @@ def _splitting_rule(pre_tokenizer: dict[str, Any] | None) -> list[tuple[str, Any
             "behavior": "Removed",
             "invert": True,
         }:  # what the pattern does not match is kept or removed, but these patterns match everything
-            return [("Split", regex)]
+            return [("Split", regex.replace("\r", r"\r").replace("\n", r"\n").replace("\t", r"\t"))]
+        case {"type": "Punctuation", "behavior": "Isolated" | "Contiguous" as behavior}:
+            return [("Split", _PUNCTUATION + "+" * (behavior == "Contiguous"))]
         case {"type": "Digits", "individual_digits": bool(individual)}:
             return [("Digits", individual)]
         case {"type": "ByteLevel", "add_prefix_space": False}:

@@ -15,7 +15,7 @@ MAX_TOKENS, MAX_ADDED, MAX_MERGES = 2**20, 2**16, 2**21
 MAX_TOKEN_CHARACTERS, MAX_CHARACTERS = 2**15, 2**23  # of one token, and of all tokens
 MAX_PARTS = 20_000  # values in the normalizer, pre-tokenizer, post-processor and decoder
 MAX_GROWTH = 1000  # characters that one character may become
-_PIECE = re.compile(r"\\.|\(\?[a-z<=!:>]*|.", re.DOTALL)
+_PIECE = re.compile(r"\\[pP]\{\w+\}|\\.|\(\?[a-z<=!:>]*|\{\d+\}|.", re.DOTALL)
 
 
 def check_limits(spec: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def may_backtrack(expression: str) -> bool:
             groups.append(False)
         elif piece == ")" and len(groups) > 1:
             repeats = groups.pop()
-            if repeats and following and following in "*+{":
+            if repeats and following[:1] in ("*", "+", "{"):
                 return True
             groups[-1] |= repeats
         elif piece in "*+?{|":

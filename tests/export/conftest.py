@@ -25,12 +25,13 @@ LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 def qwen_tokenizer(rule: tuple[tuple[str, Any], ...] = (("Split", QWEN2_PATTERN), ("ByteLevel", False))) -> HFTokenizer:
     """A byte-level BPE that splits text as Qwen2's does, or by another rule, step by step."""
-    settings = dict(rule)
-    tokenizer = HFTokenizer(models.BPE(ignore_merges=settings.get("ignore_merges", False)))
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for kind, pattern in rule if kind == "Split"]
-    if "Digits" in settings:
-        steps.append(pre_tokenizers.Digits(individual_digits=settings["Digits"]))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=settings["ByteLevel"]))
+    makers: dict[str, Callable[[Any], Any]] = {
+        "Split": lambda pattern: pre_tokenizers.Split(Regex(pattern), "isolated"),
+        "Digits": lambda individual: pre_tokenizers.Digits(individual_digits=individual),
+        "ByteLevel": lambda use_regex: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex),
+    }
+    tokenizer = HFTokenizer(models.BPE(ignore_merges=dict(rule).get("ignore_merges", False)))
+    steps = [makers[kind](setting) for kind, setting in rule if kind in makers]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

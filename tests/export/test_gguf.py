@@ -168,6 +168,31 @@ def test_bytes_without_a_token_are_dropped_as_by_transformers(make_model_folder,
         assert tokenizer.encode(text).ids == theirs.encode(text) == load_tokenizer(source).encode(text)
 
 
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+PUBLISHED = {  # other spellings of splitting rules in published tokenizer.json
+    "falcon": [
+        {"type": "Punctuation", "behavior": "Contiguous"}, BYTES | {"use_regex": True},
+        {"type": "Digits", "individual_digits": False}, "[0-9][0-9][0-9]",
+    ],
+    "deepseek-v3": [
+        r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^CRLF\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[CRLF]*|"""
+        r"\s*[CRLF]+|\s+(?!\S)|\s+", BYTES,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_spellings_of_a_rule(name, make_model_folder, file):
+    made = json.loads(qwen_tokenizer().to_str())
+    made["pre_tokenizer"]["pretokenizers"] = [
+        {"type": "Split", "pattern": {"Regex": step.replace("CRLF", "\r\n")}, "behavior": "Isolated", "invert": False}
+        if isinstance(step, str) else step for step in PUBLISHED[name]
+    ]  # fmt: skip
+    export_gguf(make_model_folder(tokenizer=HFTokenizer.from_str(json.dumps(made)), vocab_size=640), file)
+    assert field(file, "tokenizer.ggml.pre") == name
+
+
 def spm_ids(file: Path, texts: list[str]) -> list[list[int]]:
     """Ids of each text by llama.cpp's SentencePiece algorithm."""
     tokens, scores = field(file, "tokenizer.ggml.tokens"), field(file, "tokenizer.ggml.scores")
