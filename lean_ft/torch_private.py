@@ -43,6 +43,7 @@ _CUTS = "parallel.tensor, context, experts and vocabulary fail"
 PRIVATE_NAMES = {
     # Operators without a public function.
     "foreach_mul_": PrivateName("torch:_foreach_mul_", "scale all gradients in a few launches", "clip_grad_norm fails"),
+    "foreach_norm": PrivateName("torch:_foreach_norm", "norms of many gradients in a few launches", "training fails"),
     "fused_adamw_": PrivateName(
         "torch:ops.aten._fused_adamw_", "update many parameters in one launch", "optimizer.name=adamw fails"
     ),

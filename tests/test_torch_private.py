@@ -46,6 +46,11 @@ def _foreach_mul() -> bool:
     return all((tensor == 3).all() for tensor in tensors)
 
 
+def _foreach_norm() -> bool:
+    norms = torch_private.foreach_norm([torch.full((4,), 3.0).bfloat16(), torch.ones(9)], 2, dtype=torch.float32)
+    return [norm.item() for norm in norms] == [6.0, 3.0]
+
+
 def _assert_on_device() -> bool:
     torch_private.assert_on_device(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="not fine"):
@@ -193,6 +198,7 @@ def _budget() -> bool:
 
 USES = {
     "foreach_mul_": _foreach_mul,
+    "foreach_norm": _foreach_norm,
     "fused_adamw_": _adamw_moves_against_the_gradient,
     "assert_on_device": _assert_on_device,
     "softmax_backward": _softmax_backward,

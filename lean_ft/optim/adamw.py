@@ -89,8 +89,9 @@ class AdamW(Rule):
         for state in states:
             kind = (state.param.device, state.param.dtype, decay_of(state, self.weight_decay))
             groups.setdefault(kind, []).append(state)
+        numbers = {device: torch.full((), float(step.number), device=device) for device, _, _ in groups}
         for (device, _, decay), members in groups.items():
-            self._update_fused(members, step, decay, torch.full((), float(step.number), device=device))
+            self._update_fused(members, step, decay, numbers[device])
 
     def _update_fused(self, members: list[ParameterState], step: StepInfo, decay: float, number: Tensor) -> None:
         fused_adamw_(

@@ -68,6 +68,7 @@ def build_optimizer(
         trainable,
         rule,
         in_backward=cfg.in_backward,
+        by_layer=recipe_cfg.compile and on_gpu,
         lr_ratios=lr_ratios,
         loss_scaling=loss_scaling,
         streamed=stream_state(trainable[0][1].device) if cfg.state == "streamed" and trainable else None,

@@ -1,14 +1,14 @@
 """Gradient norms without copies, and in-place scaling."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lean_ft.optim.slices import flat, slice_length, slices
 from lean_ft.system.shapes_only import device_type
-from lean_ft.torch_private import foreach_mul_
+from lean_ft.torch_private import foreach_mul_, foreach_norm
 
 _BITS = {2: torch.int16, 4: torch.int32}  # by an element's size in bytes
 
@@ -29,6 +29,27 @@ def gradient_norm(grad: Tensor) -> Tensor:
     return total.sqrt().float()
 
 
+def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
+    """`gradient_norm` of each gradient, (gradients,). On a GPU, a few launches for all gradients of one dtype."""
+    if len(grads) == 1:
+        return gradient_norm(grads[0]).view(1)
+    if device_type(grads[0].device) != "cuda":
+        return torch.stack([gradient_norm(grad) for grad in grads])
+    norms: dict[int, Tensor] = {}
+    for members in _by_dtype(grads):
+        found = foreach_norm([grads[i].detach() for i in members], 2, dtype=torch.float32)
+        norms |= dict(zip(members, found, strict=True))
+    return torch.stack([norms[i] for i in range(len(grads))])
+
+
+def _by_dtype(grads: Sequence[Tensor]) -> Iterable[list[int]]:
+    """The positions of the gradients of each dtype: torch's functions for many tensors need one dtype to be fast."""
+    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    for i, grad in enumerate(grads):
+        by_dtype[grad.dtype].append(i)
+    return by_dtype.values()
+
+
 def global_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """The 2-norm over all gradients from their norms, a float32 scalar on the device; 0 without gradients."""
     return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros((), device=device)
@@ -43,11 +64,8 @@ def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     if not (isinstance(factor, Tensor) and factor.is_cuda):
         foreach_mul_(list(grads), factor)
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        by_dtype[grad.dtype].append(grad)
-    for dtype, members in by_dtype.items():  # a few kernel launches per dtype
-        foreach_mul_(members, factor.to(dtype))
+    for members in _by_dtype(grads):  # a few kernel launches per dtype
+        foreach_mul_([grads[i] for i in members], factor.to(grads[members[0]].dtype))
 
 
 def all_finite(scalars: Sequence[Tensor]) -> bool:
@@ -55,10 +73,14 @@ def all_finite(scalars: Sequence[Tensor]) -> bool:
     return not scalars or bool(torch.stack([scalar.reshape(()).float() for scalar in scalars]).isfinite().all())
 
 
-def zero_unless_finite(grad: Tensor, norm: Tensor) -> None:
-    """Set a gradient to zero in place if its norm is not finite. On a GPU the host does not wait."""
-    if device_type(grad.device) == "cuda":
-        # Two kernel launches. Every comparison with NaN is false. As floats, NaN times zero would stay NaN.
-        grad.view(_BITS[grad.itemsize]).mul_(norm.le(torch.finfo(norm.dtype).max))
-    elif not all_finite([norm]):
-        grad.zero_()
+def zero_unless_finite(grads: Sequence[Tensor], norms: Tensor) -> None:
+    """Set all gradients to zero in place if one of their `norms` is not finite. On a GPU the host does not wait."""
+    if device_type(grads[0].device) == "cuda":
+        highest = norms[0] if len(norms) == 1 else norms.amax()  # NaN if a norm is
+        for members in _by_dtype(grads):
+            # Every comparison with NaN is false. As floats, NaN times zero would stay NaN.
+            bits = [grads[i].view(_BITS[grads[i].itemsize]) for i in members]
+            foreach_mul_(bits, torch.le(highest, torch.finfo(norms.dtype).max, out=bits[0].new_empty(())))
+    elif not all_finite([norms.amax()]):
+        for grad in grads:
+            grad.zero_()

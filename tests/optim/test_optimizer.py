@@ -31,9 +31,9 @@ class CountingSGD(Rule):
             state.param.sub_(step.lr * state.grad)
 
 
-def counting(model: nn.Module) -> tuple[Optimizer, Counter[str]]:
+def counting(model: nn.Module, by_layer: bool = False) -> tuple[Optimizer, Counter[str]]:
     rule = CountingSGD()
-    return Optimizer(model.named_parameters(), rule, in_backward=True), rule.updates
+    return Optimizer(model.named_parameters(), rule, in_backward=True, by_layer=by_layer), rule.updates
 
 
 def test_in_backward_equals_the_plain_step_bitwise(settings: dict[str, Any]) -> None:
@@ -136,6 +136,38 @@ def test_without_last_gradients_are_kept_and_the_step_is_an_assertion() -> None:
     assert all(param.grad is not None for param in model.parameters())
     with pytest.raises(AssertionError, match="last=True"):
         optimizer.step()
+
+
+def test_by_layer_equals_one_by_one_bitwise_and_updates_a_layer_at_once() -> None:
+    batches = [step[: 1 + 2 * (i % 2)] for i, step in enumerate(make_batches(len(LRS), 3))]  # 1 or 3 micro-batches
+    models, norms, together = [TinyModel(), TinyModel()], [], []
+    for model, by_layer in zip(models, (False, True), strict=True):
+        optimizer, updates = counting(model, by_layer)
+        apply_rules = optimizer.apply_rules
+        calls: list[list[str]] = []
+        optimizer.apply_rules = lambda states, calls=calls, apply=apply_rules: (
+            calls.append([state.name for state in states]),
+            apply(states),
+        )
+        norms.append(torch.stack(train(model, optimizer, batches, LRS)))
+        assert set(updates.values()) == {len(LRS)}
+        together.append(calls[:6])
+    assert same_weights(*models) and torch.equal(*norms)
+    assert max(map(len, together[0])) == 1
+    assert [f"layers.{i}.weight" for i in (2, 1, 0)] == [names[0] for names in together[1] if len(names) == 2]
+
+
+def test_by_layer_a_gradient_that_is_not_finite_zeroes_its_layer_alone() -> None:
+    model, start = TinyModel(), TinyModel()
+    optimizer, _ = counting(model, by_layer=True)
+    optimizer.set_lr(0.1)
+    model.layers[1].bias.register_hook(lambda grad: grad * torch.nan)
+    optimizer.scale(loss_of(model, make_batches(1)[0][0]), last=True).backward()
+    assert optimizer.finish_gradients().isnan()
+    unchanged = {
+        name for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if torch.equal(a, b)
+    }
+    assert unchanged == {"layers.1.weight", "layers.1.bias"}
 
 
 def test_a_parameter_that_the_last_micro_batch_does_not_use_is_updated() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lean_ft.optim import Optimizer
-from lean_ft.optim.gradients import scale_gradients
+from lean_ft.optim.gradients import gradient_norms, scale_gradients
 from lean_ft.system.host_link import HostLink
 from tests.optim.tiny_training import build
 from tests.pretended_gpu.counters import counters
@@ -26,21 +26,30 @@ def counted(count: str, work: Any) -> int:
 
 
 def test_a_gradient_takes_three_launches_besides_its_update() -> None:
-    """One for its norm, one to check that the norm is finite, and one to zero the gradient if it is not."""
+    """One for its norm, one to check that the norm is finite, and one to zero the gradient if it is not. A compiled layer's
+    gradients take seven together: three for their norms, one to collect these, and one for the highest."""
     model = nn.Linear(128, 128, bias=False).cuda().bfloat16()
     optimizer = build(model, {"name": "sgd", "in_backward": True})
     model.weight.grad = torch.full_like(model.weight, 0.5)
     optimizer.set_lr(1.0)
     before = model.weight.detach().clone()
     with mock.patch.object(Optimizer, "apply_rules", lambda self, states: before.copy_(states[0].grad)):
-        assert counted("kernels", lambda: optimizer._update_and_free(optimizer._states[0])) <= 4  # includes the copy
+        assert counted("kernels", lambda: optimizer._update_and_free(optimizer._states)) <= 4  # includes the copy
     assert bool((before == 0.5).all())
+    layer = nn.Sequential(*(nn.Linear(128, 128) for _ in range(9))).cuda().bfloat16()
+    optimizer = build(layer, {"name": "sgd", "in_backward": True})
+    for param in layer.parameters():
+        param.grad = torch.full_like(param, 0.5)
+    optimizer.set_lr(1.0)
+    with mock.patch.object(Optimizer, "apply_rules"):
+        assert counted("kernels", lambda: optimizer._update_and_free(optimizer._states)) <= 7
 
 
-def test_clipping_many_gradients_takes_few_launches() -> None:
+def test_norms_and_clipping_of_many_gradients_take_few_launches() -> None:
     grads = [
         torch.ones(64, 8, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float32) for _ in range(30)
     ]
+    assert counted("kernels", lambda: gradient_norms(grads)) <= 7
     factor = torch.tensor(0.5, device="cuda")
     assert counted("kernels", lambda: scale_gradients(grads, factor)) <= 6
     assert all(bool((grad == 0.5).all()) for grad in grads)
