@@ -91,36 +91,43 @@ class ChunkLogits:
 class WeightGradient:
     """Running sum of the output weight's gradient, (V, D), in slices of the vocabulary.
 
-    In the weight's own dtype the slices are views of one tensor, which becomes the gradient.
+    In the weight's own dtype the slices are views of one tensor, which becomes the gradient. On CUDA a product is added to a
+    float32 sum without a buffer, so there is one slice, and a chunk takes one kernel launch.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype
+        self.is_on_cuda = device_type(weight.device) == "cuda"
+        self.slice_rows = len(weight) if self.is_on_cuda else VOCAB_SLICE
         self.gradient: Tensor | None = None  # (V, D)
         self.slices: list[Tensor] = []
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add grad_logits.T (V, C) @ hidden (C, D)."""
-        parts = grad_logits.split(VOCAB_SLICE, dim=1)
+        parts = grad_logits.split(self.slice_rows, dim=1)
         if not self.slices:
             self._begin(parts, hidden)
             return
-        product = torch.empty_like(self.slices[0], dtype=hidden.dtype)
+        product = hidden.new_empty(0 if self.is_on_cuda else len(self.slices[0]), hidden.shape[1])
         for total, part in zip(self.slices, parts, strict=True):
             if total.dtype == hidden.dtype:
                 total.addmm_(part.T, hidden)
+            elif self.is_on_cuda:
+                torch.addmm(total, part.T, hidden, out_dtype=total.dtype, out=total)
             else:
                 _add_narrower(total, torch.mm(part.T, hidden, out=product[: part.shape[1]]))
 
     def _begin(self, parts: Sequence[Tensor], hidden: Tensor) -> None:
-        if self.dtype != self.weight.dtype:
-            self.slices = [(part.T @ hidden).to(self.dtype) for part in parts]
-            return
-        self.gradient = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
-        self.slices = list(self.gradient.split(VOCAB_SLICE))
+        if self.dtype == self.weight.dtype:
+            self.gradient = torch.empty_like(self.weight, memory_format=torch.contiguous_format)
+            self.slices = list(self.gradient.split(self.slice_rows))
+        else:
+            self.slices = [self.weight.new_empty(part.shape[1], hidden.shape[1], dtype=self.dtype) for part in parts]
         for total, part in zip(self.slices, parts, strict=True):
             if total.dtype == hidden.dtype:
                 torch.mm(part.T, hidden, out=total)
+            elif self.is_on_cuda:
+                torch.mm(part.T, hidden, out_dtype=total.dtype, out=total)
             else:
                 total.copy_(part.T @ hidden)
 
@@ -132,7 +139,7 @@ class WeightGradient:
             return self.gradient.mul_(scale)
         gradient = torch.empty_like(self.weight)
         self.slices.reverse()
-        for rows in gradient.split(VOCAB_SLICE):
+        for rows in gradient.split(self.slice_rows):
             rows.copy_(self.slices.pop().mul_(scale))
         return gradient
 

@@ -337,11 +337,12 @@ class Trace(TorchDispatchMode):
         if not moved and not flops:
             return  # no kernel
         is_attention = any(part in name for part in ("attention", "flash"))
-        shape = (0, 0, 0)
+        shape, product = (0, 0, 0), result
         if flops and not is_attention and (factors := [t for t in args if isinstance(t, Tensor) and t.ndim >= 2][-2:]):
             rows, inner = factors[0].shape[-2:]
             shape = (rows, int(flops / (2 * rows * inner)) if rows * inner else 0, inner)
-        self.spend(Kernel(flops, moved, self._product_itemsize(result), is_attention, shape), name, module)
+            product = factors[0] if _has_dtype(args) else result
+        self.spend(Kernel(flops, moved, self._product_itemsize(product), is_attention, shape), name, module)
 
     def spend(self, kernel: Kernel, name: str, module: str | None = None) -> None:
         """Add a kernel's time. The ledger lists it under `name` and `module`; the default is the module that runs now."""
@@ -427,6 +428,8 @@ class Trace(TorchDispatchMode):
             # Per head, two products of N x L x D forward and five backward; the causal mask halves each.
             return (5 if backward else 2) * query.numel() * self.longest_document
         count = flop_registry.get(packet)
+        if name in _FIRST_FACTOR and _has_dtype(args):
+            args = args[:-1]  # torch's formulas have no place for it
         return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
 
     @contextlib.contextmanager
@@ -490,6 +493,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(kwargs.get(argument.name) if argument.kwarg_only or index >= len(args) else args[index])
     return written
+
+
+def _has_dtype(args: Any) -> bool:
+    """Whether a product of 16-bit factors is asked for in float32 (`torch.mm(..., out_dtype=)`)."""
+    return isinstance(args[-1], torch.dtype)
 
 
 def _num_bytes(tensor: Tensor) -> int:

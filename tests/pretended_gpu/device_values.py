@@ -619,6 +619,16 @@ def _bmm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **ou
     return torch.bmm(left.to(wide), right.to(wide), **out)
 
 
+def _mm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor) -> Tensor:
+    wide = left.dtype if out_dtype is None else out_dtype
+    return torch.mm(left.to(wide), right.to(wide), **out)
+
+
+def _addmm(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **more: Any) -> Tensor:
+    wide = left.dtype if out_dtype is None else out_dtype
+    return torch.addmm(total, left.to(wide), right.to(wide), **more)
+
+
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
     "_flash_attention_forward": _flash_forward,
@@ -630,7 +640,9 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _sdpa_flash,
     "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
     "_scaled_mm": _scaled_mm,
+    "addmm": _addmm,
     "bmm": _bmm,
+    "mm": _mm,
     "log_sigmoid_backward": _log_sigmoid_backward,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
