@@ -39,7 +39,8 @@ def low_rank_linear(
     """Return x W^T + bias + scaling * dropout(x) A^T B^T, shape (..., O), in the dtype of x (..., I).
 
     `frozen` holds W (O, I), plain or quantized; see `NF4Linear` for `stays_whole`. `bias` (O,) is frozen. `a` (R, I) and
-    `b` (O, R) are rounded to the dtype of x for the products; their gradients have their own dtype.
+    `b` (O, R) are rounded to the dtype of x for the products, one of them after it is multiplied by `scaling`; their
+    gradients have their own dtype.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -49,12 +50,10 @@ def low_rank_linear(
 
 
 @torch.library.custom_op("lean_ft::sum_of_products", mutates_args=())
-def sum_of_products(
-    left: Tensor, right: Tensor, bias: Tensor | None, thin_left: Tensor, thin_right: Tensor, scaling: float
-) -> Tensor:
-    """Return left (N, I) @ right (I, O) + bias (O,) + scaling * thin_left (N, R) @ thin_right (R, O), (N, O)."""
+def sum_of_products(left: Tensor, right: Tensor, bias: Tensor | None, thin_left: Tensor, thin_right: Tensor) -> Tensor:
+    """Return left (N, I) @ right (I, O) + bias (O,) + thin_left (N, R) @ thin_right (R, O), (N, O)."""
     total = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
-    return total.addmm_(thin_left, thin_right, alpha=scaling)
+    return total.addmm_(thin_left, thin_right)
 
 
 @sum_of_products.register_fake
@@ -83,9 +82,10 @@ class _LowRankLinear(torch.autograd.Function):
         *frozen: Tensor,
     ) -> Tensor:
         rows = x.flatten(0, -2)  # (N, I)
-        inner = (rows if dropped is None else dropped.flatten(0, -2)) @ a.to(x.dtype).T  # (N, R)
+        scaled, narrow = _in_dtype(a * scaling, b, x.dtype)
+        inner = (rows if dropped is None else dropped.flatten(0, -2)) @ scaled.T  # (N, R)
         weight = whole(frozen, b.shape[0], x)
-        y = sum_of_products(rows, weight.T, bias, inner, b.to(x.dtype).T, scaling)  # (N, O)
+        y = sum_of_products(rows, weight.T, bias, inner, narrow.T)  # (N, O)
         ctx.save_for_backward(x, a, b, inner, mask, *frozen)
         ctx.scaling, ctx.dropout, ctx.stays_whole = scaling, dropout, stays_whole
         return y.view(*x.shape[:-1], -1)
@@ -94,23 +94,41 @@ class _LowRankLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, inner, mask, *frozen = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)  # (N, O)
-        grad_inner = (grad_y @ b.to(x.dtype)).mul_(ctx.scaling)  # (N, R)
+        thin, scaled = _in_dtype(a, b * ctx.scaling, x.dtype)
+        grad_inner = grad_y @ scaled  # (N, R)
         grad_a = grad_b = grad_x = None
         if ctx.needs_input_grad[3]:
-            # As a transpose: on a CPU, summing the long dimension over contiguous rows takes half the time.
-            grad_b = (inner.T @ grad_y).T.to(b.dtype).mul_(ctx.scaling)
+            if x.is_cuda:
+                grad_b = _product(grad_y.T, inner, b.dtype)
+            else:  # as a transpose: summing the long dimension over contiguous rows takes half the time
+                grad_b = (inner.T @ grad_y).T.to(b.dtype)
         if ctx.needs_input_grad[2]:
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
-            grad_a = (grad_inner.T @ dropped.flatten(0, -2)).to(a.dtype)
+            grad_a = _product(grad_inner.T, dropped.flatten(0, -2), a.dtype)
         if ctx.needs_input_grad[0]:
-            weight, thin = whole(frozen, b.shape[0], x, again=not ctx.stays_whole), a.to(x.dtype)
+            weight = whole(frozen, b.shape[0], x, again=not ctx.stays_whole)
             if mask is None:
-                grad_x = sum_of_products(grad_y, weight, None, grad_inner, thin, 1.0)  # (N, I)
+                grad_x = sum_of_products(grad_y, weight, None, grad_inner, thin)  # (N, I)
             else:
                 dropped = _drop((grad_inner @ thin).mul_(mask.flatten(0, -2)), ctx.dropout)
                 grad_x = torch.mm(grad_y, weight).add_(dropped)
             grad_x = grad_x.view(x.shape)
         return grad_x, None, grad_a, grad_b, None, None, None, None, None, *(None for _ in frozen)
+
+
+def _in_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both factors rounded to `dtype`; on a GPU, compiled, in one kernel."""
+    if a.dtype == dtype or not (a.is_cuda and torch.compiler.is_compiling()):
+        return a.to(dtype), b.to(dtype)
+    both = torch.cat((a.to(dtype).flatten(), b.to(dtype).flatten()))
+    return both[: a.numel()].view(a.shape), both[a.numel() :].view(b.shape)
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`. On a GPU the product is not rounded to the factors' dtype first."""
+    if left.is_cuda and left.itemsize < dtype.itemsize:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
 
 
 def _drop(masked: Tensor, dropout: float) -> Tensor:
