@@ -53,7 +53,8 @@ def low_rank_linear(
 def sum_of_products(left: Tensor, right: Tensor, bias: Tensor | None, thin_left: Tensor, thin_right: Tensor) -> Tensor:
     """Return left (N, I) @ right (I, O) + bias (O,) + thin_left (N, R) @ thin_right (R, O), (N, O)."""
     total = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
-    return total.addmm_(thin_left, thin_right)
+    # An adapter that is off has rank 0: adding nothing would still read and write all of the total.
+    return total.addmm_(thin_left, thin_right) if thin_left.shape[1] else total
 
 
 @sum_of_products.register_fake
