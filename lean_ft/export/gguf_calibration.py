@@ -10,7 +10,6 @@ Shapes: R rows and C columns of a matrix, E experts.
 
 import math
 import struct
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -116,38 +115,66 @@ def check_importance(importance: Importance, shapes: Mapping[str, tuple[int, ...
     return checked
 
 
-Places = Mapping[str, tuple[Tensor, str, Tensor]]
-"""Matrix of the file -> the rows of the model's parameter that has its rows, that parameter's name, and the rows' numbers (R,)."""
+class Place(NamedTuple):
+    """Where the model has a matrix of the file, or E of them: row r, column c is `values[rows[r] + columns[c]] * factors[r]`."""
+
+    owner: str
+    """Name of the parameter. `values` are its values, and `shape` is its shape."""
+    shape: torch.Size
+    values: Tensor
+    rows: Tensor  # (E * R,)
+    columns: Tensor  # (C,)
+    factors: Tensor  # (E * R,)
+    num_matrices: int
+
+    def read(self, strip: slice) -> Tensor:
+        """Return rows of the file's matrices."""
+        return self.values[self.rows[strip, None] + self.columns].float() * self.factors[strip, None]
+
+    def write(self, strip: slice, rows: Tensor) -> None:
+        self.values[self.rows[strip, None] + self.columns] = (rows / self.factors[strip, None]).to(self.values.dtype)
+
+    def importance(self, of_values: Tensor) -> Tensor:
+        """Return the importance (C,) or (E, C) of the columns, from that of the parameter's values. If the columns are outputs
+        of the parameter, as in a transposed projection, all are as important as its first input."""
+        first_rows = self.rows.view(self.num_matrices, -1)[:, :1] + self.columns
+        return of_values.expand(self.shape)[torch.unravel_index(first_rows, self.shape)].squeeze(0)
+
+
+Places = Mapping[str, Place]
 Convert = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
-"""From tensors with the names and rows of parameters to the tensors of the file."""
+"""From tensors with the names and shapes of parameters to the tensors of the file."""
 
 
 @serial_operations()
 def find_places(model: Decoder, convert: Convert) -> Places:
-    """Find the rows of the file's matrices in the model. Raises ValueError if the file stores others than the model's rows."""
-    owners, numbered, starts, total = list[tuple[str, Tensor]](), list[tuple[str, Tensor]](), list[int](), 0
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            num_rows = parameter.shape[:-1].numel()
-            numbers = torch.arange(total, total + num_rows).view(*parameter.shape[:-1], 1).expand_as(parameter)
-            owners.append((name, parameter.detach()))
-            numbered.append((name, numbers))
-            starts.append(total)
-            total += num_rows
-    places = {}
-    for (name, numbers), (_, tensor) in zip(convert(numbered), convert(owners), strict=True):
-        if tensor.ndim == 1:
+    """Find the file's matrices in the model. Raises ValueError unless each holds values of one parameter, perhaps scaled."""
+    places = dict[str, Place]()
+    for owner, parameter in model.named_parameters():
+        shape, values, num_stored = parameter.shape, parameter.detach().flatten(), 0
+        if len(shape) < 2:
             continue
-        rows = numbers[..., 0].flatten().long()
-        i = bisect_right(starts, int(rows.min())) - 1
-        owner, parameter = owners[max(i, 0)]
-        rows, whole, stored = rows - starts[max(i, 0)], parameter.flatten(0, -2), tensor.flatten(0, -2)
-        is_inside = i >= 0 and int(rows.max()) < len(whole)
-        if not is_inside or not all(torch.equal(whole[rows[s]], stored[s]) for s in _strips(stored)):
-            raise ValueError(
-                f"--calibrate does not support this model: {name} of a GGUF file has other rows than its weights. Use --imatrix."
+        row_numbers = torch.arange(shape[:-1].numel(), dtype=torch.float32).view(*shape[:-1], 1)
+        probes = torch.ones(1), row_numbers, torch.arange(shape[-1], dtype=torch.float32), parameter.detach()
+        converted = zip(*(convert([(owner, probe.expand(shape))]) for probe in probes), strict=True)
+        for (_, factors), (_, of_rows), (_, of_columns), (name, tensor) in converted:
+            starts, columns = (
+                (of_rows[at] / factors[at]).round().long() * shape[-1] + (of_columns[at] / factors[at]).round().long()
+                for at in ((..., 0), (0,) * (tensor.ndim - 1))
             )
-        places[name] = whole, owner, rows
+            num_matrices = len(tensor) if tensor.ndim == 3 else 1
+            starts, columns, factors = starts.flatten(), columns - columns[0], factors[..., 0].flatten().float()
+            place = Place(owner, shape, values, starts, columns, factors, num_matrices)
+            whole, num_stored = tensor.flatten(0, -2), num_stored + tensor.numel()
+            is_inside = starts.min() + columns.min() >= 0 and starts.max() + columns.max() < len(values) >= num_stored
+            if not is_inside or not all(
+                torch.allclose(place.read(s), whole[s].float(), 1e-5, 0.0) for s in _strips(whole)
+            ):
+                raise ValueError(
+                    f"--calibrate does not support this model: {name} of a GGUF file has other values than its weights. Use "
+                    "--imatrix."
+                )
+            places[name] = place
     return places
 
 
@@ -211,7 +238,11 @@ def calibrate(model: Decoder, tokenizer: Tokenizer, data: str, convert: Convert)
         for hook in hooks:
             hook.remove()
     means = {name: _mean(sums[name], counts[name]) for name in sums}
-    importance = {name: means[owner] for name, (_, owner, _) in places.items() if owner in means}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            for parameter in (f"{name}.gate_up_proj", f"{name}.down_proj"):
+                means[parameter] = means[parameter].unsqueeze(2 if module.config.input_first else 1)
+    importance = {name: place.importance(means[place.owner]) for name, place in places.items() if place.owner in means}
     return Calibration(batches, places, loss, importance)
 
 
@@ -241,8 +272,7 @@ def compare(file: Path, tensors: Iterable[tuple[str, Tensor]], places: Places | 
             norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (values - expected, expected)]
             sums[stored.kind.lower()] += torch.stack(norms).square()
             if places is not None:
-                whole, _, numbers = places[name]
-                whole[numbers[strip]] = values.to(whole.dtype)
+                places[name].write(strip, values)
     if len(sums) > 1:
         sums = {"all": torch.stack([*sums.values()]).sum(0), **sums}
     return {kind: float((error / size).sqrt()) for kind, (error, size) in sums.items()}

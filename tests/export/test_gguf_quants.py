@@ -6,22 +6,23 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import GGUF_KINDS, export_gguf
-from lean_ft.export.gguf_calibration import calibrate
+from lean_ft.export.gguf_calibration import calibrate, find_places
 from lean_ft.export.gguf_file import gguf_family, gguf_tensors
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import qwen_tokenizer
+from tests.export.test_gguf_llama_cpp import CASES
 
 RANDOM = np.random.default_rng(0)
 ROWS = [torch.from_numpy(0.02 * rows).float() for rows in (RANDOM.normal(size=(16, 1024)), RANDOM.standard_t(3, size=(16, 1024)))]  # fmt: skip
@@ -215,31 +216,100 @@ def test_importance_from_rows_and_from_files_is_the_same(calibrated, tmp_path):
     assert "perplexity" not in told[2]
 
 
-def test_importance_of_experts_is_that_of_the_tokens_they_see(make_model_folder, tmp_path):
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    source = make_model_folder("Qwen3Moe", tokenizer=qwen_tokenizer(), num_hidden_layers=1, **experts)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS))
-    model = load_model(source)
-    family = gguf_family(model, source)
-    found = calibrate(model, load_tokenizer(source), str(rows), lambda named: gguf_tensors(named, model, family))
+def halves(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
 
-    theirs, inputs = transformers.AutoModelForCausalLM.from_pretrained(source), []
-    mlp, weights = theirs.model.layers[0].mlp, load_file(source / "model.safetensors")
-    mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0].flatten(0, -2)))
-    with torch.no_grad():
-        for ids in IDS:
-            theirs(torch.tensor([ids]))
-    tokens, layer = torch.cat(inputs), "model.layers.0.mlp"
-    chosen = (tokens @ weights[f"{layer}.gate.weight"].T).topk(2).indices
-    for expert in range(6):
-        seen = tokens[(chosen == expert).any(1)]
-        gate, up = (seen @ weights[f"{layer}.experts.{expert}.{name}_proj.weight"].T for name in ("gate", "up"))
-        for name, values in (("gate", seen), ("up", seen), ("down", torch.nn.functional.silu(gate) * up)):
+
+def interleaved(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x[:, ::2].clamp(max=7.0), x[:, 1::2].clamp(-7.0, 7.0)
+    return gate * (1.702 * gate).sigmoid() * (up + 1.0)
+
+
+def tiled(x: torch.Tensor) -> torch.Tensor:
+    return x.view(2, 3, 16).transpose(0, 1).flatten()  # of 2 key heads with 3 value heads each
+
+
+class OneCase:
+    """A model of a case, the rows of --calibrate, and the conversion to the file's tensors."""
+
+    def __init__(self, case: str, make_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+        self.name, settings = CASES[case]
+        untied = {"tie_word_embeddings": False} if case == "falcon_h1" else {}
+        self.source, self.rows = make_model_folder(self.name, tokenizer=qwen_tokenizer(), **settings | untied), tmp_path / "rows.jsonl"  # fmt: skip
+        self.rows.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS))
+        self.model = load_model(self.source)
+        self.family = gguf_family(self.model, self.source)
+
+    def convert(self, parameters: Any) -> Any:
+        return gguf_tensors(parameters, self.model, self.family)
+
+    def importance(self) -> dict[str, torch.Tensor]:
+        return calibrate(self.model, load_tokenizer(self.source), str(self.rows), self.convert).importance
+
+    def inputs(self, module: str) -> tuple[Any, list[tuple[torch.Tensor, ...]]]:
+        """A module of transformers' model, and its inputs in a forward pass of each row."""
+        theirs, inputs = getattr(transformers, f"{self.name}ForCausalLM").from_pretrained(self.source), []
+        watched = theirs.get_submodule(module)
+        watched.register_forward_pre_hook(
+            lambda _, args, named: inputs.append((*args, *named.values())), with_kwargs=True
+        )
+        with torch.no_grad():
+            for ids in IDS:
+                theirs(torch.tensor([ids]))
+        return watched, inputs
+
+
+@pytest.mark.parametrize(("case", "layer", "place", "activation"), [
+    ("qwen3_moe", 0, "mlp", halves), ("gpt_oss", 1, "mlp", interleaved), ("llama4_text", 1, "feed_forward", halves),
+])  # fmt: skip
+def test_importance_of_experts_is_that_of_the_tokens_they_see(
+    case, layer, place, activation, make_model_folder, tmp_path
+):
+    one = OneCase(case, make_model_folder, tmp_path)
+    found = one.importance()
+    experts, inputs = one.inputs(f"model.layers.{layer}.{place}.experts")
+    bias = getattr(experts, "gate_up_proj_bias", None)
+    for expert, into in enumerate(experts.gate_up_proj.detach()):
+        if case == "llama4_text":  # each expert gets all tokens, and zeros for tokens of other experts
+            seen = torch.cat(
+                [tokens.view(len(experts.gate_up_proj), -1, tokens.shape[-1])[expert] for (tokens,) in inputs]
+            )
+            seen = seen[seen.any(1)]
+        else:
+            seen = torch.cat([tokens.flatten(0, -2)[(chosen == expert).any(-1)] for tokens, chosen, *_ in inputs])
+        inner = seen @ (into.T if case == "qwen3_moe" else into)
+        inner = activation(inner if bias is None else inner + bias[expert].detach())
+        for name, values in (("gate", seen), ("up", seen), ("down", inner)):
             expected = values.square().mean(0) if len(values) else torch.ones(values.shape[1])
             torch.testing.assert_close(
-                found.importance[f"blk.0.ffn_{name}_exps.weight"][expert], expected, rtol=1e-3, atol=1e-6
+                found[f"blk.{layer}.ffn_{name}_exps.weight"][expert], expected, rtol=1e-3, atol=1e-6
             )
+
+
+@pytest.mark.parametrize(("case", "module", "matrix", "order"), [
+    ("deepseek_v3", "1.self_attn.q_a_proj", "1.attn_q_a", lambda x: x),
+    ("deepseek_v3", "1.self_attn.kv_b_proj", "1.attn_v_b", lambda x: x.expand(4, -1)),
+    ("qwen3_5_moe_text", "1.linear_attn.out_proj", "1.ssm_out", tiled),
+    ("falcon_h1", "1.feed_forward.down_proj", "1.ffn_down", lambda x: x),
+])  # fmt: skip
+def test_importance_of_matrices_that_the_file_changes(case, module, matrix, order, make_model_folder, tmp_path):
+    one = OneCase(case, make_model_folder, tmp_path)
+    _, inputs = one.inputs(f"model.layers.{module}")
+    expected = order(torch.cat([values.flatten(0, -2) for (values,) in inputs]).square().mean(0))
+    torch.testing.assert_close(one.importance()[f"blk.{matrix}.weight"], expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_oss", "llama4_text", "deepseek_v3", "qwen3_5_moe_text", "falcon_h1"])
+def test_what_is_written_to_a_place_is_in_the_file(case, make_model_folder, tmp_path):
+    one, written = OneCase(case, make_model_folder, tmp_path), {}
+    for name, place in find_places(one.model, one.convert).items():
+        written[name] = torch.randn(len(place.rows), len(place.columns))
+        place.write(slice(None), written[name])
+    for name, tensor in one.convert(one.model.named_parameters()):
+        if name in written:
+            torch.testing.assert_close(tensor.float().flatten(0, -2), written.pop(name), rtol=1e-5, atol=1e-6)
+    assert not written
 
 
 @pytest.mark.parametrize(("kind", "make", "message"), [
