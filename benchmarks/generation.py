@@ -5,10 +5,11 @@
     python benchmarks/generation.py --device cuda --rows 32
     python benchmarks/generation.py --compile                         # as in a recipe with compile=true
 
-One process, random weights in bfloat16, no end token. Three comparisons, whose sides alternate:
+One process, random weights in bfloat16, no end token. Comparisons, whose sides alternate:
 
     greedy      `--rows` prompts of `--prompt-tokens`: lean_ft and transformers
     drawn       the same, sampled at temperature 1 with log-probabilities; transformers with output_logits
+    quantized   greedy on a CPU: lean_ft with `leanft quantize kind=int8_dynamic_int8_weight`, transformers in bfloat16
     shared      `--rows` completions of one prompt of `--shared-tokens`, and of as many separate prompts: both lean_ft
 
 Ratios are computed per round; the median is reported.
@@ -29,17 +30,20 @@ from results import RESULTS, print_result, require_hardware, tokens_per_second, 
 from shapes import shape_of, write_model_folder
 
 from lean_ft.generation import Sampling, sample
-from lean_ft.models import load_model, save_model
+from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.quantize import load_quantized, quantize, save_quantized
 
 COLUMNS = ["generation", "implementation", "tokens/s", "compared with", "tokens/s", "ratio"]
 LABELS = {
     "greedy": "greedy",
     "drawn": "sampled, with log-probabilities",
+    "quantized": "greedy, int8_dynamic_int8_weight",
     "shared": "completions of one long prompt",
 }
 SIDES = {
     "greedy": ("lean_ft", "transformers"),
     "drawn": ("lean_ft", "transformers"),
+    "quantized": ("lean_ft", "transformers in bfloat16"),
     "shared": ("prompt computed once", "prompt computed per row"),
 }
 
@@ -83,9 +87,9 @@ def contestants(
     prompts = torch.randint(vocab_size, (rows, tokens["prompt"]), device=device)
     long = torch.randint(vocab_size, (rows, tokens["shared"]), device=device)
 
-    def with_ours(ids: torch.Tensor, temperature: float) -> Callable[[], int]:
+    def with_ours(ids: torch.Tensor, temperature: float, model: Decoder = ours) -> Callable[[], int]:
         listed = ids.tolist()
-        return lambda: sum(len(one.ids) for one in sample(ours, listed, Sampling(new, temperature), compile=compile))
+        return lambda: sum(len(one.ids) for one in sample(model, listed, Sampling(new, temperature), compile=compile))
 
     def with_theirs(**how: Any) -> Callable[[], int]:
         settings = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, "return_dict_in_generate": True}
@@ -102,11 +106,20 @@ def contestants(
         return run
 
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "output_logits": True}
-    return {
+    sides = {
         "greedy": [with_ours(prompts, 0.0), with_theirs(do_sample=False)],
         "drawn": [with_ours(prompts, 1.0), with_theirs(**drawn)],
         "shared": [with_ours(long[:1].expand(rows, -1), 1.0), with_ours(long, 1.0)],
     }
+    if device.type == "cpu":
+        kind, place = ("int8_dynamic_int8_weight", 32), folder / "quantized"
+        place.mkdir()
+        model = load_model(folder, dtype=torch.bfloat16)
+        quantize(model, *kind)
+        save_quantized(model, None, place, *kind)
+        quantized = load_quantized(place, torch.bfloat16)
+        sides["quantized"] = [with_ours(prompts, 0.0, quantized), with_theirs(do_sample=False)]
+    return sides
 
 
 def measure(sides: list[Callable[[], int]], rounds: int, device: torch.device) -> dict[str, Any]:
@@ -132,7 +145,9 @@ def main(
     shared_tokens: Annotated[int, typer.Option(help="Tokens of the shared prompt.")] = 512,
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
     compile: Annotated[bool, typer.Option(help="Compile lean_ft's layers.")] = False,
-    only: Annotated[str, typer.Option(help="greedy, drawn or shared; comma-separated.")] = "greedy,drawn,shared",
+    only: Annotated[
+        str, typer.Option(help="greedy, drawn, quantized (on a CPU) or shared; comma-separated.")
+    ] = "greedy,drawn,shared",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
     results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:

@@ -61,6 +61,16 @@ PRIVATE_NAMES = {
         "multiply with a weight in oneDNN's layout",
         "generation on a CPU is slower",
     ),
+    "pack_int8_linear": PrivateName(
+        "torch:ops.onednn.qlinear_prepack",
+        "copy an 8-bit weight into oneDNN's layout",
+        "generation with int8_dynamic_int8_weight is slower",
+    ),
+    "int8_linear": PrivateName(
+        "torch:ops.onednn.qlinear_pointwise",
+        "multiply 8-bit inputs with an 8-bit weight in oneDNN's layout",
+        "generation with int8_dynamic_int8_weight is slower",
+    ),
     "read_scalar": PrivateName(
         "torch:ops.aten._local_scalar_dense.default", "notice that the host reads a tensor's value", _PLAN
     ),

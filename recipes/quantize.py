@@ -1,4 +1,4 @@
-"""Quantize a model with torchao into a folder for transformers, and report the held-out loss before and after.
+"""Quantize a model with torchao into a new folder, and report the held-out loss before and after.
 
 leanft quantize runs/tiny kind=int8 output=tiny-int8 data.source=tiny/validation.jsonl
 leanft quantize runs/tiny_qat kind=int8_dynamic_int4_weight output=tiny-8da4w data.source=tiny/validation.jsonl
@@ -62,4 +62,4 @@ def main(cfg: Config) -> None:
     if batches is not None and before is not None:
         after = mean_loss(model, batches)
         say("loss", f"{number(before)} before, {number(after)} after, over {batches.report.kept:,} rows")
-    say("output", f"{cfg.output}; load it with transformers and torchao")
+    say("output", f"{cfg.output}; open it with leanft generate, chat, serve or evaluate on a CPU, or with transformers")

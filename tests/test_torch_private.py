@@ -76,6 +76,15 @@ def _packed_linear() -> bool:
     return torch.allclose(found.float(), torch.nn.functional.linear(x, weight, bias).float(), atol=0.1, rtol=0.02)
 
 
+def _int8_linear() -> bool:
+    """With small numbers, which do not overflow on a CPU without VNNI."""
+    x, weight = torch.randint(120, 136, (3, 32), dtype=torch.uint8), torch.randint(-3, 4, (48, 32), dtype=torch.int8)
+    scales, zeros = torch.ones(48), torch.zeros(48, dtype=torch.int32)
+    packed = torch_private.pack_int8_linear(weight, None)
+    found = torch_private.int8_linear(x, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+    return torch.equal(found, (x.float() - 128) @ weight.float().T)
+
+
 def _shapes_only() -> bool:
     seen = []
 
@@ -214,6 +223,7 @@ USES = {
     **dict.fromkeys(["next_node_number", "backward_node_number"], _node_numbers),
     "uncompiled": _uncompiled,
     **dict.fromkeys(["pack_linear", "packed_linear"], _packed_linear),
+    **dict.fromkeys(["pack_int8_linear", "int8_linear"], _int8_linear),
     **dict.fromkeys(
         ["read_scalar", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily", "TorchDispatchMode", "OpOverload"],
         _shapes_only,

@@ -189,7 +189,7 @@ def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
     total = memory_bytes(model.device)
     if total is None:
         return None
-    return (total - sum(parameter.nbytes for parameter in model.parameters())) / CACHE_SHARE
+    return (total - sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))) / CACHE_SHARE
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
+from lean_ft.quantize import is_quantized, load_quantized
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.device import check_dtype, resolve_device
@@ -40,7 +41,8 @@ def open_model(
 
     path: a model folder, a checkpoint, a run (its newest complete checkpoint), a Hub repository, `tiny`, or an adapter
     or a run that trained one, which is loaded on its base model; `auto` is the base model of the first adapter. Several
-    adapters add up. Raises ValueError if a folder is missing or incomplete, or for an invalid device.
+    adapters add up. A folder of `leanft quantize` is opened on a CPU. Raises ValueError if a folder is missing or
+    incomplete, or for an invalid device.
     """
     adapters = [find_finished(one, QUICK_BYTES) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:
@@ -52,7 +54,17 @@ def open_model(
     where = resolve_device(device)
     dtype = torch_dtype(dtype)
     check_dtype(str(dtype).removeprefix("torch."), where)
-    model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters))
+    if not random_init and is_quantized(folder):
+        if adapters:
+            fix = "Merge the adapter into the unquantized model: leanft quantize ADAPTER kind=... output=..."
+            raise ValueError(f"{folder} is quantized, and adapters need an unquantized model. {fix}")
+        if where.type != "cpu":
+            raise ValueError(
+                f"{folder} is quantized by torchao, which runs on a CPU here, not on {where}. Set device=cpu."
+            )
+        model = load_quantized(folder, dtype)
+    else:
+        model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters))
     if adapters:
         load_adapter(model, *adapters)
     return model, load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)

@@ -45,10 +45,11 @@ class FewRows:
     def __init__(self, model: nn.Module, most_bytes: float = 0) -> None:
         """most_bytes: the memory for copies of all weights, which exist as long as this object."""
         linear = (module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module))
-        self._modules = [m for m in linear if device_type(m.weight.device) == "cpu" and m.weight.dtype in DTYPES]
+        # torchao's weights have products of their own.
+        self._modules = [m for m in linear if _is_16_bits_on_cpu(m.weight) and not hasattr(m.weight, "qdata")]
         weights = [module.weight for module in self._modules]
         embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-        if self._modules and embedding is not None and getattr(model, "head", None) is None:
+        if embedding is not None and getattr(model, "head", None) is None and _is_16_bits_on_cpu(embedding.weight):
             weights.append(embedding.weight)  # tied to the output layer
         is_plain = all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
         fits = sum(weight.nbytes for weight in weights) <= most_bytes
@@ -66,6 +67,10 @@ class FewRows:
             _packed.pop(weight, None)
         for module in self._modules:
             del module.forward
+
+
+def _is_16_bits_on_cpu(weight: Tensor) -> bool:
+    return device_type(weight.device) == "cpu" and weight.dtype in DTYPES
 
 
 @torch.no_grad()

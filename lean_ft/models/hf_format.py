@@ -117,11 +117,6 @@ def load_model(
                 after_module(model, name)
     else:
         _fill(model, device, fill, after_module)
-    generation_config = folder / "generation_config.json"
-    ends = read_json(generation_config).get("eos_token_id")
-    if not all(end is None or type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
-        raise ValueError(f"{generation_config}: eos_token_id is {ends!r}; expected an id or a list of ids.")
-    model.source.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
     if watcher is not None:
         watcher.watch(model)
     return model
@@ -185,10 +180,17 @@ def weights_fingerprint(folder: Path) -> str | None:
 
 
 def empty_model(
-    path: str | Path, dtype: torch.dtype, router_aux_loss_coef: float | None = None, new_ids: Sequence[int] = ()
+    path: str | Path,
+    dtype: torch.dtype,
+    router_aux_loss_coef: float | None = None,
+    new_ids: Sequence[int] = (),
+    *,
+    is_quantized: bool = False,
 ) -> Decoder:
-    """The model that `load_model` would return, on the meta device and without reading weights."""
-    return _meta_model(resolve_model_path(path, weights=False), dtype, router_aux_loss_coef, None, new_ids)
+    """The model that `load_model` would return, on the meta device and without reading weights. `is_quantized` ignores the
+    quantization in config.json, which `load_model` checks."""
+    folder = resolve_model_path(path, weights=False)
+    return _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized)
 
 
 def _meta_model(
@@ -197,6 +199,7 @@ def _meta_model(
     router_aux_loss_coef: float | None,
     scores: bool | dict[str, Any] | None,
     new_ids: Sequence[int] = (),
+    is_quantized: bool = False,
 ) -> Decoder:
     """The model of a folder's config.json on the meta device; for a multimodal model, its language model."""
     file, purpose = folder / "config.json", _CONFIG_PURPOSE
@@ -205,6 +208,8 @@ def _meta_model(
             "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both."
         )
     whole_config = as_its_family(read_json(file, purpose))
+    if is_quantized:
+        whole_config = {key: value for key, value in whole_config.items() if key != "quantization_config"}
     stored_config = hf_config = language_model_config(whole_config, where=str(file))
     if scores:
         hf_config = score_config(stored_config, str(file), OF_REWARD if scores is True else scores)
@@ -225,6 +230,11 @@ def _meta_model(
         quantization=hf_config.get("quantization_config") or {},
         score_is_new=score_is_new,
     )
+    generation_config = folder / "generation_config.json"
+    ends = read_json(generation_config).get("eos_token_id")
+    if not all(end is None or type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
+        raise ValueError(f"{generation_config}: eos_token_id is {ends!r}; expected an id or a list of ids.")
+    model.source.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef
     if model.router_aux_loss_coef and (model.mixture is None or model.mixture.score != "softmax"):

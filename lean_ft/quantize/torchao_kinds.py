@@ -1,7 +1,7 @@
 """8- and 4-bit quantization of the layers' projections by torchao, and quantization-aware training (QAT) with the same rounding.
 
 `quantize` replaces the weights of linear projections inside the layers; embedding, output layer and norms stay. `save_quantized`
-writes a folder that transformers opens if torchao is installed. `fake_quantize` makes these projections round their weights (and
+writes a folder that `load_quantized` reads, and that transformers opens if torchao is installed. `fake_quantize` makes these projections round their weights (and
 for some kinds their inputs) as torchao's kernels do, and pass gradients straight through. The weights keep their dtype, so
 checkpoints are those of the original model, and `quantize` converts them as torchao's own conversion does.
 
@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lean_ft.models import Decoder
+from lean_ft.models import Decoder, empty_model
 from lean_ft.models.hf_format import tensors_on_disk, write_configs
 from lean_ft.models.moe import Experts
+from lean_ft.models.safetensors_file import read_header
+from lean_ft.quantize.int8_linear import Int8Linear, has_int8_products
 from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, RecipeConfig
+from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -99,6 +103,48 @@ def _apply(quantize_: Any, model: Decoder, config: Any, kind: str, group_size: i
             )
     quantize_(model, config, filter_fn=lambda module, name: name in projections)
     return len(projections)
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether the weights of a model folder are quantized by torchao."""
+    quantization = read_json(folder / "config.json").get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "torchao"
+
+
+def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
+    """Load a folder that `save_quantized` wrote onto the CPU, frozen. Products are torchao's, or `Int8Linear`'s.
+
+    Raises ValueError if the file is not as expected, or `dtype` is not the dtype in which the model was quantized.
+    """
+    from torchao.core.config import config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    model, file = empty_model(folder, dtype, is_quantized=True), folder / "model.safetensors"
+    stored = {name: tensor.read() for name, tensor in read_header(file).items()}
+    try:
+        with safe_open(file, "pt") as opened:
+            tensors, others = unflatten_tensor_state_dict(stored, opened.metadata())
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} has no weights of torchao ({error!r}). Quantize the model again.") from None
+    expected = {name: (parameter.shape, dtype) for name, parameter in model.named_parameters()}
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    for name in sorted({*expected, *found, *others}):
+        if name not in expected or name not in found or expected[name][0] != found[name][0]:
+            raise ValueError(f"{file}: {name} does not fit config.json. Quantize the model again.")
+        if expected[name] != found[name]:
+            stored_dtype = str(found[name][1]).removeprefix("torch.")
+            raise ValueError(f"{folder} was quantized in {stored_dtype}. Set dtype to {stored_dtype}.")
+    for name in expected:
+        place, _, own = name.rpartition(".")
+        setattr(model.get_submodule(place), own, nn.Parameter(tensors.pop(name), requires_grad=False))
+    del stored
+    kind = read_json(folder / "config.json")["quantization_config"].get("quant_type")
+    if kind == {"default": config_to_dict(torchao_config("int8_dynamic_int8_weight", 1))} and has_int8_products():
+        for name, linear in list(model.named_modules()):
+            weight: Any = getattr(linear, "weight", None)
+            if isinstance(linear, nn.Linear) and hasattr(weight, "qdata"):
+                model.set_submodule(name, Int8Linear(weight.qdata, weight.scale, linear.bias))
+    return model
 
 
 def save_quantized(model: Decoder, tokenizer: Tokenizer | None, folder: Path, kind: str, group_size: int) -> None:
