@@ -14,17 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lean_ft.export.gguf_file import (
-    GGUF_KINDS,
-    Entry,
-    gguf_destination,
-    gguf_family,
-    gguf_package,
-    gguf_tensors,
-    write_gguf,
-)
+from lean_ft.export.gguf_check import gguf_family
+from lean_ft.export.gguf_contents import gguf_package, gguf_tensors
+from lean_ft.export.gguf_file import GGUF_KINDS, Entry, gguf_destination, write_gguf
 from lean_ft.export.places import Exported, room_for
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.gguf_layouts import store
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.moe import Experts
 from lean_ft.peft import is_adapter
@@ -75,8 +70,8 @@ def export_gguf_adapter(
         if any(part in weight for part in family.no_adapter):
             raise ValueError(f"{folder} adapts {name}, to which llama.cpp applies no adapter. {_MERGE}")
         if part := next((part for part in family.columns if part in weight), ""):
-            a = family.changes[part](a, model.config)
-            assert isinstance(a, Tensor)
+            change = family.changes[part]
+            (a,) = store(a, (change(model.config) if callable(change) else change).steps)
         if is_projection_of_experts(model, name):
             weight, (a, b) = name, _by_expert(model, name, a, b)
         if name == EMBEDDING:

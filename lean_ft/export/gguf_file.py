@@ -1,17 +1,13 @@
 """Export a model as one GGUF file, for llama.cpp and programs based on it.
 
-Tensors are written one at a time, so the peak memory is the model plus twice its largest tensor. For the architecture `llama`,
-llama.cpp's rotary embedding pairs neighboring features of a head, where Hugging Face pairs features i and i + head_dim / 2, so
-the rows of the query and key projections are reordered.
+Tensors are written one at a time, so the peak memory is the model plus twice its largest tensor.
 
 Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor names and metadata for these architectures.
 """
 
 import math
-from collections import ChainMap, Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import MISSING, fields, replace
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +16,14 @@ import torch
 from torch import Tensor
 
 from lean_ft.export.gguf_calibration import calibrate, check_importance, compare, read_imatrix
-from lean_ft.export.gguf_families import GGUF_FAMILIES, STORED, GGUFFamily
-from lean_ft.export.gguf_mixtures import GGUF_MIXTURES, GGUF_REFUSED, mixer_metadata, mixer_of, mixture_metadata
+from lean_ft.export.gguf_check import gguf_family, ropes
+from lean_ft.export.gguf_contents import all_tensors, architecture_metadata, gguf_package, gguf_tensors
+from lean_ft.export.gguf_families import GGUFFamily
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.export.gguf_vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.ollama import modelfile
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.models import Decoder
-from lean_ft.models.config import DecoderConfig, MixerConfig, MixtureConfig
-from lean_ft.models.names_on_disk import module_on_disk
-from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.quantize import mean_loss
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
@@ -43,27 +37,6 @@ GGUF_KINDS = {
 }  # fmt: skip
 _FLOATS = ("f32", "f16", "bf16")
 _WEIGHED = ("q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")  # kinds that use the importance of input features
-# Fields of DecoderConfig that every architecture stores, or that change no number beyond rounding.
-_STORED = frozenset({
-    "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "layers", "max_positions", "norm_eps",
-    "initializer_range", "embedding_multiplier_in_weight_dtype",
-})  # fmt: skip
-_STORED_OF_ROPE = {"theta", "head_dim", "rotary_fraction", "interleaved", "in_float32"}  # fields of RopeConfig
-# The fields that each rotary scaling stores.
-_SCALING = {
-    "linear": {"scaling", "factor"},
-    "yarn": {"scaling", "factor", "original_max_positions", "attention_factor"},
-    "llama3": {"scaling", "factor", "original_max_positions", "low_freq_factor", "high_freq_factor"},
-    "longrope": {"scaling", "original_max_positions", "attention_factor", "short_factors", "long_factors", "factor"},
-    "proportional": {"scaling", "nonzero_fraction"},
-}
-# Fields of MixtureConfig that change no number of a file beyond rounding.
-_STORED_OF_MIXTURE = {
-    "router_name", "input_first", "peft_expects_input_first", "gates_interleaved", "shared_name", "shared_is_fused",
-    "correction_is_row", "router_in_float32", "router_weight_in_float32", "router_aux_loss_coef",
-}  # fmt: skip
-_FAMILIES = ChainMap(GGUF_MIXTURES, GGUF_FAMILIES)
-_STANDSTILL = 1e30  # a divisor that makes a frequency 0
 
 
 class Entry(NamedTuple):
@@ -118,7 +91,7 @@ def export_gguf(
     vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
     metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
     text = modelfile(model, tokenizer, destination.name) if ollama else None
-    shapes = {name: tuple(tensor.shape) for name, tensor in _all_tensors(model, family, "meta")}
+    shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
     mix = _mix(kind, model, family, has_importance=option is not None)
     entries = {name: Entry(shape, mix.kind_of(name, shape)) for name, shape in shapes.items()}
     calibration = None
@@ -132,9 +105,9 @@ def export_gguf(
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination, on_disk=True) as temporary, room_for(needed_bytes, destination):
-        write_gguf(gguf, temporary, family.architecture, metadata, entries, _all_tensors(model, family), importance)
+        write_gguf(gguf, temporary, family.architecture, metadata, entries, all_tensors(model, family), importance)
         places = None if calibration is None else calibration.places
-        errors = {} if kind in _FLOATS else compare(temporary, _all_tensors(model, family), places)
+        errors = {} if kind in _FLOATS else compare(temporary, all_tensors(model, family), places)
         after = None if calibration is None else mean_loss(model, calibration.batches)
     kinds = Counter(entry.kind for entry in entries.values() if len(entry.shape) > 1)
     mixed = f" ({', '.join(f'{number} tensors as {one}' for one, number in kinds.items())})" if len(kinds) > 1 else ""
@@ -154,7 +127,7 @@ def export_gguf(
             f"\nllama.cpp's splitting rule {vocabulary.pre} differs from this tokenizer's at combining marks and at capital letters "
             "outside ASCII, so words with them get other ids there."
         )
-    if not _ropes(model.config)[0].truncate:
+    if not ropes(model.config)[0].truncate:
         details += "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities differ slightly."
     return Exported(folder, destination, details, merged)
 
@@ -181,140 +154,10 @@ def gguf_destination(source: str | Path, destination: str | Path, force: bool) -
     return folder, file
 
 
-def gguf_package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError("--gguf needs the package gguf. Install it: pip install 'lean-ft[gguf]'") from None
-    return gguf
-
-
-def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
-    """Return the row of `GGUF_FAMILIES`. Raises ValueError if llama.cpp would compute something else."""
-    name = model.source.config["model_type"]
-    if name in GGUF_REFUSED:
-        raise ValueError(f"{folder}: llama.cpp does not compute {name} as it was trained: {GGUF_REFUSED[name]}.")
-    if name not in _FAMILIES:
-        raise ValueError(
-            f"{folder}: --gguf supports the families {', '.join(_FAMILIES)}, but this is {name}. Export a Hugging Face "
-            "folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
-        )
-    family = _FAMILIES[name]
-    if family.architecture_of is not None:
-        family = family._replace(architecture=family.architecture_of(model.config))
-    for place, found, expected in _differences(model.config, family):
-        raise ValueError(
-            f"{folder}: {place} is {found}, but llama.cpp's architecture {family.architecture} always computes with {expected}."
-        )
-    return family
-
-
-def _differences(config: DecoderConfig, family: GGUFFamily) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each fact of a model that its file cannot store and that llama.cpp computes differently: name, value, llama.cpp's."""
-    yield from _unlike(config, _STORED | family.shown | {*family.numbers.values()}, family.fixed, config)
-    yield from ((name, None, "a number") for name in family.numbers.values() if getattr(config, name) is None)
-    full, windowed = _ropes(config)
-    windows = {layer.window for layer in config.layers if layer.window is not None}
-    stored = frozenset({"window"} if len(windows) < 2 and family.windows(config) else ())
-    for i, layer in enumerate(config.layers):
-        rope = (windowed if layer.window else full) if layer.has_attention and family.has_rope(config, i) else None
-        fixed = {name: fact(config, i) if callable(fact) else fact for name, fact in family.layers.items()}
-        for name, found, expected in _unlike(layer, stored, {"rope": rope, **fixed}, config):
-            yield f"{name} of layer {i}", _brief(found), _brief(expected)
-    parts = {"experts": (config.mixture, family.mixture), "recurrent layers": (mixer_of(config), family.mixer)}
-    for part, (facts, fixed) in parts.items():
-        if facts is not None:
-            for name, found, expected in _unlike(facts, _STORED_OF_MIXTURE, fixed, config):
-                yield f"{name} of the {part}", found, expected
-        elif fixed and part not in family.optional:
-            yield f"the number of {part}", 0, "at least 1"
-    if full.scaling not in family.scalings:
-        yield "the rotary scaling", full.scaling, " or ".join(sorted(family.scalings))
-    yield from _unlike(full, _STORED_OF_ROPE | _SCALING.get(full.scaling, set()), family.rope, config)
-    if family.pairs_neighbors < full.interleaved or (config.latent is not None and not full.interleaved):
-        yield "the rotary embedding", full, "other pairs of features"
-    same: dict[str, Any] = {name: getattr(full, name) for name in _STORED_OF_ROPE}
-    same |= {"theta": windowed.theta, "head_dim": windowed.head_dim}
-    if windowed != (replace(full, **same) if family.scaled_windows else RopeConfig(**same)):
-        yield (
-            "the rotary scaling of layers with a window",
-            windowed.scaling,
-            full.scaling if family.scaled_windows else "none",
-        )
-
-
-def _unlike(
-    facts: Any, stored: Set[str], fixed: Mapping[str, Any], config: DecoderConfig
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields of a configuration that are not as in `fixed` or, without a value there, neither stored nor default."""
-    for field in fields(facts):
-        if field.name in stored and field.name not in fixed:
-            continue
-        found, expected = getattr(facts, field.name), fixed.get(field.name, field.default)
-        expected = expected(config) if callable(expected) else expected
-        close = isinstance(found, float) and isinstance(expected, float) and math.isclose(found, expected, rel_tol=1e-6)
-        if expected is not MISSING and expected is not STORED and found != expected and not close:
-            yield field.name, found, expected
-
-
-def _brief(value: Any) -> Any:
-    """The name of a part of a layer in place of its configuration."""
-    if isinstance(value, MixtureConfig):
-        return "experts"
-    return "a recurrent layer" if isinstance(value, MixerConfig) else value
-
-
-def _ropes(config: DecoderConfig) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary settings of layers without and with a sliding window. If one kind has none, both are the other's."""
-    full, windowed = (
-        next((layer.rope for layer in config.layers if layer.rope and bool(layer.window) == has_window), None)
-        for has_window in (False, True)
-    )
-    found = full or windowed or RopeConfig(10_000.0)
-    return full or found, windowed or found
-
-
 def _metadata(
     model: Decoder, family: GGUFFamily, kind: str, name: str, tokenizer: Tokenizer, vocabulary: GGUFVocabulary
 ) -> dict[str, Any]:
     """Return all metadata by key. Floats are stored in 32 bits."""
-    config, architecture, (rope, windowed) = model.config, family.architecture, _ropes(model.config)
-    of_architecture: dict[str, Any] = {
-        "block_count": config.num_layers,
-        "context_length": config.max_positions,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": _of_layers(
-            (layer.intermediate_size or config.intermediate_size) * layer.has_mlp for layer in config.layers
-        ),
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": _of_layers(
-            config.num_kv_heads_of(i) * layer.has_attention for i, layer in enumerate(config.layers)
-        ),
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        f"attention.layer_norm_{'' if config.norm_centered else 'rms_'}epsilon": float(config.norm_eps),
-        "rope.dimension_count": int(config.head_dim * rope.rotary_fraction),
-        "rope.freq_base": float(rope.theta),
-        "vocab_size": config.vocab_size,
-    }
-    of_architecture |= {key: float(getattr(config, field)) for key, field in family.numbers.items()}
-    of_architecture |= mixture_metadata(config, family) | mixer_metadata(config)
-    if any(windows := [layer.window or 0 for layer in config.layers]):
-        of_architecture |= {
-            "attention.sliding_window": max(windows),
-            "attention.sliding_window_pattern": [window > 0 for window in windows],
-            "rope.freq_base_swa": float(windowed.theta),
-        }
-    if rope.scaling in ("linear", "yarn", "longrope"):
-        of_architecture |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
-    if rope.scaling in ("yarn", "longrope"):
-        of_architecture["rope.scaling.original_context_length"] = int(rope.original_max_positions)
-    if rope.scaling == "yarn":
-        # llama.cpp multiplies the factor of the yarn paper by this number.
-        of_architecture["rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * math.log(rope.factor) + 1.0)
-    if rope.query_growth:
-        of_architecture["attention.temperature_scale"] = float(rope.query_growth)
-    of_architecture |= family.metadata(model)
     of_tokenizer: dict[str, Any] = {
         "model": vocabulary.model,
         "pre": vocabulary.pre,
@@ -336,72 +179,14 @@ def _metadata(
     metadata: dict[str, Any] = {"general.name": name, "general.file_type": GGUF_KINDS[kind]}
     if kind not in _FLOATS:
         metadata["general.quantization_version"] = 2
-    for key, value in of_architecture.items():
-        metadata[key if key.startswith("xielu.") else f"{architecture}.{key}"] = value  # as llama.cpp names them
+    for key, value in architecture_metadata(model, family).items():
+        metadata[key if key.startswith("xielu.") else f"{family.architecture}.{key}"] = value  # as llama.cpp names them
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
     for template_name, template in tokenizer.chat_templates.items():
         metadata["tokenizer.chat_template" + ("" if template_name == "default" else f".{template_name}")] = template
     if named := [other for other in tokenizer.chat_templates if other != "default"]:
         metadata["tokenizer.chat_templates"] = named
     return metadata
-
-
-def _of_layers(numbers: Iterable[int]) -> Any:
-    """One number if that of all layers is equal, otherwise a list."""
-    numbers = list(numbers)
-    return numbers if len(set(numbers)) > 1 else numbers[0]
-
-
-def gguf_tensors(
-    parameters: Iterable[tuple[str, Tensor]], model: Decoder, family: GGUFFamily, device: str = "cpu"
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors, or others with the names and rows of parameters, by the names of the file.
-
-    On the device `meta` they have only shapes; otherwise one at a time is in memory.
-    """
-    config, (rope, _) = model.config, _ropes(model.config)
-    names = _names(family.architecture, config.num_layers)
-    reordered = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
-    for name, parameter in parameters:
-        values = parameter.detach().to(device)
-        part = next((part for part in family.changes if part in name), "")
-        changed = family.changes[part](values, config) if part else values
-        for other, tensor in changed.items() if isinstance(changed, Mapping) else [(part, changed)]:
-            place = name.replace(part, other)
-            num_heads = next((number for part, number in reordered.items() if part in place), None)
-            if num_heads is not None and family.pairs_neighbors and not rope.interleaved:
-                tensor = _interleave(tensor, num_heads, rope.rotary_fraction)
-            places = module_on_disk(model.source.config, place), place
-            places = places[::-1] if isinstance(changed, Mapping) else places  # a name that the row gives comes first
-            yield next(filter(None, (_name_in_file(names, place) for place in places))), tensor
-
-
-def _name_in_file(names: Any, name: str) -> str | None:
-    """The file's name of a tensor, which llama.cpp's table lists with or without its ending; None if it lists neither."""
-    module, _, ending = name.rpartition(".")
-    found = names.get_name(name)
-    return f"{names[module]}.{ending}" if found is None and module in names else found
-
-
-@lru_cache(maxsize=1)
-def _names(name: str, num_layers: int) -> Any:
-    """Return a map from Hugging Face's names of modules to those of an architecture of llama.cpp."""
-    gguf = gguf_package()
-    (architecture,) = (key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
-    return gguf.get_tensor_name_map(architecture, num_layers)
-
-
-def _all_tensors(model: Decoder, family: GGUFFamily, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-    yield from gguf_tensors(model.state_dict().items(), model, family, device)
-    rope, _ = _ropes(model.config)
-    if rope.scaling in ("llama3", "proportional"):
-        # llama.cpp divides each frequency by this tensor.
-        size = rope.head_dim or model.config.head_dim
-        plain, scaled = (SCALINGS[scaling](rope, size) for scaling in ("default", rope.scaling))
-        yield "rope_freqs.weight", (plain / scaled).clamp(max=_STANDSTILL).to(device)
-    if rope.scaling == "longrope":
-        for length, divisors in (("long", rope.long_factors), ("short", rope.short_factors)):
-            yield f"rope_factors_{length}.weight", torch.tensor(divisors, device=device)
 
 
 def write_gguf(
@@ -432,14 +217,6 @@ def write_gguf(
 def _add(writer: Any, key: str, value: Any) -> None:
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     getattr(writer, f"add_{kinds[type(value)]}")(key, value)
-
-
-def _interleave(tensor: Tensor, num_heads: int, rotary_fraction: float) -> Tensor:
-    """Make rows i and i + R / 2 of each head neighbors, where R are the rotated features."""
-    heads = tensor.unflatten(0, (num_heads, -1))
-    size = int(heads.shape[1] * rotary_fraction)
-    turned = heads[:, :size].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((turned, heads[:, size:]), 1).flatten(0, 1)
 
 
 def _encode(tensor: Tensor, kind: str, importance: Tensor | None) -> np.ndarray:

@@ -10,12 +10,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lean_ft.export.gguf_families import GGUF_FAMILIES, LLAMA, STORED, Change, GGUFFamily, all_heads, always, plus_one
+from lean_ft.export.gguf_facts import Facts
+from lean_ft.export.gguf_families import (
+    ABSENT,
+    GELU,
+    GGUF_FAMILIES,
+    GRANITE_FIELDS,
+    LLAMA,
+    PLUS_ONE,
+    STORED,
+    Change,
+    GGUFFamily,
+    Layout,
+    all_heads,
+    always,
+    biases,
+)
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig, LatentConfig, MixtureConfig, ShortConvolutionConfig
+from lean_ft.models.gguf_layouts import Step
 from lean_ft.models.rope import RopeConfig
 
 _LATENT_NORM_EPS = 1e-6  # of norms of latents, whatever config.json says
@@ -77,38 +90,45 @@ def _mixture(config: DecoderConfig) -> MixtureConfig:
     return config.mixture
 
 
-def _renamed(name: str) -> Change:
-    return lambda weight, config: {name: weight}
+def _renamed(name: str) -> Layout:
+    return Layout(places=(name,))
+
+
+def _scaled(*factors: float) -> tuple[Step, ...]:
+    """The step that multiplies by a factor, or by one for each stretch of rows: size, factor, size, factor, ..."""
+    if all(factor == 1.0 for factor in factors[-1::-2]):
+        return ()
+    return (("multiply" if len(factors) == 1 else "multiply_rows", *factors),)
 
 
 def _times(factor: Callable[[DecoderConfig], float]) -> Change:
-    return lambda weight, config: weight.float() * factor(config)
+    return lambda config: Layout(_scaled(factor(config)))
 
 
 # Experts.
 
 
-def _output_first(stacked: Tensor, config: DecoderConfig) -> Tensor:
-    """Matrices (E, outputs, inputs) of experts, or their biases."""
-    return stacked.mT if _mixture(config).input_first and stacked.ndim == 3 else stacked
-
-
-def _gates_and_ups(places: str) -> Change:
+def _gates_and_ups(places: str, is_bias: bool = False) -> Change:
     """Split matrices (E, 2 * I, D) or biases (E, 2 * I) of experts."""
 
-    def split(stacked: Tensor, config: DecoderConfig) -> dict[str, Tensor]:
-        stacked = _output_first(stacked, config)
-        if _mixture(config).activation == "relu2":  # no gates
-            return {places.format("up"): stacked}
-        halves = stacked.unflatten(1, (-1, 2)).unbind(2) if _mixture(config).gates_interleaved else stacked.chunk(2, 1)
-        return {places.format(name): half for name, half in zip(("gate", "up"), halves, strict=True)}
+    def layout(config: DecoderConfig) -> Layout:
+        mixture = _mixture(config)
+        steps: tuple[Step, ...] = (("transpose",),) if mixture.input_first and not is_bias else ()
+        if mixture.activation == "relu2":  # no gates
+            return Layout(steps, (places.format("up"),))
+        split = ("unzip", 1) if mixture.gates_interleaved else ("split", 1, *[mixture.intermediate_size] * 2)
+        return Layout((*steps, split), (places.format("gate"), places.format("up")))
 
-    return split
+    return layout
 
 
-def _rows_split(places: str) -> Change:
+def _down(config: DecoderConfig) -> Layout:
+    return Layout((("transpose",),) if _mixture(config).input_first else (), ("mlp.experts.down_proj.weight",))
+
+
+def _rows_split(places: str, size: Callable[[DecoderConfig], int]) -> Change:
     """Split a matrix (2 * I, D)."""
-    return lambda weight, config: {places.format("gate"): weight.chunk(2)[0], places.format("up"): weight.chunk(2)[1]}
+    return lambda config: Layout((("split", 0, *[size(config)] * 2),), (places.format("gate"), places.format("up")))
 
 
 def _in_every_layer(config: DecoderConfig, layer: int) -> MixtureConfig | None:
@@ -148,22 +168,18 @@ def _readable_latent(config: DecoderConfig) -> LatentConfig:
     return replace(_latent(config), query_rank=None) if without_query else _latent(config)
 
 
-def _keys_and_values(weight: Tensor, config: DecoderConfig) -> dict[str, Tensor]:
-    """Split the projection of latents. llama.cpp multiplies queries with that of keys, (heads, latent, features)."""
-    heads = weight.unflatten(0, (config.num_heads, -1))
-    keys, values = heads.split((_latent(config).plain_dim, _latent(config).value_dim), 1)
-    return {"k_b_proj": keys.mT, "v_b_proj": values}
+def _keys_and_values(config: DecoderConfig) -> Layout:
+    sizes = _latent(config).plain_dim, _latent(config).value_dim
+    return Layout((("keys_and_values", config.num_heads, *sizes),), ("k_b_proj", "v_b_proj"))
 
 
-def _for_norm_eps(weight: Tensor, config: DecoderConfig) -> Tensor:
-    """Scale a projection to latents so that their norm computes the same with the epsilon of the other norms."""
-    factor = (config.norm_eps / _LATENT_NORM_EPS) ** 0.5
-    return weight if factor == 1.0 else weight.float() * factor
+def _norm_factor(config: DecoderConfig) -> float:
+    """Scales a projection to latents so that their norm computes the same with the epsilon of the other norms."""
+    return (config.norm_eps / _LATENT_NORM_EPS) ** 0.5
 
 
-def _latents_for_norm_eps(weight: Tensor, config: DecoderConfig) -> Tensor:
-    rank = _latent(config).rank
-    return torch.cat((_for_norm_eps(weight[:rank], config), weight[rank:]))
+def _latents_and_positions(config: DecoderConfig) -> Layout:
+    return Layout(_scaled(_latent(config).rank, _norm_factor(config), config.head_dim, 1.0))
 
 
 def _plain_scale(config: DecoderConfig) -> float:
@@ -210,34 +226,28 @@ def _is_turned(config: DecoderConfig, layer: int) -> bool:
 # Recurrent layers.
 
 
-def _decay(weight: Tensor, config: DecoderConfig) -> Tensor:
-    return -weight.float().exp()
+def _taps(config: DecoderConfig) -> Layout:
+    return Layout((("reshape", -1, mixer_of(config).num_taps),))
 
 
-def _taps(weight: Tensor, config: DecoderConfig) -> Tensor:
-    return weight.squeeze(1)
+def _tiled(config: DecoderConfig, dim: int = 0, first: int = 0) -> tuple[Step, ...]:
+    """Key head h belongs to value heads h, h + G, ... in the file, and to H / G neighbors here."""
+    mixer = mixer_of(config)
+    return (("tile", dim, first, mixer.num_key_heads, mixer.num_heads // mixer.num_key_heads),)
 
 
-def _tiled(weight: Tensor, config: DecoderConfig, dim: int = 0) -> Tensor:
-    """Reorder value heads: key head h belongs to value heads h, h + G, ... in the file, and to H / G neighbors here."""
-    num_key_heads, num_heads = mixer_of(config).num_key_heads, mixer_of(config).num_heads
-    heads = weight.unflatten(dim, (num_key_heads, num_heads // num_key_heads, -1))
-    return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
-
-
-def _values_tiled(weight: Tensor, config: DecoderConfig) -> Tensor:
+def _values_tiled(config: DecoderConfig) -> tuple[Step, ...]:
     """The same for the values after queries and keys."""
-    size = 2 * mixer_of(config).num_key_heads * mixer_of(config).key_dim
-    return torch.cat((weight[:size], _tiled(weight[size:], config)))
+    return _tiled(config, first=2 * mixer_of(config).num_key_heads * mixer_of(config).key_dim)
 
 
-def _ungrouped(weight: Tensor, config: DecoderConfig) -> dict[str, Tensor]:
+def _ungrouped(config: DecoderConfig) -> Layout:
     """Turn query, key, values and gates of each key head into all queries, all keys, all values, and all gates."""
     mixer = mixer_of(config)
-    size = mixer.num_heads // mixer.num_key_heads * mixer.value_dim
-    parts = weight.unflatten(0, (mixer.num_key_heads, -1)).split((mixer.key_dim, mixer.key_dim, size, size), 1)
-    *mixed, gate = (part.flatten(0, 1) for part in parts)
-    return {"in_proj_qkv": torch.cat(mixed), "in_proj_z": gate}
+    keys, values = mixer.num_key_heads * mixer.key_dim, mixer.num_heads * mixer.value_dim
+    sizes = (mixer.key_dim, mixer.key_dim, *[values // mixer.num_key_heads] * 2)
+    steps = (("ungroup", mixer.num_key_heads, *sizes), ("split", 0, 2 * keys + values, values))
+    return Layout(steps, ("in_proj_qkv", "in_proj_z"))
 
 
 def _delta_rule_metadata(model: Decoder) -> dict[str, Any]:
@@ -266,17 +276,19 @@ def _has_any_rope(config: DecoderConfig, layer: int) -> bool:
     return any(other.rope is not None for other in config.layers)
 
 
-def _falcon_projection(weight: Tensor, config: DecoderConfig) -> Tensor:
+def _falcon_projection(config: DecoderConfig) -> Layout:
     """Multiply the rows of gates, values, keys, queries and steps."""
     mixer = mixer_of(config)
     values, keys = mixer.num_heads * mixer.value_dim, mixer.num_key_heads * mixer.key_dim
-    rows = weight.float().split((values, values, keys, keys, mixer.num_heads))
-    return torch.cat([part * mixer.in_multiplier * m for part, m in zip(rows, mixer.multipliers, strict=True)])
+    rows = zip((values, values, keys, keys, mixer.num_heads), mixer.multipliers, strict=True)
+    return Layout(_scaled(*(x for size, factor in rows for x in (size, factor * mixer.in_multiplier))))
 
 
-def _falcon_embedding(weight: Tensor, config: DecoderConfig) -> dict[str, Tensor]:
-    output = {"lm_head": weight.float() / config.logits_divisor} if config.tied_embeddings else {}
-    return {"model.embed_tokens": weight.float() * config.embedding_multiplier, **output}
+def _falcon_embedding(config: DecoderConfig) -> Layout:
+    factors = config.embedding_multiplier, 1 / config.logits_divisor
+    if not config.tied_embeddings or factors[0] == factors[1]:
+        return Layout(_scaled(factors[0]))
+    return Layout((("twice", *factors),), ("model.embed_tokens", "lm_head"))
 
 
 def _falcon_key_factor(config: DecoderConfig) -> float:
@@ -313,15 +325,236 @@ def _gemma4_head_dim(config: DecoderConfig, layer: int) -> int | None:
     return next(other.head_dim for other in config.layers if bool(other.window) == kind)
 
 
+# config.json.
+
+
+def _experts(
+    facts: Facts, count: str = "num_experts", used: str = "num_experts_per_tok", size: str = "moe_intermediate_size"
+) -> dict[str, Any]:
+    dense = facts.count("feed_forward_length", 0)
+    return {
+        count: facts.count("expert_count", least=1),
+        used: facts.count("expert_used_count", least=1),
+        size: facts.count("expert_feed_forward_length", dense, least=1),
+    }
+
+
+def _qwen_config(facts: Facts) -> dict[str, Any]:
+    experts = {**_experts(facts), "decoder_sparse_step": 1, "mlp_only_layers": []}
+    shared = facts.count("expert_shared_feed_forward_length", 0)
+    return {**experts, "use_sliding_window": False, **({"shared_expert_intermediate_size": shared} if shared else {})}
+
+
+def _local_config(facts: Facts) -> dict[str, Any]:
+    return _experts(facts, "num_local_experts", size="intermediate_size")
+
+
+def _corrected_config(facts: Facts) -> dict[str, Any]:
+    return {
+        **_experts(facts, "n_routed_experts"),
+        "n_shared_experts": facts.count("expert_shared_count", 0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", False),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
+        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _glm4_moe_config(facts: Facts) -> dict[str, Any]:
+    return {**_corrected_config(facts), **biases(facts), "use_qk_norm": facts.has("attn_q_norm.weight")}
+
+
+def _ernie_config(facts: Facts) -> dict[str, Any]:
+    return {
+        **_experts(facts, "moe_num_experts", "moe_k"),
+        "moe_num_shared_experts": facts.count("expert_shared_count", 0),
+        "moe_layer_start_index": facts.count("leading_dense_block_count", 0),
+        "moe_layer_end_index": facts.num_layers - 1,
+        "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
+        "use_bias": False,
+    }
+
+
+def _deepseek_config(facts: Facts) -> dict[str, Any]:
+    """yarn has a scale of queries and keys, and one of scores, which the file has as its growth with the factor's logarithm."""
+    turned = facts.count("rope.dimension_count")
+    config = {
+        **_corrected_config(facts),
+        "head_dim": ABSENT,
+        "num_key_value_heads": facts.count("attention.head_count"),
+        "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": facts.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": facts.count("attention.key_length_mla") - turned,
+        "v_head_dim": facts.count("attention.value_length_mla"),
+        "rope_interleave": True,
+        "attention_bias": False,
+    }
+    if "rope.scaling.yarn_log_multiplier" in facts:
+        own, log = (
+            facts.number("rope.scaling.attn_factor", 1.0),
+            math.log(max(facts.number("rope.scaling.factor"), 1.1)),
+        )
+        of_scores = own * (1.0 + facts.number("rope.scaling.yarn_log_multiplier") * log)
+        scales = {"mscale": own * of_scores, "mscale_all_dim": of_scores}
+        config["rope_more"] = {name: (scale - 1.0) / (0.1 * log) for name, scale in scales.items()}
+    return config
+
+
+def _llama4_config(facts: Facts) -> dict[str, Any]:
+    return {
+        **_local_config(facts),
+        "intermediate_size_mlp": facts.count("feed_forward_length"),
+        "interleave_moe_layer_step": facts.count("interleave_moe_layer_step", 1),
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+        "use_qk_norm": facts.count("expert_count") != 128,
+        "attention_bias": False,
+    }
+
+
+def _delta_rule_config(facts: Facts) -> dict[str, Any]:
+    period = facts.count("full_attention_interval", 4, least=1)
+    by_period = [(i + 1) % period != 0 for i in range(facts.num_layers)]
+    recurrent = facts.per_layer("attention.recurrent_layers") if "attention.recurrent_layers" in facts else by_period
+    return {
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
+        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
+        "linear_num_key_heads": facts.count("ssm.group_count"),
+        "linear_num_value_heads": facts.count("ssm.time_step_rank"),
+        "linear_key_head_dim": facts.count("ssm.state_size"),
+        "linear_value_head_dim": facts.count("ssm.inner_size") // facts.count("ssm.time_step_rank", least=1),
+        "attention_bias": False,
+    }
+
+
+def _kinds(facts: Facts, other: str) -> list[str]:
+    """The type of each layer: attention in those with key heads."""
+    return ["full_attention" if number else other for number in facts.per_layer("attention.head_count_kv")]
+
+
+def _lfm2_config(facts: Facts) -> dict[str, Any]:
+    return {
+        "conv_L_cache": facts.count("shortconv.l_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": _kinds(facts, "conv"),
+    }
+
+
+def _mamba_config(facts: Facts) -> dict[str, Any]:
+    heads, inner = facts.count("ssm.time_step_rank", least=1), facts.count("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": facts.count("ssm.group_count"),
+        "mamba_d_state": facts.count("ssm.state_size"),
+        "mamba_d_conv": facts.count("ssm.conv_kernel"),
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+    }
+
+
+def _granite_config(facts: Facts) -> dict[str, Any]:
+    has_experts, has_states = "expert_count" in facts, "ssm.inner_size" in facts
+    shared = "expert_shared_feed_forward_length"  # files of dense models may have it too
+    size = facts.count(shared if shared in facts else "feed_forward_length")
+    experts = _local_config(facts) if has_experts else {"num_local_experts": 0, "num_experts_per_tok": 0}
+    return {
+        **(_mamba_config(facts) if has_states else {"attention_bias": facts.has("attn_q.bias")}),
+        **experts,
+        "shared_intermediate_size": size,
+        "layer_types": _kinds(facts, "linear_attention"),
+        "position_embedding_type": "rope" if facts.flag("rope.scaling.finetuned", True) else "nope",
+    }
+
+
+def _bamba_config(facts: Facts) -> dict[str, Any]:
+    indices = [i for i, kind in enumerate(_kinds(facts, "linear_attention")) if kind == "full_attention"]
+    return {**_mamba_config(facts), "attn_layer_indices": indices, "mlp_bias": False}
+
+
+def _falcon_config(facts: Facts) -> dict[str, Any]:
+    """The file's weights have the multipliers."""
+    has_norm = facts.has("ssm_norm.weight")
+    norm = {
+        "mamba_d_ssm": facts.count("ssm.inner_size"),
+        "mamba_rms_norm": has_norm,
+        "mamba_norm_before_gate": not has_norm,
+    }
+    return {**_mamba_config(facts), **norm, "mlp_bias": False, "projectors_bias": False}
+
+
+def _nemotron_config(facts: Facts) -> dict[str, Any]:
+    sizes, kinds = facts.per_layer("feed_forward_length"), _kinds(facts, "linear_attention")
+    for i, size in enumerate(sizes):
+        if size or facts.has("ffn_gate_inp.weight", i):
+            kinds[i] = "moe" if facts.has("ffn_gate_inp.weight", i) else "mlp"
+    heads = facts.count("ssm.time_step_rank", least=1)
+    experts: dict[str, Any] = {}
+    if "expert_count" in facts:
+        experts = _corrected_config(facts)
+        experts["moe_shared_expert_intermediate_size"] = facts.count("expert_shared_feed_forward_length")
+    return {
+        **experts,
+        "hidden_act": ABSENT,
+        "mlp_hidden_act": "relu2",
+        "layers_block_type": kinds,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": facts.count("ssm.inner_size") // heads,
+        "n_groups": facts.count("ssm.group_count"),
+        "ssm_state_size": facts.count("ssm.state_size"),
+        "conv_kernel": facts.count("ssm.conv_kernel"),
+        "use_conv_bias": True,
+        "use_bias": False,
+        "attention_bias": False,
+        "mlp_bias": facts.has("ffn_up.bias"),
+    }
+
+
+def _gemma4_config(facts: Facts) -> dict[str, Any]:
+    """Layers without a window have other heads, and may use their keys as values."""
+    windowed = facts.per_layer("attention.sliding_window_pattern")
+    heads, sizes = facts.per_layer("attention.head_count_kv"), facts.per_layer("feed_forward_length")
+    num_shared = facts.count("attention.shared_kv_layers", 0)
+    full = [i for i, has_window in enumerate(windowed[: facts.num_layers - num_shared]) if not has_window]
+    config = {
+        **GELU,
+        "attention_bias": False,
+        "head_dim": facts.count("attention.key_length_swa"),
+        "global_head_dim": facts.count("attention.key_length"),
+        "num_key_value_heads": next((n for n, has_window in zip(heads, windowed, strict=True) if has_window), heads[0]),
+        "num_global_key_value_heads": next(
+            (n for n, has_window in zip(heads, windowed, strict=True) if not has_window), None
+        ),
+        "attention_k_eq_v": bool(full) and not any(facts.has("attn_v.weight", i) for i in full),
+        "num_kv_shared_layers": num_shared,
+        "intermediate_size": min(sizes),
+        "use_double_wide_mlp": len(set(sizes)) > 1,
+        "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input", 0),
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
+        "enable_moe_block": "expert_count" in facts,
+    }
+    if config["hidden_size_per_layer_input"]:
+        config["vocab_size_per_layer_input"] = facts.num_rows("per_layer_token_embd.weight")
+    return config | (_experts(facts, used="top_k_experts") if "expert_count" in facts else {})
+
+
 # A table: related fields share a line.
 # fmt: off
 _TIED = frozenset({"tied_embeddings"})
 _EXPERTS: dict[str, Change] = {
-    "mlp.experts.gate_up_proj_bias": _gates_and_ups("mlp.experts.{}_proj.bias"),
+    "mlp.experts.gate_up_proj_bias": _gates_and_ups("mlp.experts.{}_proj.bias", is_bias=True),
     "mlp.experts.gate_up_proj": _gates_and_ups("mlp.experts.{}_proj.weight"),
     "mlp.experts.down_proj_bias": _renamed("mlp.experts.down_proj.bias"),
-    "mlp.experts.down_proj": lambda weight, config: {"mlp.experts.down_proj.weight": _output_first(weight, config)},
-    "e_score_correction_bias": lambda weight, config: {"e_score_correction.bias": weight.flatten()},
+    "mlp.experts.down_proj": _down,
+    "e_score_correction_bias": Layout((("reshape", -1),), ("e_score_correction.bias",)),
 }
 _MIXTURE = GGUFFamily("", changes=_EXPERTS, layers={"mixture": _in_every_layer}, mixture={"weights_sum_to_one": True})
 _CORRECTED = {
@@ -330,10 +563,9 @@ _CORRECTED = {
 }
 _QWEN_EXPERTS = {"weights_sum_to_one": True, "shared_intermediate_size": STORED, "shared_gate": True}
 _MAMBA: dict[str, Change] = {
-    "mamba.A_log": lambda weight, config: _decay(weight, config)[:, None],
-    "mamba.D": lambda weight, config: weight[:, None],
+    "mamba.A_log": Layout((("decay",), ("reshape", -1, 1))), "mamba.D": Layout((("reshape", -1, 1),)),
     "mamba.dt_bias": _renamed("mamba.dt_proj.bias"), "mamba.conv1d.weight": _taps,
-    "mamba.norm.weight": lambda weight, config: weight.unflatten(0, (mixer_of(config).num_key_heads, -1)),
+    "mamba.norm.weight": lambda config: Layout((("reshape", mixer_of(config).num_key_heads, -1),)),
 }
 _MAMBA2 = {
     "activation": "silu", "convolution_bias": True, "in_bias": False, "out_bias": False, "norm": "after_gate",
@@ -342,35 +574,42 @@ _MAMBA2 = {
 _DELTA_RULE = GGUFFamily(
     "qwen3next",
     changes={
-        **_EXPERTS, "linear_attn.A_log": _decay, "linear_attn.dt_bias": _renamed("linear_attn.dt_proj.bias"),
+        **_EXPERTS, "linear_attn.A_log": Layout((("decay",),)), "linear_attn.dt_bias": _renamed("linear_attn.dt_proj.bias"),
         "linear_attn.conv1d.weight": _taps, "in_proj_qkvz": _ungrouped,
-        "linear_attn.norm.weight": lambda weight, config: weight, "norm.weight": plus_one,
+        "linear_attn.norm.weight": Layout(), "norm.weight": PLUS_ONE,
     },
     metadata=_delta_rule_metadata,
     fixed={"norm_weight_offset": 1.0, "qk_norm": "head", "attention_gate": True, "norm_eps": 1e-6},
     layers={"mixer": STORED, "has_attention": STORED, "mixture": _in_every_layer}, mixture=_QWEN_EXPERTS,
     mixer={"value_dim": lambda config: mixer_of(config).key_dim, "fused_projections": True},
+    class_name="Qwen3Next", config=lambda facts: {**_qwen_config(facts), **_delta_rule_config(facts), "norm_topk_prob": True},
 )
 _QWEN3_5 = _DELTA_RULE._replace(
     architecture="qwen35moe",
     changes={
-        **_DELTA_RULE.changes, "linear_attn.A_log": lambda weight, config: _tiled(_decay(weight, config), config),
-        "linear_attn.dt_bias": lambda weight, config: {"linear_attn.dt_proj.bias": _tiled(weight, config)},
-        "linear_attn.conv1d.weight": lambda weight, config: _values_tiled(_taps(weight, config), config),
-        "linear_attn.in_proj_qkv": _values_tiled, "linear_attn.in_proj": _tiled,
-        "linear_attn.out_proj": lambda weight, config: _tiled(weight, config, 1),
+        **_DELTA_RULE.changes, "linear_attn.A_log": lambda config: Layout((("decay",), *_tiled(config))),
+        "linear_attn.dt_bias": lambda config: Layout(_tiled(config), ("linear_attn.dt_proj.bias",)),
+        "linear_attn.conv1d.weight": lambda config: Layout((*_taps(config).steps, *_values_tiled(config))),
+        "linear_attn.in_proj_qkv": lambda config: Layout(_values_tiled(config)),
+        "linear_attn.in_proj": lambda config: Layout(_tiled(config)),
+        "linear_attn.out_proj": lambda config: Layout(_tiled(config, 1)),
     },
     mixer={**_DELTA_RULE.mixer, "fused_projections": False}, columns=frozenset({"linear_attn.out_proj"}),
+    class_name="Qwen3_5Moe", config=lambda facts: {**_qwen_config(facts), **_delta_rule_config(facts)},
 )
 _GRANITE_HYBRID = GGUFFamily(
     "granitehybrid",
     changes={
-        **_EXPERTS, **_MAMBA, "mlp.gate_up_proj": _rows_split("mlp.{}_proj"),
-        "mlp.shared_expert.gate_up_proj": _rows_split("mlp.shared_expert.{}_proj"), "mlp.down_proj": _renamed("mlp.down_proj"),
+        **_EXPERTS, **_MAMBA, "mlp.gate_up_proj": _rows_split("mlp.{}_proj", lambda config: config.intermediate_size),
+        "mlp.shared_expert.gate_up_proj": _rows_split(
+            "mlp.shared_expert.{}_proj", lambda config: _mixture(config).shared_intermediate_size
+        ),
+        "mlp.down_proj": _renamed("mlp.down_proj"),
     },
     metadata=_granite_metadata, shown=LLAMA.shown | {"fused_gate_up"}, pairs_neighbors=True, has_rope=_has_any_rope,
     layers={"mixer": STORED, "has_attention": STORED},
     mixer={**_MAMBA2, "value_dim": lambda config: 2 * config.hidden_size / mixer_of(config).num_heads},
+    class_name="Bamba", config=_bamba_config,
 )
 _GEMMA4 = GGUFFamily(
     "gemma4",
@@ -397,15 +636,22 @@ _GEMMA4 = GGUFFamily(
         "weights_sum_to_one": True, "activation": "gelu_tanh", "beside_mlp": True,
         "router_norm_eps": lambda config: config.norm_eps,
     },
-    optional=frozenset({"experts"}),
+    optional=frozenset({"experts"}), class_name="Gemma4", config=_gemma4_config,
 )
 
 GGUF_MIXTURES: dict[str, GGUFFamily] = {
-    "mixtral": _MIXTURE._replace(architecture="llama", pairs_neighbors=True, scalings=LLAMA.scalings),
-    "qwen3_moe": _MIXTURE._replace(architecture="qwen3moe", fixed={"qk_norm": "head"}),
+    "mixtral": _MIXTURE._replace(
+        architecture="llama", pairs_neighbors=True, scalings=LLAMA.scalings, class_name="Mixtral",
+        config=lambda facts: {**_local_config(facts), "sliding_window": None},
+    ),
+    "qwen3_moe": _MIXTURE._replace(
+        architecture="qwen3moe", fixed={"qk_norm": "head"}, class_name="Qwen3Moe",
+        config=lambda facts: {**_qwen_config(facts), "attention_bias": False, "norm_topk_prob": True},
+    ),
     "qwen2_moe": _MIXTURE._replace(
         architecture="qwen2moe", shown=frozenset({"qkv_bias"}), fixed={"tied_embeddings": False, "head_dim": all_heads},
-        mixture={**_QWEN_EXPERTS, "weights_sum_to_one": False},
+        mixture={**_QWEN_EXPERTS, "weights_sum_to_one": False}, class_name="Qwen2Moe",
+        config=lambda facts: {**_qwen_config(facts), "qkv_bias": facts.has("attn_q.bias"), "norm_topk_prob": False},
     ),
     "olmoe": _MIXTURE._replace(
         architecture="olmoe", shown=frozenset(), mixture={"weights_sum_to_one": False},
@@ -413,6 +659,8 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "qk_norm": "projection", "tied_embeddings": False, "head_dim": all_heads,
             "num_kv_heads": lambda config: config.num_heads,
         },
+        class_name="Olmoe",
+        config=lambda facts: {**_experts(facts, size="intermediate_size"), "attention_bias": False, "norm_topk_prob": False},
     ),
     "gpt_oss": _MIXTURE._replace(
         architecture="gpt-oss", changes={**_EXPERTS, "sinks": _renamed("sinks.weight")}, shown=frozenset(),
@@ -423,29 +671,33 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "weights_sum_to_one": True, "router_bias": True, "expert_bias": True, "gate_scale": 1.702, "up_offset": 1.0,
             "limit": 7.0,
         },
+        class_name="GptOss", period=2,
+        config=lambda facts: {**_local_config(facts), "attention_bias": True, "rope_more": {"truncate": False}},
     ),
     "glm4_moe": _MIXTURE._replace(
         architecture="glm4moe", shown=_TIED | {"qkv_bias", "qk_norm"}, layers={"mixture": _after_dense_layers},
-        mixture=_CORRECTED,
+        mixture=_CORRECTED, class_name="Glm4Moe", config=_glm4_moe_config,
     ),
     "ernie4_5_moe": _MIXTURE._replace(
         architecture="ernie4_5-moe", pairs_neighbors=True, layers={"mixture": _after_dense_layers},
         mixture={"weights_sum_to_one": True, "has_score_correction": True, "shared_intermediate_size": STORED},
+        class_name="Ernie4_5_Moe", config=_ernie_config,
     ),
     "minimax_m2": _MIXTURE._replace(
         architecture="minimax-m2", shown=frozenset(), fixed={"qk_norm": "projection", "tied_embeddings": False},
         mixture={"weights_sum_to_one": True, "has_score_correction": True, "score": STORED},
+        class_name="MiniMaxM2", config=_local_config,
     ),
     "deepseek_v3": _MIXTURE._replace(
         architecture="deepseek2",
         changes={
-            **_EXPERTS, "kv_b_proj": _keys_and_values, "q_a_proj": _for_norm_eps,
-            "kv_a_proj_with_mqa": _latents_for_norm_eps,
+            **_EXPERTS, "kv_b_proj": _keys_and_values, "q_a_proj": _times(_norm_factor),
+            "kv_a_proj_with_mqa": _latents_and_positions,
         },
         no_adapter=frozenset({"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "lm_head"}),
         metadata=_latent_metadata, shown=_TIED, fixed={"latent": _readable_latent, "attention_scale": _latent_scale},
         pairs_neighbors=True, scalings=frozenset({"default", "yarn"}), layers={"mixture": _after_dense_layers},
-        mixture=_CORRECTED,
+        mixture=_CORRECTED, class_name="DeepseekV3", config=_deepseek_config,
     ),
     "llama4_text": _MIXTURE._replace(
         architecture="llama4", pairs_neighbors=True, scalings=LLAMA.scalings,
@@ -453,26 +705,33 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "mixture": _in_every_nth_layer,
             "rope": lambda config, layer: config.layers[0].rope if _is_turned(config, layer) else _GROWING_QUERIES,
             "chunk": lambda config, layer: 8192 if _is_turned(config, layer) else None,
-            "unit_qk": lambda config, layer: _is_turned(config, layer) and _mixture(config).num_experts != 128,
+            "unit_qk": lambda config, layer: (
+                _is_turned(config, layer) and (config.mixture is None or config.mixture.num_experts != 128)
+            ),
         },
         mixture={
             "weights_sum_to_one": False, "score": "sigmoid", "scales_input": True,
             "shared_intermediate_size": lambda config: _mixture(config).intermediate_size,
         },
+        class_name="Llama4", config=_llama4_config,
     ),
     "qwen3_next": _DELTA_RULE,
-    "qwen3_5_text": _QWEN3_5._replace(architecture="qwen35", mixture={}),
+    "qwen3_5_text": _QWEN3_5._replace(
+        architecture="qwen35", mixture={}, class_name="Qwen3_5", config=_delta_rule_config
+    ),
     "qwen3_5_moe_text": _QWEN3_5,
     "lfm2": GGUFFamily(
         "lfm2", changes={"conv.conv.weight": _taps}, shown=_TIED, fixed={"qk_norm": "head", "head_dim": all_heads},
-        layers={"mixer": STORED, "has_attention": STORED}, mixer={"bias": False},
+        layers={"mixer": STORED, "has_attention": STORED}, mixer={"bias": False}, class_name="Lfm2",
+        fields={"attention.layer_norm_rms_epsilon": "norm_eps"}, config=_lfm2_config,
     ),
     "granitemoehybrid": _GRANITE_HYBRID._replace(
         architecture_of=_granite_architecture,
         numbers=GGUF_FAMILIES["granite"].numbers,
         layers={**_GRANITE_HYBRID.layers, "mixture": _in_every_layer},
         mixture={"weights_sum_to_one": True, "shared_intermediate_size": STORED},
-        optional=frozenset({"experts", "recurrent layers"}),
+        optional=frozenset({"experts", "recurrent layers"}), class_name="GraniteMoeHybrid", fields=GRANITE_FIELDS,
+        config=_granite_config,
     ),
     "bamba": _GRANITE_HYBRID,
     "falcon_h1": GGUFFamily(
@@ -496,6 +755,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             **_MAMBA2, "norm": lambda config: None if mixer_of(config).norm is None else "after_gate",
             "in_multiplier": STORED, "multipliers": STORED, "out_multiplier": STORED,
         },
+        class_name="FalconH1", config=_falcon_config,
     ),
     "nemotron_h": GGUFFamily(
         "nemotron_h", changes={**_EXPERTS, **_MAMBA, "post_attention_layernorm": _renamed("input_layernorm")},
@@ -507,10 +767,11 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "mixture": lambda config, layer: config.mixture if config.layers[layer].has_mlp else None,
         },
         mixture={**_CORRECTED, "activation": "relu2", "score": "sigmoid", "shared_intermediate_size": STORED},
-        mixer=_MAMBA2, optional=frozenset({"experts"}),
+        mixer=_MAMBA2, optional=frozenset({"experts"}), class_name="NemotronH",
+        fields={"attention.layer_norm_epsilon": "layer_norm_epsilon"}, config=_nemotron_config,
     ),
     "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,  # read as gemma4_text, which computes the same
 }
 # fmt: on
 

@@ -6,13 +6,14 @@ to name a file anywhere on the disk.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from lean_ft.hub.paths import gguf_cache
+from lean_ft.models.gguf_layouts import Step, is_exact, load
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.shards import Part
 from lean_ft.system.whole_files import read_json, write_json
@@ -27,10 +28,6 @@ class GGUFTensor(StoredTensor):
     """A tensor of a GGUF file. `dtype_name` is the kind in which llama.cpp stores its rows, such as Q4_K."""
 
     row_bytes: int
-    num_heads: int | None = None
-    """Set if the file pairs neighboring rows of a head, 2 * i and 2 * i + 1, which are rows i and i + head_dim / 2 here."""
-    added: float = 0.0
-    """What the file has added to every value."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,24 +43,23 @@ class GGUFTensor(StoredTensor):
                 row, column = divmod(first, columns)
                 stop = row + min(-(-(column + length) // columns), max(1, _STRIP_NUMBERS // columns))
                 taken = min(length, (stop - row) * columns - column)
-                values = self._rows(np.arange(row, stop)).view(-1)
+                values = self._rows(row, stop).view(-1)
                 flat[done : done + taken].copy_(values[column : column + taken])
                 first, length, done = first + taken, length - taken, done + taken
 
-    def _rows(self, rows: np.ndarray) -> torch.Tensor:
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
         """The values of consecutive rows in float32."""
         import gguf
 
-        if self.num_heads is not None:
-            size = self.shape[0] // self.num_heads
-            head, place = np.divmod(rows, size)
-            rows = head * size + 2 * (place % (size // 2)) + place // (size // 2)
-        start, stop = int(rows.min()), int(rows.max()) + 1
         stored = torch.empty((stop - start, self.row_bytes), dtype=torch.uint8)
         self._bytes.read_part(Part(stored, self._bytes.shape, start * self.row_bytes))
-        kind = gguf.GGMLQuantizationType[self.dtype_name]
-        values = torch.from_numpy(gguf.quants.dequantize(stored.numpy()[rows - start], kind))
-        return values - self.added if self.added else values
+        return torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[self.dtype_name]))
+
+    def of_stack(self, number: int) -> "GGUFTensor":
+        """One matrix or vector of a stack."""
+        shape = self.shape[1:]
+        stored_rows = num_rows(self.shape) // self.shape[0]
+        return replace(self, shape=shape, offset=self.offset + number * stored_rows * self.row_bytes)
 
     def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
         """Yield the stored bytes, as `StoredTensor.pieces` does."""
@@ -74,15 +70,66 @@ class GGUFTensor(StoredTensor):
         return StoredTensor(self.file, "U8", (num_rows(self.shape) * self.row_bytes,), self.offset)
 
 
+@dataclass(frozen=True)
+class ArrangedTensor(StoredTensor):
+    """A tensor that a GGUF file stores as others: `steps` of `gguf_layouts` lead from it to `sources`."""
+
+    sources: tuple[GGUFTensor, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtypes = {source.dtype for source in self.sources}
+        return dtypes.pop() if len(dtypes) == 1 and is_exact(self.steps) else torch.float32
+
+    def read_part(self, part: Part) -> None:
+        """Fill this rank's part of the tensor, with memory for the whole in float32, or for one matrix of a stack."""
+        if any(len(one.shape) != 3 or one.shape[0] != self.shape[0] for one in (self, *self.sources)):
+            whole = load([source.read().float() for source in self.sources], self.steps, self.shape)
+            part.values.copy_(part.within(whole.contiguous()))
+            return
+        of_matrix = math.prod(self.shape[1:])
+        assert part.run is None and not part.first % of_matrix, "a stack is cut by its first dimension"
+        for number, values in enumerate(part.values.view(-1, *self.shape[1:]), start=part.first // of_matrix):
+            sources = [source.of_stack(number).read().float()[None] for source in self.sources]
+            values.copy_(load(sources, self.steps, (1, *self.shape[1:]))[0])
+
+    def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
+        for source in self.sources:
+            yield from source.pieces(size, at_most)
+
+
+@dataclass(frozen=True)
+class InlineTensor(StoredTensor):
+    """A tensor of a few numbers, which the file has among its metadata."""
+
+    numbers: tuple[float, ...]
+
+    dtype = torch.float32  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def read_part(self, part: Part) -> None:
+        part.values.copy_(part.within(torch.tensor(self.numbers).reshape(self.shape)))
+
+    def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
+        yield np.asarray(self.numbers, np.float32).tobytes()
+
+
 def num_rows(shape: Sequence[int]) -> int:
     """The number of rows of a stored tensor; each number of a vector is one."""
     return math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
 
 
-def write_index(folder: Path, file: Path, tensors: Mapping[str, GGUFTensor]) -> None:
+def write_index(folder: Path, file: Path, tensors: Mapping[str, StoredTensor]) -> None:
     """Write the index of a file's tensors by their Hugging Face names."""
-    entries = {name: {k: v for k, v in asdict(tensor).items() if k != "file"} for name, tensor in tensors.items()}
+    entries = {name: _entry(tensor) for name, tensor in tensors.items()}
     write_json(folder / GGUF_INDEX, {"file": str(file), "tensors": entries})
+
+
+def _entry(tensor: StoredTensor) -> dict:
+    entry = {name: value for name, value in vars(tensor).items() if name not in ("file", "sources")}
+    return entry | (
+        {"sources": [_entry(source) for source in tensor.sources]} if isinstance(tensor, ArrangedTensor) else {}
+    )
 
 
 def gguf_file(folder: Path) -> Path | None:
@@ -98,6 +145,12 @@ def gguf_tensors(folder: Path) -> dict[str, StoredTensor]:
     file = Path(index["file"])
     if not file.is_file():
         raise ValueError(f"{file}, which holds the weights of {folder}, is missing. Set model.path to its new place.")
-    return {
-        name: GGUFTensor(file, **{**entry, "shape": tuple(entry["shape"])}) for name, entry in index["tensors"].items()
-    }
+
+    def tensor(entry: dict) -> StoredTensor:
+        entry["shape"] = tuple(entry["shape"])
+        if "sources" in entry:
+            steps = tuple((name, *numbers) for name, *numbers in entry.pop("steps"))
+            return ArrangedTensor(file, **{**entry, "sources": tuple(map(tensor, entry["sources"])), "steps": steps})
+        return (InlineTensor if "numbers" in entry else GGUFTensor)(file, **entry)
+
+    return {name: tensor(entry) for name, entry in index["tensors"].items()}

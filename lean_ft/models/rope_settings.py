@@ -97,6 +97,10 @@ def _read_yarn(settings: Fields, *_: int) -> dict[str, Any]:
 
 def _read_longrope(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
     original = settings.positive("original_max_position_embeddings")
+    if original <= 1:
+        raise ValueError(
+            f"{settings.where}: original_max_position_embeddings is {original}; expected more than 1 with longrope."
+        )
     factor = longest / original if settings.get("factor") is None else settings.positive("factor")
     attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if settings.get("attention_factor") is not None:

@@ -17,7 +17,8 @@ import transformers
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import GGUF_KINDS, export_gguf
 from lean_ft.export.gguf_calibration import calibrate, find_places
-from lean_ft.export.gguf_file import gguf_family, gguf_tensors
+from lean_ft.export.gguf_check import gguf_family
+from lean_ft.export.gguf_contents import gguf_tensors
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer

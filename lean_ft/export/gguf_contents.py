@@ -1,0 +1,139 @@
+"""What a GGUF file of a model holds: the metadata of its architecture, and its tensors.
+
+Source: llama.cpp, gguf-py/gguf/constants.py and tensor_mapping.py (the `gguf` package), and src/llama-model.cpp.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lean_ft.export.gguf_check import ropes
+from lean_ft.export.gguf_families import GGUFFamily, Layout
+from lean_ft.export.gguf_mixtures import mixer_metadata, mixture_metadata
+from lean_ft.models import Decoder
+from lean_ft.models.gguf_layouts import Step, store
+from lean_ft.models.names_on_disk import module_on_disk
+from lean_ft.models.rope import SCALINGS
+
+_STANDSTILL = 1e30  # a divisor that makes a frequency 0
+
+
+def gguf_package() -> Any:
+    """Raises ValueError if the package is missing."""
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError("GGUF files need the package gguf. Install it: pip install 'lean-ft[gguf]'") from None
+    return gguf
+
+
+def architecture_metadata(model: Decoder, family: GGUFFamily) -> dict[str, Any]:
+    """Return the metadata of the architecture, by key without its prefix. Floats are stored in 32 bits."""
+    config, (rope, windowed) = model.config, ropes(model.config)
+    metadata: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_positions,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": _of_layers(
+            (layer.intermediate_size or config.intermediate_size) * layer.has_mlp for layer in config.layers
+        ),
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": _of_layers(
+            config.num_kv_heads_of(i) * layer.has_attention for i, layer in enumerate(config.layers)
+        ),
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        f"attention.layer_norm_{'' if config.norm_centered else 'rms_'}epsilon": float(config.norm_eps),
+        "rope.dimension_count": int(config.head_dim * rope.rotary_fraction),
+        "rope.freq_base": float(rope.theta),
+        "vocab_size": config.vocab_size,
+    }
+    metadata |= {key: float(getattr(config, field)) for key, field in family.numbers.items()}
+    metadata |= mixture_metadata(config, family) | mixer_metadata(config)
+    if any(windows := [layer.window or 0 for layer in config.layers]):
+        metadata |= {
+            "attention.sliding_window": max(windows),
+            "attention.sliding_window_pattern": [window > 0 for window in windows],
+            "rope.freq_base_swa": float(windowed.theta),
+        }
+    if rope.scaling in ("linear", "yarn", "longrope"):
+        metadata |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": float(rope.factor)}
+    if rope.scaling in ("yarn", "longrope"):
+        metadata["rope.scaling.original_context_length"] = int(rope.original_max_positions)
+    if rope.scaling == "yarn":
+        # llama.cpp multiplies the factor of the yarn paper by this number.
+        metadata["rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * math.log(rope.factor) + 1.0)
+    if rope.query_growth:
+        metadata["attention.temperature_scale"] = float(rope.query_growth)
+    return metadata | family.metadata(model)
+
+
+def _of_layers(numbers: Iterable[int]) -> Any:
+    """One number if that of all layers is equal, otherwise a list."""
+    numbers = list(numbers)
+    return numbers if len(set(numbers)) > 1 else numbers[0]
+
+
+def layout_of(name: str, model: Decoder, family: GGUFFamily) -> tuple[tuple[Step, ...], list[str]]:
+    """Return the steps from a parameter to its tensors in the file, and their names; no names for metadata."""
+    config, (rope, _) = model.config, ropes(model.config)
+    part = next((part for part in family.changes if part in name), "")
+    layout = family.changes[part] if part else Layout()
+    steps, given = layout(config) if callable(layout) else layout
+    places = [name] if given is None else [name.replace(part, other) for other in given]
+    num_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
+    turned = next((number for part, number in num_heads.items() if places and part in places[0]), None)
+    if turned is not None and family.pairs_neighbors and not rope.interleaved:
+        steps = (*steps, ("pair", turned, int(config.head_dim * rope.rotary_fraction)))
+    names, found = _names(family.architecture, config.num_layers), []
+    for place in places:
+        spellings = (module_on_disk(model.source.config, place), place)
+        spellings = spellings if given is None else spellings[::-1]  # a name that the row gives comes first
+        found.append(next(filter(None, (_name_in_file(names, spelling) for spelling in spellings))))
+    return steps, found
+
+
+def gguf_tensors(
+    parameters: Iterable[tuple[str, Tensor]], model: Decoder, family: GGUFFamily, device: str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's tensors, or others with the names and rows of parameters, by the names of the file.
+
+    On the device `meta` they have only shapes; otherwise one at a time is in memory.
+    """
+    for name, parameter in parameters:
+        steps, names = layout_of(name, model, family)
+        if names:
+            yield from zip(names, store(parameter.detach().to(device), steps), strict=True)
+
+
+def _name_in_file(names: Any, name: str) -> str | None:
+    """The file's name of a tensor, which llama.cpp's table lists with or without its ending; None if it lists neither."""
+    module, _, ending = name.rpartition(".")
+    found = names.get_name(name)
+    return f"{names[module]}.{ending}" if found is None and module in names else found
+
+
+@lru_cache(maxsize=1)
+def _names(name: str, num_layers: int) -> Any:
+    """Return a map from Hugging Face's names of modules to those of an architecture of llama.cpp."""
+    gguf = gguf_package()
+    (architecture,) = (key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    return gguf.get_tensor_name_map(architecture, num_layers)
+
+
+def all_tensors(model: Decoder, family: GGUFFamily, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a model's file, with those that no parameter has."""
+    yield from gguf_tensors(model.state_dict().items(), model, family, device)
+    rope, _ = ropes(model.config)
+    if rope.scaling in ("llama3", "proportional"):
+        # llama.cpp divides each frequency by this tensor.
+        size = rope.head_dim or model.config.head_dim
+        plain, scaled = (SCALINGS[scaling](rope, size) for scaling in ("default", rope.scaling))
+        yield "rope_freqs.weight", (plain / scaled).clamp(max=_STANDSTILL).to(device)
+    if rope.scaling == "longrope":
+        for length, divisors in (("long", rope.long_factors), ("short", rope.short_factors)):
+            yield f"rope_factors_{length}.weight", torch.tensor(divisors, device=device)

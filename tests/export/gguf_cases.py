@@ -1,0 +1,140 @@
+"""A tiny model of each family that GGUF files support."""
+
+from typing import Any
+
+from tests.export.conftest import LLAMA3_ROPE
+
+GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+WINDOW = 12
+SHORT_WINDOW = {"sliding_window": WINDOW, "head_dim": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0}
+PLAIN = {"rope_type": "default", "rope_theta": 100.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0], "rope_theta": 300.0}
+LONGROPE |= {"long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5], "partial_rotary_factor": 0.75}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4}
+LATENT |= {"first_k_dense_replace": 1}
+HYBRID = {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+HYBRID |= {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
+NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+}
+GEMMA4 = {"vocab_size_per_layer_input": 416, "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW}
+# Name -> transformers' name of the family, and settings. A name is the model_type, with a variant behind a slash.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"attention_bias": True}),
+    "llama/yarn": ("Llama", {"rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "ministral3": ("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.9}, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": WINDOW, "rope_parameters": {
+        "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "seed_oss": ("SeedOss", {"head_dim": 16}),
+    "ernie4_5": ("Ernie4_5", {}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"head_dim": 16}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 64, "sliding_window": WINDOW, "sliding_window_pattern": 4}),
+    "exaone4/no_windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3_ROPE}),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": WINDOW, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3/short": ("Phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 512, "max_position_embeddings": 1024}),
+    "phi3/long": ("Phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {**SHORT_WINDOW, "query_pre_attn_scalar": 16, "num_hidden_layers": 3}),
+    "gemma3_text": ("Gemma3", {**SHORT_WINDOW, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "rope_parameters": {
+        "full_attention": LINEAR, "sliding_attention": PLAIN,
+    }}),
+    "granite": ("Granite", GRANITE),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOss", {
+        **SHORT_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": YARN, "num_hidden_layers": 3,
+    }),
+    "glm4_moe": ("Glm4Moe", {
+        **ROUTED, "num_hidden_layers": 3, "head_dim": 16, "routed_scaling_factor": 1.7, "use_qk_norm": True,
+        "attention_bias": True, "n_shared_experts": 2, "pad_token_id": 0,
+    }),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {
+        "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    }),
+    "minimax_m2": ("MiniMaxM2", {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    }),
+    "deepseek_v3": ("DeepseekV3", {
+        **ROUTED, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "rms_norm_eps": 1e-3,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    }),
+    "deepseek_v3/no_query_latent": ("DeepseekV3", {
+        **ROUTED, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    }),
+    "llama4_text": ("Llama4", {
+        "num_hidden_layers": 5, "head_dim": 16, "intermediate_size": 32, "intermediate_size_mlp": 64, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "rope_parameters": LLAMA3_ROPE,
+    }),
+    "qwen3_next": ("Qwen3Next", {
+        **HYBRID, **EXPERTS, "shared_expert_intermediate_size": 48, "norm_topk_prob": True, "tie_word_embeddings": True,
+    }),
+    "qwen3_5_text": ("Qwen3_5", {**HYBRID, "linear_num_key_heads": 1}),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 48}),
+    "lfm2": ("Lfm2", {"num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 8}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {
+        **MAMBA, **GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48, "position_embedding_type": "nope",
+    }),
+    "granitemoehybrid/rope": ("GraniteMoeHybrid", {
+        **MAMBA, **GRANITE, "layer_types": ["full_attention", "linear_attention"], "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 48, "position_embedding_type": "rope",
+    }),
+    "granitemoehybrid/attention": ("GraniteMoeHybrid", {
+        **MAMBA, **GRANITE, "layer_types": ["full_attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 48, "position_embedding_type": "rope",
+    }),
+    "bamba": ("Bamba", {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "falcon_h1": ("FalconH1", {
+        **MAMBA, "mamba_d_ssm": 96, "mamba_d_head": 12, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+        "mlp_multipliers": [0.8, 1.3], "key_multiplier": 0.6, "attention_in_multiplier": 1.4,
+        "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7,
+        "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9], "tie_word_embeddings": True,
+    }),
+    "falcon_h1/norm": ("FalconH1", {
+        **MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": False,
+    }),
+    "nemotron_h": ("NemotronH", {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    "nemotron_h/experts": ("NemotronH", {
+        **NEMOTRON, **ROUTED, "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "routed_scaling_factor": 1.7,
+        "moe_shared_expert_intermediate_size": 48,
+    }),
+    "gemma4_text": ("Gemma4", {
+        **GEMMA4, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32,
+        "final_logit_softcapping": 3.0,
+    }),
+    "gemma4_text/experts": ("Gemma4", {
+        **GEMMA4, "num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32,
+    }),
+    "gemma4_unified_text": ("Gemma4Unified", {
+        **{name: value for name, value in GEMMA4.items() if name != "vocab_size_per_layer_input"},
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"],
+    }),
+}  # fmt: skip
