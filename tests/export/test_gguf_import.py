@@ -127,7 +127,7 @@ def test_files_of_llama_cpps_converter(case, make_model_folder, file):
     name, settings = FAMILIES[case]
     source = make_model_folder(name, tokenizer=qwen_tokenizer(), **copy.deepcopy(settings))
     config = json.loads((source / "config.json").read_text()) | PUBLISHED.get(case, {})
-    config |= {key: 1 for key in ("eos_token_id", "bos_token_id") if (config.get(key) or 0) > 400}
+    config |= {key: 1 for key in ("eos_token_id", "bos_token_id") if config.get(key) not in range(400)}
     (source / "config.json").write_text(json.dumps(config))
     place = Path(os.environ["LLAMA_CPP"])
     script = """
