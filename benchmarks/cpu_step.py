@@ -154,7 +154,7 @@ def limits(product: Product, whole: tuple[int, ...]) -> Row:
             "addmm": lambda: torch.addmm(bias, left, right, out=out),
         }.get(product.operation, lambda: getattr(torch, product.operation)(left, right, out=out))
         repeats = 5 if out.numel() * left.shape[-1] > 1e9 else 15
-        return min(measure_calls(work, torch.device("cpu"), repeats=repeats).all_seconds)
+        return min(measure_calls(work, torch.device("cpu"), repeats=repeats, warmup=1).all_seconds)
 
     given = [torch.empty_strided(*of_one, dtype=dtype).fill_(1.0) for of_one in zip(*product[2:4], strict=True)]
     found = {AS_IT_IS: seconds(given[0], given[1])}
@@ -216,16 +216,18 @@ def main(
         sizes = {"length": length, "batch_size": batch_size, "steps": WARMUP_STEPS + steps + 1}
         seconds, profiler = profiled_step(recipe, Path(folder), **sizes)
     parts, products = divide(profiler.events(), seconds[-1])
-    whole, rows, of_parts = (shape_of(shape)["hidden_size"], shape_of(shape)["vocab_size"]), list[Row](), list[Row]()
-    for product, calls in sorted(products.items(), key=lambda item: -sum(item[1])):
-        row = {"label": str(product), "status": "ok", "calls": len(calls), "seconds": sum(calls)}
-        row |= limits(product, whole)
-        rows.append(row | {key: row[key] * len(calls) for key in LIMITS} | product._asdict())
-        console.print(" | ".join(_cells(rows[-1], seconds[-1])), markup=False)
-    for part, calls in sorted(parts.items(), key=lambda item: -sum(item[1])):
-        own = [row for row in rows if part == PRODUCTS + row["place"]]
-        sums = {key: sum(row[key] for row in own) for key in LIMITS if own}
-        of_parts.append({"label": part, "status": "ok", "calls": len(calls), "seconds": sum(calls), **sums})
+    whole, of_parts, rows = (shape_of(shape)["hidden_size"], shape_of(shape)["vocab_size"]), list[Row](), list[Row]()
+    for found, kinds in ((of_parts, parts), (rows, products)):
+        for kind, calls in sorted(kinds.items(), key=lambda item: -sum(item[1])):
+            row = {"label": str(kind), "status": "ok", "calls": len(calls), "seconds": sum(calls)}
+            if isinstance(kind, Product):
+                row |= limits(kind, whole)
+                row |= {key: row[key] * len(calls) for key in LIMITS} | kind._asdict()
+            found.append(row)
+            console.print(" | ".join(_cells(row, seconds[-1])), markup=False)
+    for part in of_parts:
+        own = [row for row in rows if part["label"] == PRODUCTS + row["place"]]
+        part |= {key: sum(row[key] for row in own) for key in LIMITS if own}
     step = {"seconds": statistics.median(seconds[WARMUP_STEPS:-1]), "profiled_seconds": seconds[-1]}
     settings = {"title": COMPARISONS[recipe].title, "shape": shape, "parameters": num_parameters(shape), "steps": steps}
     path = write_result(
