@@ -11,7 +11,7 @@ Shapes: R rows and C columns of a matrix, E experts.
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +22,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lean_ft.data import Batch, EvalBatches, sft_batches
-from lean_ft.export.gguf_import import read_header
+from lean_ft.export.gguf_contents import layout_of
+from lean_ft.export.gguf_facts import Facts
+from lean_ft.export.gguf_families import GGUFFamily
+from lean_ft.export.gguf_import import read_header, stored_parameters
 from lean_ft.export.gguf_quants import serial_operations
 from lean_ft.models import Decoder
+from lean_ft.models.gguf_layouts import store
 from lean_ft.models.gguf_tensors import GGUFTensor
+from lean_ft.models.hf_format import parts_on_disk
 from lean_ft.models.moe import Experts
 from lean_ft.quantize import mean_loss
 from lean_ft.settings import SFTDataConfig
@@ -115,82 +120,17 @@ def check_importance(importance: Importance, shapes: Mapping[str, tuple[int, ...
     return checked
 
 
-class Place(NamedTuple):
-    """Where the model has a matrix of the file, or E of them: row r, column c is `values[rows[r] + columns[c]] * factors[r]`."""
-
-    owner: str
-    """Name of the parameter. `values` are its values, and `shape` is its shape."""
-    shape: torch.Size
-    values: Tensor
-    rows: Tensor  # (E * R,)
-    columns: Tensor  # (C,)
-    factors: Tensor  # (E * R,)
-    num_matrices: int
-
-    def read(self, strip: slice) -> Tensor:
-        """Return rows of the file's matrices."""
-        return self.values[self.rows[strip, None] + self.columns].float() * self.factors[strip, None]
-
-    def write(self, strip: slice, rows: Tensor) -> None:
-        self.values[self.rows[strip, None] + self.columns] = (rows / self.factors[strip, None]).to(self.values.dtype)
-
-    def importance(self, of_values: Tensor) -> Tensor:
-        """Return the importance (C,) or (E, C) of the columns, from that of the parameter's values. If the columns are outputs
-        of the parameter, as in a transposed projection, all are as important as its first input."""
-        first_rows = self.rows.view(self.num_matrices, -1)[:, :1] + self.columns
-        return of_values.expand(self.shape)[torch.unravel_index(first_rows, self.shape)].squeeze(0)
-
-
-Places = Mapping[str, Place]
-Convert = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
-"""From tensors with the names and shapes of parameters to the tensors of the file."""
-
-
-@serial_operations()
-def find_places(model: Decoder, convert: Convert) -> Places:
-    """Find the file's matrices in the model. Raises ValueError unless each holds values of one parameter, perhaps scaled."""
-    places = dict[str, Place]()
-    for owner, parameter in model.named_parameters():
-        shape, values, num_stored = parameter.shape, parameter.detach().flatten(), 0
-        if len(shape) < 2:
-            continue
-        row_numbers = torch.arange(shape[:-1].numel(), dtype=torch.float32).view(*shape[:-1], 1)
-        probes = torch.ones(1), row_numbers, torch.arange(shape[-1], dtype=torch.float32), parameter.detach()
-        converted = zip(*(convert([(owner, probe.expand(shape))]) for probe in probes), strict=True)
-        for (_, factors), (_, of_rows), (_, of_columns), (name, tensor) in converted:
-            starts, columns = (
-                (of_rows[at] / factors[at]).round().long() * shape[-1] + (of_columns[at] / factors[at]).round().long()
-                for at in ((..., 0), (0,) * (tensor.ndim - 1))
-            )
-            num_matrices = len(tensor) if tensor.ndim == 3 else 1
-            starts, columns, factors = starts.flatten(), columns - columns[0], factors[..., 0].flatten().float()
-            place = Place(owner, shape, values, starts, columns, factors, num_matrices)
-            whole, num_stored = tensor.flatten(0, -2), num_stored + tensor.numel()
-            is_inside = starts.min() + columns.min() >= 0 and starts.max() + columns.max() < len(values) >= num_stored
-            if not is_inside or not all(
-                torch.allclose(place.read(s), whole[s].float(), 1e-5, 0.0) for s in _strips(whole)
-            ):
-                raise ValueError(
-                    f"--calibrate does not support this model: {name} of a GGUF file has other values than its weights. Use "
-                    "--imatrix."
-                )
-            places[name] = place
-    return places
-
-
 class Calibration(NamedTuple):
     """The forward passes of a model over the rows of `--calibrate`."""
 
     batches: EvalBatches
-    places: Places
     loss: float
     """Mean cross-entropy."""
     importance: Importance
 
 
-def calibrate(model: Decoder, tokenizer: Tokenizer, data: str, convert: Convert) -> Calibration:
-    """Run the rows of `data` through the model. Raises ValueError if they cannot be read, or as `find_places` does."""
-    places = find_places(model, convert)
+def calibrate(model: Decoder, family: GGUFFamily, tokenizer: Tokenizer, data: str) -> Calibration:
+    """Run the rows of `data` through the model. Raises ValueError if they cannot be read."""
     try:
         rows, _ = sft_batches(SFTDataConfig.model_validate(_DATA | {"source": data}), tokenizer, batch_size=1, seed=0)
     except ValueError as error:
@@ -238,12 +178,20 @@ def calibrate(model: Decoder, tokenizer: Tokenizer, data: str, convert: Convert)
         for hook in hooks:
             hook.remove()
     means = {name: _mean(sums[name], counts[name]) for name in sums}
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            for parameter in (f"{name}.gate_up_proj", f"{name}.down_proj"):
-                means[parameter] = means[parameter].unsqueeze(2 if module.config.input_first else 1)
-    importance = {name: place.importance(means[place.owner]) for name, place in places.items() if place.owner in means}
-    return Calibration(batches, places, loss, importance)
+    importance = {}
+    for owner, mean in means.items():
+        steps, names = layout_of(owner, model, family)
+        for step in steps:
+            if step[0] == "tile" and step[1] == 1:  # the only step that reorders columns
+                (mean,) = store(mean[None], [step])
+                mean = mean[0]
+        of_file = dict(zip(names, store(model.get_parameter(owner).detach().to("meta"), steps), strict=True))
+        for name, tensor in of_file.items():
+            is_of_columns = tensor.shape[-1] == mean.shape[-1]
+            # llama.cpp multiplies keys of latents with queries, whose importance is not known.
+            own = mean if is_of_columns else torch.ones(tensor.shape[-1])
+            importance[name] = own.expand(len(tensor), -1) if tensor.ndim == 3 else own
+    return Calibration(batches, loss, importance)
 
 
 def _mean(sums: Tensor, counts: Tensor) -> Tensor:
@@ -252,10 +200,10 @@ def _mean(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 @serial_operations()
-def compare(file: Path, tensors: Iterable[tuple[str, Tensor]], places: Places | None) -> dict[str, float]:
+def compare(file: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """Return the relative error of the quantized matrices of each kind, and of `all`: |stored - tensor| / |tensor|.
 
-    tensors: the file's tensors before quantization. With `places`, the model's parameters become those of the file.
+    tensors: the file's tensors before quantization.
     """
     _, header = read_header(file)
     sums = defaultdict[str, Tensor](lambda: torch.zeros(2, dtype=torch.float64))
@@ -263,19 +211,24 @@ def compare(file: Path, tensors: Iterable[tuple[str, Tensor]], places: Places | 
         stored = header[name]
         if stored.kind in ("F32", "F16", "BF16"):
             continue
-        of_file = GGUFTensor(file, stored.kind, stored.shape, stored.offset, stored.row_bytes)
-        rows = tensor.flatten(0, -2)
+        of_file, rows = GGUFTensor(file, *stored), tensor.flatten(0, -2)
         for strip in _strips(rows):
             expected = rows[strip].float()
             values = torch.empty_like(expected)
             of_file.read_part(Part(values, stored.shape, strip.start * rows.shape[1]))
             norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (values - expected, expected)]
             sums[stored.kind.lower()] += torch.stack(norms).square()
-            if places is not None:
-                places[name].write(strip, values)
     if len(sums) > 1:
         sums = {"all": torch.stack([*sums.values()]).sum(0), **sums}
     return {kind: float((error / size).sqrt()) for kind, (error, size) in sums.items()}
+
+
+@torch.no_grad()
+def read_back(file: Path, model: Decoder, family: GGUFFamily) -> None:
+    """Replace a model's parameters by those of its file."""
+    stored = stored_parameters(Facts(file, family.architecture, *read_header(file)), model, family)
+    for place, part in parts_on_disk(model).items():
+        stored[place].read_part(part)
 
 
 def _strips(rows: Tensor) -> Iterator[slice]:

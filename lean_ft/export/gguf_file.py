@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.export.gguf_calibration import calibrate, check_importance, compare, read_imatrix
+from lean_ft.export.gguf_calibration import calibrate, check_importance, compare, read_back, read_imatrix
 from lean_ft.export.gguf_check import gguf_family, ropes
-from lean_ft.export.gguf_contents import all_tensors, architecture_metadata, gguf_package, gguf_tensors
+from lean_ft.export.gguf_contents import all_tensors, architecture_metadata, gguf_package
 from lean_ft.export.gguf_families import GGUFFamily
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.export.gguf_vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
@@ -96,7 +96,7 @@ def export_gguf(
     entries = {name: Entry(shape, mix.kind_of(name, shape)) for name, shape in shapes.items()}
     calibration = None
     if data is not None:
-        calibration = calibrate(model, tokenizer, data, lambda parameters: gguf_tensors(parameters, model, family))
+        calibration = calibrate(model, family, tokenizer, data)
         importance = calibration.importance
     if option is not None:
         weighed = {name: e.shape for name, e in entries.items() if name.startswith("blk.") and e.kind in FORMATS}
@@ -106,9 +106,11 @@ def export_gguf(
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination, on_disk=True) as temporary, room_for(needed_bytes, destination):
         write_gguf(gguf, temporary, family.architecture, metadata, entries, all_tensors(model, family), importance)
-        places = None if calibration is None else calibration.places
-        errors = {} if kind in _FLOATS else compare(temporary, all_tensors(model, family), places)
-        after = None if calibration is None else mean_loss(model, calibration.batches)
+        errors = {} if kind in _FLOATS else compare(temporary, all_tensors(model, family))
+        after = None
+        if calibration is not None:
+            read_back(temporary, model, family)
+            after = mean_loss(model, calibration.batches)
     kinds = Counter(entry.kind for entry in entries.values() if len(entry.shape) > 1)
     mixed = f" ({', '.join(f'{number} tensors as {one}' for one, number in kinds.items())})" if len(kinds) > 1 else ""
     size = f"{destination.stat().st_size / 1e9:.3g} GB"

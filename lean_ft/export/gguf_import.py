@@ -101,7 +101,7 @@ def _write(file: Path, folder: Path) -> None:
         raise ValueError(str(error).replace(str(folder / "config.json"), str(file))) from None
     family = gguf_family(model, file)
     _check_metadata(facts, architecture_metadata(model, family))
-    write_index(folder, file, _index(facts, model, family))
+    write_index(folder, file, stored_parameters(facts, model, family))
 
 
 def _check_metadata(facts: Facts, own: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ def _fits(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     return [n for n in found if n != 1] == [n for n in expected if n != 1]
 
 
-def _index(facts: Facts, model: Decoder, family: GGUFFamily) -> dict[str, StoredTensor]:
+def stored_parameters(facts: Facts, model: Decoder, family: GGUFFamily) -> dict[str, StoredTensor]:
     """Return the model's tensors by their names on disk. Raises ValueError unless the file has them, in their shapes."""
     index, wrong, expected = dict[str, StoredTensor](), [], dict[str, tuple[int, ...]]()
     for name, shape in ((name, tuple(tensor.shape)) for name, tensor in all_tensors(model, family, "meta")):
