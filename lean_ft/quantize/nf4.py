@@ -50,7 +50,11 @@ def whole(frozen: Frozen, out_features: int, like: Tensor, *, again: bool = Fals
     levels, scales, scale_scales, mean_scale, scale_levels = frozen
     # The compiler supports these operators, but not the library's functions around them.
     ops = torch.ops.bitsandbytes
-    scales = ops.dequantize_blockwise(scales, scale_scales, scale_levels, _SCALE_BLOCK_SIZE, torch.float32)
+    if levels.is_cuda and torch.compiler.is_compiling():  # one kernel, which forward's recomputation and backward share
+        block = torch.arange(len(scales), device=scales.device) // _SCALE_BLOCK_SIZE
+        scales = scale_levels[scales.int()] * scale_scales[block]
+    else:
+        scales = ops.dequantize_blockwise(scales, scale_scales, scale_levels, _SCALE_BLOCK_SIZE, torch.float32)
     shape = (out_features, like.shape[-1])
     call_shape = (1, *shape) if again else shape  # other arguments make it a distinct call for the compiler
     return ops.dequantize_4bit(levels, scales + mean_scale, BLOCK_SIZE, "nf4", call_shape, like.dtype).view(shape)
