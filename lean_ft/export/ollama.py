@@ -127,9 +127,13 @@ def _fixed_texts(render: _Render, eos: str) -> ChatFormat:
     assistant_after = _cut(render(None, _TURNS[:2], False), _TURNS[:2])[-1]
     if not end.startswith(user_after):  # the template ends a chat that needs no answer
         user_after = user_after.removesuffix(eos)
-    if not between.startswith(assistant_after):
-        assistant_after = assistant_after.removesuffix(eos)
+    if not middle.startswith(user_after):  # the template asks for an answer in any case
+        user_after = ""
     user_before = between.removeprefix(assistant_after)
+    if not (between.startswith(assistant_after) and first.endswith(user_before)):  # the last answer ends in another way
+        starts = (match.start() for match in re.finditer(r"^|(?<=\n)|(?=[<\[])", between))
+        user_before = next((between[i:] for i in starts if first.endswith(between[i:])), "")
+        assistant_after = between.removesuffix(user_before)
     chat = ChatFormat(
         user=(user_before, user_after),
         assistant=(middle.removeprefix(user_after), assistant_after),

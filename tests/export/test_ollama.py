@@ -26,6 +26,14 @@ LLAMA2 = (
     "[/INST]{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 PLAIN = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}### assistant:{% endif %}"
+ENDED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '<return>' if loop.last and m.role == 'assistant' else '<end>' }}"
+    "{% endfor %}{% if messages[-1].role == 'user' %}<assistant>{% endif %}"
+)
+CLOSED_BY_THE_NEXT = (
+    "<system>none</system>{% for m in messages %}{% if m.role == 'user' %}{% if not loop.first %}<close>{% endif %}<user>"
+    "{{ m.content }}<end>{% else %}<assistant>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 NUMBERED = "{% for m in messages %}{{ loop.index }}. {{ m.content }}\n{% endfor %}"
 
 
@@ -81,7 +89,7 @@ def export(make_model_folder, destination: Path, template: str | None, adds_bos:
 TRL = ["gemma", "gemma3", "llama3", "phi3", "qwen2_5", "qwen3", "qwen3_instruct_2507"]
 
 
-@pytest.mark.parametrize("name", ["llama2", "plain", *TRL])
+@pytest.mark.parametrize("name", ["llama2", "plain", "ended", "closed", *TRL])
 def test_the_template_writes_the_same_chats(name, make_model_folder, tmp_path, request):
     if name in TRL:
         file = request.getfixturevalue("published") / f"{name}.jinja"
@@ -89,12 +97,12 @@ def test_the_template_writes_the_same_chats(name, make_model_folder, tmp_path, r
             pytest.skip(f"this version of TRL does not have {name}")
         template = file.read_text(encoding="utf-8")
     else:
-        template = {"llama2": LLAMA2, "plain": PLAIN}[name]
+        template = {"llama2": LLAMA2, "plain": PLAIN, "ended": ENDED, "closed": CLOSED_BY_THE_NEXT}[name]
     source = export(make_model_folder, tmp_path / "model.gguf", template)
     instructions, _ = read_modelfile(tmp_path / "Modelfile")
     ours = jinja2.Environment(keep_trailing_newline=True).from_string(as_jinja(instructions["TEMPLATE"]))
     theirs, default = AutoTokenizer.from_pretrained(source), instructions.get("SYSTEM")
-    has_system = name != "gemma"
+    has_system = name not in ("gemma", "closed")
     for chat in [*CHATS, *([SYSTEM, *chat] for chat in CHATS if has_system)]:
         expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         if chat[0]["role"] != "system" and default is not None:  # Ollama puts SYSTEM first
