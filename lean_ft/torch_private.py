@@ -38,6 +38,7 @@ PYTREE_LOGGER = "torch.utils._pytree"
 
 _PLAN = "`leanft plan` and the memory estimate before a run fail"
 _SHARDING = "`leanft plan --gpus N` fails"
+_QUANTIZED = "generation with quantized weights on a CPU is slower"
 _CUTS = "parallel.tensor, context, experts and vocabulary fail"
 
 PRIVATE_NAMES = {
@@ -62,14 +63,21 @@ PRIVATE_NAMES = {
         "generation on a CPU is slower",
     ),
     "pack_int8_linear": PrivateName(
-        "torch:ops.onednn.qlinear_prepack",
-        "copy an 8-bit weight into oneDNN's layout",
-        "generation with int8_dynamic_int8_weight is slower",
+        "torch:ops.onednn.qlinear_prepack", "copy an 8-bit weight into oneDNN's layout", _QUANTIZED
     ),
     "int8_linear": PrivateName(
         "torch:ops.onednn.qlinear_pointwise",
         "multiply 8-bit inputs with an 8-bit weight in oneDNN's layout",
-        "generation with int8_dynamic_int8_weight is slower",
+        _QUANTIZED,
+    ),
+    "int8_weight_linear": PrivateName(
+        "torch:ops.aten._weight_int8pack_mm", "multiply with an 8-bit weight on a CPU", _QUANTIZED
+    ),
+    "pack_int4_weight": PrivateName(
+        "torch:ops.aten._convert_weight_to_int4pack_for_cpu", "copy a 4-bit weight into its kernel's layout", _QUANTIZED
+    ),
+    "int4_weight_linear": PrivateName(
+        "torch:ops.aten._weight_int4pack_mm_for_cpu", "multiply with a 4-bit weight on a CPU", _QUANTIZED
     ),
     "read_scalar": PrivateName(
         "torch:ops.aten._local_scalar_dense.default", "notice that the host reads a tensor's value", _PLAN

@@ -85,6 +85,17 @@ def _int8_linear() -> bool:
     return torch.equal(found, (x.float() - 128) @ weight.float().T)
 
 
+def _weight_only(bits: int) -> bool:
+    x, weight, scale = torch.randn(3, 64).bfloat16(), torch.randint(-8, 8, (48, 64), dtype=torch.int8), 0.5
+    if bits == 8:
+        found = torch_private.int8_weight_linear(x, weight, torch.full((48,), scale).bfloat16())
+    else:
+        packed = torch_private.pack_int4_weight(weight.int() + 8, 1)
+        scales = torch.tensor([scale, 0.0]).expand(2, 48, 2).contiguous().bfloat16()  # and offsets
+        found = torch_private.int4_weight_linear(x, packed, 32, scales)
+    return torch.allclose(found.float(), x.float() @ weight.float().T * scale, rtol=0.02, atol=0.1)
+
+
 def _shapes_only() -> bool:
     seen = []
 
@@ -224,6 +235,8 @@ USES = {
     "uncompiled": _uncompiled,
     **dict.fromkeys(["pack_linear", "packed_linear"], _packed_linear),
     **dict.fromkeys(["pack_int8_linear", "int8_linear"], _int8_linear),
+    "int8_weight_linear": lambda: _weight_only(8),
+    **dict.fromkeys(["pack_int4_weight", "int4_weight_linear"], lambda: _weight_only(4)),
     **dict.fromkeys(
         ["read_scalar", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily", "TorchDispatchMode", "OpOverload"],
         _shapes_only,

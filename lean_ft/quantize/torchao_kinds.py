@@ -10,9 +10,10 @@ All kinds run on a CPU and are tested there; kinds that torchao supports only on
 Source: torchao's quantize_ and QATConfig; straight-through estimation, Bengio et al. 2013, arXiv:1308.3432.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from lean_ft.models import Decoder, empty_model
 from lean_ft.models.hf_format import tensors_on_disk, write_configs
 from lean_ft.models.moe import Experts
 from lean_ft.models.safetensors_file import read_header
-from lean_ft.quantize.int8_linear import Int8Linear, has_int8_products
-from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, RecipeConfig
+from lean_ft.quantize.cpu_linear import fast_linear
+from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, QuantizedKind, RecipeConfig
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import Tokenizer
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
 _INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009  (missing in torch's annotations)
+KINDS = get_args(get_args(QuantizedKind)[0])
 _GROUPED = ("int4", "int8_dynamic_int4_weight")
 _NOT_QUANTIZED = ["lm_head", "score"]  # linear layers outside of `layers`, by transformers' names
 
@@ -112,11 +114,10 @@ def is_quantized(folder: Path) -> bool:
 
 
 def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
-    """Load a folder that `save_quantized` wrote onto the CPU, frozen. Products are torchao's, or `Int8Linear`'s.
+    """Load a folder that `save_quantized` wrote onto the CPU, frozen, with fast products where there are any (`fast_linear`).
 
     Raises ValueError if the file is not as expected, or `dtype` is not the dtype in which the model was quantized.
     """
-    from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     model, file = empty_model(folder, dtype, is_quantized=True), folder / "model.safetensors"
@@ -138,13 +139,21 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
         place, _, own = name.rpartition(".")
         setattr(model.get_submodule(place), own, nn.Parameter(tensors.pop(name), requires_grad=False))
     del stored
-    kind = read_json(folder / "config.json")["quantization_config"].get("quant_type")
-    if kind == {"default": config_to_dict(torchao_config("int8_dynamic_int8_weight", 1))} and has_int8_products():
-        for name, linear in list(model.named_modules()):
-            weight: Any = getattr(linear, "weight", None)
-            if isinstance(linear, nn.Linear) and hasattr(weight, "qdata"):
-                model.set_submodule(name, Int8Linear(weight.qdata, weight.scale, linear.bias))
+    kind, group_size = _kind_of(read_json(folder / "config.json")["quantization_config"].get("quant_type"))
+    for name, linear in list(model.named_modules()):
+        if isinstance(linear, nn.Linear) and hasattr(linear.weight, "qdata"):
+            model.set_submodule(name, fast_linear(linear, kind, group_size))
     return model
+
+
+def _kind_of(quant_type: Any) -> tuple[str | None, int]:
+    """The kind and group size that `save_quantized` wrote to config.json; None for other settings of torchao."""
+    from torchao.core.config import config_to_dict
+
+    group_sizes = re.findall(r"'group_size': (\d+)", str(quant_type))
+    group_size = int(group_sizes[0]) if group_sizes else 32
+    kinds = (kind for kind in KINDS if quant_type == {"default": config_to_dict(torchao_config(kind, group_size))})
+    return next(kinds, None), group_size
 
 
 def save_quantized(model: Decoder, tokenizer: Tokenizer | None, folder: Path, kind: str, group_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Int8Linear against torchao's product, and folders of `leanft quantize` opened for generation."""
+"""Products of quantized weights against torchao's, and folders of `leanft quantize` opened for generation."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,13 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize
 
 from lean_ft.generation import generate, open_model
 from lean_ft.models import load_model
-from lean_ft.quantize import int8_linear, quantize, save_quantized
-from lean_ft.quantize.int8_linear import Int8Linear
+from lean_ft.quantize import cpu_linear, quantize, save_quantized
+from lean_ft.quantize.cpu_linear import FewRowsLinear, Int8Linear, fast_linear
+from lean_ft.quantize.torchao_kinds import torchao_config
 from lean_ft.tokenizers import load_tokenizer
 
 KINDS = ("int8", "int4", "float8", "int8_dynamic_int8_weight", "int8_dynamic_int4_weight")
-has_products = pytest.mark.skipif(not int8_linear.has_int8_products(), reason="this CPU's 8-bit products overflow")
+has_products = pytest.mark.skipif(not cpu_linear.has_int8_products(), reason="this CPU's 8-bit products overflow")
 
 
 @has_products
@@ -39,6 +40,24 @@ def test_products_are_torchaos_and_do_not_depend_on_the_batch(dtype, inputs: int
     assert torch.equal(ours(x[1]), found[1]) and torch.equal(ours(x[2, 3]), found[2, 3])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(64, 48, True), (96, 70, False), (256, 1000, True)])
+def test_products_of_few_rows_are_torchaos(kind: str, dtype, inputs: int, outputs: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    theirs = nn.Linear(inputs, outputs, bias).to(dtype)
+    quantize_(theirs, torchao_config(kind, 32))
+    ours = fast_linear(theirs, kind, 32)
+    assert isinstance(ours, FewRowsLinear) == (kind == "int8" or outputs % 16 == 0)
+    for shape in ((1, 1), (4, 8), (3, 11)):
+        x = torch.randn(*shape, inputs).to(dtype)
+        found, expected = ours(x), theirs(x)
+        assert found.dtype == dtype and found.shape == (*shape, outputs)
+        assert (found - expected).norm() <= max(1e-6, 2 * torch.finfo(dtype).eps) * expected.norm()
+        assert shape != (3, 11) or torch.equal(found, expected)
+
+
 def written(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16):
     """A quantized `tiny`, and its folder."""
     model = load_model("tiny", dtype=dtype)
@@ -53,14 +72,15 @@ def test_a_quantized_folder_is_opened_and_generates(kind: str, tmp_path: Path) -
     expected = written(kind, tmp_path / "q", torch.float32)
     model, tokenizer = open_model(tmp_path / "q", device="cpu", dtype="float32")
     ids = torch.arange(48).reshape(2, 24) * 13 % 768
-    is_fast = kind == "int8_dynamic_int8_weight" and int8_linear.has_int8_products()
-    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == (28 if is_fast else 0)
+    fast = [type(module) for module in model.modules() if isinstance(module, FewRowsLinear | Int8Linear)]
+    rounds = kind == "int8_dynamic_int8_weight" and cpu_linear.has_int8_products()
+    assert fast == 28 * ([Int8Linear] if rounds else [FewRowsLinear] if kind in ("int8", "int4") else [])
     with torch.inference_mode():
         # Sums in another order can round to the neighboring step.
-        assert (model(ids) - expected(ids)).norm() < (0.03 if is_fast else 1e-6) * expected(ids).norm()
+        assert (model(ids) - expected(ids)).norm() < (0.03 if rounds else 1e-5) * expected(ids).norm()
     question = "What is the capital of Zanemar?"
     answer = generate(model, question, tokenizer, max_new_tokens=33)
-    assert answer[0] and (is_fast or answer == generate(expected, question, tokenizer, max_new_tokens=33))
+    assert answer[0] and (rounds or answer == generate(expected, question, tokenizer, max_new_tokens=33))
     written(kind, tmp_path / "q16")
     model, _ = open_model(tmp_path / "q16", device="cpu")
     assert all(generate(model, [question, "Hello"], tokenizer, max_new_tokens=33))
