@@ -23,7 +23,6 @@ COLUMNS = [
     "predicted peak",
     "sent within the node",
     "sent between nodes",
-    "estimated step",
     "planning time",
 ]
 
@@ -125,7 +124,6 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
             gibibytes(row["peak_bytes"]),
             f"{row['sent_bytes'] / GIB:.1f} GiB",
             f"{row['sent_away_bytes'] / GIB:.1f} GiB",
-            f"{row['step_seconds']:.2f} s",
             f"{row['planning_seconds']:.0f} s",
         ]
         for row in result["rows"]
