@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lean_ft.export.gguf_check import ropes
-from lean_ft.export.gguf_families import GGUFFamily, Layout
-from lean_ft.export.gguf_mixtures import mixer_metadata, mixture_metadata
+from lean_ft.export.gguf_families import STORED, GGUFFamily, Layout
+from lean_ft.export.gguf_mixtures import in_every_layer, mixer_of
 from lean_ft.models import Decoder
+from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.gguf_layouts import Step, store
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS
@@ -53,7 +54,7 @@ def architecture_metadata(model: Decoder, family: GGUFFamily) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
     }
     metadata |= {key: float(getattr(config, field)) for key, field in family.numbers.items()}
-    metadata |= mixture_metadata(config, family) | mixer_metadata(config)
+    metadata |= _mixture_metadata(config, family) | _mixer_metadata(config)
     if any(windows := [layer.window or 0 for layer in config.layers]):
         metadata |= {
             "attention.sliding_window": max(windows),
@@ -76,6 +77,51 @@ def _of_layers(numbers: Iterable[int]) -> Any:
     """One number if that of all layers is equal, otherwise a list."""
     numbers = list(numbers)
     return numbers if len(set(numbers)) > 1 else numbers[0]
+
+
+def _mixture_metadata(config: DecoderConfig, family: GGUFFamily) -> dict[str, Any]:
+    """Return what files of a family store about experts; nothing if the model has none."""
+    mixture, rules = config.mixture, family.mixture
+    if mixture is None:
+        return {}
+    metadata: dict[str, Any] = {
+        "expert_count": mixture.num_experts,
+        "expert_used_count": mixture.experts_per_token,
+        "expert_feed_forward_length": mixture.intermediate_size,
+    }
+    if rules.get("weights_sum_to_one") is STORED:
+        metadata["expert_weights_norm"] = mixture.weights_sum_to_one
+    if rules.get("weights_factor") is STORED:
+        metadata["expert_weights_scale"] = float(mixture.weights_factor)
+    if rules.get("score") is STORED:
+        metadata["expert_gating_func"] = {"softmax": 1, "sigmoid": 2}[mixture.score]
+    if family.layers["mixture"] is not in_every_layer:
+        first, *others = (i for i, layer in enumerate(config.layers) if layer.mixture is not None)
+        metadata["leading_dense_block_count"] = first
+        metadata["interleave_moe_layer_step"] = others[0] - first if others else 1
+    if shared := mixture.shared_intermediate_size:
+        metadata["expert_shared_feed_forward_length"] = shared
+        metadata["expert_shared_count"] = shared // mixture.intermediate_size
+    if mixture.groups_per_token < mixture.num_groups:
+        metadata["expert_group_count"] = mixture.num_groups
+        metadata["expert_group_used_count"] = mixture.groups_per_token
+    return metadata
+
+
+def _mixer_metadata(config: DecoderConfig) -> dict[str, Any]:
+    """Return what files store about recurrent layers; nothing if there are none."""
+    mixer = mixer_of(config)
+    if mixer is None:
+        return {}
+    if isinstance(mixer, ShortConvolutionConfig):
+        return {"shortconv.l_cache": mixer.num_taps}
+    return {
+        "ssm.conv_kernel": mixer.num_taps,
+        "ssm.state_size": mixer.key_dim,
+        "ssm.group_count": mixer.num_key_heads,
+        "ssm.inner_size": mixer.num_heads * mixer.value_dim,
+        "ssm.time_step_rank": mixer.num_heads,
+    }
 
 
 def layout_of(name: str, model: Decoder, family: GGUFFamily) -> tuple[tuple[Step, ...], list[str]]:

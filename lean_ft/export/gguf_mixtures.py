@@ -10,10 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lean_ft.export.gguf_facts import Facts
 from lean_ft.export.gguf_families import (
-    ABSENT,
-    GELU,
     GGUF_FAMILIES,
     GRANITE_FIELDS,
     LLAMA,
@@ -24,60 +21,30 @@ from lean_ft.export.gguf_families import (
     Layout,
     all_heads,
     always,
-    biases,
+)
+from lean_ft.export.gguf_mixture_fields import (
+    bamba_config,
+    deepseek_config,
+    delta_rule_config,
+    ernie_config,
+    experts,
+    falcon_config,
+    gemma4_config,
+    glm4_moe_config,
+    granite_config,
+    lfm2_config,
+    llama4_config,
+    local_config,
+    nemotron_config,
+    qwen_config,
 )
 from lean_ft.models import Decoder
-from lean_ft.models.config import DecoderConfig, LatentConfig, MixtureConfig, ShortConvolutionConfig
+from lean_ft.models.config import DecoderConfig, LatentConfig, MixtureConfig
 from lean_ft.models.gguf_layouts import Step
 from lean_ft.models.rope import RopeConfig
 
 _LATENT_NORM_EPS = 1e-6  # of norms of latents, whatever config.json says
 _DEPTHS_WITHOUT_QUERY_LATENT = (26, 27)  # llama.cpp reads no query latent in models with so many layers
-
-
-def mixture_metadata(config: DecoderConfig, family: GGUFFamily) -> dict[str, Any]:
-    """Return what files of a family store about experts; nothing if the model has none."""
-    mixture, rules = config.mixture, family.mixture
-    if mixture is None:
-        return {}
-    metadata: dict[str, Any] = {
-        "expert_count": mixture.num_experts,
-        "expert_used_count": mixture.experts_per_token,
-        "expert_feed_forward_length": mixture.intermediate_size,
-    }
-    if rules.get("weights_sum_to_one") is STORED:
-        metadata["expert_weights_norm"] = mixture.weights_sum_to_one
-    if rules.get("weights_factor") is STORED:
-        metadata["expert_weights_scale"] = float(mixture.weights_factor)
-    if rules.get("score") is STORED:
-        metadata["expert_gating_func"] = {"softmax": 1, "sigmoid": 2}[mixture.score]
-    if family.layers["mixture"] is not _in_every_layer:
-        first, *others = (i for i, layer in enumerate(config.layers) if layer.mixture is not None)
-        metadata["leading_dense_block_count"] = first
-        metadata["interleave_moe_layer_step"] = others[0] - first if others else 1
-    if shared := mixture.shared_intermediate_size:
-        metadata["expert_shared_feed_forward_length"] = shared
-        metadata["expert_shared_count"] = shared // mixture.intermediate_size
-    if mixture.groups_per_token < mixture.num_groups:
-        metadata["expert_group_count"] = mixture.num_groups
-        metadata["expert_group_used_count"] = mixture.groups_per_token
-    return metadata
-
-
-def mixer_metadata(config: DecoderConfig) -> dict[str, Any]:
-    """Return what files store about recurrent layers; nothing if there are none."""
-    mixer = mixer_of(config)
-    if mixer is None:
-        return {}
-    if isinstance(mixer, ShortConvolutionConfig):
-        return {"shortconv.l_cache": mixer.num_taps}
-    return {
-        "ssm.conv_kernel": mixer.num_taps,
-        "ssm.state_size": mixer.key_dim,
-        "ssm.group_count": mixer.num_key_heads,
-        "ssm.inner_size": mixer.num_heads * mixer.value_dim,
-        "ssm.time_step_rank": mixer.num_heads,
-    }
 
 
 def mixer_of(config: DecoderConfig) -> Any:
@@ -131,7 +98,7 @@ def _rows_split(places: str, size: Callable[[DecoderConfig], int]) -> Change:
     return lambda config: Layout((("split", 0, *[size(config)] * 2),), (places.format("gate"), places.format("up")))
 
 
-def _in_every_layer(config: DecoderConfig, layer: int) -> MixtureConfig | None:
+def in_every_layer(config: DecoderConfig, layer: int) -> MixtureConfig | None:
     return config.mixture
 
 
@@ -325,227 +292,6 @@ def _gemma4_head_dim(config: DecoderConfig, layer: int) -> int | None:
     return next(other.head_dim for other in config.layers if bool(other.window) == kind)
 
 
-# config.json.
-
-
-def _experts(
-    facts: Facts, count: str = "num_experts", used: str = "num_experts_per_tok", size: str = "moe_intermediate_size"
-) -> dict[str, Any]:
-    dense = facts.count("feed_forward_length", 0)
-    return {
-        count: facts.count("expert_count", least=1),
-        used: facts.count("expert_used_count", least=1),
-        size: facts.count("expert_feed_forward_length", dense, least=1),
-    }
-
-
-def _qwen_config(facts: Facts) -> dict[str, Any]:
-    experts = {**_experts(facts), "decoder_sparse_step": 1, "mlp_only_layers": []}
-    shared = facts.count("expert_shared_feed_forward_length", 0)
-    return {**experts, "use_sliding_window": False, **({"shared_expert_intermediate_size": shared} if shared else {})}
-
-
-def _local_config(facts: Facts) -> dict[str, Any]:
-    return _experts(facts, "num_local_experts", size="intermediate_size")
-
-
-def _corrected_config(facts: Facts) -> dict[str, Any]:
-    return {
-        **_experts(facts, "n_routed_experts"),
-        "n_shared_experts": facts.count("expert_shared_count", 0),
-        "norm_topk_prob": facts.flag("expert_weights_norm", False),
-        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "n_group": facts.count("expert_group_count", 1),
-        "topk_group": facts.count("expert_group_used_count", 1),
-        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
-        "num_nextn_predict_layers": 0,
-    }
-
-
-def _glm4_moe_config(facts: Facts) -> dict[str, Any]:
-    return {**_corrected_config(facts), **biases(facts), "use_qk_norm": facts.has("attn_q_norm.weight")}
-
-
-def _ernie_config(facts: Facts) -> dict[str, Any]:
-    return {
-        **_experts(facts, "moe_num_experts", "moe_k"),
-        "moe_num_shared_experts": facts.count("expert_shared_count", 0),
-        "moe_layer_start_index": facts.count("leading_dense_block_count", 0),
-        "moe_layer_end_index": facts.num_layers - 1,
-        "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
-        "use_bias": False,
-    }
-
-
-def _deepseek_config(facts: Facts) -> dict[str, Any]:
-    """yarn has a scale of queries and keys, and one of scores, which the file has as its growth with the factor's logarithm."""
-    turned = facts.count("rope.dimension_count")
-    config = {
-        **_corrected_config(facts),
-        "head_dim": ABSENT,
-        "num_key_value_heads": facts.count("attention.head_count"),
-        "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
-        "kv_lora_rank": facts.count("attention.kv_lora_rank"),
-        "qk_rope_head_dim": turned,
-        "qk_nope_head_dim": facts.count("attention.key_length_mla") - turned,
-        "v_head_dim": facts.count("attention.value_length_mla"),
-        "rope_interleave": True,
-        "attention_bias": False,
-    }
-    if "rope.scaling.yarn_log_multiplier" in facts:
-        own, log = (
-            facts.number("rope.scaling.attn_factor", 1.0),
-            math.log(max(facts.number("rope.scaling.factor"), 1.1)),
-        )
-        of_scores = own * (1.0 + facts.number("rope.scaling.yarn_log_multiplier") * log)
-        scales = {"mscale": own * of_scores, "mscale_all_dim": of_scores}
-        config["rope_more"] = {name: (scale - 1.0) / (0.1 * log) for name, scale in scales.items()}
-    return config
-
-
-def _llama4_config(facts: Facts) -> dict[str, Any]:
-    return {
-        **_local_config(facts),
-        "intermediate_size_mlp": facts.count("feed_forward_length"),
-        "interleave_moe_layer_step": facts.count("interleave_moe_layer_step", 1),
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "attn_temperature_tuning": True,
-        "attn_scale": 0.1,
-        "floor_scale": 8192,
-        "use_qk_norm": facts.count("expert_count") != 128,
-        "attention_bias": False,
-    }
-
-
-def _delta_rule_config(facts: Facts) -> dict[str, Any]:
-    period = facts.count("full_attention_interval", 4, least=1)
-    by_period = [(i + 1) % period != 0 for i in range(facts.num_layers)]
-    recurrent = facts.per_layer("attention.recurrent_layers") if "attention.recurrent_layers" in facts else by_period
-    return {
-        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
-        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
-        "linear_num_key_heads": facts.count("ssm.group_count"),
-        "linear_num_value_heads": facts.count("ssm.time_step_rank"),
-        "linear_key_head_dim": facts.count("ssm.state_size"),
-        "linear_value_head_dim": facts.count("ssm.inner_size") // facts.count("ssm.time_step_rank", least=1),
-        "attention_bias": False,
-    }
-
-
-def _kinds(facts: Facts, other: str) -> list[str]:
-    """The type of each layer: attention in those with key heads."""
-    return ["full_attention" if number else other for number in facts.per_layer("attention.head_count_kv")]
-
-
-def _lfm2_config(facts: Facts) -> dict[str, Any]:
-    return {
-        "conv_L_cache": facts.count("shortconv.l_cache"),
-        "conv_bias": False,
-        "block_auto_adjust_ff_dim": False,
-        "layer_types": _kinds(facts, "conv"),
-    }
-
-
-def _mamba_config(facts: Facts) -> dict[str, Any]:
-    heads, inner = facts.count("ssm.time_step_rank", least=1), facts.count("ssm.inner_size")
-    return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_n_groups": facts.count("ssm.group_count"),
-        "mamba_d_state": facts.count("ssm.state_size"),
-        "mamba_d_conv": facts.count("ssm.conv_kernel"),
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "attention_bias": False,
-    }
-
-
-def _granite_config(facts: Facts) -> dict[str, Any]:
-    has_experts, has_states = "expert_count" in facts, "ssm.inner_size" in facts
-    shared = "expert_shared_feed_forward_length"  # files of dense models may have it too
-    size = facts.count(shared if shared in facts else "feed_forward_length")
-    experts = _local_config(facts) if has_experts else {"num_local_experts": 0, "num_experts_per_tok": 0}
-    return {
-        **(_mamba_config(facts) if has_states else {"attention_bias": facts.has("attn_q.bias")}),
-        **experts,
-        "shared_intermediate_size": size,
-        "layer_types": _kinds(facts, "linear_attention"),
-        "position_embedding_type": "rope" if facts.flag("rope.scaling.finetuned", True) else "nope",
-    }
-
-
-def _bamba_config(facts: Facts) -> dict[str, Any]:
-    indices = [i for i, kind in enumerate(_kinds(facts, "linear_attention")) if kind == "full_attention"]
-    return {**_mamba_config(facts), "attn_layer_indices": indices, "mlp_bias": False}
-
-
-def _falcon_config(facts: Facts) -> dict[str, Any]:
-    """The file's weights have the multipliers."""
-    has_norm = facts.has("ssm_norm.weight")
-    norm = {
-        "mamba_d_ssm": facts.count("ssm.inner_size"),
-        "mamba_rms_norm": has_norm,
-        "mamba_norm_before_gate": not has_norm,
-    }
-    return {**_mamba_config(facts), **norm, "mlp_bias": False, "projectors_bias": False}
-
-
-def _nemotron_config(facts: Facts) -> dict[str, Any]:
-    sizes, kinds = facts.per_layer("feed_forward_length"), _kinds(facts, "linear_attention")
-    for i, size in enumerate(sizes):
-        if size or facts.has("ffn_gate_inp.weight", i):
-            kinds[i] = "moe" if facts.has("ffn_gate_inp.weight", i) else "mlp"
-    heads = facts.count("ssm.time_step_rank", least=1)
-    experts: dict[str, Any] = {}
-    if "expert_count" in facts:
-        experts = _corrected_config(facts)
-        experts["moe_shared_expert_intermediate_size"] = facts.count("expert_shared_feed_forward_length")
-    return {
-        **experts,
-        "hidden_act": ABSENT,
-        "mlp_hidden_act": "relu2",
-        "layers_block_type": kinds,
-        "mamba_num_heads": heads,
-        "mamba_head_dim": facts.count("ssm.inner_size") // heads,
-        "n_groups": facts.count("ssm.group_count"),
-        "ssm_state_size": facts.count("ssm.state_size"),
-        "conv_kernel": facts.count("ssm.conv_kernel"),
-        "use_conv_bias": True,
-        "use_bias": False,
-        "attention_bias": False,
-        "mlp_bias": facts.has("ffn_up.bias"),
-    }
-
-
-def _gemma4_config(facts: Facts) -> dict[str, Any]:
-    """Layers without a window have other heads, and may use their keys as values."""
-    windowed = facts.per_layer("attention.sliding_window_pattern")
-    heads, sizes = facts.per_layer("attention.head_count_kv"), facts.per_layer("feed_forward_length")
-    num_shared = facts.count("attention.shared_kv_layers", 0)
-    full = [i for i, has_window in enumerate(windowed[: facts.num_layers - num_shared]) if not has_window]
-    config = {
-        **GELU,
-        "attention_bias": False,
-        "head_dim": facts.count("attention.key_length_swa"),
-        "global_head_dim": facts.count("attention.key_length"),
-        "num_key_value_heads": next((n for n, has_window in zip(heads, windowed, strict=True) if has_window), heads[0]),
-        "num_global_key_value_heads": next(
-            (n for n, has_window in zip(heads, windowed, strict=True) if not has_window), None
-        ),
-        "attention_k_eq_v": bool(full) and not any(facts.has("attn_v.weight", i) for i in full),
-        "num_kv_shared_layers": num_shared,
-        "intermediate_size": min(sizes),
-        "use_double_wide_mlp": len(set(sizes)) > 1,
-        "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input", 0),
-        "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
-        "enable_moe_block": "expert_count" in facts,
-    }
-    if config["hidden_size_per_layer_input"]:
-        config["vocab_size_per_layer_input"] = facts.num_rows("per_layer_token_embd.weight")
-    return config | (_experts(facts, used="top_k_experts") if "expert_count" in facts else {})
-
-
 # A table: related fields share a line.
 # fmt: off
 _TIED = frozenset({"tied_embeddings"})
@@ -556,7 +302,7 @@ _EXPERTS: dict[str, Change] = {
     "mlp.experts.down_proj": _down,
     "e_score_correction_bias": Layout((("reshape", -1),), ("e_score_correction.bias",)),
 }
-_MIXTURE = GGUFFamily("", changes=_EXPERTS, layers={"mixture": _in_every_layer}, mixture={"weights_sum_to_one": True})
+_MIXTURE = GGUFFamily("", changes=_EXPERTS, layers={"mixture": in_every_layer}, mixture={"weights_sum_to_one": True})
 _CORRECTED = {
     "weights_sum_to_one": STORED, "weights_factor": STORED, "score": STORED, "has_score_correction": True,
     "num_groups": STORED, "groups_per_token": STORED, "shared_intermediate_size": _whole_shared_experts,
@@ -580,9 +326,9 @@ _DELTA_RULE = GGUFFamily(
     },
     metadata=_delta_rule_metadata,
     fixed={"norm_weight_offset": 1.0, "qk_norm": "head", "attention_gate": True, "norm_eps": 1e-6},
-    layers={"mixer": STORED, "has_attention": STORED, "mixture": _in_every_layer}, mixture=_QWEN_EXPERTS,
+    layers={"mixer": STORED, "has_attention": STORED, "mixture": in_every_layer}, mixture=_QWEN_EXPERTS,
     mixer={"value_dim": lambda config: mixer_of(config).key_dim, "fused_projections": True},
-    class_name="Qwen3Next", config=lambda facts: {**_qwen_config(facts), **_delta_rule_config(facts), "norm_topk_prob": True},
+    class_name="Qwen3Next", config=lambda facts: {**qwen_config(facts), **delta_rule_config(facts), "norm_topk_prob": True},
 )
 _QWEN3_5 = _DELTA_RULE._replace(
     architecture="qwen35moe",
@@ -595,7 +341,7 @@ _QWEN3_5 = _DELTA_RULE._replace(
         "linear_attn.out_proj": lambda config: Layout(_tiled(config, 1)),
     },
     mixer={**_DELTA_RULE.mixer, "fused_projections": False}, columns=frozenset({"linear_attn.out_proj"}),
-    class_name="Qwen3_5Moe", config=lambda facts: {**_qwen_config(facts), **_delta_rule_config(facts)},
+    class_name="Qwen3_5Moe", config=lambda facts: {**qwen_config(facts), **delta_rule_config(facts)},
 )
 _GRANITE_HYBRID = GGUFFamily(
     "granitehybrid",
@@ -609,7 +355,7 @@ _GRANITE_HYBRID = GGUFFamily(
     metadata=_granite_metadata, shown=LLAMA.shown | {"fused_gate_up"}, pairs_neighbors=True, has_rope=_has_any_rope,
     layers={"mixer": STORED, "has_attention": STORED},
     mixer={**_MAMBA2, "value_dim": lambda config: 2 * config.hidden_size / mixer_of(config).num_heads},
-    class_name="Bamba", config=_bamba_config,
+    class_name="Bamba", config=bamba_config,
 )
 _GEMMA4 = GGUFFamily(
     "gemma4",
@@ -629,29 +375,29 @@ _GEMMA4 = GGUFFamily(
     scalings=frozenset({"default", "proportional"}), windows=always, scaled_windows=False,
     no_adapter=frozenset({"per_layer_model_projection", "embed_tokens_per_layer"}),
     layers={
-        "mixture": _in_every_layer, "num_kv_heads": STORED, "intermediate_size": STORED, "values_are_keys": STORED,
+        "mixture": in_every_layer, "num_kv_heads": STORED, "intermediate_size": STORED, "values_are_keys": STORED,
         "head_dim": _gemma4_head_dim, "kv_from_layer": _gemma4_kv_source, "window": _some_window,
     },
     mixture={
         "weights_sum_to_one": True, "activation": "gelu_tanh", "beside_mlp": True,
         "router_norm_eps": lambda config: config.norm_eps,
     },
-    optional=frozenset({"experts"}), class_name="Gemma4", config=_gemma4_config,
+    optional=frozenset({"experts"}), class_name="Gemma4", config=gemma4_config,
 )
 
 GGUF_MIXTURES: dict[str, GGUFFamily] = {
     "mixtral": _MIXTURE._replace(
         architecture="llama", pairs_neighbors=True, scalings=LLAMA.scalings, class_name="Mixtral",
-        config=lambda facts: {**_local_config(facts), "sliding_window": None},
+        config=lambda facts: {**local_config(facts), "sliding_window": None},
     ),
     "qwen3_moe": _MIXTURE._replace(
         architecture="qwen3moe", fixed={"qk_norm": "head"}, class_name="Qwen3Moe",
-        config=lambda facts: {**_qwen_config(facts), "attention_bias": False, "norm_topk_prob": True},
+        config=lambda facts: {**qwen_config(facts), "attention_bias": False, "norm_topk_prob": True},
     ),
     "qwen2_moe": _MIXTURE._replace(
         architecture="qwen2moe", shown=frozenset({"qkv_bias"}), fixed={"tied_embeddings": False, "head_dim": all_heads},
         mixture={**_QWEN_EXPERTS, "weights_sum_to_one": False}, class_name="Qwen2Moe",
-        config=lambda facts: {**_qwen_config(facts), "qkv_bias": facts.has("attn_q.bias"), "norm_topk_prob": False},
+        config=lambda facts: {**qwen_config(facts), "qkv_bias": facts.has("attn_q.bias"), "norm_topk_prob": False},
     ),
     "olmoe": _MIXTURE._replace(
         architecture="olmoe", shown=frozenset(), mixture={"weights_sum_to_one": False},
@@ -660,7 +406,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "num_kv_heads": lambda config: config.num_heads,
         },
         class_name="Olmoe",
-        config=lambda facts: {**_experts(facts, size="intermediate_size"), "attention_bias": False, "norm_topk_prob": False},
+        config=lambda facts: {**experts(facts, size="intermediate_size"), "attention_bias": False, "norm_topk_prob": False},
     ),
     "gpt_oss": _MIXTURE._replace(
         architecture="gpt-oss", changes={**_EXPERTS, "sinks": _renamed("sinks.weight")}, shown=frozenset(),
@@ -672,21 +418,21 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "limit": 7.0,
         },
         class_name="GptOss", period=2,
-        config=lambda facts: {**_local_config(facts), "attention_bias": True, "rope_more": {"truncate": False}},
+        config=lambda facts: {**local_config(facts), "attention_bias": True, "rope_more": {"truncate": False}},
     ),
     "glm4_moe": _MIXTURE._replace(
         architecture="glm4moe", shown=_TIED | {"qkv_bias", "qk_norm"}, layers={"mixture": _after_dense_layers},
-        mixture=_CORRECTED, class_name="Glm4Moe", config=_glm4_moe_config,
+        mixture=_CORRECTED, class_name="Glm4Moe", config=glm4_moe_config,
     ),
     "ernie4_5_moe": _MIXTURE._replace(
         architecture="ernie4_5-moe", pairs_neighbors=True, layers={"mixture": _after_dense_layers},
         mixture={"weights_sum_to_one": True, "has_score_correction": True, "shared_intermediate_size": STORED},
-        class_name="Ernie4_5_Moe", config=_ernie_config,
+        class_name="Ernie4_5_Moe", config=ernie_config,
     ),
     "minimax_m2": _MIXTURE._replace(
         architecture="minimax-m2", shown=frozenset(), fixed={"qk_norm": "projection", "tied_embeddings": False},
         mixture={"weights_sum_to_one": True, "has_score_correction": True, "score": STORED},
-        class_name="MiniMaxM2", config=_local_config,
+        class_name="MiniMaxM2", config=local_config,
     ),
     "deepseek_v3": _MIXTURE._replace(
         architecture="deepseek2",
@@ -697,7 +443,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
         no_adapter=frozenset({"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "lm_head"}),
         metadata=_latent_metadata, shown=_TIED, fixed={"latent": _readable_latent, "attention_scale": _latent_scale},
         pairs_neighbors=True, scalings=frozenset({"default", "yarn"}), layers={"mixture": _after_dense_layers},
-        mixture=_CORRECTED, class_name="DeepseekV3", config=_deepseek_config,
+        mixture=_CORRECTED, class_name="DeepseekV3", config=deepseek_config,
     ),
     "llama4_text": _MIXTURE._replace(
         architecture="llama4", pairs_neighbors=True, scalings=LLAMA.scalings,
@@ -713,25 +459,25 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "weights_sum_to_one": False, "score": "sigmoid", "scales_input": True,
             "shared_intermediate_size": lambda config: _mixture(config).intermediate_size,
         },
-        class_name="Llama4", config=_llama4_config,
+        class_name="Llama4", config=llama4_config,
     ),
     "qwen3_next": _DELTA_RULE,
     "qwen3_5_text": _QWEN3_5._replace(
-        architecture="qwen35", mixture={}, class_name="Qwen3_5", config=_delta_rule_config
+        architecture="qwen35", mixture={}, class_name="Qwen3_5", config=delta_rule_config
     ),
     "qwen3_5_moe_text": _QWEN3_5,
     "lfm2": GGUFFamily(
         "lfm2", changes={"conv.conv.weight": _taps}, shown=_TIED, fixed={"qk_norm": "head", "head_dim": all_heads},
         layers={"mixer": STORED, "has_attention": STORED}, mixer={"bias": False}, class_name="Lfm2",
-        fields={"attention.layer_norm_rms_epsilon": "norm_eps"}, config=_lfm2_config,
+        fields={"attention.layer_norm_rms_epsilon": "norm_eps"}, config=lfm2_config,
     ),
     "granitemoehybrid": _GRANITE_HYBRID._replace(
         architecture_of=_granite_architecture,
         numbers=GGUF_FAMILIES["granite"].numbers,
-        layers={**_GRANITE_HYBRID.layers, "mixture": _in_every_layer},
+        layers={**_GRANITE_HYBRID.layers, "mixture": in_every_layer},
         mixture={"weights_sum_to_one": True, "shared_intermediate_size": STORED},
         optional=frozenset({"experts", "recurrent layers"}), class_name="GraniteMoeHybrid", fields=GRANITE_FIELDS,
-        config=_granite_config,
+        config=granite_config,
     ),
     "bamba": _GRANITE_HYBRID,
     "falcon_h1": GGUFFamily(
@@ -755,7 +501,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             **_MAMBA2, "norm": lambda config: None if mixer_of(config).norm is None else "after_gate",
             "in_multiplier": STORED, "multipliers": STORED, "out_multiplier": STORED,
         },
-        class_name="FalconH1", config=_falcon_config,
+        class_name="FalconH1", config=falcon_config,
     ),
     "nemotron_h": GGUFFamily(
         "nemotron_h", changes={**_EXPERTS, **_MAMBA, "post_attention_layernorm": _renamed("input_layernorm")},
@@ -768,7 +514,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
         },
         mixture={**_CORRECTED, "activation": "relu2", "score": "sigmoid", "shared_intermediate_size": STORED},
         mixer=_MAMBA2, optional=frozenset({"experts"}), class_name="NemotronH",
-        fields={"attention.layer_norm_epsilon": "layer_norm_epsilon"}, config=_nemotron_config,
+        fields={"attention.layer_norm_epsilon": "layer_norm_epsilon"}, config=nemotron_config,
     ),
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,  # read as gemma4_text, which computes the same
