@@ -71,7 +71,12 @@ SIDES: dict[Recipe, dict[str, Side]] = {
         "peer_compiled": Side("torchtune: AdamW in backward, checkpointing, compiled", arguments=("--compile",)),
     },
     Recipe.lora: {
-        "lean": Side("lean_ft: LoRA, selective checkpointing, compiled", LORA),
+        "lean": Side(
+            "lean_ft: LoRA, full checkpointing, compiled",
+            {name: value for name, value in LORA.items() if name != "memory.selective_keeps"}
+            | {"memory.activation_checkpointing": "full"},
+        ),
+        "fast": Side("lean_ft: LoRA, selective checkpointing that keeps matrix products, compiled", LORA),
         "peer": Side("torchtune: LoRA, checkpointing", arguments=_PEER_LORA),
         "peer_compiled": Side("torchtune: LoRA, checkpointing, compiled", arguments=(*_PEER_LORA, "--compile")),
     },

@@ -125,10 +125,8 @@ def export_gguf(
     if calibration is not None and after is not None:
         details += f"\nperplexity on {data}: {math.exp(calibration.loss):.4g} before, {math.exp(after):.4g} after"
     if vocabulary.pre in APPROXIMATED:
-        details += (
-            f"\nllama.cpp's splitting rule {vocabulary.pre} differs from this tokenizer's at combining marks and at capital letters "
-            "outside ASCII, so words with them get other ids there."
-        )
+        where = APPROXIMATED[vocabulary.pre]
+        details += f"\nllama.cpp's splitting rule {vocabulary.pre} differs from this tokenizer's {where}, so ids may differ there."
     if not ropes(model.config)[0].truncate:
         details += "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities differ slightly."
     return Exported(folder, destination, details, merged)

@@ -31,6 +31,12 @@ def local_config(facts: Facts) -> dict[str, Any]:
     return experts(facts, "num_local_experts", size="intermediate_size")
 
 
+def gpt_oss_config(facts: Facts) -> dict[str, Any]:
+    """Published models do not round the bounds of yarn's frequencies. Files do not say so."""
+    exact = {"rope_more": {"truncate": False}} if facts.values.get("rope.scaling.type") == "yarn" else {}
+    return {**local_config(facts), "attention_bias": True, **exact}
+
+
 def _corrected_config(facts: Facts) -> dict[str, Any]:
     return {
         **experts(facts, "n_routed_experts"),

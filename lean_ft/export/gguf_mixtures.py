@@ -31,6 +31,7 @@ from lean_ft.export.gguf_mixture_fields import (
     falcon_config,
     gemma4_config,
     glm4_moe_config,
+    gpt_oss_config,
     granite_config,
     lfm2_config,
     llama4_config,
@@ -418,7 +419,7 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
             "limit": 7.0,
         },
         class_name="GptOss", period=2,
-        config=lambda facts: {**local_config(facts), "attention_bias": True, "rope_more": {"truncate": False}},
+        config=gpt_oss_config,
     ),
     "glm4_moe": _MIXTURE._replace(
         architecture="glm4moe", shown=_TIED | {"qkv_bias", "qk_norm"}, layers={"mixture": _after_dense_layers},
