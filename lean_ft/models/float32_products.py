@@ -16,8 +16,7 @@ Shapes: a (M, K) times b (K, N) is (M, N), or each with a batch dimension B in f
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -72,22 +71,6 @@ def use_float32_products(dtypes: Collection[torch.dtype] | None = None) -> None:
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which products of tensors like `x` are computed."""
     return torch.float32 if x.dtype in _converted and x.device.type == "cpu" else x.dtype
-
-
-@contextmanager
-def float32_sums_of_bfloat16() -> Iterator[None]:
-    """Context manager for float32 products on a CPU whose operands hold bfloat16 values: oneDNN computes them.
-
-    It may convert the operands to bfloat16, which changes no value, and sums in float32. PyTorch's default, MKL, takes twice the
-    time on an AMD EPYC with AVX512-BF16. The setting is the process's, so no other thread may multiply float32 matrices.
-    """
-    matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def block_bytes(a: Tensor, b: Tensor) -> list[int]:

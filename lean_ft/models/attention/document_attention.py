@@ -24,7 +24,6 @@ R = G * (queries of a block) rows, C keys that a block sees, P keys of a documen
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.attention.row_attention import Rows, Weights, attend_rows, attend_rows_backward
-from lean_ft.models.float32_products import float32_sums_of_bfloat16, product_dtype
+from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import wide_dtype
 
 _BLOCK_QUERIES = 64
@@ -208,7 +207,6 @@ class _Softmax:
     def __init__(self, queries: Tensor, keys: Tensor, given: Rows) -> None:
         self.queries, self.dtype = queries, wide_dtype(queries)
         self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
-        self.is_bfloat16 = product_dtype(queries) == torch.bfloat16
         # (K, G, 1, 1)
         self.sinks = None if given.sinks is None else given.sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
         self.scale = queries.shape[-1] ** -0.5 if given.scale is None else given.scale
@@ -217,9 +215,8 @@ class _Softmax:
     @torch.autocast("cuda", enabled=False)
     def __call__(self, block: _Block) -> Weights:
         num_queries = block.queries.stop - block.queries.start
-        rows, keys = _rows(self.queries, block).to(self.dtype), self.keys[:, :, block.keys]
-        with float32_sums_of_bfloat16() if self.is_bfloat16 else nullcontext():
-            scores = torch.baddbmm(rows.new_empty(()), rows, keys, beta=0, alpha=self.scale)  # (K, R, C)
+        rows = _rows(self.queries, block).to(self.dtype) * self.scale
+        scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (K, R, C)
         slope = None
         if self.softcap is not None:
             tanh = scores.div_(self.softcap).tanh_()

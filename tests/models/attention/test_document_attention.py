@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from lean_ft.models.attention.document_attention import document_attention, num_product_shapes
-from lean_ft.models.float32_products import float32_sums_of_bfloat16
 
 LENGTHS = [1, 70, 64, 0, 129, 3]
 
@@ -162,10 +161,3 @@ def test_autocast_does_not_narrow_the_scores():
     with torch.autocast("cpu", torch.bfloat16):
         inside = document_attention(*leaves, cu_seqlens)
     assert torch.equal(inside, document_attention(*leaves, cu_seqlens))
-
-
-def test_other_float32_products_keep_their_precision():
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    with float32_sums_of_bfloat16():
-        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
