@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lean_ft.export import export_gguf
+from lean_ft.export import GGUF_KINDS, export_gguf
 from lean_ft.export.gguf_families import GGUF_FAMILIES
 from lean_ft.export.gguf_mixtures import GGUF_MIXTURES
 from lean_ft.models import load_model
@@ -95,6 +95,28 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
     model, server = load_model(source), LlamaServer(tmp_path / "model.gguf")
     assert model.source.config["model_type"] == family
     assert_same_log_probs(model, server, tolerance(case))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "/" not in c and c not in ("exaone4", "bamba", "gpt_oss")] + ["exaone4/no_windows"]
+)
+@torch.no_grad()
+def test_llama_cpp_reads_every_kind(case, make_model_folder, tmp_path):
+    """Its log-probabilities are nearer to those of the rounded weights than to those of the model."""
+    name, settings = CASES[case]
+    source, file = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings), tmp_path / "model.gguf"
+    for kind in GGUF_KINDS.keys() - {"f32", "f16", "bf16"}:
+        export_gguf(source, file, kind, force=True)
+        server, models, differences = LlamaServer(file), (load_model(file), load_model(source)), []
+        for offset in range(6):
+            ids = [(7 * i + i * i + offset) % 390 + 5 for i in range(5, 30)]
+            if found := ask(server, ids):
+                tokens, of_server = [one["id"] for one in found], torch.tensor([one["logprob"] for one in found])
+                expected = [model(torch.tensor([ids]))[0, -1].log_softmax(-1)[tokens] for model in models]
+                differences.append([(of_server - one).square().mean().sqrt() / one.std() for one in expected])
+        rounded, whole = torch.tensor(differences).median(0).values.tolist()
+        assert rounded < max(0.2, 0.4 * whole), kind  # llama.cpp rounds inputs to 8 bits too
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-3), ("q8_0", 0.25), ("q4_k_m", 1.0)])
