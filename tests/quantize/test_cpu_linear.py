@@ -104,7 +104,7 @@ def _with_another_size(folder: Path) -> None:
         (None, {"dtype": "float32"}, "was quantized in bfloat16. Set dtype to bfloat16"),
         (None, {"adapter": "adapter"}, "adapters need an unquantized model"),
     ],
-    ids=str,
+    ids=("a missing tensor", "another size", "another dtype", "an adapter"),
 )
 def test_what_cannot_be_opened_is_refused(damage, settings, message: str, tmp_path: Path, monkeypatch) -> None:
     written("int8", tmp_path / "q")
