@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.quantize.nf4 import Frozen, whole
+from lean_ft.system.shapes_only import device_type
 
 
 def low_rank_linear(
@@ -99,10 +100,13 @@ class _LowRankLinear(torch.autograd.Function):
         grad_inner = grad_y @ scaled  # (N, R)
         grad_a = grad_b = grad_x = None
         if ctx.needs_input_grad[3]:
-            if x.is_cuda:
+            if device_type(x.device) == "cuda":
                 grad_b = _product(grad_y.T, inner, b.dtype)
             else:  # as a transpose: summing the long dimension over contiguous rows takes half the time
-                grad_b = (inner.T @ grad_y).T.to(b.dtype)
+                # In float16 without the scaling, which would let the product overflow earlier.
+                scale = ctx.scaling if x.dtype == torch.float16 else 1.0
+                unscaled = inner if scale == 1.0 else inner / scale
+                grad_b = (unscaled.T @ grad_y).T.to(b.dtype).mul_(scale)
         if ctx.needs_input_grad[2]:
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
             grad_a = _product(grad_inner.T, dropped.flatten(0, -2), a.dtype)
@@ -127,7 +131,7 @@ def _in_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right in `dtype`. On a GPU the product is not rounded to the factors' dtype first."""
-    if left.is_cuda and left.itemsize < dtype.itemsize:
+    if device_type(left.device) == "cuda" and left.itemsize < dtype.itemsize:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
