@@ -57,7 +57,7 @@ class Product(NamedTuple):
     """A kind of matrix product: `shapes` and `strides` of the left (..., M, K) and the right (..., K, N) operand."""
 
     place: str
-    operation: str  # mm and bmm; baddbmm: attention's scores; addmm adds a bias, addmm_ adds to the result
+    operation: str  # mm and bmm; addmm adds a bias, addmm_ adds to the result
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
     dtype: str
@@ -106,7 +106,7 @@ def divide(events: Any, step_seconds: float) -> tuple[dict[str, list[float]], di
     def visit(event: Any, place: str) -> None:
         name = event.name.removeprefix("aten::")
         place = next((found for part, found in PLACES.items() if part in name), place)
-        if name in ("mm", "bmm", "baddbmm", "addmm", "addmm_"):
+        if name in ("mm", "bmm", "addmm", "addmm_"):
             sides = slice(1, 3) if "add" in name else slice(2)
             shapes, strides = (
                 tuple(map(tuple, given[sides]))
@@ -139,8 +139,6 @@ def limits(product: Product, whole: tuple[int, ...]) -> Row:
     import torch
     from timing import measure_calls
 
-    from lean_ft.models.float32_products import float32_sums_of_bfloat16
-
     dtype, (left, right) = getattr(torch, product.dtype), product.shapes
     sizes, turned = (*left, right[-1]), [stride[-1] != 1 for stride in product.strides]
 
@@ -153,12 +151,10 @@ def limits(product: Product, whole: tuple[int, ...]) -> Row:
         bias = torch.zeros((out.shape[-2], 1) if of_result else out.shape[-1], dtype=dtype)
         work = {
             "addmm_": lambda: out.addmm_(left, right),
-            "baddbmm": lambda: torch.baddbmm(out, left, right, beta=0, out=out),
             "addmm": lambda: torch.addmm(bias, left, right, out=out),
         }.get(product.operation, lambda: getattr(torch, product.operation)(left, right, out=out))
         repeats = 5 if out.numel() * left.shape[-1] > 1e9 else 15
-        with float32_sums_of_bfloat16() if product.operation == "baddbmm" else nullcontext():
-            return min(measure_calls(work, torch.device("cpu"), repeats=repeats, warmup=1).all_seconds)
+        return min(measure_calls(work, torch.device("cpu"), repeats=repeats, warmup=1).all_seconds)
 
     given = [torch.empty_strided(*of_one, dtype=dtype).fill_(1.0) for of_one in zip(*product[2:4], strict=True)]
     found = {AS_IT_IS: seconds(given[0], given[1])}
