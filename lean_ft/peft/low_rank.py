@@ -100,7 +100,7 @@ class _LowRankLinear(torch.autograd.Function):
         grad_inner = grad_y @ scaled  # (N, R)
         grad_a = grad_b = grad_x = None
         if ctx.needs_input_grad[3]:
-            if device_type(x.device) == "cuda":
+            if _is_on_cuda(x):
                 grad_b = _product(grad_y.T, inner, b.dtype)
             else:  # as a transpose: summing the long dimension over contiguous rows takes half the time
                 # In float16 without the scaling, which would let the product overflow earlier.
@@ -123,15 +123,20 @@ class _LowRankLinear(torch.autograd.Function):
 
 def _in_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Both factors rounded to `dtype`; on a GPU, compiled, in one kernel."""
-    if a.dtype == dtype or not (a.is_cuda and torch.compiler.is_compiling()):
+    if a.dtype == dtype or not (torch.compiler.is_compiling() and a.is_cuda):
         return a.to(dtype), b.to(dtype)
     both = torch.cat((a.to(dtype).flatten(), b.to(dtype).flatten()))
     return both[: a.numel()].view(a.shape), both[a.numel() :].view(b.shape)
 
 
+def _is_on_cuda(x: Tensor) -> bool:
+    """Whether a tensor is on a GPU, or would be in a plan. Plans run layers without the compiler, which cannot trace the question."""
+    return x.is_cuda if torch.compiler.is_compiling() else device_type(x.device) == "cuda"
+
+
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right in `dtype`. On a GPU the product is not rounded to the factors' dtype first."""
-    if device_type(left.device) == "cuda" and left.itemsize < dtype.itemsize:
+    if _is_on_cuda(left) and left.itemsize < dtype.itemsize:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 

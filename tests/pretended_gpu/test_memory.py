@@ -49,8 +49,8 @@ def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[s
     segments = 0 if arguments in (LEAN, ADAPTER) else 2 * 20 * 2**20
     assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02, abs=segments)
     assert real["reserved_bytes"] >= real["allocated_bytes"]
-    # The planner counts one launch for each update and each product with its adapter.
-    assert planned["predicted_launches"] == pytest.approx(real["launches"], rel=0.2)
+    # The compiler joins more kernels of a layer with adapters than the planner does.
+    assert 0.7 < real["launches"] / planned["predicted_launches"] < 1.1
     if arguments is LEAN:  # 32 layers; the 3B model's 28 layers need 3,035
         assert real["launches"] < 3500
     # Without slices, the embedding's random bits take 3 times this bound; float32 copies of a slice take 7 times.
