@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lean_ft.system.gpu_products import multiplies_into_float32
 from lean_ft.system.shapes_only import device_type, repeated
 
 VOCAB_SLICE = 8192  # rows of the output weight whose gradient is summed at a time
@@ -97,7 +98,7 @@ class WeightGradient:
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype
-        self.is_on_cuda = device_type(weight.device) == "cuda"
+        self.is_on_cuda = device_type(weight.device) == "cuda" and multiplies_into_float32(weight.dtype)
         self.slice_rows = len(weight) if self.is_on_cuda else VOCAB_SLICE
         self.gradient: Tensor | None = None  # (V, D)
         self.slices: list[Tensor] = []

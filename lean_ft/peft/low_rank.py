@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.quantize.nf4 import Frozen, whole
+from lean_ft.system.gpu_products import multiplies_into_float32
 from lean_ft.system.shapes_only import device_type
 
 
@@ -136,7 +137,7 @@ def _is_on_cuda(x: Tensor) -> bool:
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right in `dtype`. On a GPU the product is not rounded to the factors' dtype first."""
-    if _is_on_cuda(left) and left.itemsize < dtype.itemsize:
+    if _is_on_cuda(left) and left.itemsize < dtype.itemsize and multiplies_into_float32(left.dtype):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
