@@ -1,7 +1,7 @@
 """Export a LoRA adapter as a GGUF file, which llama.cpp applies to a GGUF file of the base model (`llama-cli --lora`).
 
 llama.cpp computes W x + alpha / R * B (A x) for each pair of tensors, which are named after W in the base's file. B has the
-rows of W, so `gguf_tensors` finds the name and orders the rows. If the rows of W are stored as several tensors, each has the
+rows of W, so `layout_of` has the name and the order of the rows. If the rows of W are stored as several tensors, each has the
 same A. A file has one alpha, so B is multiplied in layers with another scaling (rank-stabilized LoRA, or alpha by layer).
 
 Source: llama.cpp, convert_lora_to_gguf.py and src/llama-adapter.cpp.
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lean_ft.export.gguf_check import gguf_family
-from lean_ft.export.gguf_contents import gguf_package, gguf_tensors
+from lean_ft.export.gguf_contents import gguf_package, layout_of
 from lean_ft.export.gguf_file import GGUF_KINDS, Entry, gguf_destination, write_gguf
 from lean_ft.export.places import Exported, room_for
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.gguf_layouts import store
+from lean_ft.models.gguf_layouts import by_side, store
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.moe import Experts
 from lean_ft.peft import is_adapter
@@ -58,7 +58,6 @@ def export_gguf_adapter(
     if len(stored.tensors) > 2 * len(stored.shapes):  # PEFT copies the weight of an adapted embedding, to be compared
         model = load_model(model_name)
     family, adapter = gguf_family(model, Path(str(model_name))), fit_adapter(model, folder)
-    by_rows = family._replace(changes={k: change for k, change in family.changes.items() if k not in family.columns})
     alpha = next(iter(adapter.shapes.values())).alpha
     tensors = dict[str, Tensor]()
     for name, shape in adapter.shapes.items():
@@ -69,14 +68,14 @@ def export_gguf_adapter(
         weight = f"{name}.weight"
         if any(part in weight for part in family.no_adapter):
             raise ValueError(f"{folder} adapts {name}, to which llama.cpp applies no adapter. {_MERGE}")
-        if part := next((part for part in family.columns if part in weight), ""):
-            change = family.changes[part]
-            (a,) = store(a, (change(model.config) if callable(change) else change).steps)
         if is_projection_of_experts(model, name):
             weight, (a, b) = name, _by_expert(model, name, a, b)
         if name == EMBEDDING:
             a = a.T  # (V, R): llama.cpp looks rows up
-        for place, rows in gguf_tensors([(weight, b)], model, by_rows):
+        steps, places = layout_of(weight, model, family)
+        of_rows, of_columns = by_side(steps)
+        (a,) = store(a, of_columns)
+        for place, rows in zip(places, store(b, of_rows), strict=True):
             tensors |= {f"{place}.lora_a": a, f"{place}.lora_b": rows}
     metadata = {
         "general.type": "adapter",

@@ -28,7 +28,7 @@ from lean_ft.export.gguf_families import GGUFFamily
 from lean_ft.export.gguf_import import read_header, stored_parameters
 from lean_ft.export.gguf_quants import serial_operations
 from lean_ft.models import Decoder
-from lean_ft.models.gguf_layouts import store
+from lean_ft.models.gguf_layouts import by_side, store
 from lean_ft.models.gguf_tensors import GGUFTensor
 from lean_ft.models.hf_format import parts_on_disk
 from lean_ft.models.moe import Experts
@@ -181,10 +181,7 @@ def calibrate(model: Decoder, family: GGUFFamily, tokenizer: Tokenizer, data: st
     importance = {}
     for owner, mean in means.items():
         steps, names = layout_of(owner, model, family)
-        for step in steps:
-            if step[0] == "tile" and step[1] == 1:  # the only step that reorders columns
-                (mean,) = store(mean[None], [step])
-                mean = mean[0]
+        mean = store(mean[None], by_side(steps)[1])[0][0]
         of_file = dict(zip(names, store(model.get_parameter(owner).detach().to("meta"), steps), strict=True))
         for name, tensor in of_file.items():
             is_of_columns = tensor.shape[-1] == mean.shape[-1]

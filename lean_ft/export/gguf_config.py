@@ -29,14 +29,14 @@ _COUNTS = {"context_length", "embedding_length", "attention.head_count"}
 _FAMILY_OF = {family.architecture: name for name, family in reversed(list(FAMILIES.items()))} | {
     "granitehybrid": "granitemoehybrid", "granitemoe": "granitemoehybrid", "nemotron_h_moe": "nemotron_h",
 }  # fmt: skip
-_FOLDER = "Use the model's Hugging Face folder instead."
+USE_FOLDER = "Use the model's Hugging Face folder instead."
 
 
 def check_architecture(file: Path, name: Any) -> str:
     """Return the architecture of a file. Raises ValueError if lean_ft does not read it."""
     if not isinstance(name, str) or name not in _FAMILY_OF:
         expected = f"expected one of {', '.join(sorted(_FAMILY_OF))}.{did_you_mean(str(name), _FAMILY_OF)}"
-        raise ValueError(f"{file} has the architecture {name!r}; {expected} {_FOLDER}")
+        raise ValueError(f"{file} has the architecture {name!r}; {expected} {USE_FOLDER}")
     return name
 
 
@@ -51,7 +51,7 @@ def family_of(facts: Facts) -> str:
         if facts.count("rope.dimension_count") * facts.count("attention.head_count") != facts.count("embedding_length"):
             raise ValueError(
                 f"{facts.file} is a Bamba model that rotates a part of each head. llama.cpp's converter orders the rows of such "
-                f"heads wrongly, and no metadata tells its files from others. {_FOLDER}"
+                f"heads wrongly, and no metadata tells its files from others. {USE_FOLDER}"
             )
         return "bamba"
     return _FAMILY_OF[name]
@@ -79,7 +79,10 @@ def config_of(facts: Facts, name: str) -> dict[str, Any]:
         config["intermediate_size"] = facts.count("feed_forward_length")
     config |= family.config(facts)
     window = facts.count("attention.sliding_window", 4096 if name == "gemma2" else 0)
-    if 0 < window < config["max_position_embeddings"]:
+    # Without a pattern, as in Phi-4's files, a window of the longest context or more changes nothing. In a pattern it may decide
+    # which layers have positions.
+    has_pattern = family.period or "attention.sliding_window_pattern" in facts
+    if window and (has_pattern or window < config["max_position_embeddings"]):
         kinds = ["sliding_attention" if windowed else "full_attention" for windowed in facts.pattern(family.period)]
         config |= {"sliding_window": window, "layer_types": kinds}
     elif family.period:
@@ -111,15 +114,11 @@ def _rope(facts: Facts, name: str, family: GGUFFamily, config: dict[str, Any], m
     if config.get("sliding_window") is not None and not family.scaled_windows:
         windowed = {
             "rope_type": "default",
-            "rope_theta": facts.number("rope.freq_base_swa", _theta_of_windows(name, theta)),
+            "rope_theta": facts.number("rope.freq_base_swa", theta if name == "olmo3" else 10_000.0),
         }
         kinds = {"full_attention": {**scaling, "rope_theta": theta}, "sliding_attention": windowed}
         return {"rope_parameters": kinds}
     return {"rope_parameters": {**scaling, "rope_theta": theta}}
-
-
-def _theta_of_windows(name: str, theta: float) -> float:
-    return theta if name == "olmo3" else 10_000.0
 
 
 def _scaling(facts: Facts, family: GGUFFamily, size: int, theta: float) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def _scaling(facts: Facts, family: GGUFFamily, size: int, theta: float) -> dict[
         original = facts.count("rope.scaling.original_context_length", least=1)
         return {"rope_type": "longrope", **divisors, "original_max_position_embeddings": original}
     if kind == "none" and factor not in (0.0, 1.0):
-        raise ValueError(f"{facts.file}: rope.scaling.factor is {factor}, but rope.scaling.type is none. {_FOLDER}")
+        raise ValueError(f"{facts.file}: rope.scaling.factor is {factor}, but rope.scaling.type is none. {USE_FOLDER}")
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
     if kind == "yarn":
@@ -177,5 +176,5 @@ def _llama3(facts: Facts, divisors: torch.Tensor, theta: float) -> dict[str, Any
     found = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope = RopeConfig(theta, "llama3", original_max_positions=length, **found)
     if not torch.allclose(plain / SCALINGS["llama3"](rope, size), divisors, rtol=1e-4):
-        raise ValueError(f"{facts.file}: rope_freqs.weight is not Llama 3's scaling of frequencies. {_FOLDER}")
+        raise ValueError(f"{facts.file}: rope_freqs.weight is not Llama 3's scaling of frequencies. {USE_FOLDER}")
     return {"rope_type": "llama3", **found, "original_max_position_embeddings": int(length)}

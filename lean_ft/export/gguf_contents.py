@@ -24,7 +24,7 @@ _STANDSTILL = 1e30  # a divisor that makes a frequency 0
 
 
 def gguf_package() -> Any:
-    """Raises ValueError if the package is missing."""
+    """Return the package `gguf`. Raises ValueError if it is missing."""
     try:
         import gguf
     except ImportError:

@@ -65,8 +65,6 @@ class GGUFFamily(NamedTuple):
     """As `fixed`, for fields of the configuration of recurrent layers."""
     optional: frozenset[str] = frozenset()
     """The parts with rules above that a model may lack: "experts" and "recurrent layers"."""
-    columns: frozenset[str] = frozenset()
-    """The parts of `changes` that reorder columns instead of rows."""
     no_adapter: frozenset[str] = frozenset()
     """Parts of the names of weights without adapters: llama.cpp ignores them there, or a change does more than reorder rows."""
     architecture_of: Callable[[DecoderConfig], str] | None = None

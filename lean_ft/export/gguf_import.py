@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from lean_ft.export.gguf_check import gguf_family
-from lean_ft.export.gguf_config import check_architecture, config_of, family_of
+from lean_ft.export.gguf_config import USE_FOLDER, check_architecture, config_of, family_of
 from lean_ft.export.gguf_contents import all_tensors, architecture_metadata, gguf_package, layout_of
 from lean_ft.export.gguf_facts import Facts, Stored
 from lean_ft.export.gguf_families import GGUFFamily
@@ -39,7 +39,6 @@ _MAX_ENTRIES = 2**22  # of an array; the largest vocabularies have 600,000 merge
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-_FOLDER = "Use the model's Hugging Face folder instead."
 # Metadata that tensors' shapes show, that repeats other metadata, or that changes nothing for text.
 _UNCHECKED = {
     "block_count", "vocab_size", "feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length",
@@ -109,17 +108,16 @@ def _check_metadata(facts: Facts, own: Mapping[str, Any]) -> None:
     unused = {key for key in facts.values if key.startswith("ssm.") and facts.architecture.startswith("granite")}
     if unknown := sorted(facts.values.keys() - own.keys() - facts.read - _UNCHECKED - unused):
         raise ValueError(
-            f"{facts.file} has the metadata {', '.join(unknown)}, which lean_ft does not read for {facts.architecture}. {_FOLDER}"
+            f"{facts.file} has the metadata {', '.join(unknown)}, which lean_ft does not read for {facts.architecture}. {USE_FOLDER}"
         )
     for key in facts.values.keys() & own.keys() - _UNCHECKED:
         if not _is_same(facts.values[key], own[key], facts.num_layers):
-            raise ValueError(f"{facts.file}: {key} is {facts.values[key]}; expected {own[key]}. {_FOLDER}")
+            raise ValueError(f"{facts.file}: {key} is {facts.values[key]}; expected {own[key]}. {USE_FOLDER}")
 
 
 def _is_same(found: Any, own: Any, num_layers: int) -> bool:
-    if isinstance(found, list) != isinstance(own, list):
-        found, own = (one if isinstance(one, list) else [one] * num_layers for one in (found, own))
-        found = found[:num_layers]
+    if isinstance(found, list) or isinstance(own, list):  # a file also counts the layers that draft tokens
+        found, own = (one[:num_layers] if isinstance(one, list) else [one] * num_layers for one in (found, own))
     if isinstance(found, int | float) and isinstance(own, int | float):
         return math.isclose(found, own, rel_tol=1e-4)
     return found == own

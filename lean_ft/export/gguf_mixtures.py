@@ -341,7 +341,7 @@ _QWEN3_5 = _DELTA_RULE._replace(
         "linear_attn.in_proj": lambda config: Layout(_tiled(config)),
         "linear_attn.out_proj": lambda config: Layout(_tiled(config, 1)),
     },
-    mixer={**_DELTA_RULE.mixer, "fused_projections": False}, columns=frozenset({"linear_attn.out_proj"}),
+    mixer={**_DELTA_RULE.mixer, "fused_projections": False},
     class_name="Qwen3_5Moe", config=lambda facts: {**qwen_config(facts), **delta_rule_config(facts)},
 )
 _GRANITE_HYBRID = GGUFFamily(

@@ -92,14 +92,14 @@ class ChunkLogits:
 class WeightGradient:
     """Running sum of the output weight's gradient, (V, D), in slices of the vocabulary.
 
-    In the weight's own dtype the slices are views of one tensor, which becomes the gradient. On CUDA a product is added to a
-    float32 sum without a buffer, so there is one slice, and a chunk takes one kernel launch.
+    In the weight's own dtype the slices are views of one tensor, which becomes the gradient. A GPU whose
+    products can be float32 adds them to the sum without a buffer, so there is one slice, and a chunk takes one kernel launch.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype
-        self.is_on_cuda = device_type(weight.device) == "cuda" and multiplies_into_float32(weight.dtype)
-        self.slice_rows = len(weight) if self.is_on_cuda else VOCAB_SLICE
+        self.sums_in_products = device_type(weight.device) == "cuda" and multiplies_into_float32(weight.dtype)
+        self.slice_rows = len(weight) if self.sums_in_products else VOCAB_SLICE
         self.gradient: Tensor | None = None  # (V, D)
         self.slices: list[Tensor] = []
 
@@ -109,11 +109,11 @@ class WeightGradient:
         if not self.slices:
             self._begin(parts, hidden)
             return
-        product = hidden.new_empty(0 if self.is_on_cuda else len(self.slices[0]), hidden.shape[1])
+        product = hidden.new_empty(0 if self.sums_in_products else len(self.slices[0]), hidden.shape[1])
         for total, part in zip(self.slices, parts, strict=True):
             if total.dtype == hidden.dtype:
                 total.addmm_(part.T, hidden)
-            elif self.is_on_cuda:
+            elif self.sums_in_products:
                 torch.addmm(total, part.T, hidden, out_dtype=total.dtype, out=total)
             else:
                 _add_narrower(total, torch.mm(part.T, hidden, out=product[: part.shape[1]]))
@@ -127,7 +127,7 @@ class WeightGradient:
         for total, part in zip(self.slices, parts, strict=True):
             if total.dtype == hidden.dtype:
                 torch.mm(part.T, hidden, out=total)
-            elif self.is_on_cuda:
+            elif self.sums_in_products:
                 torch.mm(part.T, hidden, out_dtype=total.dtype, out=total)
             else:
                 total.copy_(part.T @ hidden)

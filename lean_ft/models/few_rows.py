@@ -45,7 +45,7 @@ class FewRows:
     def __init__(self, model: nn.Module, most_bytes: float = 0) -> None:
         """most_bytes: the memory for copies of all weights, which exist as long as this object."""
         linear = (module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module))
-        # torchao's weights have products of their own.
+        # torchao multiplies its quantized weights itself.
         self._modules = [m for m in linear if _is_16_bits_on_cpu(m.weight) and not hasattr(m.weight, "qdata")]
         weights = [module.weight for module in self._modules]
         embedding = getattr(getattr(model, "model", None), "embed_tokens", None)

@@ -116,6 +116,12 @@ def load(stored: Sequence[Tensor], steps: Sequence[Step], shape: tuple[int, ...]
         raise ValueError(f"tensors of the shapes {found} do not fit a parameter of {list(shape)}") from None
 
 
+def by_side(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+    """The steps that change a matrix's rows, and those that reorder its columns."""
+    of_columns = [step for step in steps if step[:2] == ("tile", 1)]
+    return [step for step in steps if step not in of_columns], of_columns
+
+
 def is_exact(steps: Sequence[Step]) -> bool:
     """Whether a parameter in 16 bits is one in the file too."""
     return all(STEPS[name].is_exact for name, *_ in steps)

@@ -44,6 +44,8 @@ FAMILIES = CASES | {
     "llama/biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "llama/linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
     "llama/llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    # Only layers with a window have positions, even if the window is longer than the context.
+    "cohere2/long_window": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 4096, "pad_token_id": 0}),
     "qwen2/rope": ("Qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
 }
 # As every published model.
@@ -83,6 +85,18 @@ def test_bamba_is_not_read(make_model_folder, file):
         load_model(file)
 
 
+@torch.no_grad()
+def test_layers_that_draft_tokens_are_skipped(make_model_folder, file):
+    """A file counts them among its layers, also in lists with one number per layer."""
+    name, settings = FAMILIES["glm4_moe"]
+    export_gguf(make_model_folder(name, tokenizer=qwen_tokenizer(), **settings), file, "f32")
+    counts = {"block_count": 4, "nextn_predict_layers": 1, "attention.head_count_kv": [2, 2, 2, 2]}
+    metadata = {f"glm4moe.{key}": value for key, value in counts.items()}
+    other = edited(file, metadata, tensors={"blk.3.nextn.eh_proj.weight": np.ones((64, 128), np.float32)})
+    other = other.rename(file.with_name("drafting.gguf"))
+    assert torch.equal(load_model(other)(IDS), load_model(file)(IDS))
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_an_exported_tokenizer_comes_back_unchanged(family, make_model_folder, file, texts):
     source = make_model_folder(family, tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG)
@@ -99,6 +113,7 @@ def test_an_exported_tokenizer_comes_back_unchanged(family, make_model_folder, f
 # Of other families, config.json must have what llama.cpp's converter takes from published models.
 PUBLISHED: dict[str, dict] = {
     "cohere2": {"rotary_pct": 1.0},
+    "cohere2/long_window": {"rotary_pct": 1.0},
     "deepseek_v3": {"rms_norm_eps": 1e-6, "rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 1.2}},
     "falcon_h1": {"head_dim": 16, "lm_head_multiplier": 2.0},
     "falcon_h1/norm": {"head_dim": 16},
