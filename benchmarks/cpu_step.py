@@ -179,7 +179,7 @@ def describe(result: Row) -> str:
         f"{settings['batch_size']} x {settings['length']}, lean_ft in bfloat16 with the settings of compare_trl.py: {step['seconds']:.2f} s "
         f"(median of {settings['steps']}), {step['profiled_seconds']:.2f} s with the profiler, which the parts divide. Alone, the step's matrix "
         f"products take {alone:.1%} of its time, at their best layouts and chunks {best:.1%} (without the copies that other layouts need). "
-        f"Products below {LEAST_SHOWN:.0%} of the step have no row of their own"
+        f"Products below {LEAST_SHOWN:.0%} of the step are not listed"
     )
 
 
