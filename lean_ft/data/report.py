@@ -8,7 +8,7 @@ from lean_ft.tokenizers import Passage
 
 NUM_BAD_ROWS_SHOWN = 3
 COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens")
-COUNTS += ("rewritten_answers", "empty_answers")
+COUNTS += ("rewritten_answers", "other_prompts", "endless_chats", "empty_answers")
 
 
 @dataclass
@@ -32,6 +32,10 @@ class DataReport:
     rewritten_answers: int = 0
     """Answers trained without their end token, because the chat template ends an answer with another token once
     messages follow."""
+    other_prompts: int = 0
+    """Answers trained after another text than the prompt that generation starts from."""
+    endless_chats: int = 0
+    """Chats whose last answer is trained without a token that ends it."""
     empty_answers: int = 0
     """Empty answers, in kept and dropped rows."""
     joined: dict[str, int] = field(default_factory=dict)
@@ -66,6 +70,14 @@ class DataReport:
         if self.rewritten_answers:
             reason = "the chat template ends only the last turn with the model's end token"
             parts.append(f"{self.rewritten_answers:,} earlier answers trained without an end token ({reason})")
+        if self.other_prompts:
+            reason = "the chat template writes the messages before an answer differently once the answer follows"
+            parts.append(
+                f"{self.other_prompts:,} answers follow another text than the prompt for generation ({reason})"
+            )
+        if self.endless_chats:
+            reason = "generation will not stop after it; let the chat template write a token at the end of a turn"
+            parts.append(f"{self.endless_chats:,} chats without a trained token that ends the last answer ({reason})")
         if self.empty_answers:
             parts.append(f"{self.empty_answers:,} empty answers")
         parts += [
@@ -102,6 +114,8 @@ class DataReport:
     def count_passage(self, passage: Passage) -> None:
         """Count a passage's rewritten and empty answers and its separator."""
         self.rewritten_answers += passage.num_rewritten
+        self.other_prompts += passage.num_other_prompts
+        self.endless_chats += passage.is_endless
         self.empty_answers += passage.num_empty
         if passage.joined_by is not None:
             self.joined[passage.joined_by] = self.joined.get(passage.joined_by, 0) + 1

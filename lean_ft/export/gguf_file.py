@@ -23,6 +23,7 @@ from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.export.gguf_vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.ollama import modelfile
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
+from lean_ft.generation import stop_ids
 from lean_ft.models import Decoder
 from lean_ft.quantize import mean_loss
 from lean_ft.system.spelling import did_you_mean
@@ -171,6 +172,11 @@ def _metadata(
     else:
         of_tokenizer["merges"] = vocabulary.merges
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    # llama.cpp stops at three tokens. Those that end a turn in the chat template come first.
+    ends = sorted(
+        stop_ids(model, tokenizer) - {tokenizer.eos_id}, key=lambda end: (end not in tokenizer.turn_ends, end)
+    )
+    ids |= dict(zip(("eot_token_id", "eom_token_id"), ends, strict=False))
     # Not tokenizer.pad_id, which may be any token if the tokenizer names none.
     for key, special in (("unknown_token_id", "unk_token"), ("padding_token_id", "pad_token")):
         token = tokenizer.special_tokens.get(special)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from lean_ft.generation import stop_ids
 from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
 
@@ -79,9 +80,8 @@ def modelfile(model: Decoder, tokenizer: Tokenizer, gguf_name: str) -> str:
         lines.append(f'TEMPLATE """{chat.go_template()}"""')
         end = chat.assistant[1].strip() or chat.user[0].strip()
         stops.append(next((token for token in tokenizer.added_tokens if end.startswith(token)), end))
-    ends = settings.get("eos_token_id")
-    ends = [tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])]
-    stops += [tokenizer.token_text(token_id) for token_id in ends if isinstance(token_id, int) and token_id >= 0]
+    ends = sorted(stop_ids(model, tokenizer), key=lambda token_id: (token_id != tokenizer.eos_id, token_id))
+    stops += map(tokenizer.token_text, ends)
     lines.append(f"PARAMETER num_ctx {min(model.config.max_positions, _MAX_CONTEXT)}")
     lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if stop and '"' not in stop]
     for name, parameter in _PARAMETERS.items():

@@ -15,7 +15,7 @@ import numpy as np
 
 from lean_ft.data import Batch
 from lean_ft.data.batches import Layout
-from lean_ft.generation import Sampling, sample
+from lean_ft.generation import Sampling, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.settings import DataConfig, DistillConfig, RecipeConfig, SamplingConfig
 from lean_ft.system.shapes_only import stage
@@ -48,15 +48,12 @@ class OnPolicy:
                 "a document is trained from its start, so the student has no prompt to answer. Set distill.on_policy=0 for "
                 "plain text and for data.train_on=all."
             )
-        last = {answer[-1] for of_batch in asked for _, answer in of_batch}
-        ends = {token for token in last if not self._tokenizer.decode([token], skip_special_tokens=True)}
-        ends |= {self._tokenizer.eos_id} if self._tokenizer.eos_id is not None else set()
         room = [max(0, self._data.max_length - len(prompt)) for prompt in prompts]
         sampling = Sampling(
             min(self._sampling.max_new_tokens, max(room)),
             temperature=self._sampling.temperature,
             seed=int(np.random.SeedSequence([self._seed, step]).generate_state(1, np.uint32)[0]),
-            stop_ids=frozenset(ends),
+            stop_ids=stop_ids(self._model, self._tokenizer),
         )
         # All prompts of the step at once, so that micro-batches do not change the completions.
         answers = [self._known(answer.ids) for answer in sample(self._model, prompts, sampling)]

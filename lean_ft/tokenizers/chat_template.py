@@ -25,8 +25,11 @@ from lean_ft.tokenizers.vocabulary import Span
 
 GENERATION_START, GENERATION_END = "\ufdd0", "\ufdd1"
 LITERAL_START, LITERAL_END = "\ufdd2", "\ufdd3"
-# The indices of a block's messages follow GENERATION_START in these characters.
+ANCHOR = "\ufdd4"
+# The indices of a block's messages follow GENERATION_START, and the index of an anchor's message follows ANCHOR, in these
+# characters.
 TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}
+NUMBER = {mark: chr(digit) for digit, mark in TURN.items()}
 MARKERS = re.compile("[\ufdd0-\ufdef]")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message with the same meaning
 _MAX_DATE_FORMAT = 200  # characters
@@ -112,7 +115,7 @@ def generation_blocks(marked: str) -> list[tuple[int | None, Span]]:
     for match in re.finditer("(\ufdd0)([\ufde0-\ufdea]*)|\ufdd1", marked):
         depth += 1 if match.group(1) else -1
         if match.group(1) and depth == 1:
-            found, start = match.group(2).translate({mark: digit for digit, mark in TURN.items()}), match.end()
+            found, start = match.group(2).translate(NUMBER), match.end()
             continues = not found and blocks and match.start() == blocks[-1][1][1] + 1
             turn = int(found) if found.isdecimal() else blocks[-1][0] if continues else None
         elif depth == 0:

@@ -6,6 +6,7 @@ import shutil
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,12 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
-from lean_ft.tokenizers.turns import Turns, outside_literals
+from lean_ft.tokenizers.turns import RenderedChat, Turn, outside_literals
 from lean_ft.tokenizers.vocabulary import Span, Vocabulary, any_of
 
 TrainOn = Literal["completion", "assistant", "last", "all"]
 Messages = list[dict[str, Any]]
+_LITERALS = re.compile(f"{LITERAL_START}(.*?){LITERAL_END}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Passage:
     """Append a trained eos, if the tokenizer has one and the text does not end with it."""
     num_rewritten: int = 0
     """Assistant messages trained without an end token: the template ends them with another token in the history."""
+    num_other_prompts: int = 0
+    """Assistant messages trained after another text than the prompt that generation starts from."""
+    is_endless: bool = False
+    """Whether the last message is trained without a token that ends it: neither the template nor the tokenizer has one."""
     num_empty: int = 0
     """Assistant messages that may be trained but have no content and no tool call."""
     joined_by: str | None = None
@@ -127,8 +133,9 @@ class Tokenizer:
         add_generation_prompt: bool = False,
     ) -> list[int] | str:
         """Return a chat as ids, or as text with `tokenize=False`. `render` also returns the mask of trained tokens."""
-        passage = self.passage(messages, tools, add_generation_prompt, "all")
-        return self.tokenize([passage])[0][0].tolist() if tokenize else passage.text
+        full = self._rendered(messages, tools, add_generation_prompt).full
+        text, [literal] = _without_markers(full, [[match.span(1) for match in _LITERALS.finditer(full)]])
+        return self.tokenize([Passage(text, [], literal)])[0][0].tolist() if tokenize else text
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`, in which control tokens are recognized.
@@ -168,7 +175,8 @@ class Tokenizer:
 
         Each message is a dict with `role`, `content`, and any other keys that the chat template reads. Control tokens inside
         a message are ordinary text. If the chat template ends a turn differently when other messages follow (gpt-oss: `<|end|>`
-        instead of `<|return|>`), that token is not trained. Raises ValueError if there is no chat template, if it rejects the
+        instead of `<|return|>`), that token is not trained. If the template leaves the last turn open, the ids are those of
+        `apply_chat_template` and the token that ends the turn: the one that begins the next turn, or eos. Raises ValueError if there is no chat template, if it rejects the
         messages, or if a turn cannot be located.
         """
         ids, mask = self.tokenize([self.passage(messages, tools, add_generation_prompt, train_on)])[0]
@@ -183,6 +191,43 @@ class Tokenizer:
         untrained: Collection[int] = (),
     ) -> Passage:
         """Return the text of a chat with its trained spans; see `render`. The messages in `untrained` are not trained."""
+        chat = self._rendered(messages, tools, add_generation_prompt)
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
+        ends_trained = turns[-1:] == [len(messages) - 1] and turns[-1] not in untrained and not add_generation_prompt
+        found, end, add_eos, is_endless = list[Turn](), "", False, False
+        if self._template(tools).marks_generation:
+            spans = _spans_of(wanted, turns, generation_blocks(chat.full))
+            if ends_trained and train_on != "all":
+                last_text = MARKERS.sub("", chat.full[slice(*spans[-1])]) if spans else ""
+                is_endless = not last_text.rstrip().endswith(tuple(self.added_tokens))
+        else:
+            rendered = chat
+            chat, found = rendered.turns(wanted)
+            spans = [turn.span for turn in found]
+            if ends_trained and rendered.is_open(found[-1] if train_on != "all" else None):
+                end = rendered.next_token()
+                add_eos = not end
+                is_endless = add_eos and self.eos_id is None
+        if train_on == "all":
+            spans = _without([(0, len(chat.full))], spans)
+        literal = [match.span(1) for match in _LITERALS.finditer(chat.full)]
+        text, [trained, literal] = _without_markers(chat.full, [spans, literal])
+        return Passage(
+            text + end,
+            trained + [(len(text), len(text) + len(end))] * bool(end),
+            literal,
+            add_eos=add_eos,
+            num_rewritten=sum(not turn.is_ended for turn in found),
+            num_other_prompts=sum(not turn.follows_prompt for turn in found),
+            is_endless=is_endless,
+            num_empty=sum(_is_empty(messages[i]) for i in turns if i not in untrained),
+        )
+
+    def _rendered(
+        self, messages: Messages, tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+    ) -> RenderedChat:
+        """Render a chat. Raises ValueError if the template rejects it, or treats a typed control token as its own."""
         template = self._template(tools)
         for number, message in enumerate(messages):
             if (role := message.get("role")) not in template.roles:
@@ -198,41 +243,42 @@ class Tokenizer:
             return template.render(list(part), marked_tools, prompt, self.special_tokens)
 
         full = render(marked_messages, add_generation_prompt)
-        markers = [match.start() for match in MARKERS.finditer(full)]
-        text = MARKERS.sub("", full)
-
-        def unmarked(position: int) -> int:
-            return position - bisect_left(markers, position)
-
-        literal = [
-            (unmarked(match.start()), unmarked(match.end()))
-            for match in re.finditer(f"{LITERAL_START}(.*?){LITERAL_END}", full, re.DOTALL)
-        ]
         if num_literals + num_tool_literals:
-            unmarked_text = template.render(messages, tools, add_generation_prompt, self.special_tokens)
-            whole = all(text[start:end] in self.control_tokens for start, end in literal)
-            if not whole or MARKERS.sub("", unmarked_text) != text or full.count(LITERAL_START) != len(literal):
+            unmarked = template.render(messages, tools, add_generation_prompt, self.special_tokens)
+            typed = _LITERALS.findall(full)
+            if (
+                MARKERS.sub("", unmarked) != MARKERS.sub("", full)
+                or full.count(LITERAL_START) != len(typed)
+                or not self.control_tokens.issuperset(typed)
+            ):
                 raise ValueError(
                     "a message contains a control token, and the chat template treats it as its own. Remove the control token "
                     "from the message."
                 )
-        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
-        spans, num_rewritten = list[Span](), 0
-        if template.marks_generation:
-            spans = _spans_of(wanted, turns, generation_blocks(full))
-        else:
-            added, control = self._written_by_template, self.control_tokens
-            finder = Turns(full, add_generation_prompt, marked_messages, render, added, control)
-            for i in wanted:
-                span, has_end = finder.span(i)
-                spans.append(span)
-                num_rewritten += not has_end
-        if train_on == "all":
-            spans = _without([(0, len(full))], spans)
-        trained = [(unmarked(start), unmarked(end)) for start, end in spans]
-        num_empty = sum(_is_empty(messages[i]) for i in turns if i not in untrained)
-        return Passage(text, trained, literal, num_rewritten=num_rewritten, num_empty=num_empty)
+        added, control = self._written_by_template, self.control_tokens
+        return RenderedChat(full, add_generation_prompt, marked_messages, render, added, control)
+
+    @cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Ids of the tokens that end an assistant's turn in the chat template; empty without a template.
+
+        The model learns them as the end of an answer or a tool call, so generation stops at each of them.
+        """
+        call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {"x": "1"}}}
+        asked, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "name": "f", "content": "1", "tool_call_id": "call00001"}
+        ends = set[int]()
+        for messages in ([asked, said, asked, said], [asked, called, result, said]):
+            try:
+                passage = self.passage(messages)
+            except ValueError:  # no chat template, or it rejects such a chat
+                continue
+            for start, end in passage.trained:
+                text = passage.text[start:end].rstrip()
+                written = [token for token in self.added_tokens if text.endswith(token)]
+                ends |= {self.added_tokens[max(written, key=len)]} if written else set()
+        return frozenset(ends)
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return (ids int32, trained bool) of each passage. Each text is encoded whole."""
@@ -270,7 +316,10 @@ class Tokenizer:
         self._new_pad_token, self.pad_id = token, self.added_tokens[token]
 
     def save(self, path: str | Path) -> None:
-        """Copy the tokenizer's files into the folder `path`. They change only if `pad_with` was called."""
+        """Copy the tokenizer's files into the folder `path`. They change only if `pad_with` was called.
+
+        In a model's folder, add the ids that end a turn to generation_config.json, so that other programs stop there too.
+        """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
@@ -284,6 +333,19 @@ class Tokenizer:
             if self._new_pad_token is not None and (folder / name).is_file():
                 config = json.loads((folder / name).read_text(encoding="utf-8"))
                 write_json(folder / name, config | {"pad_token": self._new_pad_token})
+        self._save_turn_ends(folder)
+
+    def _save_turn_ends(self, folder: Path) -> None:
+        config, generation_config = folder / "config.json", folder / "generation_config.json"
+        if not config.is_file() or not self.turn_ends:
+            return
+        file = generation_config if generation_config.is_file() else config
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        ends = settings.get("eos_token_id")
+        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+        if missing := sorted(self.turn_ends.difference(ends)):
+            others = settings if file is generation_config else {"bos_token_id": self.bos_id}
+            write_json(generation_config, others | {"eos_token_id": ends + missing})
 
     def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         if tools and "tool_use" in self._templates:
@@ -311,6 +373,16 @@ class Tokenizer:
             items = [self._mark_literals(inner) for inner in value]
             return [inner for inner, _ in items], sum(n for _, n in items)
         return value, 0
+
+
+def _without_markers(full: str, spans: list[list[Span]]) -> tuple[str, list[list[Span]]]:
+    """Remove the markers from a rendered chat; also return the lists of `spans` in the remaining text."""
+    markers = [match.start() for match in MARKERS.finditer(full)]
+    moved = [
+        [(start - bisect_left(markers, start), end - bisect_left(markers, end)) for start, end in some]
+        for some in spans
+    ]
+    return MARKERS.sub("", full), moved
 
 
 def _is_empty(message: dict[str, Any]) -> bool:

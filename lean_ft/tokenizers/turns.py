@@ -1,22 +1,26 @@
-"""Find the characters of a rendered chat that the assistant wrote.
+"""Find the characters of a rendered chat that the assistant wrote, and the token that ends each of its turns.
 
-`{% generation %}` blocks mark them if the template has any. Otherwise the turn of message i is the text that the whole chat
-has beyond messages[:i] rendered with the generation prompt. The turn ends with the control token that the template writes
-after it. That token is trained; line breaks after it are not. A turn without such a token (plain-text templates) is trained
-up to the next message.
+`{% generation %}` blocks mark the characters if the template has any. Otherwise the turn of message i begins where
+messages[:i] with the generation prompt end, and ends with the control token that the template writes after
+messages[: i + 1]. That token is trained; line breaks after it are not. Some templates write no such token: the next turn's
+first token ends the turn (GLM-4.5), or only the last turn stays open.
 
-A template may write a turn differently once other messages follow: Qwen3 drops its reasoning, and gpt-oss ends it with
-`<|end|>` instead of `<|return|>`. The generation prompt may also contain text that a recorded turn lacks (DeepSeek-R1's
-`<think>`). A turn that cannot be located without doubt raises ValueError.
+A template may write a message differently once others follow: Qwen3 drops its reasoning, gpt-oss ends the turn with
+`<|end|>` instead of `<|return|>`, and Mistral's moves the system message to the last user message. Then a beginning of the
+chat is no prefix of the whole. In that case, the chat is rendered with an anchor in each string of a message (`anchored`),
+and texts are compared from the last anchor that they share. The generation prompt may also contain text that a recorded turn
+lacks (DeepSeek-R1's `<think>`).
+
+A turn that cannot be located without doubt raises ValueError, and so does a span with an anchor of another message.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
-from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, REASONING
+from lean_ft.tokenizers.chat_template import ANCHOR, LITERAL_END, LITERAL_START, NUMBER, REASONING, TURN
 from lean_ft.tokenizers.vocabulary import Span, any_of
 
 Messages = Sequence[dict[str, Any]]
@@ -27,14 +31,33 @@ REMEDY = (
     "In the chat template, put the assistant's text between {% generation %} and {% endgeneration %}, "
     "or set data.train_on=last or data.train_on=all."
 )
+_ANCHORED = {"content", "text", "name", "arguments", *REASONING}  # keys of the strings that templates write
+_ANCHORS = re.compile(f"{ANCHOR}([{''.join(map(chr, TURN.values()))}]+)")
+# An anchor is after the last character of a string or, if the template looks for tags there, between two letters of it.
+_BETWEEN_LETTERS = rf"{LITERAL_START}.*?{LITERAL_END}|<[^<>]*>|\[[^\[\]]*\]|(?<=\w)(?=\w)"
+_ANCHOR_PLACES = (re.compile(r"(?<=\S)(?=\s*\Z)"), re.compile(_BETWEEN_LETTERS, re.DOTALL))
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Finds the assistant's turns in one rendered chat.
+class Turn:
+    """The assistant's text in a rendered chat."""
+
+    span: Span
+    is_ended: bool = True
+    """Whether the span includes a token that ends the model's turn; if not, the template ends it with another token."""
+    is_open: bool = False
+    """Whether the chat ends with this turn, and no token ends it."""
+    follows_prompt: bool = True
+    """Whether the text before the span is the text that generation starts from."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A chat as text, in which `turn` finds the assistant's turns.
 
     `full` is the rendering of all `messages`, followed by a generation prompt if `ends_with_prompt`. `render` renders other
-    messages. `added` matches the tokenizer's added tokens outside literal markers; `control` has the control tokens.
+    messages. `added` matches the tokenizer's added tokens outside literal markers; `control` has the control tokens. The
+    messages may have anchors.
     """
 
     full: str
@@ -44,106 +67,184 @@ class Turns:
     added: re.Pattern[str]
     control: frozenset[str]
 
-    def span(self, i: int) -> tuple[Span, bool]:
-        """Return the span in `full` of the assistant's message `i`, and whether it ends with the model's own end token.
+    def turn(self, i: int) -> Turn:
+        """Return the turn of message `i`. Raises ValueError if it cannot be located."""
+        start, follows_prompt = self._start(self.full, i)
+        is_last = i == len(self.messages) - 1 and not self.ends_with_prompt
+        alone = self.full if is_last else self.render(self.messages[: i + 1], False)
+        here, there = self._same_place(i, start, alone)
+        rest, tail = self.full[here:], alone[there:]
+        closing = self._own_closing(i, tail)
+        num_content = closing[0].start() if closing else len(tail.rstrip())
+        if not rest.startswith(tail[:num_content]) and self._is_dropped(i):
+            tail, num_content = tail[num_content:], 0
+            closing = self._closing(tail)
+        differing = (n for n, (one, other) in enumerate(zip(tail, rest, strict=False)) if one != other)
+        num_equal = len(tail) if rest.startswith(tail) else next(differing, len(rest))
+        if num_equal < num_content:
+            raise ValueError(
+                f"cannot find the end of the assistant's message {i}: the chat template writes the message differently when "
+                f"other messages follow. {REMEDY}"
+            )
+        end, is_ended, is_open = num_equal, True, False
+        if closing:
+            own = [token.end() for token in closing if token.end() <= num_equal]
+            end, is_ended = max(own, default=num_content), bool(own)
+        elif is_last:
+            is_open = True
+        else:
+            following = self.added.search(rest, num_equal)
+            if following and following.group(1) in self.control and not rest[num_equal : following.start()].strip():
+                end = following.end()
+        span = (start, here + end)
+        owners = {_owner(anchor) for anchor in _ANCHORS.finditer(self.full)}
+        if {_owner(anchor) for anchor in _ANCHORS.finditer(self.full, *span)} != owners & {i}:
+            raise ValueError(
+                f"cannot separate the assistant's message {i} from others in the text that the chat template writes. {REMEDY}"
+            )
+        return Turn(span, is_ended, is_open, follows_prompt)
 
-        If not, the span stops before the token that ends the turn. Raises ValueError if the span cannot be found.
+    def turns(self, indices: Sequence[int]) -> tuple["RenderedChat", list[Turn]]:
+        """Return the turns of the messages `indices` and the chat that they are in, with anchors only if these are needed.
+
+        Raises ValueError if a turn cannot be located.
         """
-        errors: list[ValueError] = []
-        for messages in _as_template_keeps(self.messages[: i + 1]):
+        errors = list[ValueError]()
+        for place in (None, *_ANCHOR_PLACES):
+            chat = self
             try:
-                return self._span(messages)
+                if place is not None:
+                    messages = anchored(self.messages, place)
+                    chat = replace(self, messages=messages, full=self.render(messages, self.ends_with_prompt))
+                    if _ANCHORS.sub("", chat.full) != self.full:  # the template looks at this place of a message
+                        continue
+                return chat, [chat.turn(i) for i in indices]
             except ValueError as error:
                 errors.append(error)
         raise errors[0]
 
-    def _span(self, messages: Messages) -> tuple[Span, bool]:
-        start = self._start(messages)
-        is_full = len(messages) == len(self.messages) and not self.ends_with_prompt
-        turn = as_last = self.full if is_full else self.render(messages, False)
-        if not self.full.startswith(turn) or len(turn) < start:
-            turn = self._as_history(messages) or ""
-        if not self.full.startswith(turn) or len(turn) < start:
-            raise ValueError(
-                f"cannot find the end of the assistant's message {len(messages) - 1}: the chat template writes the message "
-                f"differently when other messages follow. {REMEDY}"
-            )
-        closing = self._closing(turn, start)
-        if not closing:
-            # The turn has no end token: the first token of the next turn ends it, as in GLM-4.
-            following = self.added.match(self.full, len(turn))
-            ended_by_next = following is not None and following.group(1) in self.control
-            return (start, following.end() if following is not None and ended_by_next else len(turn)), True
-        last, begins_alike = closing[-1], as_last.startswith(self.full[:start])
-        own_end = {token.group(1) for token in self._closing(as_last, start if begins_alike else 0)}
-        return ((start, last.end()), True) if last.group(1) in own_end else ((start, last.start()), False)
-
-    def _as_history(self, messages: Messages) -> str | None:
-        """Render `messages` as the template writes them before another user message; None if that cannot be separated."""
-        first = next((i for i, message in enumerate(self.messages) if message.get("role") == "user"), None)
-        if first is None:
-            return None
-        asked = self.messages[: first + 1]
+    def is_open(self, last: Turn | None = None) -> bool:
+        """Return whether no token ends the chat's last turn; `last` is that turn, if it is known."""
         try:
-            before, twice = self.render(asked, False), self.render([*asked, asked[-1]], False)
-            followed = self.render([*messages, asked[-1]], False)
-        except ValueError:  # a template may reject two user messages in a row
-            return None
-        pieces = zip(self._cut(before), self._cut(twice), strict=False)  # Phi-3 ends a chat with a token
-        shared = "".join(piece for (piece, _), _ in takewhile(lambda pair: pair[0] == pair[1], pieces))
-        again = twice.removeprefix(before if twice.startswith(before) else shared)
-        return followed.removesuffix(again) if followed.endswith(again) else None
+            return (last or self.turns([len(self.messages) - 1])[1][0]).is_open
+        except ValueError:
+            return False
 
-    def _start(self, messages: Messages) -> int:
-        """Return the start in `full` of the last message: after the generation prompt, or the part of it in `full`."""
+    def next_token(self) -> str:
+        """Return the first control token that the template writes between the last message and a next one, or ''."""
+        calls = self.messages[-1].get("tool_calls")
+        said = {"role": "assistant", "content": "1"} | ({"tool_calls": calls} if calls else {})
+        messages = [{"role": "user", "content": "1"}, said, {"role": "tool" if calls else "user", "content": "1"}]
         try:
-            prompt = self.render(messages[:-1], True)
+            chat = replace(self, messages=messages, full=self.render(messages, False), ends_with_prompt=False)
+            chat, [turn] = chat.turns([1])
+        except ValueError:  # a template may reject such a chat
+            return ""
+        start, end = turn.span
+        return next((token.group(1) for token in self._tokens(chat.full[:end], start) if token.end() == end), "")
+
+    def _start(self, text: str, i: int) -> tuple[int, bool]:
+        """Return where message `i` starts in `text`, and whether the whole generation prompt is in front of it.
+
+        That is after the generation prompt, or after the part of it that a recorded turn has.
+        """
+        try:
+            prompt = self.render(self.messages[:i], True)
         except ValueError as error:
             raise ValueError(
-                f"cannot find the start of the assistant's message {len(messages) - 1}: rendering the messages before it failed "
-                f"({error}). {REMEDY}"
+                f"cannot find the start of the assistant's message {i}: rendering the messages before it failed ({error}). "
+                f"{REMEDY}"
             ) from None
-        if self.full.startswith(prompt):
-            return len(prompt)
-        first = len(messages) - 1
-        while first and messages[first - 1].get("role") == "assistant":
-            first -= 1
-        asked = self.render(messages[:first], False)
-        opening = self.render(messages[:first], True).removeprefix(asked)
-        for before in (asked if first == len(messages) - 1 else None, self._as_history(messages[:-1])):
-            if before is None or not self.full.startswith(before):
-                continue
-            position = len(before)
-            after_token = False
-            for piece, is_token in self._cut(opening):
-                if self.full.startswith(piece, position):
-                    position += len(piece)
-                elif position > len(before) and (is_token or (after_token and piece.isspace())):
-                    # A recorded turn that lacks the end of the prompt, such as `<think>` or `<think>\n`.
-                    return position
-                else:
-                    break
-                after_token = is_token
+        if text.startswith(prompt):
+            return len(prompt), True
+        bound = min((anchor.start() for anchor in _ANCHORS.finditer(text) if _owner(anchor) >= i), default=len(text))
+        anchor, before = _last_anchor(text[:bound])
+        anchor_of_prompt, after = _last_anchor(prompt)
+        if anchor and anchor == anchor_of_prompt and text.startswith(prompt[after:], before):
+            return before + len(prompt) - after, False
+        closed, opening = self._prompt_parts(i)
+        anchor_of_closed, after = _last_anchor(closed)
+        closed = closed[after:]
+        pieces = self._cut(opening) if anchor == anchor_of_closed else []
+        begin = before + len(closed) if text.startswith(closed, before) else -1
+        found = _ANCHORS.fullmatch(anchor)
+        if found and _owner(found) == i - 1 and pieces and not (begin >= 0 and text.startswith(pieces[0][0], begin)):
+            # The template ends the message in front differently, or the prompt's first piece is missing.
+            begin = max(begin, text.find(pieces[0][0], before, bound))
+        position, after_token = begin, False
+        for piece, is_token in pieces if begin >= 0 else []:
+            if text.startswith(piece, position):
+                position += len(piece)
+            elif (position > begin or piece not in self.control) and (is_token or (after_token and piece.isspace())):
+                return position, False  # a recorded turn that lacks the prompt's end, such as `<think>` or `<think>\n`
             else:
-                return position
-        raise ValueError(
-            f"cannot find the start of the assistant's message {len(messages) - 1}: the chat template writes the messages "
-            f"before it differently when it follows. {REMEDY}"
-        )
+                position = -1
+                break
+            after_token = is_token
+        if position <= begin:
+            raise ValueError(
+                f"cannot find the start of the assistant's message {i}: the chat template writes the messages before it "
+                f"differently when it follows. {REMEDY}"
+            )
+        return position, False
 
-    def _tokens(self, text: str, start: int) -> list[re.Match[str]]:
+    def _prompt_parts(self, i: int) -> tuple[str, str]:
+        """Return messages[:i] without a generation prompt, and the generation prompt."""
+        first = i
+        while first and self.messages[first - 1].get("role") == "assistant":  # some templates open no further turn
+            first -= 1
+        asked = self.render(self.messages[:first], False)
+        closed = asked if first == i else self.render(self.messages[:i], False)
+        prompt = self.render(self.messages[:first], True)
+        return closed, prompt.removeprefix(asked) if prompt.startswith(asked) else ""
+
+    def _same_place(self, i: int, start: int, alone: str) -> tuple[int, int]:
+        """Return the last place of message `i` that `full` and `alone`, which ends with the message, have in common."""
+        if alone is self.full:
+            return start, start
+        others = start if alone.startswith(self.full[:start]) else self._start(alone, i)[0]
+        here, there = (
+            [(anchor[0], anchor.end()) for anchor in _ANCHORS.finditer(text, begin) if _owner(anchor) == i]
+            for text, begin in ((self.full, start), (alone, others))
+        )
+        for n in reversed(range(len(there))):
+            anchor, place = there[n]
+            earlier = [name for name, _ in there[:n]].count(anchor)
+            places = [end for name, end in here if name == anchor]
+            if earlier < len(places):
+                return places[earlier], place
+        return start, others
+
+    def _tokens(self, text: str, start: int = 0) -> list[re.Match[str]]:
         return [match for match in self.added.finditer(text, start) if match.group(1)]
 
-    def _closing(self, text: str, start: int) -> list[re.Match[str]]:
-        """Return the control tokens that end text[start:], with only whitespace between and after them."""
+    def _own_closing(self, i: int, tail: str) -> list[re.Match[str]]:
+        """Return the tokens that end `tail`, the end of message `i`, and do not belong to what it says."""
+        message, closing = self.messages[i], self._closing(tail)
+        if message.get("tool_calls"):
+            # A plain added token such as `</tool_call>` ends the call, not the turn.
+            return closing if any(token.group(1) in self.control for token in closing) else []
+        if closing and not message.get("content"):  # tokens that open an empty turn do not end it
+            filled = self.render([*self.messages[:i], {**message, "content": "1"}], False)
+            return closing[max(0, len(closing) - len(self._closing(filled))) :]
+        return closing
+
+    def _is_dropped(self, i: int) -> bool:
+        """Return whether `full` may have nothing of message `i`: the message has no content, and no anchor is left of it."""
+        anchors = [_owner(anchor) for anchor in _ANCHORS.finditer(self.full)]
+        says_more = any(self.messages[i].get(key) for key in (*REASONING, "tool_calls"))
+        return not self.messages[i].get("content") and i not in anchors and bool(anchors or not says_more)
+
+    def _closing(self, text: str) -> list[re.Match[str]]:
+        """Return the control tokens that end `text`, with only whitespace between and after them."""
         closing: list[re.Match[str]] = []
         followed_by = len(text)
-        for match in reversed(self._tokens(text, start)):
+        for match in reversed(self._tokens(text)):
             if text[match.end() : followed_by].strip():
                 break
             closing.insert(0, match)
             followed_by = match.start()
-        # Plain added tokens such as `</tool_call>` are content, unless the turn has no other end.
+        # Plain added tokens such as `</think>` are content, unless the turn has no other end.
         while len(closing) > 1 and closing[0].group(1) not in self.control:
             del closing[0]
         return closing
@@ -151,20 +252,43 @@ class Turns:
     def _cut(self, text: str) -> list[tuple[str, bool]]:
         parts: list[tuple[str, bool]] = []
         position = 0
-        for match in self._tokens(text, 0):
+        for match in self._tokens(text):
             parts += [(text[position : match.start()], False), (match.group(1), True)]
             position = match.end()
         parts.append((text[position:], False))
         return [(piece, is_token) for piece, is_token in parts if piece]
 
 
-def _as_template_keeps(messages: Messages) -> Iterator[Messages]:
-    """Yield `messages`, then without their reasoning, then without the text of tool calls: templates may drop both when other
-    messages follow."""
-    yield messages
-    plain = [{k: v for k, v in message.items() if k not in REASONING} for message in messages]
-    yield plain
-    yield [{**message, "content": ""} if message.get("tool_calls") else message for message in plain]
+def anchored(messages: Messages, place: re.Pattern[str]) -> Messages:
+    """Return a copy of `messages` in which each string that templates write has an anchor with the number of its message.
+
+    The anchor is at the last empty match of `place`. A string without such a match has none.
+    """
+    count = 0
+
+    def copy(value: Any, key: str, i: int) -> Any:
+        nonlocal count
+        if isinstance(value, dict):
+            return {name: copy(inner, name if key != "arguments" else key, i) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [copy(inner, key, i) for inner in value]
+        spots = [m.end() for m in place.finditer(value) if not m[0]] if isinstance(value, str) else []
+        if not spots or key not in _ANCHORED:
+            return value
+        count += 1
+        return f"{value[: spots[-1]]}{ANCHOR}{f'{i},{count}'.translate(TURN)}{value[spots[-1] :]}"
+
+    return [copy(message, "", i) for i, message in enumerate(messages)]
+
+
+def _owner(anchor: re.Match[str]) -> int:
+    """Return the number of the anchor's message."""
+    return int(anchor[1].translate(NUMBER).partition(",")[0])
+
+
+def _last_anchor(text: str) -> tuple[str, int]:
+    """Return the last anchor and the position after it; an empty string and 0 if there is none."""
+    return max(((anchor[0], anchor.end()) for anchor in _ANCHORS.finditer(text)), key=itemgetter(1), default=("", 0))
 
 
 def outside_literals(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lean_ft.data import Batch
-from lean_ft.generation import Sampling, longest_first, sample
+from lean_ft.generation import Sampling, longest_first, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
 from lean_ft.system.units import duration
@@ -132,8 +132,7 @@ def answer_held_out(
                 f"{text(answer)[-_SHOWN:]!r}. Set a pattern that every held-out answer matches, or leave it out."
             )
         expected[i] = found
-    stop_ids = {ids[-1] for _, ids in questions if tokenizer.decode([ids[-1]], skip_special_tokens=True) == ""}
-    stop_ids |= {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
+    ends = stop_ids(model, tokenizer)
     longest = 2 * max(len(answer) for _, answer in questions)
     limits = [len(answer) if pattern is None else longest for _, answer in questions]  # tokens of an answer
 
@@ -141,13 +140,13 @@ def answer_held_out(
     lengths = [len(prompt) + limit for (prompt, _), limit in zip(questions, limits, strict=True)]
     for asked in longest_first(lengths, max(batch.num_tokens for batch in batches)):
         prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
-        answers = sample(model, prompts, Sampling(limit, stop_ids=frozenset(stop_ids)))
+        answers = sample(model, prompts, Sampling(limit, stop_ids=ends))
         given.update(zip(asked, (answer.ids for answer in answers), strict=True))
         progress(len(given), len(questions))
 
     return AnswerReport(
         [
-            Answer(text(prompt), expected[i], compared(given[i]), given[i][-1] in stop_ids)
+            Answer(text(prompt), expected[i], compared(given[i]), given[i][-1] in ends)
             for i, (prompt, _) in enumerate(questions)
         ]
     )

@@ -181,14 +181,14 @@ class TestMask:
             "{% if add_generation_prompt %}assistant: {% endif %}"
         )
         trained = "".join(runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))))
-        assert (trained.replace(" ", "").replace("\n", ""), trained.count("\n")) == ("bd", 2)
+        assert (trained.replace(" ", "").replace("\n", ""), trained.count("\n")) == ("bd<|endoftext|>", 2)
 
     def test_a_turn_that_the_next_turns_token_ends(self, tokenizer_with):
         tokenizer = tokenizer_with(
             "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
         )
-        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d"]
+        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"))) == ["b<|user|>", "d<|user|>"]
 
     @pytest.mark.parametrize(
         "template",
@@ -206,16 +206,12 @@ class TestMask:
             with pytest.raises(ValueError, match="block outside its loop"):
                 tokenizer.passage(chat("a", "b", "c", "d"), **settings)
 
-    def test_ambiguous_turns_are_rejected(self, tokenizer_with):
+    def test_a_turn_that_cannot_be_located_is_rejected(self, tokenizer_with):
         together = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
-        for template, messages, reason in (
-            (MOVES_SYSTEM, chat("a", "b", "c", "d"), "generation.*data.train_on=last"),
-            (together, chat("a", "b"), "rendering the messages before it failed.*two, please"),
+        with pytest.raises(
+            ValueError, match=r"start of .* message 1.*rendering the messages before it failed.*two, please"
         ):
-            with pytest.raises(ValueError, match=f"start of .* message 1.*{reason}"):
-                tokenizer_with(template).render(messages)
-        tokenizer = tokenizer_with(MOVES_SYSTEM)
-        assert runs(tokenizer, tokenizer.render(chat("a", "b", "c", "d"), train_on="last")) == ["d<|end|>"]
+            tokenizer_with(together).render(chat("a", "b"))
 
     @pytest.mark.parametrize("model", ["llama2_sentencepiece.model", "tiktoken_small.model"])
     def test_other_kinds_of_tokenizer(self, shared_data: Path, make_folder: MakeFolder, model: str):

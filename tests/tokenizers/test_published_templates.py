@@ -23,7 +23,7 @@ from lean_ft.tokenizers.chat_template import MARKERS, ChatTemplate
 
 NAMES = ["cohere", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3", "nemotron_3_nano", "phi3"]
 NAMES += ["qwen2_5", "qwen3", "qwen3_5_think", "qwen3_instruct_2507"]
-TOKENS = re.compile(r"<[|｜][^<>\s'\"+]{1,40}[|｜]>|<(?:start|end)_of_turn>|</?think>|</?tool_call>")
+TOKENS = re.compile(r"<[|｜][^<>\s'\"+]{1,40}[|｜]>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>|</?think>|</?tool_call>")
 CHAT = [
     {"role": "user", "content": "What is   1 + 1?\n"},
     {"role": "assistant", "content": "It is two."},
@@ -185,7 +185,9 @@ def test_reasoning_under_each_of_its_names(name: str, key: str, folder_of: Folde
     folder = folder_of(name)
     messages = [CHAT[0], {**CHAT[1], key: "One, one."}, CHAT[2], {**CHAT[3], key: "Hmm,\nGerman."}]
     ids, mask = load_tokenizer(folder).render(messages, train_on="last")
-    assert ids == AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=False)
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, return_dict=False)
+    num_added = {"glm4moe": 1}.get(name, 0)  # the token that ends the turn, which the template writes for the next one
+    assert ids[: len(ids) - num_added] == expected
     said = load_tokenizer(folder).decode([token_id for token_id, trained in zip(ids, mask, strict=True) if trained])
     assert ("German." in said) == (name not in ("llama3", "gemma4"))  # which read none, and only with tool calls
 

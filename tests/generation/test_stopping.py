@@ -1,0 +1,86 @@
+"""A model that has learned a chat stops by itself, in lean_ft, in transformers and in llama.cpp.
+
+The tokens that end a turn in the chat template are not eos here, as in base models with a chat template (Qwen2.5).
+"""
+
+import json
+import shutil
+import urllib.request
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lean_ft
+from lean_ft.export import export_folder, export_gguf
+from lean_ft.generation import stop_ids
+from tests.export.llama_server import LlamaServer
+
+LOOP = "{% for m in messages %}"
+ASKS = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+HEADER = "{{ '<|' ~ m.role ~ '|>' ~ m.content }}"
+TEMPLATES = {
+    "own token": (LOOP + HEADER + "{{ '<|end|>' }}{% endfor %}" + ASKS, {"<|end|>"}),
+    "not at the end of the chat": (
+        LOOP + HEADER + "{% if not loop.last or m.role == 'user' %}{{ '<|end|>' }}{% endif %}{% endfor %}" + ASKS,
+        {"<|end|>"},
+    ),
+    "the next turn's token": (LOOP + HEADER + "{% endfor %}" + ASKS, {"<|user|>"}),
+    "no token": (
+        LOOP
+        + "{{ m.role ~ ':\\n' ~ m.content ~ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}",
+        set(),
+    ),
+}
+ANSWERS = {"What is 58 plus 7?": "The answer is 65.", "Which city?": "Ulopolis.", "Say a.": "a"}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_model_that_knows_its_answers_stops_after_them(name: str, tmp_path: Path):
+    template, ends = TEMPLATES[name]
+    base = tmp_path / "base"
+    shutil.copytree(Path(lean_ft.__file__).parent / "assets/tiny/model", base)
+    special = {"eos_token": "<|pad|>", "pad_token": "<|pad|>", "chat_template": template}
+    for file, fields in {
+        "tokenizer_config.json": special,
+        "config.json": {"eos_token_id": 0},
+        "generation_config.json": {"eos_token_id": 0},
+    }.items():
+        (base / file).write_text(json.dumps(json.loads((base / file).read_text()) | fields))
+    asked = [[{"role": "user", "content": question}] for question in ANSWERS]
+    rows = [
+        {"messages": [*chat, {"role": "assistant", "content": a}]}
+        for chat, a in zip(asked, ANSWERS.values(), strict=True)
+    ]
+    run = lean_ft.run(
+        "full_finetune_single_device",
+        model={"path": str(base), "dtype": "float32"},
+        data={"source": rows * 2, "validation_source": rows},
+        optimizer={"lr": 2e-3},
+        batch_size=6,
+        epochs=40,
+        output_dir=str(tmp_path / "run"),
+    )
+    model, tokenizer = lean_ft.open_model(run, dtype="float32")
+    assert stop_ids(model, tokenizer) == {tokenizer.token_id(token) for token in {"<|pad|>", *ends}}
+    ours = lean_ft.generate(model, asked, tokenizer, max_new_tokens=40)
+    assert [text.strip() for text in ours] == list(ANSWERS.values())
+
+    export_folder(run, tmp_path / "folder")
+    theirs, their_tokenizer = (
+        kind.from_pretrained(tmp_path / "folder") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    export_gguf(run, tmp_path / "model.gguf", "f32")
+    server = LlamaServer(tmp_path / "model.gguf")
+    for chat, answer in zip(asked, ANSWERS.values(), strict=True):
+        ids = their_tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        found = theirs.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        assert their_tokenizer.decode(found, skip_special_tokens=True).strip() == answer
+        body = {"prompt": ids["input_ids"][0].tolist(), "n_predict": 40, "temperature": 0.0}
+        request = urllib.request.Request(
+            f"{server.listening_address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            assert json.load(reply)["content"].strip() == answer
