@@ -1,15 +1,17 @@
 """Load user code: a recipe's file, or a function that a setting names as FILE.py:FUNCTION."""
 
+import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 
 def is_function_path(value: Any) -> TypeGuard[str]:
@@ -39,6 +41,25 @@ def load_function(value: str) -> Callable[..., Any]:
             _lacks(file, name, [other for other, value in found.items() if type(value) is type(is_function_path)])
         )
     return found[name]
+
+
+@contextmanager
+def without_os_exit() -> Iterator[None]:
+    """Let `os._exit` raise SystemExit, except in forked processes. It would end the run with any exit code, even 0."""
+    process, leave = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != process:
+            leave(status)
+        raise SystemExit(
+            f"error: your function called os._exit({status}). Raise an exception or return a value instead."
+        )
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def file_digest(value: str) -> str:
