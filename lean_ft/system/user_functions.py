@@ -51,9 +51,7 @@ def without_os_exit() -> Iterator[None]:
     def refuse(status: int) -> NoReturn:
         if os.getpid() != process:
             leave(status)
-        raise SystemExit(
-            f"error: your function called os._exit({status}). Raise an exception or return a value instead."
-        )
+        raise SystemExit(f"your function called os._exit({status}). Raise an exception or return a value instead.")
 
     os._exit = refuse
     try:
