@@ -25,6 +25,7 @@ import random
 import re
 import threading
 import time
+import warnings
 import weakref
 import zlib
 from collections import defaultdict
@@ -68,6 +69,7 @@ PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     ),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's float32 precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "the filters of warnings": (lambda: [*warnings.filters], partial(setattr, warnings, "filters")),
     "the current folder": (os.getcwd, os.chdir),
 }
 """What a function must not change for the rest of the run: how to read it, and how to restore it."""
@@ -267,8 +269,6 @@ def _state_of(run: Run) -> TrainerState:
         max_steps=run.total_steps,
         epoch=done / run.steps_per_epoch,
         num_train_epochs=math.ceil(run.total_steps / run.steps_per_epoch),
-        logging_steps=run.cfg.log_every,
-        train_batch_size=run.cfg.batch_size,
         is_local_process_zero=True,
         is_world_process_zero=True,
     )

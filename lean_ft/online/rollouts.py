@@ -74,6 +74,11 @@ class Answer:
         return sum(self.divergences) if self.divergences else None
 
 
+def _differ(answers: Sequence[Answer]) -> bool:
+    """Whether the rewards of a prompt's completions differ."""
+    return len({answer.reward for answer in answers if answer.reward is not None}) > 1
+
+
 class Rounds(Generic[BatchT]):
     """The completions that a run trains on, round after round; `lean_ft.training.Run` saves their state.
 
@@ -182,8 +187,7 @@ class Rounds(Generic[BatchT]):
         even = []
         for start in range(0, len(answers), size):
             group = answers[start : start + size]
-            spread = len({answer.reward for answer in group if answer.reward is not None}) > 1
-            (self._answers if spread or self._cfg.generation.most_attempts == 1 else even).extend(group)
+            (self._answers if _differ(group) or self._cfg.generation.most_attempts == 1 else even).extend(group)
         return even
 
     def begin(self) -> None:
@@ -254,20 +258,21 @@ class Rounds(Generic[BatchT]):
                 "its completions with a reward were all cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
                 "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
             )
-        if self._compares and self.metrics()["even_groups"] == 1:
-            return (
-                "all completions of each prompt have the same reward. To sample other prompts instead, set "
-                "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
-            )
-        return ""
+        size = self._cfg.generation.num_answers
+        if not self._compares or any(_differ(self._answers[i : i + size]) for i in range(0, self.num_answers, size)):
+            return ""
+        return (
+            "all completions of each prompt have the same reward. To sample other prompts instead, set "
+            "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
+        )
 
     _compares = True  # whether equal rewards of a prompt's completions give no gradient
 
     def shown(self, count: int) -> list[dict[str, Any]]:
         """A few completions of the round, from as many prompts as possible, for samples.jsonl."""
         step = max(1, len(self._answers) // count)
-        columns = {column for answer in self._answers for column in answer.extras}
-        return [
+        columns = dict.fromkeys(column for answer in self._answers for column in answer.extras)
+        rows = [
             {
                 "prompt": self._prompts[answer.prompt].asked,
                 "answer": answer.text,
@@ -275,10 +280,12 @@ class Rounds(Generic[BatchT]):
                 "rewards": answer.rewards,
                 **({"advantage": answer.advantages[0]} if answer.advantages else {}),
                 "ended": answer.ended,
-                **{column: answer.extras.get(column) for column in columns},
             }
             for answer in self._answers[::step][:count]
         ]
+        for row, answer in zip(rows, self._answers[::step], strict=False):
+            row |= {f"{'extra/' * (column in row)}{column}": answer.extras.get(column) for column in columns}
+        return rows
 
     # State --------------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ def _load(file: Path, _version: int) -> ModuleType:
     if (folder := str(file.parent)) not in sys.path:
         sys.path.append(folder)  # last, so that its modules hide no library
     try:
-        return run_file(file, f"user_functions.{file.stem}")
+        with without_os_exit():
+            return run_file(file, f"user_functions.{file.stem}")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{line_in(file, error)} cannot be run: {type(error).__name__}: {error}") from error

@@ -4,6 +4,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ CHANGES = {  # a statement -> what it changes; None: nothing that needs a warnin
     "torch.set_default_device('meta')": "torch's default device",
     "torch.set_num_threads(torch.get_num_threads() + 1)": "torch's number of threads",
     "torch.set_float32_matmul_precision('medium')": "torch's float32 precision",
+    "warnings.simplefilter('error')": "the filters of warnings",
     "os.chdir('/')": "the current folder",
     "random.seed(0); np.random.seed(0); torch.manual_seed(0)": None,
     "random.random(); np.random.rand(); torch.rand(1)": None,
@@ -87,21 +89,27 @@ def test_the_process_is_as_before_and_the_function_is_named(tmp_path: Path, chan
             torch.get_default_device(),
             torch.get_num_threads(),
         ]
-        modes += [torch.get_float32_matmul_precision(), os.getcwd(), random.getstate(), torch.get_rng_state().tolist()]
+        modes += [
+            [*warnings.filters],
+            torch.get_float32_matmul_precision(),
+            os.getcwd(),
+            random.getstate(),
+            torch.get_rng_state().tolist(),
+        ]
         return [*modes, [one.tolist() if isinstance(one, np.ndarray) else one for one in np.random.get_state()]]
 
     (tmp_path / "changing.py").write_text(
-        f"import os, random\nimport numpy as np\nimport torch\n{kind} f(completions):\n    {change}\n    return [1.0]\n"
+        f"import os, random, warnings\nimport numpy as np\nimport torch\n{kind} f(completions):\n    {change}\n    return [1.0]\n"
     )
     score, before = rewards.Rewards([f"{tmp_path}/changing.py:f"], load_tokenizer("tiny")), state()
     for _ in range(2):
         assert score([Prompt([1], "a", {}, "row 1")], [Sample([5])]).totals == [1.0]
         assert state() == before
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
     found = [
         f"WARNING     the reward {tmp_path}/changing.py:f changes {CHANGES[change]}, which is undone after each call."
     ]
-    assert warnings == found * (CHANGES[change] is not None)
+    assert said == found * (CHANGES[change] is not None)
 
 
 def test_draws_differ_by_round_and_repeat_with_the_round(tmp_path: Path) -> None:
@@ -143,9 +151,12 @@ def test_a_slow_function_is_reported(tmp_path: Path, monkeypatch, capsys) -> Non
     assert capsys.readouterr().out == ""
 
 
-def test_a_file_that_exits_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\ndef f(completions): ...\n")
-    with pytest.raises(ValueError, match=r"exits\.py, line 2 cannot be run: SystemExit: 0"):
+@pytest.mark.parametrize(
+    ("leave", "reason"), [("sys.exit(0)", "0"), ("os._exit(0)", r"your function called os\._exit\(0\)")]
+)
+def test_a_file_that_exits_is_refused(tmp_path: Path, leave: str, reason: str) -> None:
+    (tmp_path / "exits.py").write_text(f"import os, sys\n{leave}\ndef f(completions): ...\n")
+    with pytest.raises(ValueError, match=rf"exits\.py, line 2 cannot be run: SystemExit: {reason}"):
         rewards.Rewards([f"{tmp_path}/exits.py:f"], load_tokenizer("tiny"))
 
 

@@ -284,7 +284,7 @@ def test_functions_log_metrics_and_columns(train: Train, tmp_path: Path) -> None
         "    log_metric('share', 1)\n    log_metric('share', torch.tensor(2.0))\n"
         "    for name in ('reward', 'loss', 'lr', 'step'):\n        log_metric(name, 7.0)\n"
         "    log_extra('size', torch.tensor([len(said) for said in completions]))\n"
-        "    log_extra('odd', [float('nan')] * len(completions))\n"
+        "    log_extra('odd', [float('nan')] * len(completions))\n    log_extra('answer', completions)\n"
         "    return [float(trainer_state.global_step)] * len(completions)\n"
         "def short(completions, log_extra):\n    log_extra('size', [1])\n    return [0.0] * len(completions)\n"
     )
@@ -309,6 +309,8 @@ def test_functions_log_metrics_and_columns(train: Train, tmp_path: Path) -> None
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in samples] == [step for step in (1, 2, 3, 4) for _ in range(8)]
     assert all(row["size"] == len(row["answer"]) and row["odd"] == "NaN" for row in samples)
+    assert all(row["extra/answer"] == row["answer"] for row in samples)
+    assert {tuple(row) for row in samples} == {tuple(samples[0])}
     with pytest.raises(RuntimeError, match=r"log_extra\('size', \.\.\.\) got 1 values for 16 answers"):
         train("rewards=['TMP/logs.py:short']", output="short")
 
