@@ -255,7 +255,7 @@ class Rounds(Generic[BatchT]):
             return f"{names} returned None for each of its {len(self._answers)} completions"
         if not any(self._counts(one) for one in self._answers):
             return (
-                "its completions with a reward were all cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
+                "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
                 "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
             )
         size = self._cfg.generation.num_answers

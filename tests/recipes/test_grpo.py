@@ -254,7 +254,7 @@ UNTRAINED = {  # the reward of each completion, settings and what the log says
     "cut": (
         "float(len(said))",
         ("generation.max_new_tokens=1", "loss.mask_truncated=true"),
-        "all cut at generation.max_new_tokens",
+        "all completions that have a reward were cut at generation.max_new_tokens",
     ),
     "equal": ("1.0", (), "all completions of each prompt have the same reward. .*generation.most_attempts=4"),
 }
