@@ -45,6 +45,7 @@ def main(cfg: Config) -> None:
     run = Run(
         cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, ranks=ranks
     )
+    score.run = run  # for reward functions that read `trainer_state`
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # samples with the current weights
 

@@ -60,6 +60,7 @@ def main(cfg: Config) -> None:
         ranks=ranks,
         carried=value,
     )
+    score.run = run  # for reward functions that read `trainer_state`
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # samples with the current weights
 

@@ -102,7 +102,8 @@ def test_names_of_trl_exist():
     configs = [getattr(trl, name) for name in dir(trl) if name.endswith("Config")]
     known = {field.name for config in configs for field in dataclasses.fields(config)} | {"dataset_name"}
     known |= {field.name for field in dataclasses.fields(trl.ScriptArguments)} | set(dir(trl))
-    known |= inspect.signature(trl.SFTTrainer.__init__).parameters.keys()
+    for trainer in (trl.SFTTrainer, trl.GRPOTrainer):
+        known |= inspect.signature(trainer.__init__).parameters.keys()
     for theirs, _ in names_in_tables(ROOT / "docs" / "coming_from_trl.md"):
         assert {name.rpartition(".")[2] for name in theirs} <= known, theirs
 

@@ -22,6 +22,7 @@ from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import usable_cores
 from lean_ft.system.interrupts import OutsideTraining
 from lean_ft.system.launch import Launch, launch
+from lean_ft.system.user_functions import without_os_exit
 
 
 def _flag(name: str, metavar: str, help: str) -> Any:
@@ -129,7 +130,8 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> None:
     if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
         _print_expected_memory(recipe, cfg)
     try:
-        recipe.main(cfg)
+        with without_os_exit():
+            recipe.main(cfg)
         if _is_one_of_many():
             _leave_process_group()
     except SystemExit as error:

@@ -24,8 +24,6 @@ from lean_ft.settings import PromptDataConfig, Sources
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
-OF_THE_PROMPT = ("prompt", "messages", "tools")  # columns not passed to rewards
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -140,10 +138,10 @@ def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokeniz
         raise ValueError(f"data.columns.{absent[0]}: the row has {names_of(row.fields)}.")
     fields = {name: value for name, value in row.fields.items() if name not in columns.values()}
     fields |= {ours: row.fields[theirs] for ours, theirs in columns.items() if theirs in row.fields}
-    further = {name: value for name, value in fields.items() if name not in OF_THE_PROMPT}
+    further = {name: value for name, value in fields.items() if name != "prompt"}  # for rewards
     asked = parse_if_json(fields.get("prompt"), "prompt")
     if asked is None and "messages" in fields:
-        asked = read_chat(fields["messages"], "messages").messages
+        asked = read_chat(further.pop("messages"), "messages").messages
         if asked[-1]["role"] == "assistant":
             further.setdefault("answer", asked[-1]["content"])
             asked = asked[:-1]

@@ -1,9 +1,12 @@
 """Rewards of completions: the user's functions, built-in functions, and reward models.
 
 A function takes the lists `prompts` and `completions` and returns a number for each completion, or None if it cannot
-judge one. It gets further arguments by name: columns of the rows (`answer`), `prompt_ids`, `completion_ids`, `ended`
-(whether the completion was not cut). It may be `async`; async functions run concurrently. A completion's reward is the
-weighted sum of all functions, or None if no function judges it.
+judge one. Both are texts, or for prompts of messages lists of messages: `[{"role": "assistant", "content": ...}]`. It
+gets further arguments by name: columns of the rows (`answer`), `prompt_ids`, `completion_ids`, `ended` (whether the
+completion was not cut), `trainer_state`, `log_metric` and `log_extra`. It may be `async`; async functions run
+concurrently. A completion's reward is the weighted sum of all functions, or None if no function judges it.
+
+Functions draw random numbers from a seed that depends on the round, and leave the run's generators as they were.
 
     def right(prompts, completions, answer):
         return [float(said.strip() == expected) for said, expected in zip(completions, answer)]
@@ -15,15 +18,26 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import json
 import math
+import os
+import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+import weakref
+import zlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
+import torch
 
 from lean_ft.data import Prompt
 from lean_ft.frozen.reward_model import JudgingModel
@@ -33,16 +47,32 @@ from lean_ft.settings import Reward
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.user_functions import load_function
+from lean_ft.system.user_functions import load_function, without_os_exit
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
 from lean_ft.training.bad_steps import TrainingFailed
+from lean_ft.training.checkpoint import capture_random_state, restore_random_state
 from lean_ft.training.continuation import QUICK_BYTES
+from lean_ft.training.device import resolve_device
 from lean_ft.training.finished_models import find_finished
+from lean_ft.training.run import Run
 
-GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "ended")
+GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "ended", "trainer_state", "log_metric", "log_extra")
 SLOW_SECONDS = 10.0
 Function = Callable[..., Any]
+PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (
+        torch.get_default_device,
+        lambda was: torch.set_default_device(None if was.type == "cpu" else was),
+    ),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's float32 precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "the filters of warnings": (lambda: [*warnings.filters], partial(setattr, warnings, "filters")),
+    "the current folder": (os.getcwd, os.chdir),
+}
+"""What a function must not change for the rest of the run: how to read it, and how to restore it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +82,7 @@ class Scores:
     totals: list[float | None]  # (N,)
     each: list[list[float | None]]  # (N, functions): without weights
     texts: list[str]  # (N,)
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # of `log_extra`: (N,) of each column
 
 
 def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
@@ -107,8 +138,17 @@ def check_rewards(settings: Sequence[Reward | str]) -> None:
             find_finished(one.model, QUICK_BYTES)
 
 
+class TrainerState(SimpleNamespace):
+    """The progress of a run, under the names of transformers' TrainerState."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has no {name} in lean_ft. It has {', '.join(vars(self))}.")
+
+
 class Rewards:
-    """`score(prompts, samples)`: the rewards of N completions."""
+    """`score(prompts, samples)`: the rewards of N completions. Set `run` for `trainer_state` and `log_metric`."""
+
+    run: Run | None = None
 
     def __init__(
         self, settings: Sequence[Reward | str], tokenizer: Tokenizer, device: str = "auto", ranks: Ranks = ALONE
@@ -117,108 +157,161 @@ class Rewards:
         reward."""
         self._settings, self._tokenizer, self._ranks = rewards_of(settings), tokenizer, ranks
         self._functions: list[Function] = []
+        self._device, self._warned = device, set[str]()
+        self._loop = asyncio.Runner()  # one for the whole run, since async functions keep their connections
+        weakref.finalize(self, self._loop.close)
         if ranks.rank == 0:
             for one in self._settings:
                 own = one.model is not None
                 self._functions.append(JudgingModel(one.name, device, tokenizer) if own else _load(one))
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
-        """prompts, samples: N of each. Raises TrainingFailed, with the row's place, if a function raises, or returns
-        anything but a finite number or None for each completion."""
+        """prompts, samples: N of each. Raises TrainingFailed, with the row's place, if a function raises or exits, or
+        returns anything but a finite number or None for each completion."""
         return self._ranks.on_rank_zero(lambda: self._judged(prompts, samples))
 
     def _judged(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
         texts = [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in samples]
-        given = {
+        extras = defaultdict[str, list[Any]](list)
+        given: dict[str, Any] = {
             "prompts": [prompt.asked for prompt in prompts],
-            "completions": texts,
+            "completions": [
+                text if isinstance(prompt.asked, str) else [{"role": "assistant", "content": text}]
+                for prompt, text in zip(prompts, texts, strict=True)
+            ],
             "prompt_ids": [prompt.ids for prompt in prompts],
             "completion_ids": [one.ids for one in samples],
             "ended": [one.ended for one in samples],
+            "log_extra": lambda column, values: extras[column].extend(values),
         }
+        if self.run is not None:
+            given |= {"trainer_state": _state_of(self.run), "log_metric": self.run.log_metric}
         for name in {name for prompt in prompts for name in prompt.columns} - set(GIVEN):
             given[name] = [prompt.columns.get(name) for prompt in prompts]
-        with contextlib.chdir("."):  # a function may change the current directory
-            columns = asyncio.run(self._all(prompts, given))
+        random_state = capture_random_state(device := resolve_device(self._device))
+        try:
+            seed = zlib.crc32(repr(given["completion_ids"]).encode())  # by round, so that a resumed run has it too
+            for seed_it in (random.seed, np.random.seed, torch.manual_seed):
+                seed_it(seed)
+            with without_os_exit():
+                columns = self._columns(prompts, given, texts)
+        finally:
+            restore_random_state(random_state, device)
+        for column, values in extras.items():
+            if len(values) != len(prompts):
+                raise TrainingFailed(
+                    f"log_extra({column!r}, ...) got {len(values)} values for {len(prompts)} answers; expected one for each."
+                )
         each = [list(row) for row in zip(*columns, strict=True)]
         weights = [one.weight for one in self._settings]
         totals: list[float | None] = []
         for row in each:
             judged = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
             totals.append(sum(judged) if judged else None)
-        return Scores(totals, each, texts)
+        return Scores(totals, each, texts, json.loads(json.dumps(extras, default=_plain), parse_constant=str))
 
-    async def _all(self, prompts: Sequence[Prompt], given: dict[str, list[Any]]) -> list[list[float | None]]:
-        calls = [
-            self._one(one.name, function, prompts, given)
-            for one, function in zip(self._settings, self._functions, strict=True)
-        ]
-        return list(await asyncio.gather(*calls))
+    def _columns(self, prompts: Sequence[Prompt], given: dict[str, Any], texts: list[str]) -> list[list[float | None]]:
+        """Call the functions one after another. Those that are async then run concurrently."""
+        names, calls, found = [one.name for one in self._settings], [], list[Any]()
+        for one, function in zip(self._settings, self._functions, strict=True):
+            reads_texts = one.model is not None or one.function in BUILT_IN
+            taken = _taken(one.name, function, given | {"completions": texts} if reads_texts else given)
+            calls.append(partial(_tried, function, taken))
+            with self._watched(one.name):
+                found.append(calls[-1](slice(None)))
+        if waiting := [i for i, one in enumerate(found) if inspect.isawaitable(one)]:
+            with self._watched(" or ".join(names[i] for i in waiting)):
+                for i, value in zip(waiting, self._loop.run(_settled([found[i] for i in waiting])), strict=True):
+                    found[i] = value
+        for name, call, value in zip(names, calls, found, strict=True):
+            if isinstance(value, BaseException):
+                raise TrainingFailed(
+                    f"the reward {name} failed at {self._failing(call, prompts)}: {type(value).__name__}: {value}\nThe run keeps "
+                    "its last completed step. Fix the function and repeat the command."
+                ) from value
+        return [_checked(name, values, prompts) for name, values in zip(names, found, strict=True)]
 
-    async def _one(
-        self, name: str, function: Function, prompts: Sequence[Prompt], given: dict[str, list[Any]]
-    ) -> list[float | None]:
-        taken = _taken(name, function, given)
+    def _failing(self, call: Callable[[slice], Any], prompts: Sequence[Prompt]) -> str:
+        """The place of the first row for which the function fails alone."""
+        for i, prompt in enumerate(prompts):
+            value = call(slice(i, i + 1))
+            if isinstance(self._loop.run(_settled([value]))[0] if inspect.isawaitable(value) else value, BaseException):
+                return prompt.place
+        return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
+
+    @contextlib.contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Log that a function is still running, after 10 s, 20 s, 40 s and so on. Undo its changes of the process."""
+
+        def report(seconds: float, began: float) -> None:
+            while not done.wait(began + seconds - time.monotonic()):
+                say("waiting", f"the reward {name} has run for {seconds:.0f} s")
+                seconds *= 2
+
+        before, done = [read() for read, _ in PROCESS_STATE.values()], threading.Event()
+        threading.Thread(target=report, args=(SLOW_SECONDS, time.monotonic()), daemon=True).start()
         try:
-            with _reported(name):
-                values = await _call(function, taken)
+            yield
+        finally:
+            done.set()
+        for (what, (read, restore)), value in zip(PROCESS_STATE.items(), before, strict=True):
+            if read() != value:
+                restore(value)
+                if (text := f"the reward {name} changes {what}, which is undone after each call.") not in self._warned:
+                    self._warned.add(text)
+                    say("WARNING", text)
+
+
+def _state_of(run: Run) -> TrainerState:
+    done = run.completed_steps
+    return TrainerState(
+        global_step=done,
+        max_steps=run.total_steps,
+        epoch=done / run.steps_per_epoch,
+        num_train_epochs=math.ceil(run.total_steps / run.steps_per_epoch),
+        is_local_process_zero=True,
+        is_world_process_zero=True,
+    )
+
+
+def _tried(function: Function, taken: dict[str, Any], rows: slice) -> Any:
+    """Return the function's result for these rows, which may be awaitable, or its error."""
+    try:  # with copies, because it may change its arguments
+        return function(**{k: copy.deepcopy(v[rows]) if isinstance(v, list) else v for k, v in taken.items()})
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: it would end the run as if it were complete
+        return error
+
+
+async def _settled(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Return the result or the error of each, run concurrently."""
+
+    async def settle(one: Awaitable[Any]) -> Any:
+        try:
+            return await one
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # SystemExit too: it would end the run as if it were complete
-            place = await _failing(function, prompts, taken)
-            raise TrainingFailed(
-                f"the reward {name} failed at {place}: {type(error).__name__}: {error}\nThe run keeps its last "
-                "completed step. Fix the function and repeat the command."
-            ) from error
-        return _checked(name, values, prompts)
+        except BaseException as error:
+            return error
+
+    return list(await asyncio.gather(*map(settle, waiting)))
 
 
-@contextlib.contextmanager
-def _reported(name: str) -> Iterator[None]:
-    """Log that a function is still running, after 10 s, 20 s, 40 s and so on."""
-
-    def report(seconds: float, began: float) -> None:
-        while not done.wait(began + seconds - time.monotonic()):
-            say("waiting", f"the reward {name} has run for {seconds:.0f} s")
-            seconds *= 2
-
-    done = threading.Event()
-    threading.Thread(target=report, args=(SLOW_SECONDS, time.monotonic()), daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
-
-
-async def _call(function: Function, taken: dict[str, list[Any]]) -> Any:
-    values = function(**copy.deepcopy(taken))  # it may change its arguments
-    return await values if inspect.isawaitable(values) else values
-
-
-async def _failing(function: Function, prompts: Sequence[Prompt], taken: dict[str, list[Any]]) -> str:
-    """The place of the first row for which the function fails alone."""
-    for i, prompt in enumerate(prompts):
-        try:
-            await _call(function, {name: values[i : i + 1] for name, values in taken.items()})
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            raise
-        except BaseException:
-            return prompt.place
-    return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
-
-
-def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _taken(name: str, function: Function, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a function names, or all of them if it takes any."""
     parameters = inspect.signature(function).parameters.values()
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        # TRL gives its functions no prompt_ids.
-        taken = {name: values for name, values in given.items() if name != "prompt_ids"}
-    else:
-        taken = {one.name: given[one.name] for one in named if one.name in given}
+    taken = {one.name: given[one.name] for one in named if one.name in given}
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):  # TRL passes no prompt_ids
+        taken |= {name: values for name, values in given.items() if name != "prompt_ids"}
     missing = [one.name for one in named if one.default is one.empty and one.name not in given]
     if missing:
         columns = [column for column in given if column not in GIVEN]
+        if missing[0] in GIVEN:
+            raise ValueError(
+                f"the reward {name} reads {missing[0]}. In the recipe, set score.run = run after run = Run(...)."
+            )
         raise ValueError(
             f"the reward {name} has the parameter {', '.join(missing)}, but the rows have no such column. Columns: "
             f"{', '.join(columns) or 'none'}; other arguments: {', '.join(GIVEN)}.{did_you_mean(missing[0], [*given])}"
@@ -226,10 +319,16 @@ def _taken(name: str, function: Function, given: dict[str, list[Any]]) -> dict[s
     return taken
 
 
+def _plain(value: Any) -> Any:
+    """A value that JSON, and so a checkpoint, can hold: a number of numpy or torch, or text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | None]:
     values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        came = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+    values = list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes | dict) else values
+    if not isinstance(values, list) or len(values) != len(prompts):
+        came = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
         raise TrainingFailed(
             f"the reward {name} returned {came} for {len(prompts)} answers; expected a list with a number or None for each."
         )

@@ -27,8 +27,9 @@ from lean_ft.data.batches import Layout
 from lean_ft.data.pairs import Pairs
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
-from lean_ft.online.rewards import Rewards, Scores
+from lean_ft.online.rewards import Rewards, Scores, rewards_of
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
+from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 
@@ -46,6 +47,7 @@ class Answer:
     reward: float | None
     rewards: list[float | None]  # of each function
     text: str
+    extras: dict[str, Any] = field(default_factory=dict)  # of `log_extra`, by column
     # Per token: the divergence from the reference, if it is part of the reward.
     divergences: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)  # per token, the value model's prediction before it
@@ -70,6 +72,11 @@ class Answer:
     @property
     def divergence(self) -> float | None:
         return sum(self.divergences) if self.divergences else None
+
+
+def _differ(answers: Sequence[Answer]) -> bool:
+    """Whether the rewards of a prompt's completions differ."""
+    return len({answer.reward for answer in answers if answer.reward is not None}) > 1
 
 
 class Rounds(Generic[BatchT]):
@@ -106,6 +113,7 @@ class Rounds(Generic[BatchT]):
         self._place = self._round = 0
         self._step = self._steps  # steps done in the round; no round has begun
         self._answers: list[Answer] = []
+        self._told = set[str]()  # reasons why a round trained nothing
         self._sampling_seconds: float | None = None  # of the round, until it is logged
         watcher = stage()
         self._planned = None if watcher is None else watcher.batches(self._longest)
@@ -145,6 +153,12 @@ class Rounds(Generic[BatchT]):
         self._answers += even[: self.num_answers - len(self._answers)]
         for one in self._answers:
             one.counts = [self._counts(one)] * len(one.ids)
+        if self._planned is None and (why := self._why_untrained()) and why not in self._told:
+            self._told.add(why)
+            say(
+                "WARNING",
+                f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported.",
+            )
         self._sampling_seconds = time.perf_counter() - started
 
     def _ask(self) -> list[Prompt]:
@@ -167,12 +181,13 @@ class Rounds(Generic[BatchT]):
             Answer(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
             for i, (one, total) in enumerate(zip(samples, scores.totals, strict=True))
         ]
+        for i, answer in enumerate(answers):
+            answer.extras = {column: values[i] for column, values in scores.extras.items()}
         self._place += len(asked)
         even = []
         for start in range(0, len(answers), size):
             group = answers[start : start + size]
-            spread = len({answer.reward for answer in group if answer.reward is not None}) > 1
-            (self._answers if spread or self._cfg.generation.most_attempts == 1 else even).extend(group)
+            (self._answers if _differ(group) or self._cfg.generation.most_attempts == 1 else even).extend(group)
         return even
 
     def begin(self) -> None:
@@ -233,10 +248,31 @@ class Rounds(Generic[BatchT]):
             told["sampling_seconds"], self._sampling_seconds = self._sampling_seconds, None
         return {name: value for name, value in told.items() if not math.isnan(value)}
 
+    def _why_untrained(self) -> str:
+        """Why the sampled round changes nothing, and what helps; empty if it does."""
+        if all(one.reward is None for one in self._answers):
+            names = " and ".join(one.name for one in rewards_of(self._cfg.rewards))
+            return f"{names} returned None for each of its {len(self._answers)} completions"
+        if not any(self._counts(one) for one in self._answers):
+            return (
+                "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
+                "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
+            )
+        size = self._cfg.generation.num_answers
+        if not self._compares or any(_differ(self._answers[i : i + size]) for i in range(0, self.num_answers, size)):
+            return ""
+        return (
+            "all completions of each prompt have the same reward. To sample other prompts instead, set "
+            "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
+        )
+
+    _compares = True  # whether equal rewards of a prompt's completions give no gradient
+
     def shown(self, count: int) -> list[dict[str, Any]]:
         """A few completions of the round, from as many prompts as possible, for samples.jsonl."""
         step = max(1, len(self._answers) // count)
-        return [
+        columns = dict.fromkeys(column for answer in self._answers for column in answer.extras)
+        rows = [
             {
                 "prompt": self._prompts[answer.prompt].asked,
                 "answer": answer.text,
@@ -247,6 +283,9 @@ class Rounds(Generic[BatchT]):
             }
             for answer in self._answers[::step][:count]
         ]
+        for row, answer in zip(rows, self._answers[::step], strict=False):
+            row |= {f"{'extra/' * (column in row)}{column}": answer.extras.get(column) for column in columns}
+        return rows
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -441,6 +480,7 @@ class ValuedRollouts(Rollouts):
     The reward is at the last token, and the divergence's cost at each token."""
 
     _has_values = True
+    _compares = False
 
     @property
     def _looks_back(self) -> bool:

@@ -27,8 +27,8 @@ class SampleLog:
             trim_metrics(self._path, run.start_step, has_every_step=False)
 
     def say_before(self, metrics: dict[str, Any]) -> None:
-        """Log the evaluation before the first step."""
-        say("evaluation", f"before training: held-out reward {number(metrics['eval_reward'])}")
+        """Log the evaluation before the first step, as step 0."""
+        self._run.log_evaluation(None, **metrics)
 
     def write(self, step: int, rollouts: Rounds) -> None:
         """Write a few completions of the round after step `step` (from 0), if they are due."""

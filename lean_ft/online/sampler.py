@@ -87,9 +87,8 @@ class Sampler:
         return [one for answers in self._ranks.on_every_rank(answer)[::alike] for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
-        """Return the mean reward and length of completions of held-out prompts, sampled at
-        `generation.eval_temperature` with a fixed seed."""
+        """Return the mean reward (if any has one) and length of completions of held-out prompts, sampled at `generation.eval_temperature` with a fixed seed."""
         answers = self(held_out, self._seed, self._generation.eval_temperature)
         worth = [total for total in rewards(held_out, answers).totals if total is not None]
-        num_tokens = sum(len(answer.ids) for answer in answers)
-        return {"eval_reward": sum(worth) / max(1, len(worth)), "eval_completion_length": num_tokens / len(answers)}
+        found = {"eval_completion_length": sum(len(answer.ids) for answer in answers) / len(answers)}
+        return found | ({"eval_reward": sum(worth) / len(worth)} if worth else {})

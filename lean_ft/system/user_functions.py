@@ -1,15 +1,17 @@
 """Load user code: a recipe's file, or a function that a setting names as FILE.py:FUNCTION."""
 
+import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 
 def is_function_path(value: Any) -> TypeGuard[str]:
@@ -39,6 +41,23 @@ def load_function(value: str) -> Callable[..., Any]:
             _lacks(file, name, [other for other, value in found.items() if type(value) is type(is_function_path)])
         )
     return found[name]
+
+
+@contextmanager
+def without_os_exit() -> Iterator[None]:
+    """Let `os._exit` raise SystemExit, except in forked processes. It would end the run with any exit code, even 0."""
+    process, leave = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != process:
+            leave(status)
+        raise SystemExit(f"your function called os._exit({status}). Raise an exception or return a value instead.")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def file_digest(value: str) -> str:
@@ -87,6 +106,7 @@ def _load(file: Path, _version: int) -> ModuleType:
     if (folder := str(file.parent)) not in sys.path:
         sys.path.append(folder)  # last, so that its modules hide no library
     try:
-        return run_file(file, f"user_functions.{file.stem}")
+        with without_os_exit():
+            return run_file(file, f"user_functions.{file.stem}")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{line_in(file, error)} cannot be run: {type(error).__name__}: {error}") from error

@@ -10,7 +10,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class Metrics:
         self._started: Any = None
         self._num_steps = 0  # recorded since this start
         self._settled_bytes: int | None = None  # own resident size after SETTLED_STEPS
+        self.further: dict[str, list[float]] = {}  # values for the next line, which has their means
         self.loggers: Loggers | None = None  # which get the same lines
 
     def begin_step(self) -> None:
@@ -90,8 +91,8 @@ class Metrics:
     ) -> None:
         """Record optimizer step number `step` (from 1), which ends now. Copies the tensors without waiting.
 
-        `values` are `loss` and `grad_norm`, which every line has, and further values, left out if None. A step without a target
-        has a gradient norm only. `skipped`: the update was not made.
+        `values` are `loss` and `grad_norm`, which every line has, and further values, left out if None. Without a target, means
+        over targets are left out: the loss, and further tensors. `skipped`: the update was not made.
         """
         assert self._started is not None
         ended = self._clock.mark()
@@ -112,10 +113,19 @@ class Metrics:
         }
         if skipped:
             row["skipped"] = True
-        measured = values if row["target_tokens"] else {"grad_norm": values.get("grad_norm")}
-        scalars = {name: _copy(value) for name, value in measured.items() if value is not None}
+        values = {**values, **self._take_further({*row, *values})}
+        if not row["target_tokens"]:
+            means = {name for name, value in values.items() if isinstance(value, Tensor)} - {"grad_norm"} | {"loss"}
+            values = {name: value for name, value in values.items() if name not in means}
+        scalars = {name: _copy(value) for name, value in values.items() if value is not None}
         self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None
+
+    def _take_further(self, taken: Collection[str], prefix: str = "") -> dict[str, float]:
+        """The means of `further`, after `extra/` where the line has another field of that name."""
+        means = {prefix + name: statistics.fmean(values) for name, values in self.further.items()}
+        self.further.clear()
+        return {f"{'extra/' * (name in taken)}{name}": mean for name, mean in means.items()}
 
     def _growth_bytes(self) -> int | None:
         """Growth of the resident size since step 10 of this start; None before."""
@@ -154,7 +164,7 @@ class Metrics:
     def write_line(self, step: int, fields: dict[str, Any]) -> Row:
         """Write a line of evaluation results after `step` steps."""
         row: Row = {"step": step, "epoch": step / self._steps_per_epoch}
-        for name, value in fields.items():
+        for name, value in (fields | self._take_further(fields, "eval_")).items():
             _put(row, name, value.item() if isinstance(value, Tensor) else value)
         self._append([row])
         return row

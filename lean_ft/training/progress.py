@@ -74,11 +74,12 @@ class ProgressBar:
         if first_step == self._start_step:
             self._since = (step, now)
         loss = "- (no targets)" if row.get("target_tokens") == 0 else number(row["loss"])
+        reward = f"reward {number(row['reward'])}  " if "reward" in row else ""
         if (margin := row.get("rewards/margins")) is not None:
             loss += f"  margin {number(margin)}"
         if (right := row.get("rewards/accuracies")) is not None:
             loss += f"  right {right:.0%}"
         return (
-            f"loss {loss}  {row['tokens_per_second']:,.0f} tok/s  "
+            f"{reward}loss {loss}  {row['tokens_per_second']:,.0f} tok/s  "
             f"peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"
         )

@@ -130,7 +130,7 @@ class Run:
         if cfg.max_steps is not None:
             self.total_steps = min(self.total_steps, cfg.max_steps)
 
-        self._step = 1  # the current step, from 1
+        self._step = 0  # the current step, from 1 in the loop
         self._done_steps = 0
         self._begun: Place | None = None  # the place at which the current step began
         self._logged = False  # whether the current step has called log()
@@ -190,6 +190,11 @@ class Run:
         if self.ranks.size > 1:
             self.ranks.on_every_rank(look)
 
+    @property
+    def completed_steps(self) -> int:
+        """Optimizer steps done so far. In the loop's body, a step is done once it is logged."""
+        return self._step - (self._begun is not None and not self._logged)
+
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
@@ -240,11 +245,12 @@ class Run:
         self._bad_steps.count = state.get("bad_steps", 0)
         compare_data(self.cfg, self.batches.fingerprint, state, folder)
         compare_base(self._base_fingerprint, state, folder)
-        self.start_step = self._done_steps = self._saving.saved_steps = state["step"]
+        self.start_step = self._step = self._done_steps = self._saving.saved_steps = state["step"]
         self._saving.newest = folder
         is_own_run, rows = is_own(self.cfg, folder), []
         if is_own_run and (rows := self.ranks.on_rank_zero(lambda: trim_metrics(self._metrics.path, self.start_step))):
-            self._results.first_loss = rows[0].get("loss")
+            for row in rows:
+                self._results.note(row)
             losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
             self._eval_losses = {step: loss for step, loss in losses.items() if loss is None or is_number(loss)}
         restore_weights(folder, self.model)  # also for a finished run, which can still answer questions
@@ -395,6 +401,7 @@ class Run:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line per step.")
         self._logged = True
         if not self.is_training:
+            self._metrics.further.clear()
             return
         micro_batches = list(micro_batches)
         self._bad_steps.keep(self._step, micro_batches)
@@ -405,6 +412,10 @@ class Run:
             micro_batches=micro_batches,
             skipped=self.optimizer.skipped_steps > self._skipped_before,
         )
+
+    def log_metric(self, name: str, value: Tensor | float) -> None:
+        """Add a value to the next line: of the step, or of the evaluation as `eval_NAME`. The line has the mean of its values."""
+        self._metrics.further.setdefault(name, []).append(float(value))
 
     def evaluation_due(self) -> bool:
         """Whether the loop's body evaluates now: as often as `eval_every` says, and after the last step, which is saved first.
@@ -427,15 +438,17 @@ class Run:
         """Write an evaluation's line: `eval_loss` (None if no held-out token has a label), and further numbers or text."""
         self._flush()
         row = self._metrics.write_line(self._step, {"eval_loss": eval_loss, **more})
-        self._results.eval_loss = self._eval_losses[self._step] = row["eval_loss"]
+        self._results.note(row)
+        self._eval_losses[self._step] = row["eval_loss"]
         text = "no held-out token has a label" if eval_loss is None else f"held-out loss {number(row['eval_loss'])}"
-        if (reward := row.get("eval_reward")) is not None:
-            text = f"held-out reward {number(reward)}"
+        if "eval_completion_length" in row:
+            reward = row.get("eval_reward")
+            text = "no held-out completion got a reward" if reward is None else f"held-out reward {number(reward)}"
         if (right := row.get("eval_rewards/accuracies")) is not None:
             text += f", {right:.1%} of pairs right"
         if (right := row.get("eval_accuracy")) is not None:
             text += f", {right:.1%} of texts right, macro-F1 {row['eval_macro_f1']:.3f}"
-        say("evaluation", f"after step {row['step']}: {text}")
+        say("evaluation", f"{f'after step {self._step}' if self._step else 'before training'}: {text}")
 
     def log_samples(self, rows: list[dict[str, Any]]) -> None:
         """Show a few of the model's completions to the loggers. All rows have the same fields."""

@@ -96,12 +96,19 @@ class Results:
         self._tokens = self._target_tokens = self._peak_memory_bytes = 0
         self._step_seconds = 0.0
         self._rss_growth_bytes: int | None = None
-        self.first_loss: float | None = None  # of the whole run, if metrics.jsonl still has its first line
-        self._first_step = 1  # the step of `first_loss`
-        self._last_step: int | None = None
-        self._last_loss: float | None = None
+        self._course: dict[str, list[tuple[int, float | None]]] = {}  # first and last step and value, of the whole run
         self._last_losses: deque[float] = deque(maxlen=DIVERGED_STEPS)  # finite ones
-        self.eval_loss: float | None = None
+
+    def note(self, row: Row) -> None:
+        """Keep the first and the last losses and rewards. Values that are not finite are kept too, missing ones are not."""
+        for name in ("reward", "eval_reward", "loss", "eval_loss"):
+            if row.get(name) is not None or name in row.get("non_finite", {}):
+                self._course[name] = [*self._course.get(name, [])[:1], (row["step"], row[name])]
+
+    def _written(self, before: str, name: str) -> str:
+        """`0.25 at step 1, 0.75 at step 60`, or nothing."""
+        values = ", ".join(f"{number(value)} at step {step}" for step, value in self._course.get(name, []))
+        return values and before + values
 
     def add(self, row: Row) -> None:
         """Count a step by its line of metrics."""
@@ -110,12 +117,9 @@ class Results:
         self._step_seconds += row["step_seconds"]
         self._peak_memory_bytes = max(self._peak_memory_bytes, row["peak_memory_bytes"])
         self._rss_growth_bytes = row["rss_growth_bytes"]
-        if row["target_tokens"]:
-            self._last_loss, self._last_step = row["loss"], row["step"]
-            if self.first_loss is None:
-                self.first_loss, self._first_step = row["loss"], row["step"]
-            if row["loss"] is not None and "reward" not in row:  # a policy's loss is about 0
-                self._last_losses.append(row["loss"])
+        self.note(row)
+        if row["loss"] is not None and "reward" not in row:  # a policy's loss is about 0
+            self._last_losses.append(row["loss"])
 
     def log(self, run: "Run", *, seconds: float, steps: int) -> None:
         """Log a line each about skipped rows, speed, memory, time and the next commands, and the loss last."""
@@ -135,13 +139,15 @@ class Results:
             say("next", shlex.join(["leanft", *_command_that_tries(run, run.checkpoint)]))
             needs = "" if find_spec("matplotlib") else ": pip install 'lean-ft[plots]'"
             say("", shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}")
-        evaluation = "" if self.eval_loss is None else f"; held-out {number(self.eval_loss)}"
-        last = f", {number(self._last_loss)} at step {self._last_step}" if self._last_step else ""
-        say("loss", f"{number(self.first_loss)} at step {self._first_step}{last}{evaluation}")
-        if has_diverged(self.first_loss, self._last_losses):
+        for name in ("reward", "loss"):
+            if name in self._course or name == "loss":
+                values = self._written("", name) or "none: no step had a trained token"
+                say(name, values + self._written("; held-out ", f"eval_{name}"))
+        first_loss = self._course.get("loss", [(0, None)])[0][1]
+        if has_diverged(first_loss, self._last_losses):
             say(
                 "WARNING",
-                f"the run diverged: the loss ended far above its first value, {number(self.first_loss)}. Do not use this "
+                f"the run diverged: the loss ended far above its first value, {number(first_loss)}. Do not use this "
                 "model. Try a lower optimizer.lr, a warm-up (schedule.warmup_ratio=0.1) or clip_grad_norm=1.0.",
             )
 

@@ -1,11 +1,16 @@
 """Reward functions: the run continues with their numbers, or ends with one error message."""
 
 import os
+import random
 import sys
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lean_ft.cli.run import run_recipe
 from lean_ft.data import Prompt
@@ -30,6 +35,13 @@ BODIES = {
     "changed ids": ("[ids.__setitem__(0, 10**9) or 1 for ids in completion_ids]", [1.0, 1.0]),
     "emptied lists": ("[1, 2] if not completion_ids[0].clear() and not completions.clear() else 0", [1.0, 2.0]),
     "another folder": ("[os.chdir('/') or 1, 2]", [1.0, 2.0]),
+    "a generator": ("(len(ids) for ids in completion_ids)", [2.0, 2.0]),
+    "an event loop": ("asyncio.run(asyncio.sleep(0, [1, 2]))", [1.0, 2.0]),
+    "os._exit": (
+        "os._exit(0)",
+        r"the reward .*rewards\.py:f failed at row 1: SystemExit: your function called os\._exit\(0\)",
+    ),
+    "os._exit of a child": ("[float(os.waitpid(os.fork() or os._exit(3), 0)[1] >> 8), 0]", [3.0, 0.0]),
 }
 
 
@@ -37,7 +49,7 @@ BODIES = {
 def test_what_a_function_may_do(tmp_path: Path, case: str) -> None:
     body, expected = BODIES[case]
     (tmp_path / "rewards.py").write_text(
-        "import os, sys\nimport numpy as np\nimport torch\n"
+        "import asyncio, os, sys\nimport numpy as np\nimport torch\n"
         "def throw(error):\n    raise error\n"
         f"def f(completions, completion_ids):\n    return {body}\n"
     )
@@ -54,6 +66,81 @@ def test_what_a_function_may_do(tmp_path: Path, case: str) -> None:
     assert [sample.ids for sample in samples] == [[5, 6], [5, 6]]
 
 
+CHANGES = {  # a statement -> what it changes; None: nothing that needs a warning
+    "torch.set_grad_enabled(False)": "torch's gradient mode",
+    "torch.set_default_dtype(torch.float64)": "torch's default dtype",
+    "torch.set_default_device('meta')": "torch's default device",
+    "torch.set_num_threads(torch.get_num_threads() + 1)": "torch's number of threads",
+    "torch.set_float32_matmul_precision('medium')": "torch's float32 precision",
+    "warnings.simplefilter('error')": "the filters of warnings",
+    "os.chdir('/')": "the current folder",
+    "random.seed(0); np.random.seed(0); torch.manual_seed(0)": None,
+    "random.random(); np.random.rand(); torch.rand(1)": None,
+}
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_process_is_as_before_and_the_function_is_named(tmp_path: Path, change: str, kind: str, capsys) -> None:
+    def state() -> list[Any]:
+        modes = [
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.get_num_threads(),
+        ]
+        modes += [
+            [*warnings.filters],
+            torch.get_float32_matmul_precision(),
+            os.getcwd(),
+            random.getstate(),
+            torch.get_rng_state().tolist(),
+        ]
+        return [*modes, [one.tolist() if isinstance(one, np.ndarray) else one for one in np.random.get_state()]]
+
+    (tmp_path / "changing.py").write_text(
+        f"import os, random, warnings\nimport numpy as np\nimport torch\n{kind} f(completions):\n    {change}\n    return [1.0]\n"
+    )
+    score, before = rewards.Rewards([f"{tmp_path}/changing.py:f"], load_tokenizer("tiny")), state()
+    for _ in range(2):
+        assert score([Prompt([1], "a", {}, "row 1")], [Sample([5])]).totals == [1.0]
+        assert state() == before
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    found = [
+        f"WARNING     the reward {tmp_path}/changing.py:f changes {CHANGES[change]}, which is undone after each call."
+    ]
+    assert said == found * (CHANGES[change] is not None)
+
+
+def test_draws_differ_by_round_and_repeat_with_the_round(tmp_path: Path) -> None:
+    """A resumed run scores its round again."""
+    body = "    return [random.random() + float(np.random.rand()) + float(torch.rand(1))]\n"
+    (tmp_path / "drawing.py").write_text(
+        f"import random\nimport numpy as np\nimport torch\ndef f(completions):\n{body}"
+    )
+    score = rewards.Rewards([f"{tmp_path}/drawing.py:f"], load_tokenizer("tiny"))
+    first, second, again = (score([Prompt([1], "a", {}, "row 1")], [Sample([ids])]).totals for ids in (5, 6, 5))
+    assert first == again != second
+
+
+def test_async_functions_run_together_and_keep_their_connections(tmp_path: Path) -> None:
+    """Each waits for the other, on one event loop in all rounds."""
+    (tmp_path / "waiting.py").write_text(
+        "import asyncio\nevents, loops = {}, set()\n"
+        "async def meet(mine, other):\n"
+        "    loops.add(id(asyncio.get_running_loop()))\n"
+        "    events.setdefault(mine, asyncio.Event()).set()\n"
+        "    await asyncio.wait_for(events.setdefault(other, asyncio.Event()).wait(), 20)\n"
+        "    return [float(len(loops))]\n"
+        "async def f(completions):\n    return await meet('f', 'g')\n"
+        "class G:\n    async def __call__(self, completions, **kwargs):\n        return await meet('g', 'f')\n"
+        "g = G()\n"
+    )
+    score = rewards.Rewards([f"{tmp_path}/waiting.py:{name}" for name in "fg"], load_tokenizer("tiny"))
+    for _ in range(2):
+        assert score([Prompt([1], "a", {}, "row 1")], [Sample([5])]).each == [[1.0, 1.0]]
+
+
 def test_a_slow_function_is_reported(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(rewards, "SLOW_SECONDS", 0.1)
     (tmp_path / "slow.py").write_text("import time\ndef f(completions):\n    time.sleep(0.3)\n    return [1.0]\n")
@@ -64,9 +151,12 @@ def test_a_slow_function_is_reported(tmp_path: Path, monkeypatch, capsys) -> Non
     assert capsys.readouterr().out == ""
 
 
-def test_a_file_that_exits_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\ndef f(completions): ...\n")
-    with pytest.raises(ValueError, match=r"exits\.py, line 2 cannot be run: SystemExit: 0"):
+@pytest.mark.parametrize(
+    ("leave", "reason"), [("sys.exit(0)", "0"), ("os._exit(0)", r"your function called os\._exit\(0\)")]
+)
+def test_a_file_that_exits_is_refused(tmp_path: Path, leave: str, reason: str) -> None:
+    (tmp_path / "exits.py").write_text(f"import os, sys\n{leave}\ndef f(completions): ...\n")
+    with pytest.raises(ValueError, match=rf"exits\.py, line 2 cannot be run: SystemExit: {reason}"):
         rewards.Rewards([f"{tmp_path}/exits.py:f"], load_tokenizer("tiny"))
 
 

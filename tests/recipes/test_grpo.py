@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lean_ft import load_model, load_tokenizer, save_model
 from lean_ft.data import Prompt, prompt_rows
 from lean_ft.generation import Sample
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import AnswerTokens, policy
 from lean_ft.online import Rewards, Rollouts
 from lean_ft.online.rewards import Scores
 from lean_ft.settings import Reward
+from lean_ft.system.user_functions import load_function
 from tests.recipes.conftest import PROBLEMS, Train, config_of, planned
 from tests.training.toy_runs import digests, metrics
 
@@ -36,7 +39,7 @@ def right(prompts, completions, answer):
 
 async def short(completions, completion_ids, ended, **columns):
     await asyncio.sleep(0)
-    assert set(columns) == {"prompts", "answer"}
+    assert set(columns) == {"prompts", "answer", "trainer_state", "log_metric", "log_extra"}
     return [0.1 * done - 0.01 * len(ids) for ids, done in zip(completion_ids, ended)]
 
 '''
@@ -244,6 +247,173 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(train: T
         assert metrics(output, timed=False) == metrics(whole, timed=False)
         assert digests(output / "step_00000007") == digests(whole / "step_00000007")
         assert (output / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+UNTRAINED = {  # the reward of each completion, settings and what the log says
+    "none": ("None", (), r"none\.py:f returned None for each of its 16 completions"),
+    "cut": (
+        "float(len(said))",
+        ("generation.max_new_tokens=1", "loss.mask_truncated=true"),
+        "all completions that have a reward were cut at generation.max_new_tokens",
+    ),
+    "equal": ("1.0", (), "all completions of each prompt have the same reward. .*generation.most_attempts=4"),
+}
+
+
+@pytest.mark.parametrize("case", UNTRAINED)
+def test_a_step_that_trains_nothing_says_why(train: Train, tmp_path: Path, case: str, capsys) -> None:
+    value, settings, reason = UNTRAINED[case]
+    (tmp_path / "none.py").write_text(f"def f(completions):\n    return [{value} for said in completions]\n")
+    lines = train("rewards=['TMP/none.py:f']", *settings, "max_steps=2")
+    said = capsys.readouterr().out
+    assert len(re.findall(rf"WARNING     the rewards of this round train nothing: .*{reason}", said)) == 1
+    assert "not finite" not in said
+    for line in lines:
+        assert line["loss"] == (0 if case == "equal" else None) and line["grad_norm"] == 0
+        assert ("reward" in line) == (case != "none")
+        assert {"completion_length", "truncated", "sampling_seconds"} < line.keys()
+        assert ("entropy" in line) == (case == "equal")  # a mean over trained tokens
+    assert ("loss        none: no step had a trained token" in said) == (case != "equal")
+
+
+def test_functions_log_metrics_and_columns(train: Train, tmp_path: Path) -> None:
+    """The line has the mean of a step's values. A name that the line has already is kept apart. A resumed round keeps columns."""
+    (tmp_path / "logs.py").write_text(
+        "import torch\n"
+        "def f(completions, log_metric, log_extra, trainer_state, **kwargs):\n"
+        "    log_metric('share', 1)\n    log_metric('share', torch.tensor(2.0))\n"
+        "    for name in ('reward', 'loss', 'lr', 'step'):\n        log_metric(name, 7.0)\n"
+        "    log_extra('size', torch.tensor([len(said) for said in completions]))\n"
+        "    log_extra('odd', [float('nan')] * len(completions))\n    log_extra('answer', completions)\n"
+        "    return [float(trainer_state.global_step)] * len(completions)\n"
+        "def short(completions, log_extra):\n    log_extra('size', [1])\n    return [0.0] * len(completions)\n"
+    )
+    logs = "rewards=['TMP/logs.py:f']"
+    held_out = ("data.validation_fraction=0.01", "eval_every=2", "sample_every=1", "generation.steps_per_round=2")
+    given = (logs, *held_out, "save_every=1", "keep_last=9")
+    rows = train(*given, "max_steps=1")
+    assert rows[0].pop("eval_completion_length") > 0
+    logged = {"eval_share": 1.5, "extra/eval_reward": 7, "extra/eval_loss": 7, "eval_lr": 7, "eval_step": 7}
+    assert rows[0] == {"step": 0, "epoch": 0, "eval_loss": None, "eval_reward": 0, **logged}
+    rows = train(*given, "max_steps=4")
+    assert [row["reward"] for row in rows if "tokens" in row] == [0, 0, 2, 2]  # rounds begin after 0 and 2 steps
+    assert [row["eval_reward"] for row in rows if "eval_reward" in row] == [0, 1, 2, 4]
+    for row in rows[1:2]:
+        assert (row["share"], row["extra/reward"], row["extra/loss"], row["extra/lr"], row["extra/step"]) == (
+            1.5,
+            7,
+            7,
+            7,
+            7,
+        )
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in samples] == [step for step in (1, 2, 3, 4) for _ in range(8)]
+    assert all(row["size"] == len(row["answer"]) and row["odd"] == "NaN" for row in samples)
+    assert all(row["extra/answer"] == row["answer"] for row in samples)
+    assert {tuple(row) for row in samples} == {tuple(samples[0])}
+    with pytest.raises(RuntimeError, match=r"log_extra\('size', \.\.\.\) got 1 values for 16 answers"):
+        train("rewards=['TMP/logs.py:short']", output="short")
+
+
+TRL_REWARDS = """
+import asyncio
+
+received = []
+
+def form(value):
+    if isinstance(value, list):
+        return [form(one) for one in value]
+    return sorted(value.items()) if isinstance(value, dict) else value
+
+def keep(name, given):
+    state = given.pop("trainer_state", None)
+    progress = [getattr(state, field) for field in ("global_step", "max_steps", "epoch", "num_train_epochs")] if state else []
+    callables = sorted(key for key in given if callable(given[key]))
+    given.pop("ended", None)
+    received.append([name, progress, callables, {key: form(value) for key, value in given.items() if key not in callables}])
+
+def everything(**kwargs):
+    keep("everything", dict(kwargs))
+    kwargs["log_metric"]("mean_size", sum(map(len, kwargs["completion_ids"])))
+    kwargs["log_extra"]("level_seen", kwargs["level"])
+    return [float(i) for i, _ in enumerate(kwargs["prompts"])]
+
+async def some(prompts, completions, answer, **kwargs):
+    await asyncio.sleep(0)
+    keep("some", dict(prompts=prompts, completions=completions, answer=answer))
+    return [None if a == "65" else 2.0 for a in answer]
+
+class Judge:
+    __name__ = "judge"
+
+    def __call__(self, completions, **kwargs):
+        return (len(str(one)) / 10 for one in completions)
+
+judge = Judge()
+
+async def trainer_only(trainer_state, completions, **kwargs):
+    return [trainer_state.global_step + 0.5] * len(completions)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_functions_receive_what_trl_gives_them(train: Train, tmp_path: Path, form: str) -> None:
+    """Two steps of TRL's GRPOTrainer with the same greedy completions. The weights do not change."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    file = tmp_path / "trl_rewards.py"
+    file.write_text(TRL_REWARDS)
+    names, weights = ["everything", "some", "judge", "trainer_only"], [1.0, 0.5, 2.0, 1.0]
+    functions = [load_function(f"{file}:{name}") for name in names]
+    received = functions[0].__globals__["received"]
+    asked = ["What is 58 plus 7?", "What is 12 plus 9?"]
+    prompts: list[Any] = [[{"role": "user", "content": one}] for one in asked] if form == "chat" else asked
+    rows = [
+        {"prompt": prompt, "answer": answer, "level": level, "tools_seen": ["a", "b"]}
+        for prompt, answer, level in zip(prompts, ["65", "21"], [1, 2], strict=True)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [{"function": f"{file}:{name}", "weight": weight} for name, weight in zip(names, weights, strict=True)]
+    ours = train(
+        f"data.source={tmp_path}/rows.jsonl", "data.shuffle=false", f"rewards={json.dumps(given)}", "generation.num_answers=2",
+        "batch_size=4", "gradient_accumulation_steps=1", "max_steps=2", "epochs=2", "optimizer.lr=1e-30", "sample_every=1",
+        "generation.temperature=1e-3", "data.max_prompt_length=64",
+    )  # fmt: skip
+    mine = received.copy()
+    received.clear()
+    folder = resolve_model_path("tiny")
+    arguments = GRPOConfig(
+        str(tmp_path / "trl"), per_device_train_batch_size=4, num_generations=2, max_completion_length=8, max_steps=2,
+        learning_rate=1e-30, temperature=1e-3, reward_weights=weights, shuffle_dataset=False, logging_steps=1, bf16=False,
+        use_cpu=True, report_to=[],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    trainer = GRPOTrainer(model, functions, arguments, Dataset.from_list(rows), processing_class=tokenizer)
+    trainer.train()
+    assert mine == received and len(mine) == 4
+    theirs = [line for line in trainer.state.log_history if "reward" in line]
+    for our, their in zip(ours, theirs, strict=True):
+        assert our["reward"] == pytest.approx(their["reward"])
+        assert our["mean_size"] == their["mean_size"] > 0
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [row["level_seen"] for row in samples] == [1, 1, 2, 2] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [(), ("--nproc-per-node", "2")], ids=["1", "2"])
+@pytest.mark.parametrize("how", ["rewards", "loss.name"])
+def test_a_function_that_exits_ends_no_run_as_complete(tmp_path: Path, processes: tuple[str, ...], how: str) -> None:
+    (tmp_path / "leaving.py").write_text("import os\ndef f(*given, **more):\n    os._exit(0)\n")
+    (tmp_path / "rewards.py").write_text("import os\ndef f(completions):\n    os._exit(0)\n")
+    own = ["rewards=[rewards.py:f]"] if how == "rewards" else ["loss.name=leaving.py:f"]
+    command = [sys.executable, "-m", "lean_ft", "run", *processes, "grpo", *SETTINGS, *own, "output_dir=run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 1
+    assert "your function called os._exit(0)" in done.stdout + done.stderr
 
 
 def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ SETTINGS = (*PROBLEMS, "rewards=[length]", "generation.num_answers=3", "optimize
 SETTINGS += ("max_steps=3",)
 
 
-def test_the_best_and_worst_completions_form_a_pair_unless_equal(train: Train, tmp_path: Path) -> None:
+def test_the_best_and_worst_completions_form_a_pair_unless_equal(train: Train, tmp_path: Path, capsys) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "def f(prompts, completions):\n"
@@ -30,6 +30,9 @@ def test_the_best_and_worst_completions_form_a_pair_unless_equal(train: Train, t
     assert line["rewards/margins"] == 0
     lines = train(f"rewards=['{rewards}:even']", "optimizer.name=sgd", "optimizer.weight_decay=0", output="even")
     assert [line["target_tokens"] for line in lines] == [0, 0, 0]
+    assert [(line["reward"], line["even_groups"], line["loss"]) for line in lines] == [(1, 1, None)] * 3
+    said = capsys.readouterr().out
+    assert said.count("all completions of each prompt have the same reward") == 1 and "not finite" not in said
     (kept,) = (tmp_path / "even").glob("step_00000003/*.safetensors")
     before = dict(load_model("tiny").named_parameters())
     assert all(torch.equal(value, before[name]) for name, value in load_file(kept).items())

@@ -40,6 +40,13 @@ def test_ratios_start_at_1_and_values_at_0(train: Train, settings: tuple[str, ..
     assert (beside["score.weight" if settings else "own.score.weight"] != 0).all()
 
 
+def test_equal_rewards_train_the_value_model(train: Train, tmp_path: Path, capsys) -> None:
+    (tmp_path / "even.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
+    lines = train("rewards=['TMP/even.py:f']", "generation.num_answers=2", "max_steps=1")
+    assert lines[0]["even_groups"] == 1 and lines[0]["grad_norm"] > 0
+    assert "train nothing" not in capsys.readouterr().out
+
+
 def test_muon_leaves_both_output_layers_to_adamw(train: Train, tmp_path: Path) -> None:
     train("optimizer.name=muon", "max_steps=1")
     kept: dict[str, set[str]] = {}
