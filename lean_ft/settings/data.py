@@ -42,12 +42,6 @@ class Source(Settings):
     split: str | None = Field(default=None, description="Same as data.split, for this source only.")
 
 
-# A completion of settings' descriptions; lean_ft.training.shares_prompts decides.
-_SHARES = (
-    "`auto` does so except with a router loss (model.router_aux_loss_coef), and with models that do not allow it: those with a "
-    "recurrent state or attention within chunks, and those whose rotary scaling depends on the text length"
-)
-
 Sources = str | list[str | Source]
 
 
@@ -141,7 +135,8 @@ class PromptDataConfig(RowsConfig):
     shared_prompt: Literal["auto"] | bool = Field(
         "auto",
         description="Compute a prompt once for all of its completions in a micro-batch, which follow it in one row and do "
-        f"not see each other. {_SHARES} within max_prompt_length + generation.max_new_tokens.",
+        "not see each other. `auto` does so except with a recurrent state, attention within chunks, a router loss, or rotary "
+        "scaling that depends on the text length within max_prompt_length + generation.max_new_tokens.",
     )
 
     @model_validator(mode="after")
@@ -287,7 +282,8 @@ class PreferenceDataConfig(AnswerDataConfig):
     shared_prompt: Literal["auto"] | bool = Field(
         "auto",
         description="Compute the prompt of a pair once for both completions, which follow it in one row and do not see "
-        f"each other. {_SHARES} within max_length.",
+        "each other. `auto` does so except with a recurrent state, attention within chunks, a router loss, or "
+        "rotary scaling that depends on the text length within max_length.",
     )
 
 

@@ -307,7 +307,8 @@ class Run:
                 if self._metrics.loggers is not None:
                     self._metrics.loggers.close(done=True)
                 self._release()
-            self._log_complete()
+            say("complete", f"{self._ending}. Checkpoint: {self.checkpoint}")
+            say("", f"To continue training, raise {self.limits}. To start another run, set a new output_dir.")
             self._answer_held_out(f"at step {self.total_steps}")
             return
         self._answer_held_out(f"at step {self.start_step}")
@@ -589,7 +590,3 @@ class Run:
             f"stopped early, after step {self._done_steps}: the held-out loss has not been below "
             f"{number(self._lowest_eval_loss)} since step {step} (stop_after_evals={self.cfg.stop_after_evals})"
         )
-
-    def _log_complete(self) -> None:
-        say("complete", f"{self._ending}. Checkpoint: {self.checkpoint}")
-        say("", f"To continue training, raise {self.limits}. To start another run, set a new output_dir.")

@@ -47,11 +47,10 @@ def log_start(run: "Run") -> None:
         chunk = f"computed on {tokens:,} tokens at a time" if tokens else "computed on all tokens at once"
         compiled = "; compiled" if cfg.compile else ""
         say("memory", f"activation checkpointing: {memory.activation_checkpointing}; loss {chunk}{compiled}")
-    batch = counted(cfg.batch_size, run.batches.report.unit)
-    if (data := cfg.group(DataConfig)) is not None and data.batch_tokens is not None:
+    data, unit = cfg.group(DataConfig), run.batches.report.unit
+    batch = counted(cfg.batch_size, "packed rows" if data and data.packs_rows else unit)
+    if data and data.batch_tokens is not None:
         batch = f"up to {data.batch_tokens:,} positions"
-    elif data is not None and data.packs_rows:
-        batch = counted(cfg.batch_size, "packed rows")
     if cfg.gradient_accumulation_steps > 1:
         batch = f"{cfg.gradient_accumulation_steps} x {batch}"
     done = f", {run.start_step:,} done" if run.start_step else ""
