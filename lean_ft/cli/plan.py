@@ -12,7 +12,7 @@ from rich.text import Text
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
 from lean_ft.settings import ParallelConfig
-from lean_ft.system.units import duration, gibibytes, parse_bytes
+from lean_ft.system.units import counted, duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
     from lean_ft.plan.devices import Device, Machines
@@ -139,7 +139,7 @@ def _prices(text: str | None, num_cards: int) -> list[float | None]:
 def _run_seconds(rehearsal: "Rehearsal", max_steps: int | None) -> tuple[str, float]:
     """What is counted and the time it takes: `max_steps`, or a million tokens, because the number of rows is unknown."""
     if max_steps is not None:
-        return f"{max_steps:,} steps", max_steps * rehearsal.step_seconds
+        return counted(max_steps, "steps"), max_steps * rehearsal.step_seconds
     return f"{_COUNTED_TOKENS:,} tokens", _COUNTED_TOKENS / rehearsal.tokens_per_second
 
 
@@ -282,5 +282,6 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, co
         for i, candidate in enumerate(found.fitting[:_SHOWN])
     ]
     print_table(("", ">peak", *([">reserved"] if is_gpu else []), ">speed", "overrides"), rows)
-    console.print(f"\nto use the fastest, add: {found.fitting[0].command_line or 'nothing'}", highlight=False)
+    fastest = found.fitting[0].command_line or "nothing, the given settings are the fastest"
+    console.print(f"\nto use the fastest, add: {fastest}", highlight=False)
     console.print("Speeds are estimates relative to the given settings.")

@@ -7,6 +7,7 @@ import typer
 
 from lean_ft.cli.arguments import Debug
 from lean_ft.settings import DataConfig, KeepTeacherConfig, Settings
+from lean_ft.system.units import counted
 
 
 class _Rows(Settings):
@@ -90,4 +91,4 @@ def score(
         return
     with write_whole(destination) as temporary, temporary.open("w", encoding="utf-8") as out:
         count = sum(1 for line in lines if out.write(line + "\n"))
-    typer.echo(f"scored {count:,} rows: {destination}")
+    typer.echo(f"scored {counted(count, 'rows')}: {destination}")

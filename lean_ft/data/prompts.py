@@ -22,6 +22,7 @@ from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources, read_rows
 from lean_ft.settings import PromptDataConfig, Sources
 from lean_ft.system.shapes_only import stage
+from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
 
 
@@ -46,9 +47,10 @@ class PromptReport:
     too_long: int = 0
     bad_rows: int = 0
     left_out: str | None = None
+    unit: str = "completions"  # of batches
 
     def __str__(self) -> str:
-        parts = [f"{self.kept:,} prompts of {self.rows:,} rows"]
+        parts = [f"{counted(self.kept, 'prompts')} of {counted(self.rows, 'rows')}"]
         parts += [f"{self.too_long:,} dropped (longer than max_prompt_length)"] if self.too_long else []
         parts += [f"{self.bad_rows:,} unreadable rows skipped"] if self.bad_rows else []
         return "; ".join(parts)

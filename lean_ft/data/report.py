@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from lean_ft.settings import DataConfig
+from lean_ft.system.units import counted
 from lean_ft.tokenizers import Passage
 
 NUM_BAD_ROWS_SHOWN = 3
@@ -59,7 +60,8 @@ class DataReport:
     """Share of the packed rows' positions that hold a token."""
 
     def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows ({self.format}{', detected from their fields' if self.detected else ''})"]
+        rows, kept = counted(self.rows, "rows"), counted(self.kept, self.unit)
+        parts = [f"{rows} ({self.format}{', detected from their fields' if self.detected else ''})"]
         if self.bad_rows:
             parts.append(f"{self.bad_rows:,} unreadable rows skipped (first: {self.bad_row_examples[0]})")
         if self.truncated:
@@ -86,12 +88,12 @@ class DataReport:
             for between, count in self.joined.items()
         ]
         share = self.target_tokens / max(1, self.tokens)
-        parts.append(f"{self.kept:,} {self.unit}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        parts.append(f"{kept}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
         if self.beyond_context:
             longer = f"{self.beyond_context:,} longer than the model's context of {self.context_length:,} tokens"
             parts.append(f"WARNING: {longer}; the model was not trained on such positions")
         if self.packed_rows is not None and self.packing_efficiency is not None:
-            parts.append(f"packed into {self.packed_rows:,} rows, {self.packing_efficiency:.2%} full")
+            parts.append(f"packed into {counted(self.packed_rows, 'rows')}, {self.packing_efficiency:.2%} full")
         if self.packing == "wrapped":
             parts.append("wrapped: documents in a row attend to each other and may be cut at its ends")
         return "; ".join(parts)
@@ -160,7 +162,7 @@ class DataReport:
         reasons = [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
         if self.bad_rows:
             reasons.append(f"{self.bad_rows:,} unreadable (first: {self.bad_row_examples[0]})")
-        return f"{self.rows:,} rows, {', '.join(reasons)}"
+        return f"{counted(self.rows, 'rows')}, {', '.join(reasons)}"
 
     def add(self, other: "DataReport") -> None:
         """Add the counts of `other`, a part of the same source. Packing counts are not added."""

@@ -218,7 +218,9 @@ def _filled(
     while some := list(islice(missing, ranks.size)):
         for batch, _ in ranks.share(some):
             values[batch.pairs] = kept[batch.pairs] = reference(batch.to(device)).float().cpu()
-        num_computed += sum(batch.num_pairs for batch in some)
+        for batch in some:  # a later epoch has its texts again, in other batches
+            num_computed += int(is_missing[batch.pairs][:, 0].sum())
+            is_missing[batch.pairs] = False
     ranks.gather_no_more(model)
     values = ranks.highest_of(values)
     is_missing = values.isinf()
@@ -226,8 +228,8 @@ def _filled(
         kept[~is_missing] = values[~is_missing]
     say(
         "reference",
-        f"computed log-probabilities of {num_computed:,} of {num_pairs:,} {batches.layout.objective.unit}; the others are "
-        "cached or not needed",
+        f"computed log-probabilities of {num_computed:,} of {num_pairs:,} {'mismatched and other ' * loss.needs_mismatched}"
+        f"{batches.layout.objective.unit}; the others are cached or not needed",
     )
     return values.masked_fill(is_missing, math.nan)
 

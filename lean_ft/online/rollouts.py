@@ -508,7 +508,7 @@ class PairRollouts(Rounds[PairBatch]):
     def __init__(
         self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
     ) -> None:
-        self.answers_in_a_row = cfg.generation.num_answers
+        self.answers_in_a_row, prompts.report.unit = cfg.generation.num_answers, "pairs"
         super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
 
     def _batches(self, first: int, end: int) -> list[PairBatch]:

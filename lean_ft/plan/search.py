@@ -61,7 +61,7 @@ class Candidate:
 class Search:
     """The candidates that were rehearsed."""
 
-    fitting: list[Candidate]  # the unchanged settings first, then the fastest first
+    fitting: list[Candidate]  # the fastest first; of equally fast ones, the unchanged settings
     too_large: list[Candidate]  # the smallest first
     refused: dict[str, str]  # overrides -> the recipe's error
 
@@ -106,7 +106,7 @@ def search(
 ) -> Search:
     """Rehearse variations of `cfg`, and compare their reserved memory with `budget_bytes` of each device.
 
-    `own` is the rehearsal of `cfg` itself, if there is one. It comes first if it fits.
+    `own` is the rehearsal of `cfg` itself, if there is one.
     """
     rehearsals = _Rehearsals(recipe, cfg, device, progress, machines)
     if own is not None:
@@ -139,7 +139,7 @@ def search(
                 break
     found = list(rehearsals.found.values())
     return Search(
-        sorted(filter(fits, found), key=lambda c: (bool(c.overrides), -c.tokens_per_second, c.reserved_bytes)),
+        sorted(filter(fits, found), key=lambda c: (-c.tokens_per_second, bool(c.overrides), c.reserved_bytes)),
         sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.reserved_bytes),
         rehearsals.refused,
     )

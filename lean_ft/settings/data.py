@@ -135,8 +135,8 @@ class PromptDataConfig(RowsConfig):
     shared_prompt: Literal["auto"] | bool = Field(
         "auto",
         description="Compute a prompt once for all of its completions in a micro-batch, which follow it in one row and do "
-        "not see each other. `auto` does so if the model allows it: all do except those with a recurrent state, and those "
-        "whose rotary scaling depends on the text length within max_prompt_length + generation.max_new_tokens.",
+        "not see each other. `auto` does so except with a recurrent state, attention within chunks, a router loss, or rotary "
+        "scaling that depends on the text length within max_prompt_length + generation.max_new_tokens.",
     )
 
     @model_validator(mode="after")
@@ -282,8 +282,8 @@ class PreferenceDataConfig(AnswerDataConfig):
     shared_prompt: Literal["auto"] | bool = Field(
         "auto",
         description="Compute the prompt of a pair once for both completions, which follow it in one row and do not see "
-        "each other. `auto` does so if the model allows it: all do except those whose rotary scaling depends "
-        "on the text length within max_length.",
+        "each other. `auto` does so except with a recurrent state, attention within chunks, a router loss, or "
+        "rotary scaling that depends on the text length within max_length.",
     )
 
 

@@ -64,7 +64,9 @@ class LogConfig(Settings):
 class RecipeConfig(Settings):
     """The settings that every training recipe has."""
 
-    batch_size: PositiveInt = Field(2, description="Sequences per forward pass; packed rows if the data is packed.")
+    batch_size: PositiveInt = Field(
+        2, description="Sequences, pairs or completions per forward pass; packed rows if the data is packed."
+    )
     gradient_accumulation_steps: PositiveInt = Field(
         1, description="Forward passes per optimizer step, counted over all processes."
     )

@@ -37,6 +37,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def counted(count: int, units: str) -> str:
+    """Format a count with its unit, which is in the plural: `1 row`, `1,200 rows`."""
+    return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
+
+
 def number(value: float | None) -> str:
     """Format a loss or a norm with four digits; None means that it was not finite."""
     return "not finite" if value is None else f"{value:.4g}"

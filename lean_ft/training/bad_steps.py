@@ -22,6 +22,7 @@ from lean_ft.data import Batch
 from lean_ft.models.safetensors_file import write_file
 from lean_ft.system.log import say
 from lean_ft.system.shards import local
+from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.metrics import Row
 
@@ -89,9 +90,8 @@ class BadSteps:
         """The error message: why the run ends, and what may help."""
         saved = f"The newest checkpoint is {newest}." if newest else "There is no checkpoint."
         shown = ", ".join(map(str, self.steps[:10])) + (" ..." if len(self.steps) > 10 else "")
-        plural = "" if self.count == 1 else "s"
         return (
-            f"{self.count} step{plural} of this run had a loss or gradients that were not finite (since this start: {shown}), "
+            f"{counted(self.count, 'steps')} of this run had a loss or gradients that were not finite (since this start: {shown}), "
             f"more than max_bad_steps={self._limit}. They did not change the weights. {saved}\n"
             f"Check the batches in {self._directory / FOLDER}. Try a lower optimizer.lr, a warm-up (schedule.warmup_steps) or "
             f"clip_grad_norm=1.0. Set a larger max_bad_steps to continue anyway."

@@ -177,14 +177,13 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
     return logged
 
 
-def check_complete(cfg: RecipeConfig, state: dict[str, Any]) -> None:
-    """Raise ValueError if a complete run is started again with other settings, with each setting and both values."""
+def check_complete(cfg: RecipeConfig, state: dict[str, Any], limits: str = "max_steps") -> None:
+    """Raise ValueError if a run that `limits` ended is started again with other settings, with each setting and both values."""
     before, now = state["settings"], settings_of(cfg)
     if changes := _changes(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT)):
-        bound = "epochs" if cfg.max_steps is None else "max_steps"
         raise ValueError(
             f"output_dir={cfg.output_dir} holds a complete run of {state['step']} steps with other settings:{_lines(changes)}\n"
-            f"Set a new output_dir for a run with the new settings, or a larger {bound} to extend that run."
+            f"Set a new output_dir for a run with the new settings, or raise {limits} to extend that run."
         )
 
 

@@ -15,7 +15,7 @@ from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConf
 from lean_ft.system.before_torch import keep_compiled_products, prepare_torch
 from lean_ft.system.log import log_to, say
 from lean_ft.system.shapes_only import stage
-from lean_ft.system.units import gibibytes
+from lean_ft.system.units import counted, gibibytes
 from lean_ft.training.continuation import check_output_dir
 
 MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards with bfloat16 instructions
@@ -179,6 +179,5 @@ def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        return f"cpu, {threads} thread{'s' * (threads > 1)}"
+        return f"cpu, {counted(torch.get_num_threads(), 'threads')}"
     return str(device)

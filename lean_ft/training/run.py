@@ -36,7 +36,7 @@ from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
-from lean_ft.system.units import number
+from lean_ft.system.units import counted, number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
@@ -126,9 +126,8 @@ class Run:
         self.device = next(model.parameters()).device
 
         self.steps_per_epoch = math.ceil(batches.batches_per_epoch / cfg.gradient_accumulation_steps)
-        self.total_steps = max(1, math.ceil(cfg.epochs * self.steps_per_epoch - 1e-9))
-        if cfg.max_steps is not None:
-            self.total_steps = min(self.total_steps, cfg.max_steps)
+        self._epoch_steps = max(1, math.ceil(cfg.epochs * self.steps_per_epoch - 1e-9))  # steps that `epochs` allows
+        self.total_steps = min(self._epoch_steps, cfg.max_steps or self._epoch_steps)
 
         self._step = 0  # the current step, from 1 in the loop
         self._done_steps = 0
@@ -166,6 +165,16 @@ class Run:
     def checkpoint(self) -> Path | None:
         """The newest checkpoint that was written, or the one that the run resumed from."""
         return self._saving.newest
+
+    @property
+    def limits(self) -> str:
+        """The settings that end the run: `max_steps`, `max_steps and epochs`, or `epochs (max_steps=9 needs epochs=5)`."""
+        if self._stops_early:
+            return "stop_after_evals"
+        bound, by_epochs = self.cfg.max_steps, self._epoch_steps
+        if bound is not None and bound > by_epochs:
+            return f"epochs (max_steps={bound} needs epochs={math.ceil(bound / self.steps_per_epoch)})"
+        return "epochs" if bound is None else "max_steps" if bound < by_epochs else "max_steps and epochs"
 
     # Starting -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +264,7 @@ class Run:
             self._eval_losses = {step: loss for step, loss in losses.items() if loss is None or is_number(loss)}
         restore_weights(folder, self.model)  # also for a finished run, which can still answer questions
         if self.start_step >= self.total_steps or self._stops_early:
-            check_complete(self.cfg, state)
+            check_complete(self.cfg, state, self.limits)
             self.total_steps = self.start_step  # a smaller `max_steps` undoes no steps
             last = [row for row in rows if row["step"] == self.total_steps and "tokens" not in row]
             self._lacks_evaluation = (
@@ -304,7 +313,8 @@ class Run:
                 if self._metrics.loggers is not None:
                     self._metrics.loggers.close(done=True)
                 self._release()
-            self._log_complete()
+            say("complete", f"{self._ending}. Checkpoint: {self.checkpoint}")
+            say("", f"To continue training, raise {self.limits}. To start another run, set a new output_dir.")
             self._answer_held_out(f"at step {self.total_steps}")
             return
         self._answer_held_out(f"at step {self.start_step}")
@@ -356,8 +366,7 @@ class Run:
                 self._metrics.loggers.close(done=self._done_steps >= self.total_steps or self._stops_early)
             self._release()
         self._saving.remove_superseded(self._done_steps, self._eval_losses)  # the last evaluation may change the best
-        if self._done_steps < self.total_steps:
-            say("stopped", self._early_stop_reason())
+        say("ended", self._ending)
         self._bad_steps.say_totals()
         seconds = time.perf_counter() - started
         self._results.log(self, seconds=seconds, steps=self._done_steps - self.start_step)
@@ -584,19 +593,13 @@ class Run:
         say("", command_to_continue(self.cfg.resume))
         raise SystemExit(exit_code)
 
-    def _early_stop_reason(self) -> str:
+    @property
+    def _ending(self) -> str:
+        """How the run ended."""
+        if not self._stops_early:
+            return f"{counted(self.total_steps, 'steps')} done, limited by {self.limits}"
         step = next(step for step, loss in self._eval_losses.items() if loss == self._lowest_eval_loss)
         return (
-            f"early, after step {self._done_steps}: the held-out loss has not been below {number(self._lowest_eval_loss)} "
-            f"since step {step} (stop_after_evals={self.cfg.stop_after_evals})"
+            f"stopped early, after step {self._done_steps}: the held-out loss has not been below "
+            f"{number(self._lowest_eval_loss)} since step {step} (stop_after_evals={self.cfg.stop_after_evals})"
         )
-
-    def _log_complete(self) -> None:
-        if self._stops_early:
-            say("complete", f"stopped {self._early_stop_reason()}. Checkpoint: {self.checkpoint}")
-            say("", "To continue training, set a larger stop_after_evals. To start another run, set a new output_dir.")
-            return
-        say("complete", f"all {self.total_steps} steps are done. Checkpoint: {self.checkpoint}")
-        bounds = {"max_steps": self.cfg.max_steps, "epochs": self.cfg.epochs * self.steps_per_epoch}
-        limits = " and ".join(name for name, bound in bounds.items() if bound is not None and bound <= self.total_steps)
-        say("", f"To continue training, set a larger {limits}. To start another run, set a new output_dir.")

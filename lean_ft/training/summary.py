@@ -26,7 +26,7 @@ from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
 from lean_ft.system.shards import whole_numel
-from lean_ft.system.units import duration, gibibytes, number
+from lean_ft.system.units import counted, duration, gibibytes, number
 from lean_ft.training.metrics import DIVERGED_STEPS, Row, has_diverged
 
 if TYPE_CHECKING:
@@ -47,11 +47,15 @@ def log_start(run: "Run") -> None:
         chunk = f"computed on {tokens:,} tokens at a time" if tokens else "computed on all tokens at once"
         compiled = "; compiled" if cfg.compile else ""
         say("memory", f"activation checkpointing: {memory.activation_checkpointing}; loss {chunk}{compiled}")
-    batch = f"{cfg.batch_size} sequences"
+    data, unit = cfg.group(DataConfig), run.batches.report.unit
+    batch = counted(cfg.batch_size, "packed rows" if data and data.packs_rows else unit)
+    if data and data.batch_tokens is not None:
+        batch = f"up to {data.batch_tokens:,} positions"
     if cfg.gradient_accumulation_steps > 1:
         batch = f"{cfg.gradient_accumulation_steps} x {batch}"
     done = f", {run.start_step:,} done" if run.start_step else ""
-    say("steps", f"{run.total_steps:,}{done}; {run.steps_per_epoch:,} per epoch; {batch} per step")
+    pace = f"{run.steps_per_epoch:,} per epoch; {batch} per step"
+    say("steps", f"{run.total_steps:,}{done}; limited by {run.limits}; {pace}")
     kept = "all" if cfg.most_kept is None else cfg.most_kept
     say("output", f"{cfg.output_dir}; save_every={cfg.save_every}; checkpoints kept: {kept}")
     for note in run.optimizer.notes:
@@ -76,7 +80,7 @@ def _log_optimizer(run: "Run", optimizer: OptimizerConfig) -> None:
     place = {"device": "", "paged": " in managed memory", "streamed": " in pinned host memory"}[optimizer.state]
     schedule, total_steps = run.cfg.group(ScheduleConfig), run.total_steps
     warmup_steps = 0 if schedule is None else num_warmup_steps(schedule, total_steps)
-    warmup = f" after {warmup_steps} warm-up steps" if warmup_steps else ""
+    warmup = f" after {counted(warmup_steps, 'warm-up steps')}" if warmup_steps else ""
     in_backward = "; updates during backward" if optimizer.in_backward else ""
     state = f"{gibibytes(run.optimizer.state_bytes)} of state{place}"
     say("optimizer", f"{optimizer.name}; lr {optimizer.lr:g}{warmup}; {state}{in_backward}")
@@ -84,7 +88,7 @@ def _log_optimizer(run: "Run", optimizer: OptimizerConfig) -> None:
         highest = optimizer.lr * (total_steps - 1) / warmup_steps
         say(
             "WARNING",
-            f"the whole run is warm-up: it has {total_steps} steps and {warmup_steps} warm-up steps, so the learning rate "
+            f"the whole run is warm-up: it has {counted(total_steps, 'steps')} and {counted(warmup_steps, 'warm-up steps')}, so the learning rate "
             f"stays at or below {highest:g}. Set a shorter warm-up (schedule.warmup_ratio=0.1), or train longer.",
         )
 
@@ -133,7 +137,7 @@ class Results:
         if (grown := self._rss_growth_bytes) is not None:
             growth = f"; resident {'+-'[grown < 0]}{gibibytes(abs(grown))} since step 10"
         say("memory", f"peak {gibibytes(self._peak_memory_bytes)} {kind}{growth}")
-        say("time", f"{duration(seconds)} for {steps:,} step{'s' * (steps != 1)}, with evaluations and checkpoints")
+        say("time", f"{duration(seconds)} for {counted(steps, 'steps')}, with evaluations and checkpoints")
         if run.checkpoint is not None:
             say("checkpoint", str(run.checkpoint))
             say("next", shlex.join(["leanft", *_command_that_tries(run, run.checkpoint)]))

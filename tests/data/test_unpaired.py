@@ -36,7 +36,7 @@ def answer(label: Any, completion: Any = "yes") -> dict[str, Any]:
 def test_a_label_is_true_or_false_however_it_is_written(render, label, value):
     texts, values, report = render(UnpairedDataConfig, answer(label))
     assert (texts, values) == (["yes<|im_end|>"], [value])
-    assert "1 rows (unpaired, detected from their fields)" in str(report)
+    assert "1 row (unpaired, detected from their fields)" in str(report)
 
 
 def test_of_a_pair_each_answer_counts_by_itself_and_an_answer_may_be_messages(render):

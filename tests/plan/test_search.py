@@ -117,3 +117,12 @@ def test_what_fits_as_it_is_comes_first_and_larger_chunks_of_the_loss_are_tried(
     assert found.fitting[0].overrides == {}
     assert found.fitting[0].rehearsal is own
     assert {settings.memory.loss_chunk_tokens for settings in rehearsed} == {"auto", 8192}
+
+
+def test_slower_settings_that_fit_as_given_come_after_the_faster_ones(cfg, rehearsed):
+    cfg = search_module.with_overrides(cfg, {"memory.activation_checkpointing": "full"})
+    found = search(RECIPE, cfg, CPU, 2000, own=search_module.rehearse(RECIPE, cfg, CPU))
+    assert found.fitting[0].overrides, "the given settings are not the fastest"
+    speeds = [candidate.tokens_per_second for candidate in found.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    assert any(candidate.overrides == {} for candidate in found.fitting)

@@ -1,6 +1,7 @@
 """The recipe on the embedded model equals an independent loop, with any settings of memory and layout."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lean_ft.data import UnpairedBatch, unpaired_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import PAIRS, Train, config_of, planned, update
+from tests.recipes.conftest import PAIRS, Train, config_of, first_rows, planned, run_recipe, update
 
 RECIPE = "kto"
 SETTINGS = (*PAIRS, "optimizer.lr=1e-4")
@@ -95,6 +96,18 @@ def test_the_planner_counts_adapter_and_full_runs() -> None:
     assert peak("reference.kind=model") > peak("reference.kind=cached") > peak("lora.rank=4")
     # The pass over mismatched pairs ends before the pass that needs gradients.
     assert peak("reference.kind=cached") == pytest.approx(peak("loss.name=apo_zero_unpaired"), rel=0.05)
+
+
+def test_the_reference_computes_each_text_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """10 completions, whose batches change in each of 3 epochs, and each epoch's 10 mismatched ones."""
+    settings = (*SETTINGS, first_rows("tiny/pairs_train.jsonl", 5, tmp_path), "max_steps=null", "epochs=3")
+    settings += (f"data.cache_dir={tmp_path / 'cache'}",)
+    for computed in (10 + 3 * 10, 0):
+        lines = run_recipe("kto", tmp_path / f"{computed}", *settings, "reference.kind=cached")
+        text = f"computed log-probabilities of {computed} of 40 mismatched and other answers"
+        assert text in capsys.readouterr().out
+    model = run_recipe("kto", tmp_path / "model", *settings, "reference.kind=model")
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in model], abs=1e-5)
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd", "padding_free"])

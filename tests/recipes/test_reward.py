@@ -1,6 +1,7 @@
 """reward on the embedded model: an independent loop, and equal scores from transformers, peft and `leanft score`."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,20 @@ def test_a_margin_must_be_a_number(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "chosen": "yes", "rejected": "no", "margin": "much"}\n')
     with pytest.raises(ValueError, match="rows.jsonl, line 1: `margin` is a string"):
         run_recipe("reward", tmp_path / "run", *SETTINGS, f"data.source={tmp_path / 'rows.jsonl'}")
+
+
+def test_the_documented_lines_score_from_python(
+    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "preferences.md").read_text()
+    [block] = [one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "open_reward_model" in one]
+    monkeypatch.chdir(tmp_path)
+    run_recipe("reward", Path("runs/tiny_reward"), *SETTINGS)
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    exec(block, names)
+    *pairs, last = capsys.readouterr().out.splitlines()
+    assert len(pairs) == len(resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines())
+    [checkpoint] = Path("runs/tiny_reward").glob("step_*")
+    theirs = AutoModelForSequenceClassification.from_pretrained(checkpoint)
+    assert float(last) == pytest.approx(theirs(torch.tensor([names["ids"]])).logits.item(), rel=1e-4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_ft.system.units import duration, gibibytes, number, parse_bytes
+from lean_ft.system.units import counted, duration, gibibytes, number, parse_bytes
 
 
 def test_amounts():
@@ -10,6 +10,7 @@ def test_amounts():
     assert {seconds: duration(seconds) for seconds in texts} == texts
     texts = {5: "5 B", 2048: "2.0 KiB", 5 * 2**20: "5.0 MiB", 2**29: "0.50 GiB", 13.25 * 2**30: "13.25 GiB"}
     assert {count: gibibytes(count) for count in texts} == texts
+    assert [counted(n, "packed rows") for n in (0, 1, 1200)] == ["0 packed rows", "1 packed row", "1,200 packed rows"]
     assert (number(1.23456), number(None)) == ("1.235", "not finite")
 
 

@@ -109,7 +109,7 @@ def test_an_interrupted_last_evaluation_is_done_at_the_next_start(settings, trai
         "".join(file.read_text().splitlines(keepends=True)[:-1]) + '{"step": 3, "ev'
     )  # killed while writing
     capsys.readouterr()
-    for says in ("repeating the interrupted evaluation after step 3", "complete    all 3 steps are done"):
+    for says in ("repeating the interrupted evaluation after step 3", "complete    3 steps done"):
         train_real(run, *settings, "data.validation_fraction=0.3", "max_steps=3", "eval_every=2")
         assert says in (out := capsys.readouterr().out)
         assert metrics(run, timed=False) == whole

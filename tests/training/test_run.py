@@ -75,6 +75,34 @@ def test_max_steps_and_epochs_bound_the_run(train, tmp_path):
         assert len(metrics(train(tmp_path / f"{epochs}", epochs=epochs))) == steps + 1
 
 
+LIMITS = [  # of a run with 2 steps per epoch: settings, its steps, what ends it, and a larger value that extends it
+    ({"epochs": 2}, 4, "epochs", {"epochs": 3}),
+    ({"epochs": 1.1}, 3, "epochs", {"epochs": 2}),
+    ({"epochs": 2, "max_steps": 3}, 3, "max_steps", {"max_steps": 4}),
+    ({"epochs": 2, "max_steps": 4}, 4, "max_steps and epochs", {"max_steps": 5, "epochs": 3}),
+    ({"epochs": 2, "max_steps": 7}, 4, "epochs (max_steps=7 needs epochs=4)", {"epochs": 4}),
+    ({"epochs": 0.5, "max_steps": 8}, 1, "epochs (max_steps=8 needs epochs=4)", {"epochs": 4}),
+]
+
+
+@pytest.mark.parametrize(("bounds", "steps", "limits", "more"), LIMITS, ids=str)
+def test_a_run_names_the_limit_that_ends_it_and_its_advice_extends_it(
+    bounds, steps, limits, more, train, tmp_path, capsys
+):
+    run, trained = tmp_path / "run", lambda: len([row for row in metrics(run) if "loss" in row])
+    for _ in range(2):  # the second start trains nothing
+        train(run, **bounds)
+        assert trained() == steps
+        said = capsys.readouterr().out
+        assert f"{steps} step{'s' * (steps > 1)} done, limited by {limits}" in said
+    assert f"To continue training, raise {limits}. To" in said
+    if "needs" in limits:  # a larger max_steps alone would change nothing
+        with pytest.raises(ValueError, match=r"raise epochs \(max_steps=50 needs epochs=25\) to extend that run"):
+            train(run, **bounds | {"max_steps": 50})
+    train(run, **bounds | more)
+    assert trained() == (bounds | more).get("max_steps", 2 * (bounds | more)["epochs"]) > steps
+
+
 @pytest.mark.parametrize(
     ("step_seconds", "save_seconds", "saved"),
     [
@@ -201,9 +229,7 @@ def test_the_run_ends_where_evaluations_stop_getting_better(train, recipe, monke
         capsys.readouterr()
         run = train(tmp_path / output, **settings)
         assert max(row["step"] for row in metrics(run)) == 5
-        said = (
-            "stopped     early, after step 5: the held-out loss has not been below 2 since step 2 (stop_after_evals=3)"
-        )
+        said = "ended       stopped early, after step 5: the held-out loss has not been below 2 since step 2 (stop_after_evals=3)"
         assert said in capsys.readouterr().out
     assert digests(tmp_path / "whole/step_00000005") == digests(tmp_path / "parts/step_00000005")
     train(run, **settings)
@@ -255,8 +281,7 @@ def test_a_finished_run_started_again_trains_nothing(train, tmp_path, capsys):
     capsys.readouterr()
     train(run)
     said = capsys.readouterr().out
-    assert "complete    all 12 steps are done" in said
-    assert "larger epochs" in said
+    assert "complete    12 steps done, limited by" in said
     assert "began step" not in said
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"} == {
         path: content for path, content in before.items() if path.name != ".lock"
