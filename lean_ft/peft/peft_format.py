@@ -29,15 +29,16 @@ from lean_ft.models.config_fields import MAX_NUMBER
 from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
-from lean_ft.models.names_on_disk import module_on_disk
+from lean_ft.models.names_on_disk import NOT_TEXT, module_on_disk, name_in_language_model, name_in_whole
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
 from lean_ft.models.source import source_of
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
-from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, put_adapter
+from lean_ft.peft.lora import OUTPUT, SCORE, adapted_layers, has_adapter, put_adapter
 from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
-from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
+from lean_ft.peft.targets import TIED, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import read_json, write_json
 
@@ -47,6 +48,7 @@ LABELS_FILE = "labels.json"
 _PREFIX = "base_model.model."
 
 _ALONE = "Load one adapter alone, or merge the others first (leanft export --merge)."
+_OUTSIDE = rf".*({'|'.join(part.removesuffix('.') for part in NOT_TEXT)})\..*"  # multimodal models' other layers
 _NO_TARGETS = "dummy-target-modules"  # PEFT's value for an adapter without layers
 
 # Suffixes of the names of a layer's two matrices.
@@ -77,6 +79,11 @@ class StoredAdapter:
     shapes: dict[str, AdapterShape]  # by layer name
     tensors: dict[str, StoredTensor]  # by name in the file, without PEFT's prefix
     rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
+
+    @property
+    def outside(self) -> list[str]:
+        """The adapted layers of a multimodal model that are not in its language model."""
+        return [name for name in self.shapes if name_in_language_model(name) is None]
 
 
 def save_adapter(
@@ -134,7 +141,12 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     Raises ValueError if the names, shapes or dtypes differ from the model's adapter.
     """
     folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
-    read_same(read_adapter(folder).tensors, own, folder, what="adapter", begun_with="the lora settings")
+    # Checkpoints of earlier versions lack the multimodal model's prefix.
+    stored = {
+        name_in_whole(model.source.part_of, name_in_language_model(name) or name): tensor
+        for name, tensor in read_adapter(folder).tensors.items()
+    }
+    read_same(stored, own, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies
             stem = _stem(model, name, layers)
@@ -268,7 +280,7 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
 
 def _name_in_peft(model: nn.Module, name: str) -> str:
     """A module's name in transformers and PEFT."""
-    return module_on_disk(source_of(model).config, name)
+    return source_of(model).module_name(name)
 
 
 def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
@@ -292,10 +304,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         for name in as_parameters
     ]
     row_ids = {_name_in_peft(model, name).rpartition(".")[2]: r.ids.tolist() for name, r in trained_rows(model).items()}
-    folder = model.source.folder
-    name_or_path, revision, *_ = (
-        (None, None) if folder is None else cached_name(folder) or (str(gguf_file(folder) or folder), None)
-    )
+    name_or_path, revision = _name_and_revision(model)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.score is None else "SEQ_CLS",
@@ -305,6 +314,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "lora_alpha": alpha,
         "lora_dropout": 0.0 if as_parameters else first.dropout,  # PEFT refuses dropout with target_parameters
         "target_modules": _target_modules(model, modules) if layers else _NO_TARGETS,
+        "exclude_modules": _OUTSIDE if model.source.part_of else None,
         "target_parameters": sorted(parameters) or None,
         "rank_pattern": {f"^{re.escape(name)}": s.rank for name, s in shapes.items() if s.rank != rank},
         "alpha_pattern": {f"^{re.escape(name)}": s.alpha for name, s in shapes.items() if s.alpha != alpha},
@@ -317,6 +327,13 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "modules_to_save": None if model.score is None else [SCORE],
         "trainable_token_indices": row_ids or None,
     }
+
+
+def _name_and_revision(model: Decoder) -> tuple[str | None, str | None]:
+    """The model's name as adapters state it: a Hub repository and its commit, or a folder or file."""
+    folder = model.source.folder
+    name, revision, *_ = (None, None) if folder is None else cached_name(folder) or (gguf_file(folder) or folder, None)
+    return name and str(name), revision
 
 
 def _stored_as(layer: AdaptedLayer) -> AdapterShape:
@@ -404,8 +421,20 @@ def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape
 
 def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     """The adapter with our modules' names. Tensors of experts are assigned to projections by their shapes."""
+    if outside := adapter.outside:
+        if len(outside) == len(adapter.shapes):
+            raise ValueError(f"{adapter.folder} adapts no layer of the language model, only such as {outside[0]}.")
+        unread = f"adapters of layers outside the language model are not read, such as {outside[0]}"
+        say("adapter", f"{adapter.folder}: {unread} ({len(outside)} in all)")
+    in_file = {name_in_language_model(name): name.removesuffix(".base_layer") for name in adapter.shapes}
+    adapter = replace(
+        adapter,
+        shapes=_in_language_model(adapter.shapes),
+        tensors=_in_language_model(adapter.tensors),
+        rows=_in_language_model(adapter.rows),
+    )
     modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
-    own_names = {_name_in_peft(model, own): own for own in modules}
+    own_names = {module_on_disk(model.source.config, own): own for own in modules}
     rows = {own_names.get(theirs, theirs): ids for theirs, ids in adapter.rows.items()}
     tensors |= {own_names.get(theirs, theirs) + ENDING: tensors.pop(theirs + ENDING) for theirs in adapter.rows}
     for theirs, own in own_names.items():
@@ -419,13 +448,19 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
         if not isinstance(modules.get(place), Experts):
             continue
         stored = [adapter.tensors[name + ending].shape for ending in _OF_LINEAR if name + ending in adapter.tensors]
-        for layer in (f"{place}.{projection}" for projection in PROJECTIONS):
-            num_experts, num_outputs, num_inputs = _sizes(modules, layer)
+        for projection in PROJECTIONS:
+            num_experts, num_outputs, num_inputs = _sizes(modules, layer := f"{place}.{projection}")
             if [shape[axis] for shape, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
-                shapes[layer] = _stored_shape(adapter.config, layer, shapes.pop(name).rank // num_experts)
+                rank = shapes.pop(name).rank // num_experts
+                shapes[layer] = _stored_shape(adapter.config, f"{in_file[name]}.{projection}", rank)
                 for ending in _OF_LINEAR:
                     tensors[layer + ending] = tensors.pop(name + ending)
     return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
+
+
+def _in_language_model(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The items of modules and tensors in a multimodal model's language model, by their names there."""
+    return {own: value for name, value in named.items() if (own := name_in_language_model(name)) is not None}
 
 
 def _sizes(modules: Mapping[str, nn.Module], name: str) -> tuple[int, int, int]:
@@ -449,16 +484,15 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
     """Raise ValueError unless every tensor of the adapter fits the model."""
     modules, expected = dict(model.named_modules()), {}
     what = "the model" if model.source.folder is None else f"the model of {model.source.folder}"
-    other = f"The adapter belongs to another model{f', {adapter.base_model}' if adapter.base_model else ''}."
+    other = _named_base(model, adapter)
     for name, shape in adapter.shapes.items():
+        if model.config.tied_embeddings and name in (OUTPUT, EMBEDDING):
+            raise ValueError(f"{adapter.folder}: {name} {TIED}. Train an adapter of other layers.")
         try:
             num_layers, num_outputs, num_inputs = _sizes(modules, name)
         except KeyError:
-            raise ValueError(f"{adapter.folder} adapts {name}, which {what} does not have. {other}") from None
-        if isinstance(modules.get(name), nn.Embedding) and model.config.tied_embeddings:
-            raise ValueError(
-                f"{adapter.folder} adapts {name}, which is also the output layer of {what}: not supported."
-            )
+            lack = "cannot be adapted here" if name in modules else f"{what} does not have"
+            raise ValueError(f"{adapter.folder} adapts {name}, which {lack}. {other}") from None
         a, b = _endings(modules[name]) if name in modules else _OF_LINEAR
         expected[name + a] = (shape.rank * num_layers, num_inputs)
         expected[name + b] = (num_outputs, shape.rank * num_layers)
@@ -483,12 +517,24 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
         if name not in expected:
             if _is_own_weight(model, adapter, name):  # PEFT also saves the weight of an adapted embedding
                 continue
-            other = f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the model's weight"
-            raise ValueError(f"{other}. Layers that were trained whole are not supported.")
+            if ".base_layer." in name:
+                raise ValueError(f"{stored.file}: {name} differs from the weight of {what}. {other}")
+            whole = f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the model's weight"
+            raise ValueError(f"{whole}. Layers that were trained whole are not supported.")
         if stored.shape != (shape := expected[name]):
             raise ValueError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}; {what} needs {list(shape)}. {other}"
             )
+
+
+def _named_base(model: Decoder, adapter: StoredAdapter) -> str:
+    """A sentence on the base model that the adapter names."""
+    theirs, own = adapter.config.get("base_model_name_or_path"), _name_and_revision(model)[0]
+    if not theirs or not own:
+        return "The adapter does not name its base model." if own else f"The adapter names the base model {theirs}."
+    if theirs == own or Path(theirs).resolve() == Path(own).resolve():
+        return "The adapter names this model as its base: one of them changed, or the layer takes no adapter here."
+    return f"The adapter names another base model, {adapter.base_model}."
 
 
 def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:
