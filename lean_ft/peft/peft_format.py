@@ -26,6 +26,7 @@ from lean_ft.hub.download import cached_name
 from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder
 from lean_ft.models.config_fields import MAX_NUMBER
+from lean_ft.models.config_json import OF_REWARD, kind_of_scores, label_fields
 from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
@@ -100,14 +101,21 @@ def save_adapter(
     parts = adapter_parts(model) if weights is None else weights
     write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
-    if "problem_type" in (config := model.source.config):  # PEFT's format has no place for them
-        labels = {name: config[name] for name in ("id2label", "label2id", "problem_type")}
+    config = model.source.config
+    if model.score is not None and kind_of_scores(config) != "a reward model":  # PEFT's format has no place for labels
+        labels = {name: config[name] for name in ("id2label", "label2id", "problem_type") if name in config}
         ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))
 
 
 def labels_of(folder: str | Path) -> dict[str, Any] | None:
-    """The fields of config.json about labels that go with a classifier's adapter; None for other adapters."""
-    return read_json(Path(folder) / LABELS_FILE) or None
+    """The fields of config.json about labels that go with a classifier's adapter; None for other adapters. For an adapter of
+    PEFT, which has no place for them, transformers' default names."""
+    if labels := read_json(Path(folder) / LABELS_FILE):
+        return labels
+    score = read_adapter(Path(folder)).tensors.get(f"{SCORE}.weight")
+    if score is None or score.shape[0] == 1:
+        return None
+    return label_fields([f"LABEL_{i}" for i in range(score.shape[0])], is_multi=False)
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
@@ -517,6 +525,9 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
         if name not in expected:
             if _is_own_weight(model, adapter, name):  # PEFT also saves the weight of an adapted embedding
                 continue
+            if name == f"{SCORE}.weight":
+                kind = kind_of_scores(labels_of(adapter.folder) or OF_REWARD)
+                raise ValueError(f"{adapter.folder} adapts {kind}, which gives scores and no text. Use `leanft score`.")
             if ".base_layer." in name:
                 raise ValueError(f"{stored.file}: {name} differs from the weight of {what}. {other}")
             whole = f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the model's weight"
