@@ -37,7 +37,7 @@ def load_teacher(
     """
     distill = cfg.needed(DistillConfig)
     if distill.cached is not None:
-        return _cached(distill, cfg.needed(DataConfig), tokenizer, device, batches, held_out)
+        return _cached(cfg, tokenizer, device, batches, held_out)
     assert distill.teacher is not None
     if stage() is None:
         check_tokenizer(f"distill.teacher={distill.teacher}", tokens_of(load_tokenizer(distill.teacher)), tokenizer)
@@ -100,14 +100,9 @@ def check_cached(distill: DistillConfig, tokenizer: Tokenizer | None) -> dict[st
 
 
 def _cached(
-    distill: DistillConfig,
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    batches: Batches,
-    held_out: EvalBatches | None,
+    cfg: RecipeConfig, tokenizer: Tokenizer, device: torch.device, batches: Batches, held_out: EvalBatches | None
 ) -> Teacher:
-    about = check_cached(distill, tokenizer)
+    about = check_cached(distill := cfg.needed(DistillConfig), tokenizer)
     assert distill.cached is not None
     top_k, num_columns, vocab_size = about["top_k"], about["num_columns"], about["vocab_size"]
     num_tokens = min(vocab_size, len(about["tokens"])) if "tokens" in about else None
@@ -120,7 +115,7 @@ def _cached(
 
         return shapes
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    cache = TeacherCache(distill.cached, layouts, data)
+    cache = TeacherCache(distill.cached, layouts, cfg.needed(DataConfig))
     say(
         "teacher",
         f"cached predictions of {about['model']} for {cache.num_documents:,} documents, top {top_k} tokens each",

@@ -78,13 +78,10 @@ class StoredAdapter:
     config: dict[str, Any]
     base_model: str | None
     shapes: dict[str, AdapterShape]  # by layer name
-    tensors: dict[str, StoredTensor]  # by name in the file, without PEFT's prefix
+    tensors: dict[str, StoredTensor]  # by name in the language model, without PEFT's prefix
     rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
-
-    @property
-    def outside(self) -> list[str]:
-        """The adapted layers of a multimodal model that are not in its language model."""
-        return [name for name in self.shapes if name_in_language_model(name) is None]
+    outside: list[str]  # tensors of a multimodal model's layers that are not in its language model
+    in_file: dict[str, str]  # layers' names in the file, which has the multimodal model's prefix
 
 
 def save_adapter(
@@ -99,7 +96,8 @@ def save_adapter(
     folder = Path(path)
     ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = adapter_parts(model) if weights is None else weights
-    write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
+    in_file = {_PREFIX + name_in_whole(model.source.part_of, name): part for name, part in parts.items()}
+    write_file(folder / WEIGHTS_FILE, in_file, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
     config = model.source.config
     if model.score is not None and kind_of_scores(config) != "a reward model":  # PEFT's format has no place for labels
@@ -149,12 +147,7 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     Raises ValueError if the names, shapes or dtypes differ from the model's adapter.
     """
     folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
-    # Checkpoints of earlier versions lack the multimodal model's prefix.
-    stored = {
-        name_in_whole(model.source.part_of, name_in_language_model(name) or name): tensor
-        for name, tensor in read_adapter(folder).tensors.items()
-    }
-    read_same(stored, own, folder, what="adapter", begun_with="the lora settings")
+    read_same(read_adapter(folder).tensors, own, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies
             stem = _stem(model, name, layers)
@@ -226,21 +219,27 @@ def read_adapter(folder: Path) -> StoredAdapter:
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = " Its weights are pickled, which can run code when opened. Save it as safetensors with PEFT."
         raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
-    tensors = {}
+    tensors, outside, in_file = dict[str, StoredTensor](), list[str](), dict[str, str]()
     for name, stored in read_header(folder / WEIGHTS_FILE).items():
         if not name.startswith(_PREFIX):
             raise ValueError(f"{stored.file}: {name} is not a PEFT tensor name; expected {_PREFIX}...")
         # Older versions of PEFT append .weight to the magnitude's name.
         name = name.removeprefix(_PREFIX)
-        tensors[name.removesuffix(".weight") if name.endswith(f"{_MAGNITUDE}.weight") else name] = stored
+        name = name.removesuffix(".weight") if name.endswith(f"{_MAGNITUDE}.weight") else name
+        if (own := name_in_language_model(name)) is None:
+            outside.append(name)
+            continue
+        tensors[own] = stored
+        in_file[own.rpartition(".lora_")[0]] = name.rpartition(".lora_")[0]
     shapes = {}
     for name, stored in tensors.items():
         if name.endswith((_OF_LINEAR[0], _OF_EMBEDDING[0])):
             layer = name.removesuffix(_OF_LINEAR[0]).removesuffix(_OF_EMBEDDING[0])
-            shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
+            shapes[layer] = _stored_shape(config, in_file[layer], rank=stored.shape[0])
     model, revision = config.get("base_model_name_or_path"), config.get("revision")
     base = f"{model}@{revision}" if model and revision else model or None
-    return StoredAdapter(folder, config, base, shapes, tensors, _stored_rows(folder, config, tensors))
+    rows = _stored_rows(folder, config, tensors)
+    return StoredAdapter(folder, config, base, shapes, tensors, rows, outside, in_file)
 
 
 def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
@@ -287,8 +286,8 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
 
 
 def _name_in_peft(model: nn.Module, name: str) -> str:
-    """A module's name in transformers and PEFT."""
-    return source_of(model).module_name(name)
+    """A module's name in transformers and PEFT, without a multimodal model's prefix."""
+    return module_on_disk(source_of(model).config, name)
 
 
 def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
@@ -302,13 +301,13 @@ def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
 
 
 def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
-    shapes = {_name_in_peft(model, name): _stored_as(layer) for name, layer in layers.items()}
+    shapes = {model.source.module_name(name): _stored_as(layer) for name, layer in layers.items()}
     first = next(iter(shapes.values()), AdapterShape(1, 1.0))  # arbitrary if only rows are trained
     (rank, alpha), _ = Counter((s.rank, s.alpha) for s in shapes.values() or [first]).most_common(1)[0]
     as_parameters = [name for name in layers if is_parameter_to_peft(model, name)]
-    modules = [_name_in_peft(model, name) for name in layers if name not in as_parameters]
+    modules = [model.source.module_name(name) for name in layers if name not in as_parameters]
     parameters = [
-        _name_in_peft(model, name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight")
+        model.source.module_name(name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight")
         for name in as_parameters
     ]
     row_ids = {_name_in_peft(model, name).rpartition(".")[2]: r.ids.tolist() for name, r in trained_rows(model).items()}
@@ -359,7 +358,7 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {
         name
-        for name, module in ((_name_in_peft(model, own), module) for own, module in model.named_modules())
+        for name, module in ((model.source.module_name(own), module) for own, module in model.named_modules())
         if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer)
         and name.rpartition(".")[2] in short
     }
@@ -429,20 +428,13 @@ def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape
 
 def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     """The adapter with our modules' names. Tensors of experts are assigned to projections by their shapes."""
-    if outside := adapter.outside:
-        if len(outside) == len(adapter.shapes):
-            raise ValueError(f"{adapter.folder} adapts no layer of the language model, only such as {outside[0]}.")
-        unread = f"adapters of layers outside the language model are not read, such as {outside[0]}"
-        say("adapter", f"{adapter.folder}: {unread} ({len(outside)} in all)")
-    in_file = {name_in_language_model(name): name.removesuffix(".base_layer") for name in adapter.shapes}
-    adapter = replace(
-        adapter,
-        shapes=_in_language_model(adapter.shapes),
-        tensors=_in_language_model(adapter.tensors),
-        rows=_in_language_model(adapter.rows),
-    )
+    if adapter.outside:
+        unread = f"{len(adapter.outside)} tensors outside the language model, such as {adapter.outside[0]}"
+        if not adapter.tensors:
+            raise ValueError(f"{adapter.folder} has only {unread}, and lean_ft computes text.")
+        say("adapter", f"{adapter.folder}: not read are {unread}")
     modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
-    own_names = {module_on_disk(model.source.config, own): own for own in modules}
+    own_names = {_name_in_peft(model, own): own for own in modules}
     rows = {own_names.get(theirs, theirs): ids for theirs, ids in adapter.rows.items()}
     tensors |= {own_names.get(theirs, theirs) + ENDING: tensors.pop(theirs + ENDING) for theirs in adapter.rows}
     for theirs, own in own_names.items():
@@ -460,15 +452,11 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
             num_experts, num_outputs, num_inputs = _sizes(modules, layer := f"{place}.{projection}")
             if [shape[axis] for shape, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
                 rank = shapes.pop(name).rank // num_experts
-                shapes[layer] = _stored_shape(adapter.config, f"{in_file[name]}.{projection}", rank)
+                in_file = f"{adapter.in_file[name].removesuffix('.base_layer')}.{projection}"
+                shapes[layer] = _stored_shape(adapter.config, in_file, rank)
                 for ending in _OF_LINEAR:
                     tensors[layer + ending] = tensors.pop(name + ending)
     return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
-
-
-def _in_language_model(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of modules and tensors in a multimodal model's language model, by their names there."""
-    return {own: value for name, value in named.items() if (own := name_in_language_model(name)) is not None}
 
 
 def _sizes(modules: Mapping[str, nn.Module], name: str) -> tuple[int, int, int]:
