@@ -311,7 +311,10 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         for name in as_parameters
     ]
     row_ids = {_name_in_peft(model, name).rpartition(".")[2]: r.ids.tolist() for name, r in trained_rows(model).items()}
-    name_or_path, revision = _name_and_revision(model)
+    folder = model.source.folder
+    name_or_path, revision, *_ = (
+        (None, None) if folder is None else cached_name(folder) or (str(gguf_file(folder) or folder), None)
+    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if model.score is None else "SEQ_CLS",
@@ -334,13 +337,6 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "modules_to_save": None if model.score is None else [SCORE],
         "trainable_token_indices": row_ids or None,
     }
-
-
-def _name_and_revision(model: Decoder) -> tuple[str | None, str | None]:
-    """The model's name as adapters state it: a Hub repository and its commit, or a folder or file."""
-    folder = model.source.folder
-    name, revision, *_ = (None, None) if folder is None else cached_name(folder) or (gguf_file(folder) or folder, None)
-    return name and str(name), revision
 
 
 def _stored_as(layer: AdaptedLayer) -> AdapterShape:
@@ -480,7 +476,7 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
     """Raise ValueError unless every tensor of the adapter fits the model."""
     modules, expected = dict(model.named_modules()), {}
     what = "the model" if model.source.folder is None else f"the model of {model.source.folder}"
-    other = _named_base(model, adapter)
+    other = f"The adapter names the base model {adapter.base_model}." if adapter.base_model else ""
     for name, shape in adapter.shapes.items():
         if model.config.tied_embeddings and name in (OUTPUT, EMBEDDING):
             raise ValueError(f"{adapter.folder}: {name} {TIED}. Train an adapter of other layers.")
@@ -524,16 +520,6 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             raise ValueError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}; {what} needs {list(shape)}. {other}"
             )
-
-
-def _named_base(model: Decoder, adapter: StoredAdapter) -> str:
-    """A sentence on the base model that the adapter names."""
-    theirs, own = adapter.config.get("base_model_name_or_path"), _name_and_revision(model)[0]
-    if not theirs or not own:
-        return "The adapter does not name its base model." if own else f"The adapter names the base model {theirs}."
-    if theirs == own or Path(theirs).resolve() == Path(own).resolve():
-        return "The adapter names this model as its base: one of them changed, or the layer takes no adapter here."
-    return f"The adapter names another base model, {adapter.base_model}."
 
 
 def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:

@@ -175,8 +175,8 @@ def test_the_reason_of_a_refusal_is_true(folder_of, make_checkpoint, tmp_path):
     adapter = saved(tied, model, target_modules=["q_proj", "lm_head"])
     assert "lm_head takes no adapter, because this model's embedding is also its output layer" in reason(tied, adapter)
     small, model = make_checkpoint("llama")
-    assert f"The adapter names another base model, {tied}" in reason(small, adapter)
+    assert f"The adapter names the base model {tied}" in reason(small, adapter)
     adapter = saved(small, model, target_modules=["q_proj"])
-    assert f"The adapter names another base model, {small}" in reason(tied, adapter)
+    assert f"The adapter names the base model {small}" in reason(tied, adapter)
     other = saved(tied, model, target_modules=["up_proj"])  # in truth of the other model
-    assert "The adapter names this model as its base" in reason(tied, other)
+    assert f"The adapter names the base model {tied}" in reason(tied, other)
