@@ -147,7 +147,7 @@ def test_a_classifier_and_its_adapter_are_called_a_classifier(train: Train, tmp_
     message = "a classifier of 4 labels.* gives scores and no text. Use `leanft score`"
     for folder in (tmp_path / "whole", tmp_path / "adapter"):
         for verb in (["generate", "prompt=hi"], ["evaluate", "data.source=tiny/validation.jsonl"], ["chat"]):
-            result = CliRunner().invoke(app, [verb[0], f"model.path={folder}", *verb[1:]])
+            result = CliRunner().invoke(app, ["run", verb[0], f"model.path={folder}", *verb[1:]])
             assert "a classifier of 4 labels" in f"{result.exception} {result.output}"
         with pytest.raises(ValueError, match=message):
             open_model(folder)
