@@ -45,7 +45,7 @@ def open_reward_model(
         load_adapter(model, adapter)
     if model.source.score_is_new or not model.config.scores:
         raise ValueError(
-            f"{adapter} is not a reward model or classifier: it has no output layer for scores. Train one: leanft run reward "
+            f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."
         )
     return model, load_tokenizer(tokenizer_folder(adapter, folder) or folder, chat_template)

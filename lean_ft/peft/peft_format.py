@@ -229,6 +229,8 @@ def read_adapter(folder: Path) -> StoredAdapter:
         if (own := name_in_language_model(name)) is None:
             outside.append(name)
             continue
+        if own in tensors:
+            raise ValueError(f"{stored.file} has two tensors for {own}, under different names. Remove one of them.")
         tensors[own] = stored
         in_file[own.rpartition(".lora_")[0]] = name.rpartition(".lora_")[0]
     shapes = {}
@@ -248,7 +250,7 @@ def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Sto
     for layer in (name.removesuffix(ENDING) for name in tensors if name.endswith(ENDING)):
         ids = indices
         if isinstance(indices, dict):
-            ids = next((ids for name, ids in indices.items() if layer.endswith(name)), None)
+            ids = next((ids for n, ids in indices.items() if layer.endswith(name_in_language_model(n) or n)), None)
         if ids is None and indices:  # a tied layer's rows, stored a second time
             continue
         if not isinstance(ids, list) or not ids or not all(isinstance(id, int) and id >= 0 for id in ids):

@@ -133,7 +133,16 @@ def test_rows_of_new_tokens_and_checkpoints_with_names_of_the_language_model_are
     ids[:, 3] = 100
     assert_equal(reference(input_ids=ids).logits, model(ids), theirs(folder)(input_ids=ids).logits)
 
+    about = tmp_path / "adapter" / "adapter_config.json"  # PEFT also takes a module's whole name
+    full = {"model.language_model.embed_tokens": [99, 100]}
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"trainable_token_indices": full}))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    twice = {name.replace("model.language_model.", "model."): tensor.clone() for name, tensor in tensors.items()}
+    save_file({**tensors, **twice}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="has two tensors for model"):
+        load_adapter(load_model(folder, new_ids=[99, 100]), tmp_path / "adapter")
+    save_file(tensors, file, {"format": "pt"})
     older = {name.replace("model.language_model.", "model."): tensor for name, tensor in load_file(file).items()}
     save_file(older, file, {"format": "pt"})
     again = load_model(folder, new_ids=[99, 100])
