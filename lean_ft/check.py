@@ -38,6 +38,7 @@ from lean_ft.generation import Sampling, sample
 from lean_ft.losses import CrossEntropy
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.models.config_json import gives_scores
 from lean_ft.models.families import FAMILIES
 from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import stored_dtype, stored_tensors
@@ -50,6 +51,7 @@ from lean_ft.settings import LoRAConfig, SFTDataConfig, TrainingConfig
 from lean_ft.settings.base import Device
 from lean_ft.system.environment import available_bytes
 from lean_ft.system.units import gibibytes
+from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.device import resolve_device
 
@@ -116,6 +118,7 @@ class Check:
         self.num_targets = int(self.documents.num_targets.sum())
         if not self.num_targets:
             raise ValueError(f"data.source={cfg.data.source}: its first {NUM_ROWS} rows have no token to train on.")
+        self.hf_config = read_json(folder / "config.json")
         self.ids = self.documents.tokens[: cfg.data.max_length].tolist()
         self.transformers: Any = None
         with suppress(ImportError):
@@ -132,13 +135,17 @@ class Check:
         checks: list[tuple[str, Callable[[], Iterable[Row]], str]] = [
             ("token ids", self._token_ids, absent),
             ("saved weights", self._weights, ""),
+            *([("scores", self._scores, small or absent)] if gives_scores(self.hf_config) else []),
             ("plain step", self._plain, small),
             ("logits and gradients", self._against_transformers, small or absent),
             *((name, partial(self._technique, name, text.split()), small) for name, text in self.techniques.items()),
             ("3 training steps", self._timed, "" if self.command else "--quick"),
         ]
+        after_plain = {"logits and gradients", *self.techniques, *([] if small else ["3 training steps"])}
         for name, work, reason in checks:
             gc.collect()
+            if name in after_plain and not hasattr(self, "noise"):
+                reason = reason or "the plain step has no result"
             yield name, partial(list, [(name, "", "", "", f"skipped: {reason}")]) if reason else work
 
     def configure(self, *overrides: str) -> CheckedConfig:
@@ -161,12 +168,12 @@ class Check:
         yield _row("chat template", what, f"{len(wrong)} differ {wrong[:1] or ''}", "0", not wrong)
 
     def _weights(self) -> Iterator[Row]:
-        if "quantization_config" in json.loads((self.folder / "config.json").read_text(encoding="utf-8")):
+        if "quantization_config" in self.hf_config:
             raise ValueError("the folder's weights are quantized, and are saved in full")
         stored = {name_in_language_model(name) or name: tensor for name, tensor in stored_tensors(self.folder).items()}
         with tempfile.TemporaryDirectory() as temporary:
             saved, exported = Path(temporary) / "saved", Path(temporary) / "exported"
-            save_model(load_model(self.folder, dtype=stored_dtype(self.folder)), saved)
+            save_model(load_model(self.folder, dtype=stored_dtype(self.folder), scores=None), saved)
             self.tokenizer.save(saved)
             export_folder(saved, exported)  # compares the logits of what it wrote
             for name, folder in (("save and read back", saved), ("export and read back", exported)):
@@ -187,14 +194,21 @@ class Check:
         squares = sum(gradient.square().sum().item() for gradient in self.gradients.values())
         # With AdamW's eps as large as the gradients, an update changes as smoothly as they do, and not by their signs.
         self.eps = (squares / sum(gradient.numel() for gradient in self.gradients.values())) ** 0.5
-        generator = torch.Generator(self.device).manual_seed(0)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1 + EPS * torch.randn(p.shape, generator=generator, device=self.device))
+        _change_by_rounding(model)
         logits, gradients, _ = self._results(model)
         self.noise = _distances(gradients, self.gradients) | _distances({"": logits}, {"": self.logits})
         what, noise = "float32: loss, rounding noise of logits", self.noise[""] / self.logits.norm().item()
         yield _row("plain step", what, f"{loss:.4f}, {noise:.1e}", "finite", math.isfinite(loss + noise))
+
+    @torch.no_grad()
+    def _scores(self) -> Iterator[Row]:
+        model = load_model(self.folder, self.device, scores=None)
+        ours = self._logits(model, self.ids)[-1]
+        _change_by_rounding(model)
+        noise = (self._logits(model, self.ids)[-1] - ours).norm().item()
+        theirs = self._load_theirs("float32", self.transformers.AutoModelForSequenceClassification)
+        what = f"of {len(self.ids)} tokens in float32, with transformers"
+        yield self._compared("scores", what, {"": ours}, {"": self._logits(theirs, self.ids)}, {"": noise})
 
     def _against_transformers(self) -> Iterator[Row]:
         model = self._load_theirs("float32")
@@ -312,8 +326,8 @@ class Check:
         with torch.no_grad():
             return self._logits(model, self.ids), {n: g for n, g in gradients.items() if g is not None}, total
 
-    def _load_theirs(self, dtype: str) -> nn.Module:
-        load = self.transformers.AutoModelForCausalLM.from_pretrained
+    def _load_theirs(self, dtype: str, kind: Any = None) -> nn.Module:
+        load = (kind or self.transformers.AutoModelForCausalLM).from_pretrained
         with tempfile.TemporaryDirectory() as copy:
             folder = self.folder
             if gguf_file(folder) is not None:  # transformers' own reader supports fewer GGUF files
@@ -366,6 +380,14 @@ class Check:
         size = max(exact[worst].float().norm().item(), SMALLEST)
         passed = found.keys() == exact.keys() and all(errors[n] <= allowed[n] for n in errors)
         return _row(name, what, f"{errors[worst] / size:.1e} {worst}", f"{allowed[worst] / size:.1e}", passed)
+
+
+@torch.no_grad()
+def _change_by_rounding(model: nn.Module) -> None:
+    """Change every weight at random by float32's rounding."""
+    generator = torch.Generator(device := next(model.parameters()).device).manual_seed(0)
+    for p in model.parameters():
+        p.mul_(1 + EPS * torch.randn(p.shape, generator=generator, device=device))
 
 
 def _row(check: str, compared: str, result: str, allowed: str, passed: bool) -> Row:

@@ -87,12 +87,21 @@ def check(
                     rows += found()
                 except Exception as error:
                     message, code = explain(error)
-                    verdict = f"skipped: {message.splitlines()[0]}" if code == 2 else "FAILED"
-                    rows.append((name, "", "" if code == 2 else message.splitlines()[0], "", verdict))
+                    rows.append(
+                        (name, "", "", "", f"{'skipped' if code == 2 else 'FAILED'}: {message.splitlines()[0]}")
+                    )
     finally:
         console.stderr = False
-    print_table(("check", "what was compared", "result", "allowed", "verdict"), rows)
-    wrong = [row[0] for row in rows if row[-1] in ("DIFFERS", "FAILED")]
+    # Reasons are printed below the table, which otherwise would not fit a terminal.
+    reasons: dict[str, list[str]] = {}
+    for name, *_, verdict in rows:
+        if ": " in verdict:
+            reasons.setdefault(verdict, []).append(name)
+    columns = ("check", "what was compared", "result", "allowed", "verdict")
+    print_table(columns, [(*cells, verdict.partition(": ")[0]) for *cells, verdict in rows])
+    for verdict, names in reasons.items():
+        typer.echo(f"{verdict} ({', '.join(names)})")
+    wrong = [row[0] for row in rows if row[-1].startswith(("DIFFERS", "FAILED"))]
     if wrong:
         typer.echo(f"{len(wrong)} of {len(rows)} checks failed: {', '.join(wrong)}", err=True)
         raise typer.Exit(1)

@@ -17,7 +17,9 @@ class _Rows(Settings):
 def score(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A reward model: a run, a checkpoint, a folder.", show_default=False),
+        typer.Argument(
+            metavar="MODEL", help="A reward model or classifier: a run, a checkpoint, a folder.", show_default=False
+        ),
     ],
     file: Annotated[str, typer.Argument(metavar="FILE", help="File of rows, as for data.source.", show_default=False)],
     arguments: Annotated[

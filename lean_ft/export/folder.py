@@ -54,6 +54,8 @@ def export_folder(
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
     model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype)
+    if keep_vision and merge and (outside := read_adapter(folder).outside):
+        raise ValueError(f"{folder}: --keep-vision would lose the adapter's {outside[0]}. Merge the adapter with PEFT.")
     whole = find_vision_model(model, folder, base) if keep_vision else None
     wanted = model.dtype
     expected = _logits(model)

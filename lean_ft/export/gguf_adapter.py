@@ -99,7 +99,9 @@ def export_gguf_adapter(
 def _check_is_lora(stored: StoredAdapter) -> None:
     """Raise ValueError for an adapter that is more than pairs of low-rank matrices."""
     if f"{SCORE}.weight" in stored.tensors:
-        raise ValueError(f"{stored.folder} is a reward model's adapter, which llama.cpp cannot run. Leave out --gguf.")
+        raise ValueError(
+            f"{stored.folder} adapts a model that gives scores, which llama.cpp cannot run. Leave out --gguf."
+        )
     is_dora = any(shape.dora for shape in stored.shapes.values())
     more = "rows of new tokens" if stored.rows else "the magnitudes of DoRA" if is_dora else None
     if more is not None:

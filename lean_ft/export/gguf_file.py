@@ -25,6 +25,7 @@ from lean_ft.export.ollama import modelfile
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.generation import stop_ids
 from lean_ft.models import Decoder
+from lean_ft.models.config_json import kind_of_scores
 from lean_ft.quantize import mean_loss
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
@@ -85,7 +86,8 @@ def export_gguf(
         raise ValueError(f"{for_ollama} exists. Choose a destination in another folder, or overwrite it with --force.")
     model, tokenizer, merged = read_source(folder, merge, base)
     if model.config.scores:
-        raise ValueError(f"{folder} is a reward model, which llama.cpp cannot run. Export it as a folder.")
+        kind = kind_of_scores(model.source.config)
+        raise ValueError(f"{folder} is {kind}, which llama.cpp cannot run. Export it as a folder.")
     family = gguf_family(model, folder)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")

@@ -26,12 +26,12 @@ TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 def open_reward_model(
     path: str | Path, device: str = "auto", dtype: str | None = None, chat_template: Path | None = None
 ) -> tuple[Decoder, Tokenizer]:
-    """Return a reward model and its tokenizer.
+    """Return a reward model or classifier and its tokenizer.
 
     path: a folder, a run (its newest complete checkpoint), a checkpoint of a model or an adapter, or a Hub repository;
     dtype: None uses the dtype of the files; chat_template: a file that replaces the tokenizer's template.
 
-    Raises ValueError if the model is missing, incomplete, or not a reward model.
+    Raises ValueError if the model is missing, incomplete, or gives no scores.
     """
     folder = adapter = find_finished(path, QUICK_BYTES)
     if is_adapter(folder):

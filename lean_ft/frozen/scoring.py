@@ -15,7 +15,7 @@ from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.frozen.reward_model import open_reward_model, score, token_scores
 from lean_ft.models import Decoder
-from lean_ft.models.config_json import label_names
+from lean_ft.models.config_json import kind_of_scores, label_names
 from lean_ft.settings import ClassificationDataConfig, DataConfig, PreferenceDataConfig, SFTDataConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
@@ -43,7 +43,7 @@ def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | 
             f" such as {kept_apart[0]}" if kept_apart else f" of {', '.join(sorted(tokenizer.control_tokens))[:200]}"
         )
         raise ValueError(
-            f"the tokenizer's pad token {names.get(pad_id, pad_id)!r} also ends sequences. Programs that open the reward model "
+            f"the tokenizer's pad token {names.get(pad_id, pad_id)!r} also ends sequences. Programs that open the model "
             "find the end of a padded row by this token, so they would read the score one token too early. Set pad_token to a "
             f"control token that never ends a sequence,{advice}."
         )
@@ -59,7 +59,7 @@ def score_rows(
     pairs, one list per side). Sequences are not truncated. Raises ValueError for an unreadable row, with its place.
     """
     settings = {"source": data} if isinstance(data, str) else data.model_dump()
-    if "problem_type" in model.source.config:
+    if kind_of_scores(model.source.config) != "a reward model":
         yield from _classified(model, tokenizer, ClassificationDataConfig.model_validate(settings))
         return
     config: DataConfig = SFTDataConfig.model_validate(settings)
@@ -88,7 +88,7 @@ def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationData
     With several labels per text, `predictions` are the labels with a probability of 50% or more.
     """
     config, names = config.model_copy(update={"labels": []}), label_names(model.source.config)  # rows need no labels
-    is_multi = model.source.config["problem_type"].startswith("multi")
+    is_multi = str(model.source.config.get("problem_type")).startswith("multi")
     render, rows = renderer_of(config, tokenizer, config.source), read_rows(config.source, None, config)
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)

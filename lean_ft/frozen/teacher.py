@@ -4,13 +4,15 @@
 ids must mean the same for both models.
 """
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from lean_ft.data import Batch, Batches, EvalBatches
 from lean_ft.frozen.frozen_model import load_frozen
-from lean_ft.frozen.teacher_cache import TeacherCache, read_about
+from lean_ft.frozen.teacher_cache import TeacherCache, read_about, tokens_of
 from lean_ft.losses import Teacher, TeacherStates, TopLogProbs
 from lean_ft.settings import DataConfig, DistillConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.host_link import open_link
@@ -35,10 +37,10 @@ def load_teacher(
     """
     distill = cfg.needed(DistillConfig)
     if distill.cached is not None:
-        return _cached(distill, cfg.needed(DataConfig), device, batches, held_out)
+        return _cached(cfg, tokenizer, device, batches, held_out)
     assert distill.teacher is not None
     if stage() is None:
-        check_tokenizer(distill.teacher, tokenizer)
+        check_tokenizer(f"distill.teacher={distill.teacher}", tokens_of(load_tokenizer(distill.teacher)), tokenizer)
     kept_as = distill.teacher_dtype or cfg.needed(ModelConfig).dtype
     nf4 = kept_as == "nf4"
     setting = "distill.teacher_streamed"
@@ -66,21 +68,19 @@ def load_teacher(
     return ask
 
 
-def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if an id of the student's tokenizer is another token for the teacher at `path`."""
-    other = load_tokenizer(path)
-    for token_id in range(tokenizer.vocab_size):
-        token, to_teacher = tokenizer.token_text(token_id), other.token_text(token_id)
+def check_tokenizer(setting: str, tokens: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Raise ValueError if an id of the student's tokenizer is another token for the teacher, whose `tokens` these are."""
+    for token_id, (token, to_teacher) in enumerate(zip_longest(tokens_of(tokenizer), tokens, fillvalue="")):
         if token and token != to_teacher:
             means = f"{to_teacher!r} for the teacher" if to_teacher else "no token for the teacher"
             raise ValueError(
-                f"distill.teacher={path} has a different tokenizer: id {token_id} is {token!r} for the student and {means}. "
+                f"{setting} has a different tokenizer: id {token_id} is {token!r} for the student and {means}. "
                 "Its predictions would be for other tokens. Choose a teacher with the student's tokenizer."
             )
 
 
-def check_cached(distill: DistillConfig) -> dict[str, Any]:
-    """Return the metadata of `distill.cached`. Raise ValueError if it does not fit these settings."""
+def check_cached(distill: DistillConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the metadata of `distill.cached`. Raise ValueError if it does not fit these settings or the tokenizer."""
     assert distill.cached is not None
     about = read_about(distill.cached)
     if about["temperature"] != distill.temperature:
@@ -89,25 +89,33 @@ def check_cached(distill: DistillConfig) -> dict[str, Any]:
             f"distill.temperature is {distill.temperature:g}. The cache cannot be converted, because it has only the most "
             f"likely tokens. Set distill.temperature={about['temperature']:g}, or run leanft score again."
         )
+    if "tokens" not in about:
+        say(
+            "teacher",
+            f"distill.cached={distill.cached} does not state its tokenizer (an earlier version): not compared",
+        )
+    elif tokenizer is not None:
+        check_tokenizer(f"distill.cached={distill.cached}", about["tokens"], tokenizer)
     return about
 
 
 def _cached(
-    distill: DistillConfig, data: DataConfig, device: torch.device, batches: Batches, held_out: EvalBatches | None
+    cfg: RecipeConfig, tokenizer: Tokenizer, device: torch.device, batches: Batches, held_out: EvalBatches | None
 ) -> Teacher:
-    about = check_cached(distill)
+    about = check_cached(distill := cfg.needed(DistillConfig), tokenizer)
     assert distill.cached is not None
     top_k, num_columns, vocab_size = about["top_k"], about["num_columns"], about["vocab_size"]
+    num_tokens = min(vocab_size, len(about["tokens"])) if "tokens" in about else None
     if stage() is not None:  # planning: tensors without contents
 
         def shapes(batch: Batch) -> TopLogProbs:
             num_targets = batch.num_targets
             ids = torch.zeros(num_targets, top_k, dtype=torch.int64, device=device)
-            return TopLogProbs(torch.zeros(num_targets, num_columns, device=device), ids, vocab_size)
+            return TopLogProbs(torch.zeros(num_targets, num_columns, device=device), ids, vocab_size, num_tokens)
 
         return shapes
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    cache = TeacherCache(distill.cached, layouts, data)
+    cache = TeacherCache(distill.cached, layouts, cfg.needed(DataConfig))
     say(
         "teacher",
         f"cached predictions of {about['model']} for {cache.num_documents:,} documents, top {top_k} tokens each",
@@ -115,6 +123,6 @@ def _cached(
 
     def recall(batch: Batch) -> TopLogProbs:
         log_probs, ids = (torch.from_numpy(values).to(device, non_blocking=True) for values in cache.rows_of(batch))
-        return TopLogProbs(log_probs, ids.long(), vocab_size)
+        return TopLogProbs(log_probs, ids.long(), vocab_size, num_tokens)
 
     return recall

@@ -30,7 +30,7 @@ from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
 from lean_ft.settings import DataConfig, KeepTeacherConfig
 from lean_ft.system.log import say
-from lean_ft.tokenizers import load_tokenizer
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.device import check_dtype, resolve_device
 from lean_ft.training.progress import shown
 
@@ -72,7 +72,7 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
     chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
     vocab_size = len(model.output_weight)
     parts = [EvalBatches(trained.layout, trained.report), *([held_out] if held_out is not None else [])]
-    documents: list[Documents] = []
+    documents, num_columns = list[Documents](), 0
     cfg.destination.parent.mkdir(parents=True, exist_ok=True)
     with write_entry(cfg.destination.parent, cfg.destination.name) as writer:
         for part in parts:
@@ -84,10 +84,12 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
                     TeacherStates(hidden, model.output_weight, model.config.logits_softcap),
                     here.labels,
                     cfg.top_k,
+                    num_tokens=tokenizer.vocab_size,
                     temperature=cfg.temperature,
                     num_targets=batch.num_targets,
                     chunk_tokens=chunk_tokens,
                 )
+                num_columns = said.log_probs.shape[1]
                 assert batch.documents is not None
                 numbers = batch.documents - part.layout.first_row
                 writer.append(
@@ -104,13 +106,19 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
             "dtype": "nf4" if cfg.nf4 else cfg.model.dtype,
             "temperature": cfg.temperature,
             "top_k": cfg.top_k,
-            "num_columns": cfg.top_k + (cfg.top_k < vocab_size),
+            "num_columns": num_columns,
             "vocab_size": vocab_size,
+            "tokens": tokens_of(tokenizer),
             "data": _settings_of(cfg.data),
         }
     num_targets = sum(int(part.num_targets.sum()) for part in documents)
     size = sum(file.stat().st_size for file in cfg.destination.iterdir())
     say("saved", f"{cfg.destination}: {cfg.top_k} tokens for each of {num_targets:,} targets, {size / 2**20:,.1f} MiB")
+
+
+def tokens_of(tokenizer: Tokenizer) -> list[str]:
+    """The text of each id, empty for an id without a token."""
+    return [tokenizer.token_text(token_id) for token_id in range(tokenizer.vocab_size)]
 
 
 class Documents:

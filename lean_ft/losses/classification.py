@@ -1,5 +1,7 @@
 """Loss and metrics of text classification. Shapes: P texts, C labels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
@@ -23,12 +25,14 @@ class Predictions:
     labels."""
 
     def __init__(self, num_labels: int, device: torch.device, ranks: Ranks = ALONE) -> None:
+        self._has_several = False  # labels per text
         self._ranks, self._num_right = ranks, torch.zeros(1, dtype=torch.float64, device=device)
         self._sums = torch.zeros(num_labels + 2, num_labels, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, scores: Tensor, targets: Tensor) -> None:
         """scores: (P, C); targets: as in `classification_losses`."""
+        self._has_several = targets.dim() > 1
         actual, predicted = targets > 0, scores > 0
         if targets.dim() == 1:
             actual, predicted = (one_hot(label, scores.shape[1]) for label in (targets, scores.argmax(1)))
@@ -36,15 +40,20 @@ class Predictions:
         actual, predicted = actual.double(), predicted.double()
         self._sums += torch.cat([actual.T @ predicted, actual.sum(0, True), predicted.sum(0, True)])
 
-    def metrics(self, num_texts: int) -> tuple[dict[str, float], list[list[int]]]:
-        """Return `eval_accuracy` and `eval_macro_f1`, and the confusion matrix (C, C). Call it on every rank.
+    def metrics(self, num_texts: int) -> tuple[dict[str, float], list[Any]]:
+        """Return `eval_accuracy` and `eval_macro_f1`, and the confusion matrix. Call it on every rank.
 
         `eval_accuracy` is the share of texts with exactly the right labels; `eval_macro_f1` is over labels that occur.
-        The confusion matrix counts texts with the row's label and the column's prediction.
+        The confusion matrix (C, C) counts texts with the row's label and the column's prediction. If texts have several
+        labels, there is one (2, 2) per label: its rows are texts without and with the label, its columns predictions.
         """
         sums = self._ranks.sum(torch.cat([self._num_right, self._sums.flatten()])) / self._ranks.num_sharing
         *confusion, actual, predicted = sums[1:].view_as(self._sums)
         table, total = torch.stack(confusion), actual + predicted
         f1 = (2 * table.diagonal() / total)[total > 0].mean()
         accuracy = sums[0] / num_texts
+        if self._has_several:
+            hits = table.diagonal()
+            cells = [num_texts - total + hits, predicted - hits, actual - hits, hits]
+            table = torch.stack(cells, 1).view(-1, 2, 2)
         return {"eval_accuracy": float(accuracy), "eval_macro_f1": float(f1)}, table.long().tolist()

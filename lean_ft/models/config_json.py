@@ -95,6 +95,8 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),
 }
+_TIED = "tie_word_embeddings"
+_TIED_AT_EITHER_LEVEL = ("qwen2_vl", "qwen2_5_vl")
 _IMAGE_FIELDS = ("image", "video", "vision", "audio")
 
 # Families that have a sequence classification model in transformers, and transformers' names of them.
@@ -157,7 +159,17 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     }
     if config.get("quantization_config") is not None:
         shared["quantization_config"] = config["quantization_config"]
-    return {**shared, **text, "model_type": family, "architectures": [architectures[family]]}
+    result = {**shared, **text, "model_type": family, "architectures": [architectures[family]]}
+    result.pop(_TIED, None)
+    tied = _are_tied(model_type, config.get(_TIED), text.get(_TIED))
+    return result if tied is None else {**result, _TIED: tied}
+
+
+def _are_tied(model_type: str, whole: Any, text: Any) -> Any:
+    """`tie_word_embeddings` as transformers reads it from both levels: the whole model's decides, except in Llama 4."""
+    if model_type == "llama4" or whole is None or (text is True and model_type in _TIED_AT_EITHER_LEVEL):
+        return text
+    return whole
 
 
 OF_REWARD: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
@@ -202,6 +214,12 @@ def label_names(config: Mapping[str, Any]) -> list[str]:
     """The names of a classifier's labels, in the order of its outputs."""
     names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}  # without it, transformers takes 2
     return [str(names[key]) for key in sorted(names, key=int)]
+
+
+def kind_of_scores(config: Mapping[str, Any]) -> str:
+    """What a model that gives scores is: "a reward model", or "a classifier of 3 labels"."""
+    num_labels, is_named = len(label_names(config)), str(config.get("problem_type")).endswith("label_classification")
+    return f"a classifier of {num_labels} labels" if is_named or num_labels > 1 else "a reward model"
 
 
 def gives_scores(config: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from lean_ft.models.config_json import (
     as_its_family,
     decoder_config,
     gives_scores,
+    kind_of_scores,
     language_model_config,
     score_config,
 )
@@ -91,8 +92,8 @@ def load_model(
         router_aux_loss_coef: None uses config.json's coefficient if `output_router_logits` is true there.
         after_module: called with the model and each module's name once the module has its weights. It may replace the
             module by a smaller one before the next module takes memory.
-        scores: True loads a reward model, or adds a zero-initialized score layer to a language model. False refuses reward
-            models. None accepts both kinds. A dict adds or expects a classifier with these label fields of config.json.
+        scores: True loads a reward model, or adds a zero-initialized score layer to a language model. False refuses models
+            that give scores. None accepts both kinds. A dict adds or expects a classifier with these label fields of config.json.
         new_ids: ids of added tokens. Their rows are the mean of the rows before the first new id.
 
     Raises:
@@ -219,9 +220,7 @@ def _meta_model(
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
     model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
     if model.config.scores and scores is False:
-        raise ValueError(
-            f"{folder} is a reward model: it gives scores and no text. Use `leanft score` or the recipe reward."
-        )
+        raise ValueError(f"{folder} is {kind_of_scores(hf_config)}: it gives scores and no text. Use `leanft score`.")
     model.source = Source(
         folder=folder,
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lean_ft.models.names_on_disk import module_on_disk, name_in_whole
 from lean_ft.system.shards import Cut
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class Source:
     """Whether the score layer of a reward model was added to a language model's folder."""
     unread: "Unread | None" = None
     """How to fill the weights of a model that is still on the meta device."""
+
+    def module_name(self, name: str) -> str:
+        """transformers' name of a module in the folder's model, which PEFT uses too."""
+        return name_in_whole(self.part_of, module_on_disk(self.config, name))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from lean_ft.quantize.nf4 import NF4Linear, check_available
 from lean_ft.settings import LoRAConfig, ModelConfig
 from lean_ft.system.shards import ALONE, Ranks
 
-_OUTPUT = "lm_head"
+OUTPUT = "lm_head"
 SCORE = "score"
 
 
@@ -74,19 +74,19 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     if cfg.dtype == "model" and weight.dtype == torch.float16:
         raise ValueError("lora.dtype=model would train in float16, where small updates vanish. Set lora.dtype=float32.")
     names = find_targets(model, cfg.targets)
-    if model.config.head_bias and (_OUTPUT in names or model.source.new_ids):
-        asked = "model.new_tokens" if model.source.new_ids else f"{_OUTPUT} in lora.targets"
+    if model.config.head_bias and (OUTPUT in names or model.source.new_ids):
+        asked = "model.new_tokens" if model.source.new_ids else f"{OUTPUT} in lora.targets"
         raise ValueError(f"{asked} is not supported for an output layer with a bias, as this model has. Leave it out.")
-    if _OUTPUT in names and cfg.dropout:
-        unsupported = f"lora.dropout={cfg.dropout:g} is not supported for {_OUTPUT}"
-        raise ValueError(f"{unsupported}. Set lora.dropout=0, or remove {_OUTPUT} from lora.targets.")
+    if OUTPUT in names and cfg.dropout:
+        unsupported = f"lora.dropout={cfg.dropout:g} is not supported for {OUTPUT}"
+        raise ValueError(f"{unsupported}. Set lora.dropout=0, or remove {OUTPUT} from lora.targets.")
     shape = AdapterShape(rank=cfg.rank, alpha=cfg.alpha, rslora=cfg.rslora, dora=cfg.dora, dropout=cfg.dropout)
     for name in names:
         if is_parameter_to_peft(model, name):
             _check_suits_parameter(name, shape, cfg.init, is_stack=is_projection_of_experts(model, name))
     if SCORE in names:
         raise ValueError(f"lora.targets has {SCORE}, which is trained whole. Remove it from lora.targets.")
-    if model.source.new_ids and (taken := {EMBEDDING, _OUTPUT}.intersection(names)):
+    if model.source.new_ids and (taken := {EMBEDDING, OUTPUT}.intersection(names)):
         raise ValueError(
             f"lora.targets has {min(taken)}, but model.new_tokens trains rows of it. Remove it from lora.targets."
         )
@@ -125,7 +125,7 @@ def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dty
     if not is_projection_of_experts(model, name):
         base = model.get_submodule(name)
         of_matrix = LoRAEmbedding if isinstance(base, nn.Embedding) else LoRALinear
-        layer = (LoRAOutput if name == _OUTPUT else of_matrix)(base, shape, dtype)
+        layer = (LoRAOutput if name == OUTPUT else of_matrix)(base, shape, dtype)
         model.set_submodule(name, layer)
         return layer
     place, _, projection = name.rpartition(".")
@@ -195,7 +195,7 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
         module = model.get_submodule(name)
         if isinstance(module, Experts):
             raise ValueError("lora.quantize=nf4 does not support this model's stacked experts. Set lora.quantize=none.")
-        if isinstance(module, nn.Linear) and name not in (_OUTPUT, SCORE):
+        if isinstance(module, nn.Linear) and name not in (OUTPUT, SCORE):
             check_available(on_gpu=module.weight.is_cuda)
             model.set_submodule(name, NF4Linear(module))
 

@@ -26,18 +26,20 @@ from lean_ft.hub.download import cached_name
 from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder
 from lean_ft.models.config_fields import MAX_NUMBER
+from lean_ft.models.config_json import OF_REWARD, kind_of_scores, label_fields
 from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
-from lean_ft.models.names_on_disk import module_on_disk
+from lean_ft.models.names_on_disk import NOT_TEXT, module_on_disk, name_in_language_model, name_in_whole
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
 from lean_ft.models.source import source_of
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
-from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, put_adapter
+from lean_ft.peft.lora import OUTPUT, SCORE, adapted_layers, has_adapter, put_adapter
 from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
-from lean_ft.peft.targets import is_parameter_to_peft, is_projection_of_experts
+from lean_ft.peft.targets import TIED, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import read_json, write_json
 
@@ -47,6 +49,7 @@ LABELS_FILE = "labels.json"
 _PREFIX = "base_model.model."
 
 _ALONE = "Load one adapter alone, or merge the others first (leanft export --merge)."
+_OUTSIDE = rf".*({'|'.join(part.removesuffix('.') for part in NOT_TEXT)})\..*"  # multimodal models' other layers
 _NO_TARGETS = "dummy-target-modules"  # PEFT's value for an adapter without layers
 
 # Suffixes of the names of a layer's two matrices.
@@ -75,8 +78,10 @@ class StoredAdapter:
     config: dict[str, Any]
     base_model: str | None
     shapes: dict[str, AdapterShape]  # by layer name
-    tensors: dict[str, StoredTensor]  # by name in the file, without PEFT's prefix
+    tensors: dict[str, StoredTensor]  # by name in the language model, without PEFT's prefix
     rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
+    outside: list[str]  # tensors of a multimodal model's layers that are not in its language model
+    in_file: dict[str, str]  # layers' names in the file, which has the multimodal model's prefix
 
 
 def save_adapter(
@@ -91,16 +96,24 @@ def save_adapter(
     folder = Path(path)
     ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = adapter_parts(model) if weights is None else weights
-    write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
+    in_file = {_PREFIX + name_in_whole(model.source.part_of, name): part for name, part in parts.items()}
+    write_file(folder / WEIGHTS_FILE, in_file, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
-    if "problem_type" in (config := model.source.config):  # PEFT's format has no place for them
-        labels = {name: config[name] for name in ("id2label", "label2id", "problem_type")}
+    config = model.source.config
+    if model.score is not None and kind_of_scores(config) != "a reward model":  # PEFT's format has no place for labels
+        labels = {name: config[name] for name in ("id2label", "label2id", "problem_type") if name in config}
         ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))
 
 
 def labels_of(folder: str | Path) -> dict[str, Any] | None:
-    """The fields of config.json about labels that go with a classifier's adapter; None for other adapters."""
-    return read_json(Path(folder) / LABELS_FILE) or None
+    """The fields of config.json about labels that go with a classifier's adapter; None for other adapters. For an adapter of
+    PEFT, which has no place for them, transformers' default names."""
+    if labels := read_json(Path(folder) / LABELS_FILE):
+        return labels
+    score = read_adapter(Path(folder)).tensors.get(f"{SCORE}.weight")
+    if score is None or score.shape[0] == 1:
+        return None
+    return label_fields([f"LABEL_{i}" for i in range(score.shape[0])], is_multi=False)
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
@@ -206,21 +219,29 @@ def read_adapter(folder: Path) -> StoredAdapter:
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = " Its weights are pickled, which can run code when opened. Save it as safetensors with PEFT."
         raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
-    tensors = {}
+    tensors, outside, in_file = dict[str, StoredTensor](), list[str](), dict[str, str]()
     for name, stored in read_header(folder / WEIGHTS_FILE).items():
         if not name.startswith(_PREFIX):
             raise ValueError(f"{stored.file}: {name} is not a PEFT tensor name; expected {_PREFIX}...")
         # Older versions of PEFT append .weight to the magnitude's name.
         name = name.removeprefix(_PREFIX)
-        tensors[name.removesuffix(".weight") if name.endswith(f"{_MAGNITUDE}.weight") else name] = stored
+        name = name.removesuffix(".weight") if name.endswith(f"{_MAGNITUDE}.weight") else name
+        if (own := name_in_language_model(name)) is None:
+            outside.append(name)
+            continue
+        if own in tensors:
+            raise ValueError(f"{stored.file} has two tensors for {own}, under different names. Remove one of them.")
+        tensors[own] = stored
+        in_file[own.rpartition(".lora_")[0]] = name.rpartition(".lora_")[0]
     shapes = {}
     for name, stored in tensors.items():
         if name.endswith((_OF_LINEAR[0], _OF_EMBEDDING[0])):
             layer = name.removesuffix(_OF_LINEAR[0]).removesuffix(_OF_EMBEDDING[0])
-            shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
+            shapes[layer] = _stored_shape(config, in_file[layer], rank=stored.shape[0])
     model, revision = config.get("base_model_name_or_path"), config.get("revision")
     base = f"{model}@{revision}" if model and revision else model or None
-    return StoredAdapter(folder, config, base, shapes, tensors, _stored_rows(folder, config, tensors))
+    rows = _stored_rows(folder, config, tensors)
+    return StoredAdapter(folder, config, base, shapes, tensors, rows, outside, in_file)
 
 
 def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
@@ -229,7 +250,7 @@ def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Sto
     for layer in (name.removesuffix(ENDING) for name in tensors if name.endswith(ENDING)):
         ids = indices
         if isinstance(indices, dict):
-            ids = next((ids for name, ids in indices.items() if layer.endswith(name)), None)
+            ids = next((ids for n, ids in indices.items() if layer.endswith(name_in_language_model(n) or n)), None)
         if ids is None and indices:  # a tied layer's rows, stored a second time
             continue
         if not isinstance(ids, list) or not ids or not all(isinstance(id, int) and id >= 0 for id in ids):
@@ -267,7 +288,7 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
 
 
 def _name_in_peft(model: nn.Module, name: str) -> str:
-    """A module's name in transformers and PEFT."""
+    """A module's name in transformers and PEFT, without a multimodal model's prefix."""
     return module_on_disk(source_of(model).config, name)
 
 
@@ -282,13 +303,13 @@ def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
 
 
 def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
-    shapes = {_name_in_peft(model, name): _stored_as(layer) for name, layer in layers.items()}
+    shapes = {model.source.module_name(name): _stored_as(layer) for name, layer in layers.items()}
     first = next(iter(shapes.values()), AdapterShape(1, 1.0))  # arbitrary if only rows are trained
     (rank, alpha), _ = Counter((s.rank, s.alpha) for s in shapes.values() or [first]).most_common(1)[0]
     as_parameters = [name for name in layers if is_parameter_to_peft(model, name)]
-    modules = [_name_in_peft(model, name) for name in layers if name not in as_parameters]
+    modules = [model.source.module_name(name) for name in layers if name not in as_parameters]
     parameters = [
-        _name_in_peft(model, name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight")
+        model.source.module_name(name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight")
         for name in as_parameters
     ]
     row_ids = {_name_in_peft(model, name).rpartition(".")[2]: r.ids.tolist() for name, r in trained_rows(model).items()}
@@ -305,6 +326,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "lora_alpha": alpha,
         "lora_dropout": 0.0 if as_parameters else first.dropout,  # PEFT refuses dropout with target_parameters
         "target_modules": _target_modules(model, modules) if layers else _NO_TARGETS,
+        "exclude_modules": _OUTSIDE if model.source.part_of else None,
         "target_parameters": sorted(parameters) or None,
         "rank_pattern": {f"^{re.escape(name)}": s.rank for name, s in shapes.items() if s.rank != rank},
         "alpha_pattern": {f"^{re.escape(name)}": s.alpha for name, s in shapes.items() if s.alpha != alpha},
@@ -334,7 +356,7 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {
         name
-        for name, module in ((_name_in_peft(model, own), module) for own, module in model.named_modules())
+        for name, module in ((model.source.module_name(own), module) for own, module in model.named_modules())
         if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer)
         and name.rpartition(".")[2] in short
     }
@@ -404,6 +426,11 @@ def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape
 
 def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     """The adapter with our modules' names. Tensors of experts are assigned to projections by their shapes."""
+    if adapter.outside:
+        unread = f"{len(adapter.outside)} tensors outside the language model, such as {adapter.outside[0]}"
+        if not adapter.tensors:
+            raise ValueError(f"{adapter.folder} has only {unread}, and lean_ft computes text.")
+        say("adapter", f"{adapter.folder}: not read are {unread}")
     modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
     own_names = {_name_in_peft(model, own): own for own in modules}
     rows = {own_names.get(theirs, theirs): ids for theirs, ids in adapter.rows.items()}
@@ -419,10 +446,12 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
         if not isinstance(modules.get(place), Experts):
             continue
         stored = [adapter.tensors[name + ending].shape for ending in _OF_LINEAR if name + ending in adapter.tensors]
-        for layer in (f"{place}.{projection}" for projection in PROJECTIONS):
-            num_experts, num_outputs, num_inputs = _sizes(modules, layer)
+        for projection in PROJECTIONS:
+            num_experts, num_outputs, num_inputs = _sizes(modules, layer := f"{place}.{projection}")
             if [shape[axis] for shape, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
-                shapes[layer] = _stored_shape(adapter.config, layer, shapes.pop(name).rank // num_experts)
+                rank = shapes.pop(name).rank // num_experts
+                in_file = f"{adapter.in_file[name].removesuffix('.base_layer')}.{projection}"
+                shapes[layer] = _stored_shape(adapter.config, in_file, rank)
                 for ending in _OF_LINEAR:
                     tensors[layer + ending] = tensors.pop(name + ending)
     return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
@@ -449,16 +478,15 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
     """Raise ValueError unless every tensor of the adapter fits the model."""
     modules, expected = dict(model.named_modules()), {}
     what = "the model" if model.source.folder is None else f"the model of {model.source.folder}"
-    other = f"The adapter belongs to another model{f', {adapter.base_model}' if adapter.base_model else ''}."
+    other = f"The adapter names the base model {adapter.base_model}." if adapter.base_model else ""
     for name, shape in adapter.shapes.items():
+        if model.config.tied_embeddings and name in (OUTPUT, EMBEDDING):
+            raise ValueError(f"{adapter.folder}: {name} {TIED}. Train an adapter of other layers.")
         try:
             num_layers, num_outputs, num_inputs = _sizes(modules, name)
         except KeyError:
-            raise ValueError(f"{adapter.folder} adapts {name}, which {what} does not have. {other}") from None
-        if isinstance(modules.get(name), nn.Embedding) and model.config.tied_embeddings:
-            raise ValueError(
-                f"{adapter.folder} adapts {name}, which is also the output layer of {what}: not supported."
-            )
+            lack = "cannot be adapted here" if name in modules else f"{what} does not have"
+            raise ValueError(f"{adapter.folder} adapts {name}, which {lack}. {other}") from None
         a, b = _endings(modules[name]) if name in modules else _OF_LINEAR
         expected[name + a] = (shape.rank * num_layers, num_inputs)
         expected[name + b] = (num_outputs, shape.rank * num_layers)
@@ -483,8 +511,13 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
         if name not in expected:
             if _is_own_weight(model, adapter, name):  # PEFT also saves the weight of an adapted embedding
                 continue
-            other = f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the model's weight"
-            raise ValueError(f"{other}. Layers that were trained whole are not supported.")
+            if name == f"{SCORE}.weight":
+                kind = kind_of_scores(labels_of(adapter.folder) or OF_REWARD)
+                raise ValueError(f"{adapter.folder} adapts {kind}, which gives scores and no text. Use `leanft score`.")
+            if ".base_layer." in name:
+                raise ValueError(f"{stored.file}: {name} differs from the weight of {what}. {other}")
+            whole = f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the model's weight"
+            raise ValueError(f"{whole}. Layers that were trained whole are not supported.")
         if stored.shape != (shape := expected[name]):
             raise ValueError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}; {what} needs {list(shape)}. {other}"

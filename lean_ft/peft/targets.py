@@ -16,10 +16,11 @@ from lean_ft.system.spelling import did_you_mean
 
 ALL_LINEAR = "all-linear"
 _ADAPTABLE = (nn.Linear, NF4Linear, Router, nn.Embedding, Experts)
-_TIED = (
+TIED = (
     "takes no adapter, because this model's embedding is also its output layer (tie_word_embeddings) and the adapter would "
-    "change only one of them. Set other targets, or train without an adapter."
+    "change only one of them"
 )
+_SET_OTHERS = "Set other targets, or train without an adapter."
 
 
 def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
@@ -46,7 +47,7 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
             )
         found.update(set(matched) - set(other))
     if model.config.tied_embeddings and "model.embed_tokens" in found:
-        raise ValueError(f"lora.targets: model.embed_tokens {_TIED}")
+        raise ValueError(f"lora.targets: model.embed_tokens {TIED}. {_SET_OTHERS}")
     return [name for name in modules if name in found]
 
 
@@ -100,7 +101,7 @@ def matches_name(name: str, pattern: str) -> bool:
 def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]) -> str:
     names = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, _ADAPTABLE)})
     if pattern == "lm_head" and model.config.tied_embeddings:
-        return f"lora.targets: lm_head {_TIED}"
+        return f"lora.targets: lm_head {TIED}. {_SET_OTHERS}"
     return (
         f"lora.targets: {pattern!r} matches no layer of this model.{did_you_mean(pattern, [ALL_LINEAR, *names])} "
         f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or one of {', '.join(names)}."

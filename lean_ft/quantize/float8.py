@@ -24,18 +24,23 @@ def float8_products(model: nn.Module, *, emulate: bool = False) -> int:
     """Use float8 products in the linear projections inside the model's layers, and return their number.
 
     emulate: round to float8, but multiply in the original dtype, for tests on any device. Raises ValueError if the device has
-    no float8 products, or no projection has sides that are multiples of 16.
+    no float8 products, a projection has an adapter, or no projection has sides that are multiples of 16.
     """
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
+    layers: Any = getattr(model, "layers", None) or []
+    owners = [owner for layer in layers for owner in layer.modules()]
+    if any(isinstance(getattr(owner, "base_layer", None), nn.Linear) for owner in owners):
+        raise ValueError(
+            "memory.float8_products=true does not support adapters: their layers multiply the frozen weights themselves, in "
+            "the model's dtype. Set memory.float8_products=false, or remove lora."
+        )
     device = next(model.parameters()).device
     if device_type(device) == "cuda" != device.type:
         return 0  # the planner treats them as bfloat16 products, which take the same memory
     if not emulate:
         _refuse_without_hardware(device)
-    layers: Any = getattr(model, "layers", None) or []
-    owners = [owner for layer in layers for owner in layer.modules()]
     config, changed = Float8LinearConfig(emulate=emulate, pad_inner_dim=True), 0  # pads the tokens if needed
     for owner in owners:
         for name, linear in list(owner.named_children()):

@@ -56,7 +56,7 @@ class MemoryConfig(Settings):
     float8_products: bool = Field(
         False,
         description="GPU with float8: compute the layers' linear projections in 8 bits. Faster and less exact; best with "
-        "compile=true.",
+        "compile=true. Not with adapters.",
     )
     loss_accumulation_dtype: Literal["float32", "weight"] = Field(
         "float32",

@@ -54,4 +54,5 @@ def test_of_several_labels_each_counts_and_a_text_is_right_with_all_of_them() ->
     predictions.add(torch.tensor([[2.0, -1.0], [-1.0, 3.0], [-2.0, 0.5]]), targets)
     metrics, confusion = predictions.metrics(3)
     assert metrics == {"eval_accuracy": pytest.approx(1 / 3), "eval_macro_f1": pytest.approx(2 / 3)}
-    assert confusion == [[1, 1], [0, 1]]
+    # By label: [[neither, predicted alone], [actual alone, both]], as scikit-learn's multilabel_confusion_matrix.
+    assert confusion == [[[1, 0], [1, 1]], [[1, 1], [0, 1]]]

@@ -306,6 +306,32 @@ def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_r
         torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("levels", [(True, False), (False, True), (True, None)], ids=str)
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Gemma4", "Llama4"])
+def test_whether_a_multimodal_model_ties_its_embeddings_is_read_as_in_transformers(kind, levels, tmp_path):
+    """`tie_word_embeddings` differs between the top level and text_config, and the folder has no output layer."""
+    whole = whole_model(kind)
+    whole.save_pretrained(tmp_path)
+    config, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "model.safetensors"
+    for level, value in zip((config, config["text_config"]), levels, strict=True):
+        level.pop("tie_word_embeddings", None)
+        level |= {} if value is None else {"tie_word_embeddings": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({n: t for n, t in load_file(file).items() if "lm_head" not in n}, file, {"format": "pt"})
+    reference = type(whole).from_pretrained(tmp_path).eval()
+    ids = token_ids(2, 20).clamp(max=95)
+    if reference.get_output_embeddings().weight is not reference.get_input_embeddings().weight:
+        with pytest.raises(ValueError, match="the weights lack lm_head.weight"):
+            load_model(tmp_path)
+        return
+    with torch.no_grad():
+        model, expected = load_model(tmp_path), reference(input_ids=ids).logits
+        torch.testing.assert_close(model(ids), expected, atol=1e-4, rtol=1e-4)
+        save_model(model, tmp_path / "alone")
+        alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone").eval()
+        torch.testing.assert_close(alone(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_multimodal_model_with_an_unknown_language_model_is_refused():
     config = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
     with pytest.raises(ValueError, match="model_type 'mistral4'; expected for mistral3: ministral3, mistral"):

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.memory import apply_memory, float8_products
-from lean_ft.settings import MemoryConfig
+from lean_ft.peft import apply_lora
+from lean_ft.settings import LoRAConfig, MemoryConfig
 from tests.memory.tiny_step import backward, relative_error, tiny
 
 pytest.importorskip("torchao.float8")
@@ -52,6 +53,11 @@ def test_unsupported_devices_and_sizes_are_refused() -> None:
         apply_memory(tiny(), MemoryConfig(float8_products=True), compile=False)
     with pytest.raises(ValueError, match="multiples of 16"):
         float8_products(OneLayer(inner=40), emulate=True)
+    for targets in (["all-linear"], ["q_proj"]):  # an adapter's layer would not call the float8 layer
+        adapted = tiny()
+        apply_lora(adapted, LoRAConfig(rank=2, targets=targets))
+        with pytest.raises(ValueError, match="does not support adapters: their layers multiply the frozen weights"):
+            float8_products(adapted, emulate=True)
 
 
 @pytest.mark.gpu

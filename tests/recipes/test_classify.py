@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 from typer.testing import CliRunner
 
-from lean_ft import load_model
+from lean_ft import load_model, open_model
 from lean_ft.cli.main import app
 from lean_ft.data import prepare_batches
 from lean_ft.data.classification import label_weights, with_labels
@@ -139,6 +139,45 @@ def test_peft_opens_an_adapter_and_a_merged_model_has_the_labels(train: Train, s
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert merged.config.problem_type == MULTI and [merged.config.id2label[i] for i in range(5)] == names
     torch.testing.assert_close(logits_of(merged, tmp_path / "merged").sigmoid(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_classifier_and_its_adapter_are_called_a_classifier(train: Train, tmp_path: Path) -> None:
+    train("max_steps=1", output="whole")
+    train("max_steps=1", "lora.rank=2", output="adapter")
+    message = "a classifier of 4 labels.* gives scores and no text. Use `leanft score`"
+    for folder in (tmp_path / "whole", tmp_path / "adapter"):
+        for verb in (["generate", "prompt=hi"], ["evaluate", "data.source=tiny/validation.jsonl"], ["chat"]):
+            result = CliRunner().invoke(app, ["run", verb[0], f"model.path={folder}", *verb[1:]])
+            assert "a classifier of 4 labels" in f"{result.exception} {result.output}"
+        with pytest.raises(ValueError, match=message):
+            open_model(folder)
+        assert open_reward_model(folder, "cpu")[0].config.scores == 4
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / "whole" / "step_00000001")
+
+
+def test_an_adapter_that_peft_made_of_a_classifier_opens(tmp_path: Path) -> None:
+    """PEFT's files do not state the labels; transformers saves no problem_type either if none was given."""
+    peft = pytest.importorskip("peft")
+    base = AutoModelForSequenceClassification.from_pretrained(
+        resolve_model_path("tiny"), num_labels=3, dtype=torch.float32
+    )
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(3, 30)[None]
+    expected = model.eval()(ids).logits
+    opened, tokenizer = open_reward_model(tmp_path / "adapter", "cpu", "float32")
+    torch.testing.assert_close(opened(ids)[:, -1], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="adapts a classifier of 3 labels, which gives scores and no text"):
+        open_model(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = load_model(tmp_path / "merged", scores=None)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a text"}')
+    (row,) = score_rows(merged, tokenizer, str(tmp_path / "rows.jsonl"))
+    assert list(row["probabilities"]) == ["LABEL_0", "LABEL_1", "LABEL_2"]
 
 
 def test_the_preset_learns_what_was_held_out(tmp_path: Path) -> None:

@@ -170,6 +170,24 @@ def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, t
         train(*kept)
 
 
+@pytest.mark.parametrize(("num_rows", "top_k"), [(V, 8), (V + 8, 8), (V + 32, 8), (V + 40, 8), (V, V)], ids=str)
+def test_a_student_that_is_the_padded_cached_teacher_has_a_loss_of_0(train: Train, tmp_path, num_rows, top_k) -> None:
+    """The teacher has 32 rows without a token, copies of tokens' rows, so that they are among the likeliest ids."""
+    for name, rows in (("teacher", V + 32), ("student", num_rows)):
+        model, folder = AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny")), tmp_path / name
+        model.resize_token_embeddings(V + 40, mean_resizing=False)
+        weight = model.get_input_embeddings().weight.data
+        weight[V:] = weight[V - 60 : V - 20]
+        model.resize_token_embeddings(rows)
+        model.save_pretrained(folder)
+        for file in resolve_model_path("tiny").glob("*token*"):
+            shutil.copy(file, folder)
+    kept = keep(tmp_path / "kept", f"model.path={tmp_path / 'teacher'}", top_k=top_k)
+    for line in train(*kept, f"model.path={tmp_path / 'student'}", "max_steps=2"):
+        assert abs(line["loss"]) < 1e-6
+        assert line["grad_norm"] < 1e-5
+
+
 # The student's own answers --------------------------------------------------------------------------------------------------
 
 
@@ -218,10 +236,23 @@ def test_a_teacher_with_another_tokenizer_is_refused(train: Train, tmp_path: Pat
     a, b = (next(token for token, number in vocabulary.items() if number == wanted) for wanted in (300, 301))
     vocabulary[a], vocabulary[b] = 301, 300
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        ValueError, match=r"different tokenizer: id 300 is '.*' for the student and '.*' for the teacher"
-    ):
-        train(f"distill.teacher={other}")
+    kept = keep(tmp_path / "kept", f"model.path={other}", top_k=4)
+    for teacher in ((f"distill.teacher={other}",), kept):
+        with pytest.raises(
+            ValueError, match=r"different tokenizer: id 300 is '.*' for the student and '.*' for the teacher"
+        ):
+            train(*teacher)
+
+
+def test_a_cache_that_does_not_state_its_tokenizer_is_read_with_a_remark(train: Train, tmp_path, capsys) -> None:
+    kept, file = keep(tmp_path / "kept", top_k=4), tmp_path / "kept" / "about.json"
+    expected = numbers(train(*kept, "max_steps=1"))
+    assert "does not state its tokenizer" not in capsys.readouterr().out
+    about = json.loads(file.read_text())
+    del about["tokens"]
+    file.write_text(json.dumps(about))
+    assert numbers(train(*kept, "max_steps=1", output="again")) == expected
+    assert "does not state its tokenizer" in capsys.readouterr().out
 
 
 def test_the_planner_counts_a_live_teacher_but_not_a_cached_one(student: Path, tmp_path: Path) -> None:
