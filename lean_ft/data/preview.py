@@ -12,7 +12,6 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from lean_ft.data.documents import Documents, renderer_of
-from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.prepare import layout_of
 from lean_ft.data.report import DataReport
@@ -79,14 +78,14 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
 
     Raises ValueError for an unreadable row unless `on_bad_row` skips it, and if no row is left.
     """
-    objective, render = objective_of(config), renderer_of(config, tokenizer, config.source)
+    render = renderer_of(config, tokenizer, config.source)
     report, documents, places, notes = render.empty_report(), list[Document](), list[str](), list[str]()
     for row in read_rows(config.source, None, config):
-        found, values, counts = render.with_values([row])
+        found, counts = render([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
         documents += found
-        names = objective.names(config, values) if found else ()
+        names = render.reader.names(row) if found else ()
         places += [f"{row.place}, {name}" if name else row.place for name in names]
         notes += _notes(row.place, counts)
         if report.rows == MOST_ROWS_READ or _enough(config, report, num_rows, batch_size):
