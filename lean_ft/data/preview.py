@@ -6,18 +6,20 @@ The first rows of the source are read, tokenized, truncated and packed as for tr
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 
 from lean_ft.data.documents import Documents, renderer_of
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.prepare import layout_of
+from lean_ft.data.prompts import PromptReport, prompt_rows
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document
 from lean_ft.data.sources import read_rows
-from lean_ft.settings import DataConfig
+from lean_ft.settings import DataConfig, PromptDataConfig
 from lean_ft.tokenizers import Tokenizer
 
 MOST_ROWS_READ = 10_000
@@ -46,6 +48,8 @@ class ShownDocument:
     """Whether this piece continues a document from another row."""
     is_rejected: bool = False
     """Whether this is a rejected or undesirable answer."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Columns for rewards, of a prompt."""
 
     @property
     def heading(self) -> str:
@@ -67,7 +71,7 @@ class Preview:
     """The first rows of a source."""
 
     rows: list[ShownRow]
-    report: DataReport
+    report: DataReport | PromptReport
     """Counts of the rows that were read."""
     notes: list[str]
     """One line per truncated or dropped row."""
@@ -94,6 +98,17 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
         raise ValueError(f"no row of {config.source} is left to show: {report.nothing_left()}.")
     shown = list(_rows(config, tokenizer, Documents.join(documents), places, batch_size))
     return Preview(shown[:num_rows], report, notes)
+
+
+def preview_prompts(config: PromptDataConfig, tokenizer: Tokenizer, *, num_rows: int) -> Preview:
+    """Return the first `num_rows` prompts of `config.source`, which are not shuffled, with their columns."""
+    prompts, _ = prompt_rows(config, tokenizer, seed=0)
+    shown = list[ShownRow]()
+    for prompt in (prompts[i] for i in range(min(num_rows, len(prompts)))):
+        stretches = stretches_of(tokenizer, np.array(prompt.ids), np.zeros(len(prompt.ids), dtype=bool))
+        document = ShownDocument(prompt.place, stretches, len(prompt.ids), 0, False, columns=prompt.columns)
+        shown.append(ShownRow([document], None))
+    return Preview(shown, prompts.report, [])
 
 
 def _enough(config: DataConfig, report: DataReport, num_rows: int, batch_size: int) -> bool:

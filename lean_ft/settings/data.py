@@ -328,3 +328,9 @@ class ClassificationDataConfig(DataConfig):
         description="With multi_label: whether `labels` of a row holds 0 or 1 for each label (`true`), or the names or "
         "indices of the row's labels (`false`). `auto` decides by all training rows, and refuses rows that allow both.",
     )
+
+    @model_validator(mode="after")
+    def _check_one_hot(self) -> "ClassificationDataConfig":
+        if self.one_hot is True and not self.multi_label:
+            raise ValueError("one_hot=true applies to lists of labels. Set multi_label=true, or remove it.")
+        return self
