@@ -63,9 +63,9 @@ def read_opening(fields: dict[str, Any]) -> Chat:
 def read_variables(value: Any) -> dict[str, Any]:
     """Return the variables of the chat template in `chat_template_kwargs`, an object or JSON."""
     given = parse_json(value) if isinstance(value, str) and is_given(value) else value
-    if is_given(given) and not isinstance(given, dict):
+    if not isinstance(given, dict) and is_given(given):
         raise ValueError(f"`chat_template_kwargs` is {kind(given)}; expected an object of names and values.")
-    return given or {}
+    return given if isinstance(given, dict) else {}
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:

@@ -16,9 +16,11 @@ _NO_WEIGHTS = (
     "rows have no weights. Put rows of one weight into one file, and set data.source=[{path: FILE, weight: W}, ...]"
 )
 _PARTS = "parts of a message cannot be selected. Remove the key; `train: false` and `weight: 0` exclude a whole message"
-MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _IS_TEXT)
-REFUSED = MEDIA | dict.fromkeys(("weight", "sample_weight", "example_weight", "loss_weight"), _NO_WEIGHTS)
-REFUSED_KEYS = MEDIA | dict.fromkeys(
+MEDIA: dict[str, str] = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _IS_TEXT)
+REFUSED: dict[str, str] = MEDIA | dict.fromkeys(
+    ("weight", "sample_weight", "example_weight", "loss_weight"), _NO_WEIGHTS
+)
+REFUSED_KEYS: dict[str, str] = MEDIA | dict.fromkeys(
     ("mask", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail"), _PARTS
 )
 """Fields of a row and keys of a message, with the remedy."""

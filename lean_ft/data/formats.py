@@ -403,10 +403,7 @@ def check_chat_settings(config: RowsConfig, tokenizer: Tokenizer, no_chats: str 
                 f"data.{name} applies to chats rendered with a chat template, but {no_chats}. Put the text into the rows "
                 "instead, or set data.chat_template."
             )
-    if unknown := [name for name in config.chat_template_kwargs if not tokenizer.template_reads(name)]:
-        raise ValueError(
-            f"data.chat_template_kwargs.{unknown[0]}: the chat template does not mention `{unknown[0]}`. Remove it."
-        )
+    tokenizer.check_variables(config.chat_template_kwargs)
 
 
 def with_system(chat: Chat, config: RowsConfig) -> Chat:

@@ -225,11 +225,7 @@ def asked_of(
     chat = tokenizer.chat_template is not None if chat == "auto" else chat
     settings = dict(settings)
     stop_texts, kwargs = tuple(settings.pop("stop", ())), settings.pop("chat_template_kwargs", None) or {}
-    if unknown := next((name for name in kwargs if not (chat and tokenizer.template_reads(name))), None):
-        reason = (
-            "the chat template does not mention it" if chat else "the prompts are not rendered with a chat template"
-        )
-        raise ValueError(f"chat_template_kwargs.{unknown}: {reason}. Remove it.")
+    tokenizer.check_variables(kwargs, is_used=chat)
     sampling = Sampling(**settings, stop_texts=stop_texts, stop_ids=stop_ids(model, tokenizer))
     return sampling, [_prompt_ids(tokenizer, prompt, chat, kwargs) for prompt in prompts]
 

@@ -92,7 +92,7 @@ class RowsConfig(Settings):
     )
     system: str | None = Field(None, description="System message to add to every chat that does not begin with one.")
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
+        {},
         description="Variables of the chat template: `chat_template_kwargs.enable_thinking=false`. A row's own field "
         "`chat_template_kwargs` wins. `generate`, `chat` and `serve` use them for models of this run.",
     )

@@ -298,6 +298,13 @@ class Tokenizer:
         """Return whether a chat template mentions `name`: a variable, or a key of messages."""
         return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self.chat_templates.values())
 
+    def check_variables(self, kwargs: dict[str, Any], *, is_used: bool = True) -> dict[str, Any]:
+        """Return variables of the chat template. Raises ValueError for one without an effect."""
+        if unknown := next((name for name in kwargs if not (is_used and self.template_reads(name))), None):
+            reason = "the chat template does not mention it" if is_used else "the chat template is not used"
+            raise ValueError(f"chat_template_kwargs.{unknown}: {reason}. Remove it.")
+        return kwargs
+
     def _checked_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any]:
         """Return `given` with the tokenizer's own. Raises ValueError for names that stand for something else."""
         reserved = {"messages", "tools", "add_generation_prompt", *NAMED_TOKENS, *self.special_tokens}
