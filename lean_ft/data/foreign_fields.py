@@ -60,12 +60,13 @@ def unread_fields(
         _refuse(name, value, REFUSED, "the row has the field")
         if (ours := OTHER_NAMES.get(name)) in readable and ours not in read:
             raise ValueError(f"the row has the field `{name}` and no `{ours}`. Set data.columns.{ours}={name}.")
-        if name not in PROMPTS or not isinstance(value, str) or not texts or columns.keys() & {*PROMPTS}:
+        if name not in PROMPTS or not isinstance(value, str) or not texts or columns.keys() & {*PROMPTS} & {*readable}:
             continue
         if not any(value.strip() in text for text in texts) and not all(text.strip() in value for text in texts):
-            leave_out = f", or data.columns.{asked[0]}={read[asked[0]]} to leave it out" if asked else ""
+            ours = (*asked, "prompt")[0]
+            leave_out = f", or data.columns.{ours}={read[ours]} to leave it out" if asked else ""
             raise ValueError(
-                f"the row has the field `{name}`, and its text is not part of the prompt. Set data.columns.prompt={name} to "
+                f"the row has the field `{name}`, and its text is not part of the prompt. Set data.columns.{ours}={name} to "
                 f"read it as the prompt{leave_out}."
             )
     return list(unread)
