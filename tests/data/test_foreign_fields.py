@@ -177,7 +177,7 @@ PROMPT_COMPLETION, PREFERENCE = {"prompt": "q", "completion": "a"}, {"prompt": "
         (
             SFTDataConfig,
             PROMPT_COMPLETION | {"instruction": "do it"},
-            {"instruction": "prompt", "input": "instruction"},
+            {"prompt": "instruction"},
         ),
         (SFTDataConfig, {"input": "q", "output": "a", "prompt": "do it"}, {"instruction": "prompt"}),
         (PreferenceDataConfig, PREFERENCE | {"instruction": "do it"}, {"prompt": "instruction"}),
@@ -192,8 +192,7 @@ def test_a_second_prompt_is_refused_until_columns_decide(kind, row, fix, render)
         ValueError, match=f"the field `{name}`, and its text is not part of the prompt. Set data.columns"
     ):
         render(kind, row)
-    columns = fix | ({"output": "completion"} if "instruction" in fix and "completion" in row else {})
-    text, _, report = render(kind, row, columns=columns)
+    text, _, report = render(kind, row, columns=fix)
     assert all(row[name] in text or name in report.unread for name in ("prompt", "instruction", "input") if name in row)
     if "chosen" not in row:  # the text is part of the prompt, or the prompt of the text
         prompt = row["input" if name == "prompt" else "prompt"]
