@@ -163,7 +163,7 @@ def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokeniz
     fields |= {ours: row.fields[theirs] for ours, theirs in columns.items() if theirs in row.fields}
     further = {name: value for name, value in fields.items() if name not in OF_THE_PROMPT}
     asked = parse_if_json(fields.get("prompt"), "prompt")
-    unread = [] if asked is None or "messages" not in fields else ["messages"]
+    unread = ["messages"] if asked is not None and is_given(fields.get("messages")) else []
     if asked is None and "messages" in fields:
         asked = read_chat(fields["messages"], "messages").messages
         if asked[-1]["role"] == "assistant":
