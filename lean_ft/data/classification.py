@@ -43,50 +43,42 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
         names = ["0", "1"]
     if stage() is None and (names is None or one_hot == "auto"):
         formats = formats_of(config, first_rows(config.source, NUM_ROWS_TO_DETECT, config), None, KNOWN)
-        found, shapes = set[str](), set[tuple[int, bool, bool]]()
+        found, forms = set[str](), set[tuple[int, str]]()
         for row in read_rows(config.source, None, config):
             with suppress(ValueError) if config.on_bad_row == "skip" else nullcontext():
+                found.update(_labels_of(row, formats[row.source], config))
                 labels = _listed(row, formats[row.source], config)
-                found.update(map(_name_of, labels) if not _is_certain(labels) else ())
-                shapes.add((len(labels), _is_binary(labels), _is_certain(labels)))
-        one_hot = _is_one_hot(shapes, names, config) if one_hot == "auto" else one_hot
-        if names is None and one_hot:
-            names = [str(i) for i in range(max(length for length, *_ in shapes))]
-        names = names or sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
+                forms.add((len(labels), _form(labels)))
+        one_hot = _is_one_hot(forms, config) if one_hot == "auto" else one_hot
+        if names is None:
+            indices = [str(i) for i in range(max(length for length, _ in forms))] if one_hot else None
+            names = indices or sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
     assert names is not None
     if len(names) < 2:
         raise ValueError(f"{config.source} has the labels {names}; classification needs 2 or more.")
     return config.model_copy(update={"labels": names, "one_hot": one_hot})
 
 
-def _is_one_hot(shapes: set[tuple[int, bool, bool]], names: list[str] | None, config: ClassificationDataConfig) -> bool:
-    """Return whether lists of labels are one-hot.
-
-    shapes: length, `_is_binary` and `_is_certain` of the lists. Raises ValueError if lists are ambiguous or mixed.
-    """
-    lengths = {length for length, *_ in shapes}
-    fits = all(is_binary for _, is_binary, _ in shapes) and len(lengths) == 1
-    fits = fits and (max(lengths) > 1 if names is None else max(lengths) == len(names))
-    if fits == any(is_certain for *_, is_certain in shapes):
+def _is_one_hot(forms: set[tuple[int, str]], config: ClassificationDataConfig) -> bool:
+    """Return whether lists of labels, given by length and `_form`, are one-hot. Raises ValueError if they can be both."""
+    lengths, kinds = {length for length, _ in forms}, {form for _, form in forms}
+    count = max(2, *lengths) if config.labels is None else len(config.labels)
+    fits = lengths == {count} and "indices" not in kinds
+    if fits == ("one_hot" in kinds):
         return fits
-    found = (
-        "only hold 0 and 1" if fits else "repeat 0 or 1, or hold booleans or fractions, but are not one-hot everywhere"
-    )
+    found = "only hold 0 and 1" if fits else "repeat 0 or 1 or hold fractions or booleans, but not in every row"
     raise ValueError(
-        f"{config.source}: the lists in `labels` {found} (lengths {', '.join(map(str, sorted(lengths)))}"
-        f"{'' if names is None else f' for {len(names)} labels'}). Set data.one_hot=true if each has a 0 or 1 for every label, "
-        "or data.one_hot=false if they hold the indices of the row's labels."
+        f"{config.source}: the lists in `labels` {found} (lengths {', '.join(map(str, sorted(lengths)))} for {count} labels). "
+        "Set data.one_hot=true if each has a 0 or 1 for every label, or data.one_hot=false if they hold the indices of the "
+        "row's labels."
     )
 
 
-def _is_binary(labels: list[Any]) -> bool:
-    return bool(labels) and all(isinstance(label, int | float) and label in (0, 1) for label in labels)
-
-
-def _is_certain(labels: list[Any]) -> bool:
-    """Return whether labels are one-hot for certain, since a list of indices does not repeat one."""
-    is_list_of_indices = all(type(label) is int for label in labels) and len(set(labels)) == len(labels)
-    return _is_binary(labels) and not is_list_of_indices
+def _form(labels: list[Any]) -> str:
+    """Return `one_hot`, `indices` (or names), or `either`. A list of indices has integers and does not repeat one."""
+    if not labels or not all(isinstance(label, int | float) and label in (0, 1) for label in labels):
+        return "indices"
+    return "either" if all(type(label) is int for label in labels) and len(set(labels)) == len(labels) else "one_hot"
 
 
 def label_weights(given: dict[str, float] | str | None, batches: Batches, names: list[str]) -> list[float] | None:
@@ -113,28 +105,23 @@ def _listed(row: Row, format: RowFormat, config: ClassificationDataConfig) -> li
         labels = parse_if_json(fields[name], name) if config.multi_label else [fields[name]]
         if not isinstance(labels, list):
             raise ValueError(f"`labels` is {kind(labels)}; expected a list of names or integers.")
-        if not (config.multi_label and _is_binary(labels)):
-            any(map(_name_of, labels))
         return labels
-
-
-def _name_of(label: Any) -> str:
-    if not isinstance(label, str | int) or not str(label).strip():
-        raise ValueError(f"the label is {kind(label)} ({label!r:.40}); expected a name or an integer.")
-    return str(label).strip()
 
 
 def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) -> list[str]:
     """Return the label names of a row. Raises ValueError with the row's place."""
     labels, names = _listed(row, format, config), config.labels
     with reading(row):
-        if config.one_hot is True or (config.one_hot == "auto" and config.multi_label and _is_certain(labels)):
-            if not _is_binary(labels) or len(labels) != len(names or labels):
+        if config.multi_label and (config.one_hot is True or (config.one_hot == "auto" and _form(labels) == "one_hot")):
+            if _form(labels) == "indices" or len(labels) != len(names or labels):
                 raise ValueError(
-                    f"`labels` is {labels!r:.40}; expected a 0 or 1 for each of {len(names or labels)} labels."
+                    f"`labels` is {labels!r:.40}; expected 0 or 1 for each of {len(names or labels)} labels."
                 )
             return [names[i] if names else str(i) for i, label in enumerate(labels) if label]
-        return [_name_of(label) for label in labels]
+        for label in labels:
+            if not isinstance(label, str | int) or not str(label).strip():
+                raise ValueError(f"the label is {kind(label)} ({label!r:.40}); expected a name or an integer.")
+        return [str(label).strip() for label in labels]
 
 
 class LabelReader(RowReader):

@@ -47,9 +47,8 @@ def test_lists_of_labels(lists, names, targets, tmp_path, plain_tokenizer) -> No
     ("lists", "names", "found"),
     [
         ([[0, 1], [1, 0]], ["a", "b"], r"only hold 0 and 1 \(lengths 2 for 2 labels\)"),
-        ([[0, 1], [1, 0]], None, r"only hold 0 and 1 \(lengths 2\)"),
+        ([[0, 1], [1, 0]], None, r"only hold 0 and 1 \(lengths 2 for 2 labels\)"),
         ([[1, 0, 1], [0, 1]], NAMES, r"repeat 0 or 1.*\(lengths 2, 3 for 3 labels\)"),
-        ([[1, 0, 1, 0]], NAMES, r"repeat 0 or 1.*\(lengths 4 for 3 labels\)"),
         ([[1, 0, 1], [0, 1, 2]], NAMES, "repeat 0 or 1"),
     ],
 )
@@ -68,8 +67,12 @@ def test_held_out_rows_are_read_as_the_training_rows(tmp_path, plain_tokenizer) 
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"text": "t", "labels": [0, 2]}))
     config = config_of(tmp_path, [[1, 0, 1], [0, 0, 0]], validation_source=f"{tmp_path}/held_out.jsonl")
     with pytest.raises(
-        ValueError, match=r"held_out.jsonl, line 1: `labels` is \[0, 2\]; expected a 0 or 1 for each of 3 labels"
+        ValueError, match=r"held_out.jsonl, line 1: `labels` is \[0, 2\]; expected 0 or 1 for each of 3 labels"
     ):
         prepare_batches(with_labels(config), plain_tokenizer, 1, seed=0)
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl, line 1: `labels` is \[1, 0, 1, 0\]; expected 0 or 1 for each of 3 labels"
+    ):
+        with_labels(config_of(tmp_path, [[1, 0, 1, 0]], labels=NAMES))
     with pytest.raises(ValueError, match="one_hot=true applies to lists of labels"):
         config_of(tmp_path, [], multi_label=False, one_hot=True)
