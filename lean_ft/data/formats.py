@@ -164,7 +164,7 @@ def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
     for ours in columns:
         if ours not in names:
             raise ValueError(
-                f"data.columns.{ours}: no format has such a field; the fields are {', '.join(names)}. "
+                f"data.columns.{ours}: no format of this recipe has such a field; the fields are {', '.join(names)}. "
                 f"data.columns.prompt=question reads `prompt` from `question`.{did_you_mean(ours, names)}"
             )
 

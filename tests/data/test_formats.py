@@ -250,7 +250,7 @@ def test_detection(fields: dict[str, Any], name: str):
     [
         ({"question": "q"}, {}, r"line 1: cannot detect the format from the fields question.*data\.columns\.prompt=question"),
         ({}, {}, "from the fields no fields"),
-        ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format has such a field.*mean 'prompt'"),
+        ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format of this recipe has such a field.*mean 'prompt'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told(fields, settings, message):
