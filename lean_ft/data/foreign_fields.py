@@ -54,6 +54,8 @@ def unread_fields(
     `data.columns`. Raises ValueError for a field that must not be dropped.
     """
     unread = {name: value for name, value in row.items() if name not in read.values() and is_given(value)}
+    if not unread:
+        return []
     asked = [name for name in (*PROMPTS, "conversations") if name in read]
     texts = [_text_of(row[read[name]]) for name in asked or ["chosen"] if name in read]
     for name, value in unread.items():
@@ -79,11 +81,12 @@ def unwritten(
 
     mentions: whether the template mentions a name. Raises ValueError for a key that must not be dropped.
     """
-    keys = {key: value for message in messages for key, value in message.items() if is_given(value)}
+    own = ("role", "content")
+    keys = {k: value for message in messages for k, value in message.items() if k not in own and is_given(value)}
     names = [] if tools is None or mentions("tools") else ["tools"]
     for key, value in keys.items():
         _refuse(key, value, REFUSED_KEYS, "a message has the key")
-        if key in ("role", "content") or any(map(mentions, _SAME_KEY if key in _SAME_KEY else [key])):
+        if any(map(mentions, _SAME_KEY if key in _SAME_KEY else [key])):
             continue
         if key in CALLS:
             raise ValueError("the chat template does not write tool calls. Set data.chat_template to one that does.")

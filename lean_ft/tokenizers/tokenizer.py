@@ -307,8 +307,10 @@ class Tokenizer:
 
     def _checked_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any]:
         """Return `given` with the tokenizer's own. Raises ValueError for names that stand for something else."""
-        reserved = {"messages", "tools", "add_generation_prompt", *NAMED_TOKENS, *self.special_tokens}
         kwargs = self.chat_template_kwargs | (given or {})
+        if not kwargs:
+            return kwargs
+        reserved = {"messages", "tools", "add_generation_prompt", *NAMED_TOKENS, *self.special_tokens}
         if wrong := next((name for name in kwargs if name in reserved or not name.isidentifier()), None):
             raise ValueError(
                 f"chat_template_kwargs.{wrong}: expected the name of a variable of the chat template other than "
