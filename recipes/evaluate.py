@@ -41,6 +41,9 @@ class Config(Settings):
     )
     limit: PositiveInt | None = Field(None, description="Maximum number of questions per task or file; null: all.")
     chat: bool = Field(False, description="Wrap the tasks' questions as user messages with the chat template.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="With chat: variables of the chat template. They replace those of the model's run."
+    )
     data: SFTDataConfig | None = Field(
         None, description="Rows whose questions are asked: the held-out rows if there are any, otherwise all."
     )
@@ -63,6 +66,7 @@ def main(cfg: Config) -> None:
     if cfg.data is not None:
         results["answers"] = ask_file(cfg, cfg.data, model, tokenizer)
     if cfg.tasks:
+        tokenizer.chat_template_kwargs |= tokenizer.check_variables(cfg.chat_template_kwargs, is_used=cfg.chat)
         asked = {"num_fewshot": cfg.num_fewshot, "limit": cfg.limit, "chat": cfg.chat, "seed": cfg.seed}
         results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, **asked)
         for task, told in results["tasks"].items():

@@ -1,13 +1,14 @@
 """Convert chats of data sets to messages for a chat template.
 
 A message has `role` and `content` (OpenAI) or `from` and `value` (ShareGPT). Content may be a list of text parts.
-Arguments of a tool call may be an object or a JSON string. Tools may be a JSON string. `train: false` and `weight: 0`
-exclude an assistant message from the loss.
+Arguments of a tool call may be an object or a JSON string. Tools may be a JSON string. `train: false`, `weight: 0` and
+the other keys in `SWITCHES` exclude an assistant message from the loss.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from lean_ft.data.foreign_fields import SWITCHES, is_given
 from lean_ft.data.rows import kind, names_of
 from lean_ft.data.text_files import parse_json
 from lean_ft.system.spelling import did_you_mean
@@ -46,6 +47,25 @@ def read_chat(value: Any, field: str) -> Chat:
     ]
     untrained = {i for i, message in enumerate(value) if not _is_trained(message, messages[i]["role"], i)}
     return Chat(messages, frozenset(untrained))
+
+
+def read_opening(fields: dict[str, Any]) -> Chat:
+    """Return the messages in front of a row's chat: its `system` and `history`, a list of [question, answer] or messages."""
+    system = check_text(fields.get("system") or "", "the field `system`")
+    chat = Chat([{"role": "system", "content": system}] if system else [])
+    turns = parse_if_json(fields.get("history"), "history") or []
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        return Chat(chat.messages + read_chat(turns, "history").messages)
+    said = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+    return Chat(chat.messages + [{"role": role, "content": check_text(text, "`history`")} for role, text in said])
+
+
+def read_variables(value: Any) -> dict[str, Any]:
+    """Return the variables of the chat template in `chat_template_kwargs`, an object or JSON."""
+    given = parse_json(value) if isinstance(value, str) and is_given(value) else value
+    if not isinstance(given, dict) and is_given(given):
+        raise ValueError(f"`chat_template_kwargs` is {kind(given)}; expected an object of names and values.")
+    return given if isinstance(given, dict) else {}
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -98,7 +118,7 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
         raise ValueError(f"{where} has {names_of(message)}; expected `role` and `content`, or `from` and `value`.")
     if not isinstance(role, str):
         raise ValueError(f"{where}: `role` is {kind(role)}; expected a string.")
-    read = {k: v for k, v in message.items() if k not in ("role", "content", "from", "value", "train", "weight")}
+    read = {k: v for k, v in message.items() if k not in ("role", "content", "from", "value", *SWITCHES)}
     is_sharegpt = is_sharegpt or "role" not in message
     read = {
         "role": SHAREGPT_ROLES.get(role, role) if is_sharegpt else role,
@@ -152,14 +172,15 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _is_trained(message: dict[str, Any], role: str, i: int) -> bool:
-    train, weight = message.get("train"), message.get("weight")
-    if train is not None and not isinstance(train, bool):
-        raise ValueError(f"message {i}: `train` is {kind(train)}; expected true or false.")
-    if weight not in (None, 0, 1):
-        raise ValueError(f"message {i}: `weight` is {weight!r}; expected 0 or 1.")
-    if (train or weight) and role != "assistant":
+    marks = {name: message[name] for name in SWITCHES if message.get(name) is not None}
+    for name, value in marks.items():
+        if name == "weight" and value not in (0, 1):
+            raise ValueError(f"message {i}: `weight` is {value!r}; expected 0 or 1.")
+        if name != "weight" and not isinstance(value, bool):
+            raise ValueError(f"message {i}: `{name}` is {kind(value)}; expected true or false.")
+    if role != "assistant" and (selected := next((name for name in marks if name != "masked" and marks[name]), None)):
         raise ValueError(
-            f"message {i} has the role {role}, but `train` or `weight` selects it for training; only assistant messages can "
+            f"message {i} has the role {role}, but `{selected}` selects it for training; only assistant messages can "
             "be selected. data.train_on=all trains every message."
         )
-    return train is not False and weight != 0
+    return all(value == SWITCHES[name] for name, value in marks.items())

@@ -1,6 +1,6 @@
 """Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
-A label is a name or an integer. Texts are encoded as in transformers' pipelines, and classified at the last token.
+A label is a name or an integer. `labels` may also have a 0 or 1 for each label (one-hot). Texts are encoded as in transformers' pipelines, and classified at the last token.
 
 Legend: P texts of a batch, C labels.
 """
@@ -34,25 +34,51 @@ KNOWN = {"classification": Fields(("text",), ("label", "labels"))}
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
-    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted.
+    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted; and `one_hot`.
 
-    Raises ValueError with the place of a row whose labels cannot be read.
+    Raises ValueError with the place of a row whose labels cannot be read, and if labels can be read in two ways.
     """
-    names = config.labels
+    names, one_hot = config.labels, config.one_hot if config.multi_label else False
     if names is None and stage() is not None:  # the planner reads no rows
         names = ["0", "1"]
-    if names is None:
-        formats, found = (
-            formats_of(config, first_rows(config.source, NUM_ROWS_TO_DETECT, config), None, KNOWN),
-            set[str](),
-        )
+    if stage() is None and (names is None or one_hot == "auto"):
+        formats = formats_of(config, first_rows(config.source, NUM_ROWS_TO_DETECT, config), None, KNOWN)
+        found, forms = set[str](), set[tuple[int, str]]()
         for row in read_rows(config.source, None, config):
             with suppress(ValueError) if config.on_bad_row == "skip" else nullcontext():
                 found.update(_labels_of(row, formats[row.source], config))
-        names = sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
+                labels = _listed(row, formats[row.source], config)
+                forms.add((len(labels), _form(labels)))
+        one_hot = _is_one_hot(forms, config) if one_hot == "auto" else one_hot
+        if names is None:
+            indices = [str(i) for i in range(max(length for length, _ in forms))] if one_hot else None
+            names = indices or sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
+    assert names is not None
     if len(names) < 2:
         raise ValueError(f"{config.source} has the labels {names}; classification needs 2 or more.")
-    return config.model_copy(update={"labels": names})
+    return config.model_copy(update={"labels": names, "one_hot": one_hot})
+
+
+def _is_one_hot(forms: set[tuple[int, str]], config: ClassificationDataConfig) -> bool:
+    """Return whether lists of labels, given by length and `_form`, are one-hot. Raises ValueError if they can be both."""
+    lengths, kinds = {length for length, _ in forms}, {form for _, form in forms}
+    count = max(2, *lengths) if config.labels is None else len(config.labels)
+    fits = lengths == {count} and "indices" not in kinds
+    if fits == ("one_hot" in kinds):
+        return fits
+    found = "only hold 0 and 1" if fits else "repeat 0 or 1 or hold fractions or booleans, but not in every row"
+    raise ValueError(
+        f"{config.source}: the lists in `labels` {found} (lengths {', '.join(map(str, sorted(lengths)))} for {count} labels). "
+        "Set data.one_hot=true if each has a 0 or 1 for every label, or data.one_hot=false if they hold the indices of the "
+        "row's labels."
+    )
+
+
+def _form(labels: list[Any]) -> str:
+    """Return `one_hot`, `indices` (or names), or `either`. A list of indices has integers and does not repeat one."""
+    if not labels or not all(isinstance(label, int | float) and label in (0, 1) for label in labels):
+        return "indices"
+    return "either" if all(type(label) is int for label in labels) and len(set(labels)) == len(labels) else "one_hot"
 
 
 def label_weights(given: dict[str, float] | str | None, batches: Batches, names: list[str]) -> list[float] | None:
@@ -68,8 +94,8 @@ def label_weights(given: dict[str, float] | str | None, batches: Batches, names:
     return [given.get(name, 1.0) for name in names]
 
 
-def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) -> list[str]:
-    """Return the label names of a row. Raises ValueError with the row's place."""
+def _listed(row: Row, format: RowFormat, config: ClassificationDataConfig) -> list[Any]:
+    """Return the labels of a row as they are. Raises ValueError with the row's place."""
     with reading(row):
         fields, name = format.fields_of(row), "labels" if config.multi_label else "label"
         if name not in fields:
@@ -79,6 +105,19 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) ->
         labels = parse_if_json(fields[name], name) if config.multi_label else [fields[name]]
         if not isinstance(labels, list):
             raise ValueError(f"`labels` is {kind(labels)}; expected a list of names or integers.")
+        return labels
+
+
+def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) -> list[str]:
+    """Return the label names of a row. Raises ValueError with the row's place."""
+    labels, names = _listed(row, format, config), config.labels
+    with reading(row):
+        if config.multi_label and (config.one_hot is True or (config.one_hot == "auto" and _form(labels) == "one_hot")):
+            if _form(labels) == "indices" or len(labels) != len(names or labels):
+                raise ValueError(
+                    f"`labels` is {labels!r:.40}; expected 0 or 1 for each of {len(names or labels)} labels."
+                )
+            return [names[i] if names else str(i) for i, label in enumerate(labels) if label]
         for label in labels:
             if not isinstance(label, str | int) or not str(label).strip():
                 raise ValueError(f"the label is {kind(label)} ({label!r:.40}); expected a name or an integer.")
@@ -90,7 +129,17 @@ class LabelReader(RowReader):
 
     config: ClassificationDataConfig
     known = KNOWN
-    takes = tuple(KNOWN)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return ("label",) if self.config.multi_label else ("labels",)
+
+    def names(self, row: Row) -> list[str]:
+        names = self.config.labels or []
+        labels = _labels_of(row, self.formats[row.source], self.config)
+        return [
+            ", ".join(names[int(one)] if one not in names and one.isdecimal() else one for one in labels) or "no label"
+        ]
 
     def passages(self, row: Row) -> list[Passage | Document]:
         with reading(row):

@@ -31,7 +31,10 @@ ARRAYS = ("tokens", "trained", "lengths", "num_targets", "values")  # arguments 
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # for fewer rows, starting processes costs more time than it saves
 
 # Pickle a tokenizer as its files; the other process loads them again.
-copyreg.pickle(Tokenizer, lambda tokenizer: (load_tokenizer, (tokenizer.folder, tokenizer.template_file)))
+copyreg.pickle(
+    Tokenizer,
+    lambda one: (load_tokenizer, (one.folder, one.template_file), {"chat_template_kwargs": one.chat_template_kwargs}),
+)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,9 @@ class Renderer:
         for row in rows:
             try:
                 self.reader.values(row)  # unreadable values make a bad row
-                read.append((row, passages := self.reader.passages(row)))
+                unread, passages = self.reader.unread(row), self.reader.passages(row)
+                read.append((row, passages))
+                report.count_unread(unread)
                 for passage in passages:
                     if isinstance(passage, Passage):
                         report.count_passage(passage)

@@ -2,17 +2,20 @@
 
 | format            | fields                                   | becomes                                             |
 |-------------------|------------------------------------------|-----------------------------------------------------|
-| messages          | messages; tools                          | a chat                                              |
-| sharegpt          | conversations; system, tools             | a chat, with roles renamed                          |
-| preference        | chosen, rejected; prompt, tools, margin  | a pair of completions: `lean_ft.data.pairs`         |
-| prompt_completion | prompt, completion; tools                | a user message and an assistant message, or a chat  |
+| messages          | messages                                 | a chat                                              |
+| sharegpt          | conversations                            | a chat, with roles renamed                          |
+| preference        | chosen, rejected; a prompt, margin       | a pair of completions: `lean_ft.data.pairs`         |
+| prompt_completion | prompt, completion                       | a user message and an assistant message, or a chat  |
 | alpaca            | instruction, output; input               | the same; instruction and input form one message    |
-| input_output      | input, output; tools                     | as prompt_completion                                |
-| tokens            | input_ids; labels, attention_mask        | the ids unchanged, trained where labels are ids     |
+| input_output      | input, output                            | as prompt_completion                                |
+| tokens            | input_ids; labels, masks                 | the ids unchanged, trained where labels are ids     |
 | text              | text                                     | bos + text + eos, all of it trained                 |
 
-Fields after the semicolon are optional. If several formats match, the first in the table is used. A format that only
-one objective reads is defined in that objective's file, such as `unpaired` in `lean_ft.data.unpaired`.
+Fields after the semicolon are optional. Chats may also have `system`, `tools` and `chat_template_kwargs`, and prompts
+`history`; without a chat template, these are refused. The prompt of a pair is `prompt`, `conversations`, or
+`instruction` and `input`. If several formats of an objective match, the first in the table is used. A format that only
+one objective reads is defined in that objective's file, such as `unpaired` in `lean_ft.data.unpaired`. All other fields
+are named in the report or refused: `lean_ft.data.foreign_fields`.
 
 Without a chat template or with `data.chat=false`, prompt_completion becomes bos + prompt + `data.separator` +
 completion + eos, tokenized as one text. A token that straddles the boundary is trained. The default separator for
@@ -21,20 +24,22 @@ may be a rendered chat; inside messages they are ordinary text.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-from lean_ft.data.chats import Chat, check_text, read_chat
+from lean_ft.data.chats import Chat, check_text, read_chat, read_opening, read_tools, read_variables
+from lean_ft.data.foreign_fields import is_given, unread_fields, unwritten
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, names_of
 from lean_ft.data.sources import list_sources
 from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import is_function_path
-from lean_ft.tokenizers import Passage, Tokenizer
+from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
 
 NUM_ROWS_TO_DETECT = 16
+SYSTEM_ROLES = ("system", "developer")
 
 
 class Fields(NamedTuple):
@@ -44,16 +49,26 @@ class Fields(NamedTuple):
     optional: tuple[str, ...] = ()
     holds_strings: bool = False
     """Whether the format has prompts and completions, which may be plain strings."""
+    is_chat: bool = False
+    """Whether rows are always chats."""
+    is_pair: bool = False
+    """Whether a row has two completions."""
 
 
+OF_CHATS = ("system", "tools", "chat_template_kwargs")
+OF_PROMPTS = ("history", *OF_CHATS)
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "prompt_mask")
+PAIR_PROMPTS = (("prompt",), ("conversations",), ("instruction", "input"))  # the first that a pair has is read
 FORMATS = {
-    "messages": Fields(("messages",), ("tools",)),
-    "sharegpt": Fields(("conversations",), ("system", "tools")),
-    "preference": Fields(("chosen", "rejected"), ("prompt", "tools", "margin"), holds_strings=True),
-    "prompt_completion": Fields(("prompt", "completion"), ("tools",), holds_strings=True),
-    "alpaca": Fields(("instruction", "output"), ("input",), holds_strings=True),
-    "input_output": Fields(("input", "output"), ("tools",), holds_strings=True),
-    "tokens": Fields(("input_ids",), ("labels", "attention_mask")),
+    "messages": Fields(("messages",), OF_CHATS, is_chat=True),
+    "sharegpt": Fields(("conversations",), OF_CHATS, is_chat=True),
+    "preference": Fields(
+        ("chosen", "rejected"), (*sum(PAIR_PROMPTS, ()), "margin", *OF_PROMPTS), holds_strings=True, is_pair=True
+    ),
+    "prompt_completion": Fields(("prompt", "completion"), OF_PROMPTS, holds_strings=True),
+    "alpaca": Fields(("instruction", "output"), ("input", *OF_PROMPTS), holds_strings=True),
+    "input_output": Fields(("input", "output"), OF_PROMPTS, holds_strings=True),
+    "tokens": Fields(("input_ids",), ("labels", "attention_mask", "position_ids", "seq_lengths", *MASKS)),
     "text": Fields(("text",)),
 }
 
@@ -71,7 +86,7 @@ class RowFormat(NamedTuple):
 
         Raises ValueError if a required field is missing.
         """
-        required, optional, _ = self.fields
+        required, optional = self.fields.required, self.fields.optional
         fields = {}
         for name in (*required, *optional):
             theirs = self.columns.get(name, name)
@@ -83,7 +98,19 @@ class RowFormat(NamedTuple):
                     f"no field `{theirs}`{renamed}. The format {self.name} needs {', '.join(required)}; the row has "
                     f"{names_of(row.fields)}. {RENAME}"
                 )
+        if self.fields.is_pair:
+            prompts = [group for group in PAIR_PROMPTS if any(is_given(fields.get(name)) for name in group)]
+            others = {name for group in PAIR_PROMPTS for name in group if prompts and group != prompts[0]}
+            fields = {name: fields[name] for name in fields if name not in others}
         return fields
+
+    def unread(self, row: Row, unused: Collection[str] = ()) -> list[str]:
+        """Return the names of the row's fields that are not read; unused: fields of the format that are not read.
+
+        Raises ValueError for a field that must not be dropped.
+        """
+        read = {name: self.columns.get(name, name) for name in self.fields_of(row) if name not in unused}
+        return unread_fields(row.fields, read, (*self.fields.required, *self.fields.optional), self.columns)
 
 
 def formats_of(
@@ -92,12 +119,13 @@ def formats_of(
     source: Sources | None = None,
     known: dict[str, Fields] = FORMATS,
 ) -> dict[int, RowFormat]:
-    """Return the format of each source: the configured format, or the first of `known` that matches the first rows.
+    """Return the format of each source: the configured format, or the first of `known` that matches the first rows,
+    else the first of `FORMATS`.
 
     `first_rows` are from `source` (default: `config.source`). Raises ValueError if `columns` names an unknown field or
     column, or if no format matches.
     """
-    formats = {}
+    formats, every = {}, known | {name: fields for name, fields in FORMATS.items() if name not in known}
     for number, one in enumerate(list_sources(config.source if source is None else source, config)):
         assert one.format is not None
         assert one.columns is not None
@@ -106,12 +134,12 @@ def formats_of(
         if rows:
             _check_columns_are_there(one.columns, rows, known)
             is_told = one.format == "auto" or is_function_path(one.format)
-            name = _detect(rows, one.columns, config.on_bad_row, known) if is_told else one.format
-            if name not in known:
+            name = _detect(rows, one.columns, config.on_bad_row, known, every) if is_told else one.format
+            if name not in every:
                 raise ValueError(
                     f"data.format={name}: this recipe does not support it; expected one of {', '.join(known)}."
                 )
-            formats[number] = RowFormat(name, one.columns, known[name])
+            formats[number] = RowFormat(name, one.columns, every[name])
     return formats
 
 
@@ -136,7 +164,7 @@ def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
     for ours in columns:
         if ours not in names:
             raise ValueError(
-                f"data.columns.{ours}: no format has such a field; the fields are {', '.join(names)}. "
+                f"data.columns.{ours}: no format of this recipe has such a field; the fields are {', '.join(names)}. "
                 f"data.columns.prompt=question reads `prompt` from `question`.{did_you_mean(ours, names)}"
             )
 
@@ -153,15 +181,18 @@ def _check_columns_are_there(columns: dict[str, str], rows: Sequence[Row], known
             )
 
 
-def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known: dict[str, Fields]) -> str:
+def _detect(
+    rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known: dict[str, Fields], every: dict[str, Fields]
+) -> str:
     readable = [row for row in rows if row.problem is None]
     if not readable:
         raise ValueError(f"{rows[0].place}: {rows[0].problem}. None of the first rows can be read.")
 
     def fits(name: str, row: Row) -> bool:
-        return all(columns.get(field, field) in row.fields for field in known[name].required)
+        return all(columns.get(field, field) in row.fields for field in every[name].required)
 
-    best = max(known, key=lambda name: sum(fits(name, row) for row in readable))  # ties: the first format
+    among = known if any(fits(name, row) for name in known for row in readable) else every
+    best = max(among, key=lambda name: sum(fits(name, row) for row in readable))  # ties: the first format
     num_fitting = sum(fits(best, row) for row in readable)
     # A row of another format is a bad row, which `on_bad_row=skip` allows.
     if num_fitting == len(readable) or (on_bad_row == "skip" and num_fitting):
@@ -169,7 +200,7 @@ def _detect(rows: Sequence[Row], columns: dict[str, str], on_bad_row: str, known
     if num_fitting:
         kinds: dict[str, list[str]] = {}
         for row in readable:
-            name = next((name for name in (best, *known) if fits(name, row)), f"none ({names_of(row.fields)})")
+            name = next((name for name in (best, *every) if fits(name, row)), f"none ({names_of(row.fields)})")
             kinds.setdefault(name, []).append(row.place)
         listed = "".join(f"\n  {name}: {_shortened(places)}" for name, places in kinds.items())
         raise ValueError(
@@ -202,9 +233,7 @@ class RowReader:
     tokenizer: Tokenizer
 
     known: ClassVar[dict[str, Fields]] = FORMATS
-    """Formats that `auto` chooses from; the first match is used."""
-    takes: ClassVar[tuple[str, ...]] = tuple(FORMATS)
-    """Formats that the objective supports."""
+    """Formats that the objective supports; `auto` uses the first match."""
     expected: ClassVar[str] = ""
     """End of the error for unsupported formats: "this recipe ..."."""
 
@@ -217,9 +246,9 @@ class RowReader:
         Raises ValueError if their format is unknown or the objective does not support it.
         """
         formats = formats_of(config, first_rows, source, cls.known)
-        check_rendering(config, tokenizer, formats.values())
-        if other := next((format.name for format in formats.values() if format.name not in cls.takes), None):
+        if other := next((format.name for format in formats.values() if format.name not in cls.known), None):
             raise ValueError(f"{first_rows[0].place}: the rows are {other}, and this recipe {cls.expected}")
+        check_rendering(config, tokenizer, formats.values())
         return cls(config, formats, tokenizer)
 
     @property
@@ -229,6 +258,36 @@ class RowReader:
 
     def fields_of(self, row: Row) -> dict[str, Any]:
         return self.formats[row.source].fields_of(row)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Fields of the formats that are not read with these settings."""
+        return ()
+
+    def unread(self, row: Row) -> list[str]:
+        """Return the fields of `row` that are not read. Raises ValueError with the row's place for one that matters."""
+        with reading(row):
+            return self.formats[row.source].unread(row, self.unused)
+
+    def names(self, row: Row) -> Sequence[str]:
+        """Return a name for each sequence of `row`, for previews."""
+        return self.config.sides
+
+    def render(
+        self, chat: Chat, fields: dict[str, Any], train_on: TrainOn = "completion", *, train_history: bool = False
+    ) -> Passage:
+        """Render a chat behind the row's `system` and `history`, with its tools and template variables."""
+        opening, first = read_opening(fields), chat.messages[0]
+        if first["role"] in SYSTEM_ROLES and opening.messages:
+            if opening.messages != [first]:
+                raise ValueError("the row has a system message, and also `system` or `history`. Keep one of them.")
+            opening = Chat([])
+        chat = with_system(join(opening, chat, train_prompt=train_history), self.config)
+        tools, variables = read_tools(fields.get("tools")), variables_of(fields, self.config)
+        passage = self.tokenizer.passage(
+            chat.messages, tools, train_on=train_on, untrained=chat.untrained, template_kwargs=variables
+        )
+        return replace(passage, unread=unwritten(chat.messages, tools, variables, self.tokenizer.template_reads))
 
     def passages(self, row: Row) -> list[Passage | Document]:
         """Return the sequences of `row` before truncation. Raises ValueError with the row's place."""
@@ -260,17 +319,42 @@ class RowReader:
         raise NotImplementedError
 
 
-def plain(prompt: str, completion: str, separator: str, *, train_prompt: bool = False) -> Passage:
+def plain(
+    prompt: str, completion: str, separator: str, fields: dict[str, Any], *, train_prompt: bool = False
+) -> Passage:
     """Join a prompt and a completion into one text, for a model without a chat template."""
+    refuse_in_plain_text(fields)
     text, begins = f"{prompt}{separator}{completion}", len(prompt) + len(separator)
     span = (0 if train_prompt else begins, len(text))
     return Passage(text, [span], add_bos=True, add_eos=True, joined_by=separator, num_empty=not completion.strip())
 
 
+def refuse_in_plain_text(fields: dict[str, Any]) -> None:
+    """Raise ValueError if a row that becomes plain text has a field of chats."""
+    if name := next((name for name in OF_PROMPTS if is_given(fields.get(name))), None):
+        raise ValueError(
+            f"the row has the field `{name}`, which needs a chat template, but its texts are not rendered with one. Set "
+            "data.chat_template or data.chat=true, or put the text into the prompt."
+        )
+
+
+def prompt_of(fields: dict[str, Any]) -> Any:
+    """Return the prompt of a row with a completion, or None: a text or messages; instruction and input form one text."""
+    if "instruction" not in fields:
+        return next((fields[name] for name in ("prompt", "conversations", "input") if name in fields), None)
+    asked = [check_text(fields.get(name) or "", f"the field `{name}`") for name in ("instruction", "input")]
+    return "\n\n".join(filter(None, asked))
+
+
+def variables_of(fields: dict[str, Any], config: RowsConfig) -> dict[str, Any]:
+    """Return the chat template's variables: those of the settings, and of the row, which win."""
+    return config.chat_template_kwargs | read_variables(fields.get("chat_template_kwargs"))
+
+
 def as_chat(value: Any, field: str) -> Chat:
     """Convert a prompt or a completion to a chat: a string becomes a user or an assistant message."""
-    if isinstance(value, list):
-        return read_chat(value, field)
+    if isinstance(value, list | dict):
+        return read_chat([value] if isinstance(value, dict) else value, field)
     role = "user" if field == "prompt" else "assistant"
     return Chat([{"role": role, "content": check_text(value, f"the field `{field}`")}])
 
@@ -292,7 +376,7 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
     """Raise ValueError for rendering settings that would have no effect on these formats."""
     formats, has_template = list(formats), tokenizer.chat_template is not None
     hold_strings = any(format.fields.holds_strings for format in formats)
-    are_chats = (hold_strings and config.chat) or any(format.name in ("messages", "sharegpt") for format in formats)
+    are_chats = (hold_strings and config.chat) or any(format.fields.is_chat for format in formats)
     rows = f"the rows are {' and '.join(sorted({format.name for format in formats}))}"
     if config.chat != "auto" and not hold_strings:
         raise ValueError(
@@ -303,25 +387,27 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
         raise ValueError(
             "data.chat=true needs a chat template, and this model has none. Leave it out, or set data.chat_template."
         )
-    if config.system is not None and not (has_template and are_chats):
-        no_chats = (
-            "this model has no chat template" if not has_template else "data.chat=false" if not config.chat else rows
-        )
-        raise ValueError(
-            f"data.system applies to chats rendered with a chat template, but {no_chats}. Put the text into the rows instead, "
-            "or set data.chat_template."
-        )
+    no_chats = "this model has no chat template" if not has_template else "data.chat=false" if not config.chat else rows
+    check_chat_settings(config, tokenizer, None if has_template and are_chats else no_chats)
     if config.separator is not None and writes_chats(config, tokenizer):
         raise ValueError(
             "data.separator applies without a chat template, but this model has one. Leave it out, or set data.chat=false."
         )
 
 
-def in_front(system: str | None, chat: Chat) -> Chat:
-    """Prepend a system message, if there is one."""
-    return join(Chat([{"role": "system", "content": system}]), chat, train_prompt=True) if system else chat
+def check_chat_settings(config: RowsConfig, tokenizer: Tokenizer, no_chats: str | None) -> None:
+    """Raise ValueError for settings of chats without an effect; no_chats: why rows are no chats, if they are none."""
+    for name in ("system", "chat_template_kwargs"):
+        if getattr(config, name) and no_chats is not None:
+            raise ValueError(
+                f"data.{name} applies to chats rendered with a chat template, but {no_chats}. Put the text into the rows "
+                "instead, or set data.chat_template."
+            )
+    tokenizer.check_variables(config.chat_template_kwargs)
 
 
-def with_system(chat: Chat, config: DataConfig) -> Chat:
+def with_system(chat: Chat, config: RowsConfig) -> Chat:
     """Prepend `data.system`, unless the chat starts with a system message."""
-    return chat if chat.messages[0]["role"] in ("system", "developer") else in_front(config.system, chat)
+    if not config.system or chat.messages[0]["role"] in SYSTEM_ROLES:
+        return chat
+    return join(Chat([{"role": "system", "content": config.system}]), chat, train_prompt=True)

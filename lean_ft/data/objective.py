@@ -10,7 +10,6 @@ Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -71,9 +70,9 @@ class Objective:
         num_documents = None if config.packing == "none" else number * sides
         return empty_batch((number * sides, config.max_length), num_documents)
 
-    def names(self, config: DataConfig, values: Sequence[Any]) -> Sequence[str]:
-        """Return a name for each sequence of a row, for previews; values: from `RowReader.values`."""
-        return config.sides
+    def describe(self, values: np.ndarray) -> list[str]:
+        """Return remarks for the report; values: (N, V), from `RowReader.values`, of all N sequences."""
+        return []
 
     def fitted(self, config: DataConfig, batches: Batches) -> dict[str, Any]:
         """Return settings that make `longest` as large as the largest of `batches`, for the planner."""

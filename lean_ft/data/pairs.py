@@ -24,14 +24,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lean_ft.data.batch import Batch
-from lean_ft.data.chats import Chat, check_text, parse_if_json, read_tools
+from lean_ft.data.chats import Chat, check_text, parse_if_json
 from lean_ft.data.formats import (
+    FORMATS,
+    Fields,
     RowReader,
     as_chat,
     join,
     plain,
+    prompt_of,
     reading,
-    with_system,
+    refuse_in_plain_text,
     writes_chats,
 )
 from lean_ft.data.objective import Objective, Placed, empty_batch, zeros
@@ -53,7 +56,7 @@ class PairReader(RowReader):
     """Converts a row to the two texts of a pair."""
 
     config: AnswerDataConfig
-    takes: ClassVar[tuple[str, ...]] = ("preference",)
+    known: ClassVar[dict[str, Fields]] = {name: fields for name, fields in FORMATS.items() if fields.is_pair}
     expected: ClassVar[str] = (
         "trains on preference pairs; expected the fields `chosen` and `rejected`, and `prompt` or the same beginning in both. "
         "If the columns have other names, set data.columns."
@@ -66,6 +69,10 @@ class PairReader(RowReader):
             if not all(side.trained for side in sides):
                 raise ValueError("`chosen` or `rejected` has no assistant message to train on.")
             return [*sides]
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return () if isinstance(self.config, RewardDataConfig) else ("margin",)
 
     def values(self, row: Row) -> list[float]:
         """Return the pair's margin for each sequence; 0 without a margin or for recipes that do not use margins."""
@@ -91,7 +98,8 @@ class PairReader(RowReader):
         return [(np.concatenate([prompt, ids]), np.concatenate([untrained, mask])) for ids, mask in answers]
 
     def _passages(self, fields: dict[str, Any]) -> list[Passage]:
-        prompt, chosen, rejected = (parse_if_json(fields.get(name), name) for name in ("prompt", "chosen", "rejected"))
+        prompt = parse_if_json(prompt_of(fields), "prompt")
+        chosen, rejected = (parse_if_json(fields[name], name) for name in ("chosen", "rejected"))
         for name, answer in (("chosen", chosen), ("rejected", rejected)):
             if answer is None and isinstance(fields[name], str):
                 name = "completion" if "completion" in fields else name
@@ -102,11 +110,13 @@ class PairReader(RowReader):
                 prompt = _shared_text(chosen, rejected)
                 chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
                 # Answers that contain the prompt as plain text are already rendered.
+                refuse_in_plain_text(fields)
                 return [_plain(prompt, answer) for answer in (chosen, rejected)]
             if not writes_chats(self.config, self.tokenizer):
                 separator = self.config.separator or ""
-                return [plain(check_text(prompt, "`prompt`"), answer, separator) for answer in (chosen, rejected)]
-        tools = read_tools(fields.get("tools"))
+                return [
+                    plain(check_text(prompt, "`prompt`"), answer, separator, fields) for answer in (chosen, rejected)
+                ]
         sides = as_chat(chosen, "chosen"), as_chat(rejected, "rejected")
         begins_anew = all(side.messages[0]["role"] != "assistant" for side in sides)
         if prompt is None or begins_anew:
@@ -125,10 +135,7 @@ class PairReader(RowReader):
                     "`chosen` and `rejected` must begin with the same messages, followed by an assistant message. Put the "
                     "prompt into the field `prompt`, or start both with the prompt's messages."
                 )
-            chat = with_system(join(asked, answer, train_prompt=False), self.config)
-            passages.append(
-                self.tokenizer.passage(chat.messages, tools, train_on="completion", untrained=chat.untrained)
-            )
+            passages.append(self.render(join(asked, answer, train_prompt=False), fields))
         if any(passage.num_rewritten for passage in passages):
             raise ValueError(
                 "`chosen` or `rejected` has several assistant messages, and the chat template ends the earlier ones with "

@@ -44,6 +44,7 @@ NOT_IN_FINGERPRINT = {
 }
 # Settings added later count only if they differ from the default, so that older runs can be resumed.
 NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True}
+NOT_WHERE_DEFAULT |= {"chat_template_kwargs": {}, "one_hot": "auto"}
 # These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
 
@@ -195,6 +196,7 @@ def lay_out(
     """Return the layout of the prepared documents and report its packing efficiency. Packings and shared prompt lengths
     are cached."""
     documents, packed, shared = prepared.documents, dict[str, np.ndarray](), None
+    prepared.report.remarks = objective_of(config).describe(documents.values)
     if share_prompts:
         key = prepared.sharing_key if prepared.key else None
         found, _ = load_entry(folder, key, lambda writer: writer.append({"shared": shared_prompts(documents)}))
@@ -335,7 +337,8 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     files = [*tokenizer.files, *filter(None, [tokenizer.template_file])]
-    return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files))
+    own = [tokenizer.chat_template_kwargs] if tokenizer.chat_template_kwargs else []
+    return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files), *own)
 
 
 @cache

@@ -6,19 +6,20 @@ The first rows of the source are read, tokenized, truncated and packed as for tr
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 
 from lean_ft.data.documents import Documents, renderer_of
-from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.prepare import layout_of
+from lean_ft.data.prompts import PromptReport, prompt_rows
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document
 from lean_ft.data.sources import read_rows
-from lean_ft.settings import DataConfig
+from lean_ft.settings import DataConfig, PromptDataConfig
 from lean_ft.tokenizers import Tokenizer
 
 MOST_ROWS_READ = 10_000
@@ -47,6 +48,8 @@ class ShownDocument:
     """Whether this piece continues a document from another row."""
     is_rejected: bool = False
     """Whether this is a rejected or undesirable answer."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Columns for rewards, of a prompt."""
 
     @property
     def heading(self) -> str:
@@ -68,7 +71,7 @@ class Preview:
     """The first rows of a source."""
 
     rows: list[ShownRow]
-    report: DataReport
+    report: DataReport | PromptReport
     """Counts of the rows that were read."""
     notes: list[str]
     """One line per truncated or dropped row."""
@@ -79,14 +82,14 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
 
     Raises ValueError for an unreadable row unless `on_bad_row` skips it, and if no row is left.
     """
-    objective, render = objective_of(config), renderer_of(config, tokenizer, config.source)
+    render = renderer_of(config, tokenizer, config.source)
     report, documents, places, notes = render.empty_report(), list[Document](), list[str](), list[str]()
     for row in read_rows(config.source, None, config):
-        found, values, counts = render.with_values([row])
+        found, counts = render([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
         documents += found
-        names = objective.names(config, values) if found else ()
+        names = render.reader.names(row) if found else ()
         places += [f"{row.place}, {name}" if name else row.place for name in names]
         notes += _notes(row.place, counts)
         if report.rows == MOST_ROWS_READ or _enough(config, report, num_rows, batch_size):
@@ -95,6 +98,17 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
         raise ValueError(f"no row of {config.source} is left to show: {report.nothing_left()}.")
     shown = list(_rows(config, tokenizer, Documents.join(documents), places, batch_size))
     return Preview(shown[:num_rows], report, notes)
+
+
+def preview_prompts(config: PromptDataConfig, tokenizer: Tokenizer, *, num_rows: int) -> Preview:
+    """Return the first `num_rows` prompts of `config.source`, which are not shuffled, with their columns."""
+    prompts, _ = prompt_rows(config, tokenizer, seed=0)
+    shown = list[ShownRow]()
+    for prompt in (prompts[i] for i in range(min(num_rows, len(prompts)))):
+        stretches = stretches_of(tokenizer, np.array(prompt.ids), np.zeros(len(prompt.ids), dtype=bool))
+        document = ShownDocument(prompt.place, stretches, len(prompt.ids), 0, False, columns=prompt.columns)
+        shown.append(ShownRow([document], None))
+    return Preview(shown, prompts.report, [])
 
 
 def _enough(config: DataConfig, report: DataReport, num_rows: int, batch_size: int) -> bool:

@@ -6,8 +6,8 @@ All prompts are kept in memory.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,9 +15,19 @@ import torch
 from torch import Tensor
 
 from lean_ft.data.batch import Batch
-from lean_ft.data.chats import check_text, parse_if_json, read_chat, read_tools
-from lean_ft.data.formats import RENAME, reading, writes_chats
+from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_tools
+from lean_ft.data.foreign_fields import MEDIA, is_given, unwritten
+from lean_ft.data.formats import (
+    RENAME,
+    check_chat_settings,
+    reading,
+    refuse_in_plain_text,
+    variables_of,
+    with_system,
+    writes_chats,
+)
 from lean_ft.data.prepare import hash_of, tokenizer_digest
+from lean_ft.data.report import unread_names
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources, read_rows
 from lean_ft.settings import PromptDataConfig, Sources
@@ -36,6 +46,8 @@ class Prompt:
     columns: dict[str, Any]
     place: str
     """Location of the row for messages, such as `train.jsonl, line 12`."""
+    unread: Sequence[str] = ()
+    """Keys of messages and template variables that the chat template does not mention."""
 
 
 @dataclass
@@ -48,11 +60,16 @@ class PromptReport:
     bad_rows: int = 0
     left_out: str | None = None
     unit: str = "completions"  # of batches
+    columns: list[str] = field(default_factory=list)
+    """Columns for the rewards."""
+    unread: dict[str, None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [f"{counted(self.kept, 'prompts')} of {counted(self.rows, 'rows')}"]
         parts += [f"{self.too_long:,} dropped (longer than max_prompt_length)"] if self.too_long else []
         parts += [f"{self.bad_rows:,} unreadable rows skipped"] if self.bad_rows else []
+        parts += [f"columns for rewards: {', '.join(self.columns)}"] if self.columns else []
+        parts += unread_names(self.unread)
         return "; ".join(parts)
 
 
@@ -109,6 +126,7 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
         raise ValueError(f"no prompt of {config.source} is left: {report}. Raise data.max_prompt_length.")
     report.kept = len(prompts)
     settings = config.model_dump(mode="json", include={"columns", "max_prompt_length", "system", "separator", "chat"})
+    settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     settings |= {} if config.shuffle else {"shuffle": False}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
     return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
@@ -119,6 +137,7 @@ def _read(
 ) -> Iterator[Prompt]:
     columns = [one.columns or {} for one in list_sources(source, config)]
     chat = writes_chats(config, tokenizer)
+    check_chat_settings(config, tokenizer, None if tokenizer.chat_template else "this model has no chat template")
     for row in read_rows(source, digest, config):
         report.rows += 1
         try:
@@ -132,6 +151,8 @@ def _read(
         if len(prompt.ids) > config.max_prompt_length:
             report.too_long += 1
             continue
+        report.columns += [name for name in prompt.columns if name not in report.columns]
+        report.unread |= dict.fromkeys(prompt.unread)
         yield prompt
 
 
@@ -142,6 +163,7 @@ def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokeniz
     fields |= {ours: row.fields[theirs] for ours, theirs in columns.items() if theirs in row.fields}
     further = {name: value for name, value in fields.items() if name != "prompt"}  # for rewards
     asked = parse_if_json(fields.get("prompt"), "prompt")
+    unread: list[str] = []
     if asked is None and "messages" in fields:
         asked = read_chat(further.pop("messages"), "messages").messages
         if asked[-1]["role"] == "assistant":
@@ -153,14 +175,19 @@ def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokeniz
         )
     messages = read_chat(asked, "prompt").messages if isinstance(asked, list) else None
     if messages is None and not chat:
+        refuse_in_plain_text({name: fields.get(name) for name in ("tools", "chat_template_kwargs")})
+        refuse_in_plain_text(fields)
         text = check_text(asked, "`prompt`") + (config.separator or "")
-        return Prompt(tokenizer.encode(text, add_special_tokens=True), asked, further, row.place)
+        return Prompt(tokenizer.encode(text, add_special_tokens=True), asked, further, row.place, unread)
     if messages is None:
         messages = [{"role": "user", "content": check_text(asked, "`prompt`")}]
-    if config.system and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": config.system}, *messages]
-    ids = tokenizer.render(messages, read_tools(fields.get("tools")), add_generation_prompt=True)[0]
-    return Prompt(ids, asked, further, row.place)
+    messages = with_system(Chat(messages), config).messages
+    tools, variables = read_tools(fields.get("tools")), variables_of(fields, config)
+    unread += unwritten(messages, tools, variables, tokenizer.template_reads)
+    if media := [name for name in MEDIA if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked)]:
+        raise ValueError(f"the prompt has a placeholder for `{media[0]}`, and {MEDIA[media[0]]}.")
+    ids = tokenizer.render(messages, tools, add_generation_prompt=True, template_kwargs=variables)[0]
+    return Prompt(ids, asked, further, row.place, unread)
 
 
 # Batches --------------------------------------------------------------------------------------------------------------

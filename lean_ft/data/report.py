@@ -1,5 +1,6 @@
 """Counts of kept, truncated, dropped and bad rows of a data source."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -10,6 +11,13 @@ from lean_ft.tokenizers import Passage
 NUM_BAD_ROWS_SHOWN = 3
 COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens")
 COUNTS += ("rewritten_answers", "other_prompts", "endless_chats", "empty_answers")
+NUM_NAMES_SHOWN = 20
+
+
+def unread_names(names: Collection[str]) -> list[str]:
+    """Return a part of a report that lists the fields that are not read; [] if there are none."""
+    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
+    return [f"fields not read: {', '.join(list(names)[:NUM_NAMES_SHOWN])}{more}"] if names else []
 
 
 @dataclass
@@ -41,6 +49,10 @@ class DataReport:
     """Empty answers, in kept and dropped rows."""
     joined: dict[str, int] = field(default_factory=dict)
     """Number of prompts and completions rendered without a chat template, by separator."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Number of rows or sequences with a field or message key that is not read, by name."""
+    remarks: list[str] = field(default_factory=list)
+    """What the objective says about the kept rows."""
     bad_rows: int = 0
     """Unreadable rows that were skipped."""
     bad_row_examples: list[str] = field(default_factory=list)
@@ -87,8 +99,10 @@ class DataReport:
             "(data.separator)"
             for between, count in self.joined.items()
         ]
+        parts += unread_names(self.unread)
         share = self.target_tokens / max(1, self.tokens)
         parts.append(f"{kept}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        parts += self.remarks
         if self.beyond_context:
             longer = f"{self.beyond_context:,} longer than the model's context of {self.context_length:,} tokens"
             parts.append(f"WARNING: {longer}; the model was not trained on such positions")
@@ -119,8 +133,13 @@ class DataReport:
         self.other_prompts += passage.num_other_prompts
         self.endless_chats += passage.is_endless
         self.empty_answers += passage.num_empty
+        self.count_unread(passage.unread)
         if passage.joined_by is not None:
             self.joined[passage.joined_by] = self.joined.get(passage.joined_by, 0) + 1
+
+    def count_unread(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.unread[name] = self.unread.get(name, 0) + 1
 
     def truncates(self, length: int, config: DataConfig, place: str) -> bool:
         """Return whether to truncate a sequence of `length` > max_length tokens; otherwise count it as dropped.
@@ -171,6 +190,6 @@ class DataReport:
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for ours, theirs in ((self.dropped, other.dropped), (self.joined, other.joined)):
+        for ours, theirs in ((self.dropped, other.dropped), (self.joined, other.joined), (self.unread, other.unread)):
             for reason, count in theirs.items():
                 ours[reason] = ours.get(reason, 0) + count

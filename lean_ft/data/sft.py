@@ -5,8 +5,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_tools
-from lean_ft.data.formats import FORMATS, RowReader, as_chat, in_front, join, plain, reading, with_system, writes_chats
+from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat
+from lean_ft.data.formats import (
+    FORMATS,
+    MASKS,
+    Fields,
+    RowReader,
+    as_chat,
+    join,
+    plain,
+    prompt_of,
+    reading,
+    writes_chats,
+)
 from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import IGNORED, Document, Row, kind
@@ -20,7 +31,7 @@ class SFTReader(RowReader):
 
     config: SFTDataConfig
 
-    takes: ClassVar[tuple[str, ...]] = tuple(name for name in FORMATS if name != "preference")
+    known: ClassVar[dict[str, Fields]] = {name: fields for name, fields in FORMATS.items() if not fields.is_pair}
     expected: ClassVar[str] = (
         "trains on single completions. To train on the chosen ones: data.format=prompt_completion "
         "data.columns.completion=chosen, or data.format=messages data.columns.messages=chosen."
@@ -28,7 +39,7 @@ class SFTReader(RowReader):
 
     def passages(self, row: Row) -> list[Passage | Document]:
         with reading(row):
-            return [self._read(self.formats[row.source].name, self.fields_of(row))]
+            return [self._read(self.fields_of(row))]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """As in the base class. Documents without a label, before or after truncation, are dropped."""
@@ -45,34 +56,27 @@ class SFTReader(RowReader):
         report.count_lost(len(ids) - len(cut[0]))
         return [cut]
 
-    def _read(self, format: str, fields: dict[str, Any]) -> Passage | Document:
-        tools = read_tools(fields.get("tools"))
-        if format == "messages":
-            return self._chat(read_chat(fields["messages"], "messages"), tools)
-        if format == "sharegpt":
-            system = check_text(fields.get("system") or "", "the field `system`")
-            return self._chat(in_front(system, read_chat(fields["conversations"], "conversations")), tools)
-        if format == "tokens":
+    def _read(self, fields: dict[str, Any]) -> Passage | Document:
+        if "input_ids" in fields:
             return read_token_row(fields, self.tokenizer.vocab_size)
-        if format == "text":
+        if "text" in fields:
             text = check_text(fields["text"], "the field `text`")
             return Passage(text, [(0, len(text))], add_bos=True, add_eos=True)
-        if format == "alpaca":
-            asked = [check_text(fields.get(name) or "", f"the field `{name}`") for name in ("instruction", "input")]
-            fields = {"prompt": "\n\n".join(filter(None, asked)), "completion": fields["output"]}
-        elif format == "input_output":
-            fields = {"prompt": fields["input"], "completion": fields["output"]}
-        if not writes_chats(self.config, self.tokenizer) and not isinstance(fields["prompt"], list):
-            prompt, completion = (check_text(fields[name], f"the field `{name}`") for name in ("prompt", "completion"))
-            separator = (
-                self.config.separator if self.config.separator is not None else "\n\n" if format == "alpaca" else ""
+        if chats := [name for name in ("messages", "conversations") if name in fields]:
+            return self._chat(read_chat(fields[chats[0]], chats[0]), fields)
+        prompt, completion = prompt_of(fields), fields["completion" if "completion" in fields else "output"]
+        if not writes_chats(self.config, self.tokenizer) and not isinstance(prompt, list):
+            prompt, completion = (
+                check_text(prompt, "the field `prompt`"),
+                check_text(completion, "the field `completion`"),
             )
-            return plain(prompt, completion, separator, train_prompt=self.config.train_on == "all")
-        prompt, completion = as_chat(fields["prompt"], "prompt"), as_chat(fields["completion"], "completion")
-        return self._chat(join(prompt, completion, train_prompt=self.config.train_on != "completion"), tools)
+            separator = self.config.separator
+            separator = separator if separator is not None else "\n\n" if "instruction" in fields else ""
+            return plain(prompt, completion, separator, fields, train_prompt=self.config.train_on == "all")
+        prompt, completion = as_chat(prompt, "prompt"), as_chat(completion, "completion")
+        return self._chat(join(prompt, completion, train_prompt=self.config.train_on != "completion"), fields)
 
-    def _chat(self, chat: Chat, tools: list[dict[str, Any]] | None) -> Passage:
-        chat = with_system(chat, self.config)
+    def _chat(self, chat: Chat, fields: dict[str, Any]) -> Passage:
         if self.config.train_on == "all":
             others = [i for i in chat.untrained if chat.messages[i]["role"] != "assistant"]
             if others:
@@ -80,27 +84,33 @@ class SFTReader(RowReader):
                     f"message {others[0]} has the role {chat.messages[others[0]]['role']}, but `train` or `weight` excludes it "
                     "from training; with data.train_on=all, only assistant messages can be excluded."
                 )
-        return self.tokenizer.passage(chat.messages, tools, train_on=self.config.train_on, untrained=chat.untrained)
+        return self.render(chat, fields, self.config.train_on, train_history=self.config.train_on != "completion")
 
 
 def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
     """Return the ids in `input_ids`, trained where `labels` equal them, or everywhere without `labels`.
 
     Labels follow Hugging Face: not shifted, -100 where nothing is trained. Positions at either end with
-    `attention_mask` 0 are padding and are removed. Raises ValueError for other labels, masks with zeros in the middle,
-    or ids outside the vocabulary.
+    `attention_mask` 0 are padding and are removed. `MASKS` also exclude tokens from training. Raises ValueError for other
+    labels, masks with zeros in the middle, ids outside the vocabulary, or a row of several documents.
     """
-    ids = _integers(fields["input_ids"], "input_ids")
-    labels = _integers(fields["labels"], "labels") if "labels" in fields else ids
-    attended = _integers(fields["attention_mask"], "attention_mask") if "attention_mask" in fields else ids * 0 + 1
-    for name, values in (("labels", labels), ("attention_mask", attended)):
+    arrays = {name: _integers(value, name) for name, value in fields.items() if name != "seq_lengths"}
+    ids = arrays["input_ids"]
+    labels, attended = arrays.get("labels", ids), arrays.get("attention_mask", ids * 0 + 1)
+    for name, values in arrays.items():
         if len(values) != len(ids):
             raise ValueError(f"`{name}` has {len(values)} values for {len(ids)} `input_ids`; expected the same number.")
     inside = np.flatnonzero(attended)
     first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
     if len(inside) != last - first:
         raise ValueError("`attention_mask` has zeros between ones; expected zeros only on padding at either end.")
-    ids, labels = ids[first:last], labels[first:last]
+    positions, inside = arrays.get("position_ids", np.arange(len(ids))), slice(first, last)
+    if len(_integers(fields.get("seq_lengths", []), "seq_lengths")) > 1 or (np.diff(positions[inside]) != 1).any():
+        raise ValueError(
+            "the row holds several documents, by its `seq_lengths` or `position_ids`. Write one document per row; "
+            "data.packing=bfd packs them."
+        )
+    ids, labels = ids[inside], labels[inside]
     unknown = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(unknown):
         raise ValueError(
@@ -108,6 +118,9 @@ def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
             f"{vocab_size - 1}. The row may come from another tokenizer."
         )
     trained = labels != IGNORED
+    for name in MASKS:
+        if name in arrays:
+            trained &= (arrays[name][inside] != 0) != (name == "prompt_mask")
     differing = np.flatnonzero(trained & (labels != ids))
     if len(differing):
         i = differing[0]

@@ -54,13 +54,13 @@ def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Sour
 
 
 def _checked_sources(source: Sources, config: RowsConfig | None) -> list[Source]:
-    """Call `list_sources`. Raises ValueError if `data.streaming` is set and no source is a Hugging Face dataset."""
-    sources = list_sources(source, config)
-    if config is not None and config.streaming and all(source_files(one.path) is not None for one in sources):
+    """Call `list_sources`. Raises ValueError if `data.streaming` is set and `data.source` has no Hugging Face dataset."""
+    trained = list_sources(config.source, config) if config is not None and config.streaming else []
+    if trained and all(source_files(one.path) is not None for one in trained):
         raise ValueError(
-            f"data.streaming=true applies to Hugging Face datasets, but {sources[0].path} is a file. Leave it out."
+            f"data.streaming=true applies to Hugging Face datasets, but {trained[0].path} is a file. Leave it out."
         )
-    return sources
+    return list_sources(source, config)
 
 
 def source_files(source: str) -> list[Path] | None:

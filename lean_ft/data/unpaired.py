@@ -8,13 +8,12 @@ Legend: P completions of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lean_ft.data.formats import FORMATS, Fields, reading
+from lean_ft.data.formats import OF_PROMPTS, Fields, reading
 from lean_ft.data.objective import Placed, zeros
 from lean_ft.data.pairs import PairBatch, PairReader, Pairs
 from lean_ft.data.rows import Document, Row, kind
@@ -34,17 +33,16 @@ class UnpairedReader(PairReader):
     """Converts a labeled completion to one text, and a preference pair to two texts."""
 
     known: ClassVar[dict[str, Fields]] = {
-        "unpaired": Fields(("prompt", "completion", "label"), ("tools",), holds_strings=True),
-        **FORMATS,
+        "unpaired": Fields(("prompt", "completion", "label"), OF_PROMPTS, holds_strings=True),
+        **PairReader.known,
     }
-    takes: ClassVar[tuple[str, ...]] = ("unpaired", "preference")
     expected: ClassVar[str] = (
         "trains on completions labeled desirable or undesirable; expected the fields `prompt`, `completion` and `label`, or "
         "`chosen` and `rejected`. If the columns have other names, set data.columns."
     )
 
     def passages(self, row: Row) -> list[Passage | Document]:
-        if self.formats[row.source].name == "preference":
+        if self.formats[row.source].fields.is_pair:
             return super().passages(row)
         with reading(row):
             fields = self.fields_of(row)
@@ -53,11 +51,14 @@ class UnpairedReader(PairReader):
                 raise ValueError("`completion` has no assistant message to train on.")
             return [answer]
 
+    def names(self, row: Row) -> list[str]:
+        return ["desirable" if value else "undesirable" for value in self.values(row)]
+
     def values(self, row: Row) -> list[float]:
         """Return 1 for each desirable and 0 for each undesirable completion."""
         with reading(row):
             fields = self.fields_of(row)
-            if self.formats[row.source].name == "preference":
+            if self.formats[row.source].fields.is_pair:
                 return [1.0, 0.0]
             label = fields["label"]
             label = label.strip().lower() if isinstance(label, str) else label
@@ -114,8 +115,12 @@ class Unpaired(Pairs):
         batch = UnpairedBatch(**vars(pairs), is_desirable=zeros(pairs.num_pairs, dtype="bool"))
         return replace(batch, mismatched=batch)
 
-    def names(self, config: DataConfig, values: Sequence[float]) -> list[str]:
-        return ["desirable" if value else "undesirable" for value in values]
+    def describe(self, values: np.ndarray) -> list[str]:
+        good, bad = int(values.sum()), int(len(values) - values.sum())
+        one_class = (
+            f"WARNING: no answer is {'undesirable' if good else 'desirable'}, so nothing tells good and bad apart"
+        )
+        return [f"{good:,} desirable and {bad:,} undesirable", *([] if good and bad else [one_class])]
 
     def num_numbers(self, layout: Layout, num_epochs: int) -> int:
         """Number of values that `pairs` can take in `num_epochs`, with mismatched completions; layout: of training."""

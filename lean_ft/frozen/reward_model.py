@@ -18,7 +18,7 @@ from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.device import check_dtype, resolve_device
-from lean_ft.training.finished_models import find_base, find_finished, tokenizer_folder
+from lean_ft.training.finished_models import find_base, find_finished, template_kwargs_of, tokenizer_folder
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 
@@ -48,7 +48,9 @@ def open_reward_model(
             f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."
         )
-    return model, load_tokenizer(tokenizer_folder(adapter, folder) or folder, chat_template)
+    tokenizer = load_tokenizer(tokenizer_folder(adapter, folder) or folder, chat_template)
+    tokenizer.chat_template_kwargs = template_kwargs_of(adapter, folder)
+    return model, tokenizer
 
 
 def score(

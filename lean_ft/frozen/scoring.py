@@ -11,7 +11,8 @@ from typing import Any
 
 from lean_ft.data import Batches, EvalBatches
 from lean_ft.data.documents import renderer_of
-from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of
+from lean_ft.data.formats import FORMATS, NUM_ROWS_TO_DETECT, formats_of
+from lean_ft.data.pairs import PairReader
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.frozen.reward_model import open_reward_model, score, token_scores
 from lean_ft.models import Decoder
@@ -64,8 +65,10 @@ def score_rows(
         return
     config: DataConfig = SFTDataConfig.model_validate(settings)
     source = config.source
-    formats = formats_of(config, first_rows(source, NUM_ROWS_TO_DETECT, config), source).values()
-    if any(format.name == "preference" for format in formats):
+    formats = formats_of(
+        config, first_rows(source, NUM_ROWS_TO_DETECT, config), source, PairReader.known | FORMATS
+    ).values()
+    if any(format.fields.is_pair for format in formats):
         config = PreferenceDataConfig.model_validate(settings)
     render, rows = renderer_of(config, tokenizer, source), read_rows(source, None, config)
     sides = [f"{side}_" if side else "" for side in config.sides]

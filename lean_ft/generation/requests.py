@@ -1,6 +1,6 @@
 """Requests of `leanft serve`: OpenAI's chat completions, with a type and a bound for every field.
 
-Source: https://platform.openai.com/docs/api-reference/chat; `top_k` and `min_p` as in vLLM.
+Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` and `chat_template_kwargs` as in vLLM.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -99,6 +99,7 @@ class ChatRequest(_Fields):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     min_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: _Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("messages")
     @classmethod
@@ -111,7 +112,8 @@ class ChatRequest(_Fields):
     def num_characters(self) -> int:
         """Characters in all messages."""
         texts = [part.text for message in self.messages for part in message.content]
-        return sum(map(len, texts)) + sum(len(message.reasoning_content or "") for message in self.messages)
+        texts += [message.reasoning_content or "" for message in self.messages]
+        return sum(map(len, texts)) + len(str(self.chat_template_kwargs or ""))
 
     @classmethod
     def read(cls, body: bytes) -> Self:

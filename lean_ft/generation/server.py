@@ -219,7 +219,8 @@ class ChatServer:
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "seed": secrets.randbits(31) if asked.seed is None else asked.seed,
         }
-        settings |= {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(asked, name)) is not None}
+        optional = ("top_p", "top_k", "min_p", "chat_template_kwargs")
+        settings |= {name: value for name in optional if (value := getattr(asked, name)) is not None}
         messages = [message.for_template() for message in asked.messages]
         try:
             how, (prompt,) = asked_of(self.model, self.tokenizer, [messages], True, settings)

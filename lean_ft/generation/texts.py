@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lean_ft.data.chats import read_variables
 from lean_ft.data.sources import read_rows
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
@@ -21,7 +22,7 @@ from lean_ft.quantize import is_quantized, load_quantized
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.device import check_dtype, resolve_device
-from lean_ft.training.finished_models import find_base, find_finished, tokenizer_folder
+from lean_ft.training.finished_models import find_base, find_finished, template_kwargs_of, tokenizer_folder
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]
@@ -67,7 +68,9 @@ def open_model(
         model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters))
     if adapters:
         load_adapter(model, *adapters)
-    return model, load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)
+    tokenizer = load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)
+    tokenizer.chat_template_kwargs = template_kwargs_of(*adapters[:1], folder)
+    return model, tokenizer
 
 
 def answers(
@@ -104,14 +107,15 @@ def generate(
     min_p: float | None = None,
     stop: Sequence[str] = (),
     chat: Literal["auto"] | bool = "auto",
+    chat_template_kwargs: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> list[str]:
     """Return the completion of each prompt. All prompts run together, as far as they fit in memory.
 
     model: a loaded model, or a path for `open_model`; tokenizer: None loads the one in the model's folder; chat: render
     a text as a user message with the chat template; `auto` does so if there is a template; stop: texts that end a
-    completion and are removed from it. If messages end with an assistant message, that message is generated. Other
-    arguments are those of `Sampling`. Raises ValueError as `open_model` and `Sampling` do, and for an invalid prompt.
+    completion and are removed from it; chat_template_kwargs: variables of the chat template, which replace those of the
+    model's run. If messages end with an assistant message, that message is generated. Other arguments are those of `Sampling`. Raises ValueError as `open_model` and `Sampling` do, and for an invalid prompt.
     """
     if not isinstance(model, Decoder):
         model, own = open_model(model)
@@ -123,6 +127,7 @@ def generate(
     several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) or _is_chat(prompts) else prompts
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop, "seed": seed}
     sampling |= {"max_new_tokens": max_new_tokens, "batch_size": max(1, len(several))}  # all at once
+    sampling |= {"chat_template_kwargs": chat_template_kwargs}
     return list(answers(model, tokenizer, several, chat=chat, **sampling))
 
 
@@ -219,17 +224,19 @@ def asked_of(
     """Return the sampling settings and the ids of the prompts."""
     chat = tokenizer.chat_template is not None if chat == "auto" else chat
     settings = dict(settings)
-    stop_texts = tuple(settings.pop("stop", ()))
+    stop_texts, kwargs = tuple(settings.pop("stop", ())), settings.pop("chat_template_kwargs", None) or {}
+    tokenizer.check_variables(kwargs, is_used=chat)
     sampling = Sampling(**settings, stop_texts=stop_texts, stop_ids=stop_ids(model, tokenizer))
-    return sampling, [_prompt_ids(tokenizer, prompt, chat) for prompt in prompts]
+    return sampling, [_prompt_ids(tokenizer, prompt, chat, kwargs) for prompt in prompts]
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, chat: bool) -> list[int]:
+def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str, Any]) -> list[int]:
     asked = _asked(prompt)
     if isinstance(asked, str) and not chat:
         return tokenizer.encode(asked, add_special_tokens=True)
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    tools = prompt.get("tools") if isinstance(prompt, Mapping) else None
-    return tokenizer.render(messages, tools, add_generation_prompt=True)[0]
+    row = prompt if isinstance(prompt, Mapping) else {}
+    kwargs = kwargs | read_variables(row.get("chat_template_kwargs"))
+    return tokenizer.render(messages, row.get("tools"), add_generation_prompt=True, template_kwargs=kwargs)[0]

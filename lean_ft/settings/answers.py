@@ -160,10 +160,14 @@ class AskConfig(Settings):
     top_p: TopP = None
     min_p: MinP = None
     stop: list[str] = Field([], description="Strings that end an answer. They are not part of it.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Variables of the chat template. They replace those of the model's run."
+    )
     seed: NonNegativeInt = Field(0, description="Seed of the sampling.")
     device: Device = "auto"
 
     @property
     def sampling(self) -> dict[str, Any]:
         """Arguments of `Sampling`."""
-        return self.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed"})
+        names = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed", "chat_template_kwargs"}
+        return self.model_dump(include=names)

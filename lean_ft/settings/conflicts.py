@@ -149,7 +149,7 @@ CONFLICTS = [
             lambda text_data, name=name: _differs(text_data, name),
             f"data.{name}={{text_data.{name}}} is for chats and prompts, and texts are classified as they are. Remove it.",
         )
-        for name in ("chat", "chat_template", "system", "separator")
+        for name in ("chat", "chat_template", "chat_template_kwargs", "system", "separator")
     ),
     # The optimizer
     Conflict(

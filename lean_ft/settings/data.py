@@ -1,7 +1,7 @@
 """Settings of data: sources, lengths, packing, and the data of each objective."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -68,7 +68,9 @@ class RowsConfig(Settings):
         "`train[100:200]`. A file has one split, `train`.",
     )
     streaming: bool = Field(
-        False, description="Read a Hugging Face dataset while it downloads, without storing it first."
+        False,
+        description="Read the Hugging Face datasets of `source` and `validation_source` while they download, without storing "
+        "them first. Files are read as usual.",
     )
     on_bad_row: Literal["raise", "skip"] = Field(
         "raise",
@@ -89,6 +91,11 @@ class RowsConfig(Settings):
         None, description="File with a Jinja chat template that replaces the model's. It is saved with the checkpoints."
     )
     system: str | None = Field(None, description="System message to add to every chat that does not begin with one.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="Variables of the chat template: `chat_template_kwargs.enable_thinking=false`. A row's own field "
+        "`chat_template_kwargs` wins. `generate`, `chat` and `serve` use them for models of this run.",
+    )
     separator: str | None = Field(
         None,
         description="Text between a prompt and its completion for a model without a chat template. In a shell, write "
@@ -316,3 +323,14 @@ class ClassificationDataConfig(DataConfig):
     multi_label: bool = Field(
         False, description="`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids)."
     )
+    one_hot: Literal["auto"] | bool = Field(
+        "auto",
+        description="With multi_label: whether `labels` of a row holds 0 or 1 for each label (`true`), or the names or "
+        "indices of the row's labels (`false`). `auto` decides by all training rows, and refuses rows that allow both.",
+    )
+
+    @model_validator(mode="after")
+    def _check_one_hot(self) -> "ClassificationDataConfig":
+        if self.one_hot is True and not self.multi_label:
+            raise ValueError("one_hot=true applies to lists of labels. Set multi_label=true, or remove it.")
+        return self

@@ -58,9 +58,9 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         add_generation_prompt: bool,
-        special_tokens: dict[str, str],
+        variables: dict[str, Any],
     ) -> str:
-        """Return the text of `messages`, with generation blocks between markers.
+        """Return the text of `messages`, with generation blocks between markers. variables: special tokens and others.
 
         Raises ValueError if the template rejects the messages, fails, or exceeds the limits.
         """
@@ -68,13 +68,12 @@ class ChatTemplate:
         messages = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
         assistant = {id(message): i for i, message in enumerate(messages) if message.get("role") == "assistant"}
         try:
-            ACTIVE.set(Budget(messages, tools))
+            ACTIVE.set(Budget(messages, tools, variables))
             return self._template.render(
                 messages=messages,
                 tools=tools,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **special_tokens,
+                **{"documents": None, **variables},
                 **{_ASSISTANT: assistant},
             )
         except (*_FAILURES, jinja2.TemplateError) as error:
@@ -85,7 +84,7 @@ class ChatTemplate:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
-        special_tokens: dict[str, str],
+        variables: dict[str, Any],
     ) -> list[dict[str, Any]]:
         """Return `messages` with the arguments of tool calls in the form that this template expects.
 
@@ -97,11 +96,11 @@ class ChatTemplate:
             return messages
         probe = '{"probe": 0}'
         try:
-            if probe in self.render(_map_arguments(messages, lambda _: probe), tools, False, special_tokens):
+            if probe in self.render(_map_arguments(messages, lambda _: probe), tools, False, variables):
                 return messages
         except ValueError:
             try:
-                self.render(as_objects, tools, False, special_tokens)
+                self.render(as_objects, tools, False, variables)
             except ValueError:
                 return messages  # the messages have another error
         return as_objects

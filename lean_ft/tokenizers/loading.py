@@ -14,7 +14,7 @@ from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
-from lean_ft.tokenizers.tokenizer import Tokenizer
+from lean_ft.tokenizers.tokenizer import NAMED_TOKENS, Tokenizer
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.vocabulary import Vocabulary
 
@@ -32,7 +32,6 @@ TOKENIZER_FILES = (
 )
 # Folders of named templates, next to `chat_template.jinja`. transformers 5 writes the first.
 TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _STRETCHED = ("linear", "dynamic", "yarn")  # rope scalings whose factor multiplies the original context
 
 

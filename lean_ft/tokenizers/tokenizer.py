@@ -20,6 +20,7 @@ from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import RenderedChat, Turn, outside_literals
 from lean_ft.tokenizers.vocabulary import Span, Vocabulary, any_of
 
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TrainOn = Literal["completion", "assistant", "last", "all"]
 Messages = list[dict[str, Any]]
 _LITERALS = re.compile(f"{LITERAL_START}(.*?){LITERAL_END}", re.DOTALL)
@@ -48,6 +49,8 @@ class Passage:
     """Assistant messages that may be trained but have no content and no tool call."""
     joined_by: str | None = None
     """The separator between a prompt and its completion; None if a chat template wrote them."""
+    unread: Sequence[str] = ()
+    """Keys of messages and template variables that the chat template does not mention."""
 
 
 class BatchEncoding(dict[str, Any]):
@@ -93,6 +96,7 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.folder, self.files = folder, files
         self.context_length = context_length  # tokens of the longest text that the model was made for, if known
+        self.chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template; a call's own win
         self._new_pad_token: str | None = None
         self._control = any_of(vocabulary.control)
         self._written_by_template = outside_literals(vocabulary.added)
@@ -131,9 +135,10 @@ class Tokenizer:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        **template_kwargs: Any,
     ) -> list[int] | str:
         """Return a chat as ids, or as text with `tokenize=False`. `render` also returns the mask of trained tokens."""
-        full = self._rendered(messages, tools, add_generation_prompt).full
+        full = self._rendered(messages, tools, add_generation_prompt, template_kwargs).full
         text, [literal] = _without_markers(full, [[match.span(1) for match in _LITERALS.finditer(full)]])
         return self.tokenize([Passage(text, [], literal)])[0][0].tolist() if tokenize else text
 
@@ -170,6 +175,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         train_on: TrainOn = "assistant",
+        template_kwargs: dict[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Return the ids of a chat and a mask of trained tokens: the assistant's text and the token that ends its turn.
 
@@ -179,7 +185,8 @@ class Tokenizer:
         `apply_chat_template` and the token that ends the turn: the one that begins the next turn, or eos. Raises ValueError if there is no chat template, if it rejects the
         messages, or if a turn cannot be located.
         """
-        ids, mask = self.tokenize([self.passage(messages, tools, add_generation_prompt, train_on)])[0]
+        passage = self.passage(messages, tools, add_generation_prompt, train_on, template_kwargs=template_kwargs)
+        ids, mask = self.tokenize([passage])[0]
         return ids.tolist(), mask.tolist()
 
     def passage(
@@ -189,9 +196,10 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         train_on: TrainOn = "assistant",
         untrained: Collection[int] = (),
+        template_kwargs: dict[str, Any] | None = None,
     ) -> Passage:
         """Return the text of a chat with its trained spans; see `render`. The messages in `untrained` are not trained."""
-        chat = self._rendered(messages, tools, add_generation_prompt)
+        chat = self._rendered(messages, tools, add_generation_prompt, template_kwargs)
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
         ends_trained = turns[-1:] == [len(messages) - 1] and turns[-1] not in untrained and not add_generation_prompt
@@ -225,26 +233,31 @@ class Tokenizer:
         )
 
     def _rendered(
-        self, messages: Messages, tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_kwargs: dict[str, Any] | None,
     ) -> RenderedChat:
         """Render a chat. Raises ValueError if the template rejects it, or treats a typed control token as its own."""
         template = self._template(tools)
+        variables = self.special_tokens | self._checked_kwargs(template_kwargs)
         for number, message in enumerate(messages):
             if (role := message.get("role")) not in template.roles:
                 raise ValueError(
                     f"message {number}: the chat template has no role {role!r}; expected one of {', '.join(ROLES)}."
                     f"{did_you_mean(str(role), ROLES)}"
                 )
-        messages = template.with_readable_arguments(messages, tools, self.special_tokens)
+        messages = template.with_readable_arguments(messages, tools, variables)
         marked_messages, num_literals = self._mark_literals(messages)
         marked_tools, num_tool_literals = self._mark_literals(tools)
 
         def render(part: Sequence[dict[str, Any]], prompt: bool) -> str:
-            return template.render(list(part), marked_tools, prompt, self.special_tokens)
+            return template.render(list(part), marked_tools, prompt, variables)
 
         full = render(marked_messages, add_generation_prompt)
         if num_literals + num_tool_literals:
-            unmarked = template.render(messages, tools, add_generation_prompt, self.special_tokens)
+            unmarked = template.render(messages, tools, add_generation_prompt, variables)
             typed = _LITERALS.findall(full)
             if (
                 MARKERS.sub("", unmarked) != MARKERS.sub("", full)
@@ -346,6 +359,32 @@ class Tokenizer:
         if missing := sorted(self.turn_ends.difference(ends)):
             others = settings if file is generation_config else {"bos_token_id": self.bos_id}
             write_json(generation_config, others | {"eos_token_id": ends + missing})
+
+    def template_reads(self, name: str) -> bool:
+        """Return whether a chat template mentions `name`: a variable, or a key of messages."""
+        return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self.chat_templates.values())
+
+    def check_variables(self, kwargs: dict[str, Any], *, is_used: bool = True) -> dict[str, Any]:
+        """Return variables of the chat template. Raises ValueError for one without an effect."""
+        if unknown := next((name for name in kwargs if not (is_used and self.template_reads(name))), None):
+            reason = "the chat template does not mention it" if is_used else "the chat template is not used"
+            raise ValueError(f"chat_template_kwargs.{unknown}: {reason}. Remove it.")
+        return kwargs
+
+    def _checked_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any]:
+        """Return `given` with the tokenizer's own. Raises ValueError for names that stand for something else."""
+        kwargs = self.chat_template_kwargs | (given or {})
+        if not kwargs:
+            return kwargs
+        reserved = {"messages", "tools", "add_generation_prompt", *NAMED_TOKENS, *self.special_tokens}
+        if wrong := next((name for name in kwargs if name in reserved or not name.isidentifier()), None):
+            raise ValueError(
+                f"chat_template_kwargs.{wrong}: expected the name of a variable of the chat template other than "
+                f"{', '.join(sorted(reserved))}. Remove it."
+            )
+        if self._mark_literals(kwargs)[1]:
+            raise ValueError(f"chat_template_kwargs {kwargs!r:.80} has a control token of this tokenizer. Remove it.")
+        return kwargs
 
     def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         if tools and "tool_use" in self._templates:

@@ -1,6 +1,8 @@
 """Find a trained model by a folder, a checkpoint, a run directory, a hub id, or an adapter that names its base model."""
 
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from lean_ft.hub.download import TOKENIZER_FILES
 from lean_ft.hub.paths import repository_name, resolve_model_path
@@ -43,6 +45,21 @@ def find_base(adapter: Path) -> str:
             return name
     problem = f"no such base model: {names[0]}" if names[0] else "the adapter does not name its base model"
     raise ValueError(f"{adapter}: {problem}. Set the base model's folder by model.path, or --base of `leanft export`.")
+
+
+def template_kwargs_of(*folders: Path) -> dict[str, Any]:
+    """`data.chat_template_kwargs` of the run that wrote the first of `folders` that is a checkpoint."""
+    prefix = "data.chat_template_kwargs."
+    for folder in folders:
+        if (folder / TRAINING_STATE_FILE).is_file():
+            settings = read_training_state(folder)["settings"]
+            found: dict[str, Any] = {}
+            for key, value in settings.items():
+                *groups, name = key.removeprefix(prefix).split(".")
+                if key.startswith(prefix):
+                    reduce(lambda inner, group: inner.setdefault(group, {}), groups, found)[name] = value
+            return found
+    return {}
 
 
 def tokenizer_folder(*folders: Path) -> Path | None:

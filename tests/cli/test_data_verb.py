@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data import preference_batches
+from lean_ft.data import preference_batches, unpaired_batches
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings import PreferenceDataConfig
+from lean_ft.settings import PreferenceDataConfig, UnpairedDataConfig
 from lean_ft.tokenizers import load_tokenizer
 
 
@@ -150,3 +150,55 @@ def test_a_folder_where_the_run_would_write_is_not_needed_and_not_made(leanft, r
     before = sorted(tmp_path.iterdir())
     assert leanft("data", "preview", *run, "-n", "1").code == 0
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "online_dpo"])
+def test_prompts_and_their_columns(leanft, run, tmp_path, recipe: str):
+    rows = [{"prompt": "Say it", "answer": 4, "messages": []}, {"prompt": "word " * 90, "level": "hard"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [recipe, *run[1:3], "data.max_prompt_length=60", "rewards=[mine.py:score]"]
+    answer = leanft("data", "preview", *settings)
+    assert (answer.code, answer.err) == (0, "")
+    assert (
+        "rows.jsonl, line 1: 8 tokens, 0 trained\n<|begin|><|user|>Say it<|end|><|assistant|>\nanswer: 4\n"
+        in answer.out
+    )
+    assert (
+        "from 1 prompts of 2 rows; 1 dropped (longer than max_prompt_length); columns for rewards: answer" in answer.out
+    )
+    answer = leanft("data", "stats", *settings)
+    assert (answer.code, answer.err) == (0, "")
+    assert (
+        "1 prompts of 2 rows; 1 dropped (longer than max_prompt_length); columns for rewards: answer, level"
+        in answer.out
+    )
+    assert re.search(r"tokens per row, at most: 5% 8, .*100% \d\d+\n", answer.out)
+    answer = leanft("data", "stats", *settings, "--peak")
+    assert (answer.code, "--peak predicts steps" in answer.err) == (2, True)
+
+
+def test_labels_of_texts(leanft, tmp_path):
+    rows = [{"text": "a", "labels": [1, 0, 1]}, {"text": "b", "labels": [0, 0, 0]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["classify", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl", "data.multi_label=true"]
+    answer = leanft("data", "preview", *settings, "data.labels=[damage,money,time]")
+    assert "line 1, damage, time: " in answer.out
+    assert "line 2, no label: " in answer.out
+
+
+@pytest.mark.parametrize(("good", "bad"), [(2, 1), (2, 0), (0, 2)])
+def test_kto_counts_good_and_bad_answers(leanft, run, tmp_path, good: int, bad: int):
+    rows = [{"prompt": f"Say {i}", "completion": "yes", "label": i < good} for i in range(good + bad)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answer = leanft("data", "stats", "kto", *run[1:])
+    assert f"{good} desirable and {bad} undesirable" in answer.out
+    missing = "undesirable" if not bad else "desirable"
+    assert (f"WARNING: no answer is {missing}" in answer.out) == (not good or not bad)
+    batches, held_out = unpaired_batches(
+        UnpairedDataConfig(source=f"{tmp_path}/rows.jsonl", validation_source=f"{tmp_path}/rows.jsonl"),
+        load_tokenizer("tiny"),
+        batch_size=1,
+        seed=0,
+    )
+    assert held_out is not None
+    assert all(f"{good} desirable and {bad} undesirable" in str(one.report) for one in (batches, held_out))

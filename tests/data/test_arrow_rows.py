@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lean_ft.data.arrow_rows import read_dataset, read_parquet_file
-from lean_ft.data.prepare import load_documents
+from lean_ft.data.prepare import load_documents, prepare_batches
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import SFTDataConfig
 
@@ -103,6 +103,23 @@ def test_the_hub(hub: str, streaming: bool):
     assert [row.fields for row in read_rows(source, digests[0], config)] == expected()[1:]
     list(read_rows(hub, digests[1], config))
     assert digests[0].digest() != digests[1].digest()
+
+
+def test_a_streamed_dataset_with_a_local_validation_file(hub: str, tmp_path: Path, plain_tokenizer):
+    (tmp_path / "held_out.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    datasets.Dataset.from_list([{"text": f"row {i}"} for i in range(3)]).save_to_disk(str(tmp_path / "texts"))
+    settings = {"validation_source": f"{tmp_path}/held_out.jsonl", "cache_dir": tmp_path / "prepared"}
+    found = []
+    for streaming in (False, True):
+        config = SFTDataConfig(source=str(tmp_path / "texts"), streaming=streaming, **settings)  # pyright: ignore
+        batches, held_out = prepare_batches(config, plain_tokenizer, 1, seed=0)
+        assert held_out is not None
+        found.append((batches.layout.tokens.tolist(), held_out.layout.tokens.tolist()))
+        assert (batches.report.kept, held_out.report.kept) == (3, 2)
+    assert found[0] == found[1]
+    config = SFTDataConfig(source=settings["validation_source"], streaming=True, validation_source=hub)
+    with pytest.raises(ValueError, match="data.streaming=true applies to Hugging Face datasets, but .*held_out.jsonl"):
+        prepare_batches(config, plain_tokenizer, 1, seed=0)
 
 
 def test_a_dataset_that_is_not_there(hub: str):

@@ -93,7 +93,7 @@ def test_no_tools(value: Any):
         ([{"role": "assistant", "content": "", "tool_calls": [1]}], "a tool call is a number"),
         ([{"role": "assistant", "content": "a", "train": "no"}], "`train` is a string; expected true or false"),
         ([{"role": "assistant", "content": "a", "weight": 0.5}], "`weight` is 0.5; expected 0 or 1"),
-        ([{"role": "user", "content": "q", "train": True}], "message 0 has the role user, but `train` or `weight` selects it"),
+        ([{"role": "user", "content": "q", "train": True}], "message 0 has the role user, but `train` selects it"),
     ],
 )  # fmt: skip
 def test_chats_that_cannot_be_read(value: Any, message: str):

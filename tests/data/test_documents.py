@@ -49,7 +49,7 @@ def test_each_source_may_have_its_own_format_and_columns(
     documents, report = prepare(settings, plain_tokenizer)
     assert report.format == "prompt_completion + text"
     assert [plain_tokenizer.decode(ids[:-1]) for ids, _ in documents] == ["ab", "cd", "f"]
-    with pytest.raises(ValueError, match=r"data\.columns\.promt: no format has such a field"):
+    with pytest.raises(ValueError, match=r"data\.columns\.promt: no format of this recipe has such a field"):
         prepare(config([], source=[{**sources[0], "columns": {"promt": "question"}}]), plain_tokenizer)
 
 

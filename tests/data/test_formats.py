@@ -250,7 +250,7 @@ def test_detection(fields: dict[str, Any], name: str):
     [
         ({"question": "q"}, {}, r"line 1: cannot detect the format from the fields question.*data\.columns\.prompt=question"),
         ({}, {}, "from the fields no fields"),
-        ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format has such a field.*mean 'prompt'"),
+        ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format of this recipe has such a field.*mean 'prompt'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told(fields, settings, message):
@@ -302,3 +302,35 @@ def test_padding_of_token_rows_is_left_out(attention_mask: list[int]):
 def test_token_rows_that_are_something_else(fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         read_tokens(**fields)
+
+
+ULTRA = {
+    "prompt": "q",
+    "messages": MESSAGES,
+    "chosen": MESSAGES,
+    "rejected": [MESSAGES[0], {"role": "assistant", "content": "b"}],
+    "score_chosen": 8.0,
+}
+OTHER = {"messages": MESSAGES}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reader", "own"),
+    [
+        (SFTDataConfig, SFTReader, "messages"),
+        (PreferenceDataConfig, PairReader, "preference"),
+        (RewardDataConfig, PairReader, "preference"),
+        (UnpairedDataConfig, UnpairedReader, "preference"),
+    ],
+)
+def test_a_row_of_several_formats_is_read_as_the_recipe_needs(settings, reader, own, chat_tokenizer):
+    for fields in (ULTRA, dict(reversed(ULTRA.items()))):
+        row = Row(fields, "rows.jsonl, line 7")
+        found = reader.of(settings(source="rows.jsonl"), [row], chat_tokenizer)
+        assert found.format == own
+        assert found.passages(row)[0].text == CHAT
+    if own == "preference":  # the error names a format that the row has
+        with pytest.raises(ValueError, match="line 7: the rows are messages, and this recipe trains on "):
+            reader.of(settings(source="rows.jsonl"), [Row(OTHER, "rows.jsonl, line 7")], chat_tokenizer)
+        with pytest.raises(ValueError, match=r"line 7: the rows are text, and this recipe trains on "):
+            reader.of(settings(source="rows.jsonl", format="text"), [Row(ULTRA, "rows.jsonl, line 7")], chat_tokenizer)

@@ -32,6 +32,7 @@ REFUSED = [
     ("classify", "data.chat_template=x", "data.chat_template=x is for chats"),
     ("classify", "data.system=x", "data.system=x is for chats"),
     ("classify", "data.separator=x", "data.separator=x is for chats"),
+    ("classify", "data.chat_template_kwargs.a=1", "data.chat_template_kwargs={'a': 1} is for chats"),
     ("finetune", "optimizer.in_backward=true clip_grad_norm=1", "clip_grad_norm=1 needs every gradient"),
     ("finetune", "optimizer.in_backward=true model.dtype=float16", "model.dtype=float16 needs every gradient"),
     ("finetune", "optimizer.update_clipping=true optimizer.name=muon", "needs AdamW's second moment"),

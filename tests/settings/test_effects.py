@@ -118,6 +118,7 @@ CASES = {
     "data.validation_fraction": Case("0.5", "data.validation_source=null"),
     "data.chat_template": Case("IN/template.jinja", "data.chat=auto"),
     "data.system": Case("Answer.", "data.chat=auto"),
+    "data.chat_template_kwargs": Case("{effort: low}", "data.chat=auto data.chat_template=IN/effort.jinja"),
     "data.separator": Case(" so ", "data.chat=false"),
     "data.max_length": Case("16"),
     "data.overflow": Case("raise", "data.max_length=16"),
@@ -169,6 +170,7 @@ CASES = {
     "reference.kind": Case("none"),
     "adapter": Case("IN/none", refused="does not exist"),
     "max_new_tokens": Case("3"),
+    "chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort"),
     "temperature": Case("2"),
     "top_k": Case("1", SAMPLED),
     "top_p": Case("0.01", SAMPLED),
@@ -244,6 +246,12 @@ OF_RECIPE: dict[str, Case | None] = {
     "classify data.columns": Case("{text: other}"),
     "classify data.separator": Case("x"),
     "classify data.labels": Case("[b, a]"),
+    "classify data.chat_template_kwargs": Case("{effort: low}"),
+    "classify data.one_hot": Case(
+        "true",
+        "data.one_hot=false data.multi_label=true data.labels=[a,b] data.source=IN/lists.jsonl "
+        "data.validation_source=IN/lists.jsonl",
+    ),
     "classify data.multi_label": Case("true", refused="no field `labels`"),
     "classify loss.class_weights": Case("balanced"),
     "classify memory.loss_accumulation_dtype": Case("weight"),
@@ -262,6 +270,7 @@ OF_RECIPE: dict[str, Case | None] = {
     "online_dpo reference.kind": Case("none"),
     "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
     "generate chat": Case("false"),
+    "evaluate chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort chat=true tasks=[IN/task.yaml]"),
     "evaluate chat": Case("true", "tasks=[IN/task.yaml]"),
 }
 REWARDS = """
@@ -326,6 +335,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
     (folder / "prompts.txt").write_text("Who\nWhat\n")
     (folder / "rewards.py").write_text(REWARDS)
+    write("lists", [{"text": f"Text {i}", "labels": [i % 2, 1 - i % 2]} for i in range(4)])
+    turn = "{{ m.role ~ effort ~ m.content ~ eos_token }}"
+    prompt = "{% if add_generation_prompt %}assistant{{ effort }}{% endif %}"
+    with_effort = f"{{% for m in messages %}}{turn}{{% endfor %}}{prompt}"
+    (folder / "effort.jinja").write_text(with_effort)
+    shutil.copytree(tiny, folder / "effort")
+    (folder / "effort" / "chat_template.jinja").write_text(with_effort)
     (folder / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     yield
     observed.cache_clear()

@@ -1,0 +1,106 @@
+"""Fields of a row and keys of a message to which other tools give a meaning.
+
+A format reads its own fields (`lean_ft.data.formats`). Of the others, those in these tables raise an error that names the
+remedy, because training without them would teach something else. All further fields, such as ids, scores and
+log-probabilities of a reference model, are named once in the report, and so are tools, keys of messages and template
+variables that the chat template does not mention.
+
+Sources: the documentation of TRL, axolotl, LLaMA-Factory, ms-swift, torchtune and OpenAI.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+_IS_TEXT = "only text is supported. Remove the row, or skip such rows with data.on_bad_row=skip"
+_NO_WEIGHTS = (
+    "rows have no weights. Put rows of one weight into one file, and set data.source=[{path: FILE, weight: W}, ...]"
+)
+_PARTS = "parts of a message cannot be selected. Remove the key; `train: false` and `weight: 0` exclude a whole message"
+MEDIA: dict[str, str] = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _IS_TEXT)
+REFUSED: dict[str, str] = MEDIA | dict.fromkeys(
+    ("weight", "sample_weight", "example_weight", "loss_weight"), _NO_WEIGHTS
+)
+REFUSED_KEYS: dict[str, str] = MEDIA | dict.fromkeys(
+    ("mask", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail"), _PARTS
+)
+"""Fields of a row and keys of a message, with the remedy."""
+
+OTHER_NAMES = {"functions": "tools", "system_prompt": "system", "system_message": "system"}
+"""Refused unless the row also has the field that lean_ft reads."""
+
+PROMPTS = ("prompt", "instruction", "input", "question", "query")
+"""Refused if they hold a text that the row's prompt lacks."""
+
+SWITCHES = {"train": True, "training": True, "loss": True, "weight": True, "masked": False}
+"""Keys of a message -> their value for a message that is trained."""
+
+CALLS = ("tool_calls", "function_call")  # refused if the chat template does not write them
+_SAME_KEY = ("reasoning_content", "thinking", "reasoning")  # a template that mentions one of them writes all
+
+
+def is_given(value: Any) -> bool:
+    """Return whether a field or key has a value that could have an effect."""
+    if isinstance(value, str):
+        return value.strip() not in ("", "[]", "{}", "null")
+    return value is not None and value != [] and value != {}
+
+
+def unread_fields(
+    row: Mapping[str, Any], read: Mapping[str, str], readable: Collection[str], columns: Mapping[str, str]
+) -> list[str]:
+    """Return the names of a row's fields that are not read.
+
+    read: lean_ft's names of the fields that are read -> the row's names; readable: all fields of the format; columns:
+    `data.columns`. Raises ValueError for a field that must not be dropped.
+    """
+    unread = {name: value for name, value in row.items() if name not in read.values() and is_given(value)}
+    if not unread:
+        return []
+    asked = [name for name in (*PROMPTS, "conversations") if name in read]
+    texts = [_text_of(row[read[name]]) for name in asked or ["chosen"] if name in read]
+    for name, value in unread.items():
+        _refuse(name, value, REFUSED, "the row has the field")
+        if (ours := OTHER_NAMES.get(name)) in readable and ours not in read:
+            raise ValueError(f"the row has the field `{name}` and no `{ours}`. Set data.columns.{ours}={name}.")
+        if name not in PROMPTS or not isinstance(value, str) or not texts or columns.keys() & {*PROMPTS} & {*readable}:
+            continue
+        if not any(value.strip() in text for text in texts) and not all(text.strip() in value for text in texts):
+            ours = (*asked, "prompt")[0]
+            leave_out = f", or data.columns.{ours}={read[ours]} to leave it out" if asked else ""
+            raise ValueError(
+                f"the row has the field `{name}`, and its text is not part of the prompt. Set data.columns.{ours}={name} to "
+                f"read it as the prompt{leave_out}."
+            )
+    return list(unread)
+
+
+def unwritten(
+    messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any], mentions: Callable[[str], bool]
+) -> list[str]:
+    """Return what a chat template does not mention: `tools`, keys of `messages`, and template variables.
+
+    mentions: whether the template mentions a name. Raises ValueError for a key that must not be dropped.
+    """
+    own = ("role", "content")
+    keys = {k: value for message in messages for k, value in message.items() if k not in own and is_given(value)}
+    names = [] if tools is None or mentions("tools") else ["tools"]
+    for key, value in keys.items():
+        _refuse(key, value, REFUSED_KEYS, "a message has the key")
+        if any(map(mentions, _SAME_KEY if key in _SAME_KEY else [key])):
+            continue
+        if key in CALLS:
+            raise ValueError("the chat template does not write tool calls. Set data.chat_template to one that does.")
+        names.append(f"messages.{key}")
+    return names + [f"chat_template_kwargs.{name}" for name in variables if not mentions(name)]
+
+
+def _refuse(name: str, value: Any, reasons: Mapping[str, str], found: str) -> None:
+    is_neutral = name.endswith(("weight", "scale")) and str(value).strip() in ("1", "1.0")
+    if name in reasons and not is_neutral:
+        raise ValueError(f"{found} `{name}`, and {reasons[name]}.")
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of a prompt: a string, or the contents of messages."""
+    messages = [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
+    return "\n".join(str(m.get("content", m.get("value"))) for m in messages) if messages else str(value)

@@ -1,0 +1,84 @@
+"""`data.chat_template_kwargs` of a run reaches what is sampled from it; settings, rows and requests win."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from lean_ft.generation import open_model
+from lean_ft.generation.server import ChatServer
+from lean_ft.generation.texts import asked_of
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.settings import AskConfig
+from tests.recipes.conftest import run_recipe
+
+TEMPLATE = """\
+{%- for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ eos_token }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' ~ effort ~ limits.most }}{% endif %}"""
+CHAT = [{"role": "user", "content": "q"}]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a model whose template reads `effort` and `limits`."""
+    folder = tmp_path_factory.mktemp("run")
+    shutil.copytree(resolve_model_path("tiny"), folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": f"Say {i}", "completion": f"{i}"} for i in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kwargs = "data.chat_template_kwargs={effort: low, limits: {most: 3}}"
+    settings = ["model.dtype=float32", "max_steps=1", "batch_size=2", "device=cpu", "plan=false", kwargs]
+    paths = [f"model.path={folder}/model", f"data.source={folder}/rows.jsonl"]
+    run_recipe("full_finetune_single_device", folder / "run", *settings, "data.train_on=all", *paths)
+    return folder / "run"
+
+
+def test_a_model_of_a_run_is_asked_with_its_variables(run: Path) -> None:
+    model, tokenizer = open_model(run, device="cpu")
+    theirs = AutoTokenizer.from_pretrained(tokenizer.folder)
+
+    def ids(prompt: object, **given: object) -> list[int]:
+        sampling = AskConfig.model_validate({"model": {"path": str(run)}, **given}).sampling
+        _, (found,) = asked_of(model, tokenizer, [prompt], "auto", sampling)  # pyright: ignore[reportArgumentType]
+        return found
+
+    def expected(**variables: object) -> list[int]:
+        text = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **variables)
+        return tokenizer.encode(text)
+
+    most = {"limits": {"most": 3}}
+    assert ids(CHAT) == ids("q") == expected(effort="low", **most)
+    setting = {"chat_template_kwargs": {"effort": "high"}}
+    assert ids(CHAT, **setting) == expected(effort="high", **most)
+    row = {"messages": CHAT, "chat_template_kwargs": {"effort": "mid"}}
+    assert ids(row, **setting) == expected(effort="mid", **most)
+    with pytest.raises(ValueError, match="chat_template_kwargs.other: the chat template does not mention it"):
+        ids(CHAT, chat_template_kwargs={"other": 1})
+    _, base = open_model(run.parent / "model", device="cpu")
+    assert base.chat_template_kwargs == {}
+
+
+def test_a_request_wins(run: Path) -> None:
+    model, tokenizer = open_model(run, device="cpu")
+    with ChatServer(model, tokenizer, "mine", max_new_tokens=2) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        theirs, counts = AutoTokenizer.from_pretrained(tokenizer.folder), []
+        for given in ({}, {"effort": "as much as it takes"}):
+            body = {"chat_template_kwargs": given} if given else {}
+            asked = {"model": "mine", "messages": CHAT, "temperature": 0, "extra_body": body}
+            done = client.chat.completions.create(**asked)
+            variables = {"effort": "low", "limits": {"most": 3}} | given
+            text = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **variables)
+            assert done.usage.prompt_tokens == len(tokenizer.encode(text))
+            counts.append(done.usage.prompt_tokens)
+        assert counts[0] < counts[1]
+        for wrong in ({"messages": []}, {"other": 1}):
+            asked = {"model": "mine", "messages": CHAT, "extra_body": {"chat_template_kwargs": wrong}}
+            with pytest.raises(openai.BadRequestError, match=f"chat_template_kwargs.{next(iter(wrong))}"):
+                client.chat.completions.create(**asked)
+        server.shutdown()
