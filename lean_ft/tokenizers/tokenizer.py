@@ -281,17 +281,25 @@ class Tokenizer:
         asked, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
         called = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "name": "f", "content": "1", "tool_call_id": "call00001"}
-        ends = set[int]()
-        for messages in ([asked, said, asked, said], [asked, called, result, said]):
+        ends = set[str]()
+        for turn, follower in ((said, asked), (called, result)):
             try:
-                passage = self.passage(messages)
+                passages = [self.passage([asked, turn]), self.passage([asked, turn, follower])]
             except ValueError:  # no chat template, or it rejects such a chat
                 continue
-            for start, end in passage.trained:
-                text = passage.text[start:end].rstrip()
-                written = [token for token in self.added_tokens if text.endswith(token)]
-                ends |= {self.added_tokens[max(written, key=len)]} if written else set()
-        return frozenset(ends)
+            last, earlier = (self._closing_tokens(passage) for passage in passages)
+            # Phi-3 writes `<|end|>` in both, and eos after the last turn. gpt-oss also writes `<|end|>` inside of a turn.
+            ends |= {*last[:1], *(token for token in earlier[:1] if token in last)}
+        return frozenset(self.added_tokens[token] for token in ends)
+
+    def _closing_tokens(self, passage: Passage) -> list[str]:
+        """Return the added tokens at the end of a passage's trained text, the last one first."""
+        tokens = list[str]()
+        text = "".join(passage.text[start:end] for start, end in passage.trained).rstrip()
+        while found := max((token for token in self.added_tokens if text.endswith(token)), key=len, default=""):
+            tokens.append(found)
+            text = text.removesuffix(found).rstrip()
+        return tokens
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return (ids int32, trained bool) of each passage. Each text is encoded whole."""

@@ -243,3 +243,20 @@ def test_gpt_oss(folder_of: FolderOf):
         assert trained_texts(tokenizer, messages) == expected[name]
         assert trained_texts(tokenizer, messages, train_on="last") == expected[name][-1:]
         assert tokenizer.passage(messages).num_rewritten == num_rewritten.get(name, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    {
+        "gptoss": {"<|return|>", "<|call|>"},  # not <|end|>, which also ends the reasoning inside of a turn
+        "glm4moe": {"<|user|>", "<|observation|>"},
+        "phi3": {"<|end|>", "<eos>"},
+        "qwen3": {"<|im_end|>"},
+        "deepseekv3": {"<｜end▁of▁sentence｜>"},  # not the tokens that end one of several calls
+        "llama3": {"<|eot_id|>"},
+    }.items(),
+)
+def test_the_tokens_that_end_a_turn(name: str, ends: set[str], folder_of: FolderOf):
+    for template in (name, f"{name}_training"):
+        tokenizer = load_tokenizer(folder_of(template, name))
+        assert {tokenizer.token_text(token_id) for token_id in tokenizer.turn_ends} == ends
