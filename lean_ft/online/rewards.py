@@ -33,7 +33,7 @@ from lean_ft.settings import Reward
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.user_functions import load_function
+from lean_ft.system.user_functions import check_function, load_function
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
 from lean_ft.training.bad_steps import TrainingFailed
@@ -99,10 +99,10 @@ def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
 
 
 def check_rewards(settings: Sequence[Reward | str]) -> None:
-    """Raise ValueError as `Rewards` does, without loading a model."""
+    """Raise ValueError as `Rewards` does, without loading a model or running a file."""
     for one in rewards_of(settings):
         if one.model is None:
-            _load(one)
+            _load(one, check_function)
         elif repository_name(one.model) is None:
             find_finished(one.model, QUICK_BYTES)
 
@@ -248,7 +248,7 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
     return numbers
 
 
-def _load(reward: Reward) -> Function:
+def _load(reward: Reward, load: Callable[[str], Any] = load_function) -> Function:
     assert reward.function is not None
     if ":" not in reward.function:
         if reward.function not in BUILT_IN:
@@ -267,6 +267,6 @@ def _load(reward: Reward) -> Function:
             f"rewards: only {' and '.join(BUILT_IN)} use `pattern`, and {reward.function} is your own function. Remove `pattern`."
         )
     try:
-        return load_function(reward.function)
+        return load(reward.function)
     except ValueError as error:
         raise ValueError(f"rewards: {error}") from error

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from types import FrameType
 from typing import NoReturn, Self
 
+from lean_ft.system.redaction import redact
+
 SHOW_CURSOR = "\x1b[?25h"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 SAVING = signal.SIGUSR1
@@ -108,4 +110,4 @@ class OutsideTraining(_Handlers):
 def _write(message: str) -> None:
     # os.write, since the interrupted code may hold the lock of a stream or progress bar
     cursor = SHOW_CURSOR if sys.stdout.isatty() else ""
-    os.write(2, f"{cursor}\n{message}\n".encode())
+    os.write(2, f"{cursor}\n{redact(message)}\n".encode(errors="backslashreplace"))

@@ -115,7 +115,7 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
     done = threading.Event()
     threading.Thread(target=_kill_stopped, args=(60 * timeout_minutes, stopped, done), daemon=True).start()
     try:
-        launch_agent(config, sys.executable, ["-u", "-m", "lean_ft", *arguments])
+        launch_agent(config, sys.executable, ["-u", "-P", "-m", "lean_ft", *arguments])
     except SignalException as signaled:
         raise SystemExit(128 + signaled.sigval) from None
     except ChildFailedError as failed:
@@ -231,11 +231,12 @@ def report_to_launcher(message: str, exit_code: int) -> bool:
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is None or COMMAND_VARIABLE not in os.environ:
         return False
+    message = redact(message)
     lost_peer = exit_code != 2 and any(sign in message for sign in LOST_PEER_SIGNS)
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         message = _share_failure(message, lost_peer)
     report = {
-        "message": redact(message),
+        "message": message,
         # The agent reports the earliest failure. A process that lost a peer may fail before the agent sees the peer's end.
         "timestamp": int(time.time()) + (SHUTDOWN_SECONDS if lost_peer else 0),
         "exit_code": exit_code,
