@@ -17,9 +17,7 @@ import copy
 import inspect
 import math
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,7 @@ from lean_ft.frozen.reward_model import JudgingModel
 from lean_ft.generation import Sample
 from lean_ft.hub.paths import repository_name
 from lean_ft.settings import Reward
-from lean_ft.system.log import say
+from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import check_function, load_function
@@ -41,7 +39,6 @@ from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.finished_models import find_finished
 
 GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "ended")
-SLOW_SECONDS = 10.0
 Function = Callable[..., Any]
 
 
@@ -160,7 +157,7 @@ class Rewards:
     ) -> list[float | None]:
         taken = _taken(name, function, given)
         try:
-            with _reported(name):
+            with slow_calls_reported(f"the reward {name}"):
                 values = await _call(function, taken)
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
@@ -171,23 +168,6 @@ class Rewards:
                 "completed step. Fix the function and repeat the command."
             ) from error
         return _checked(name, values, prompts)
-
-
-@contextlib.contextmanager
-def _reported(name: str) -> Iterator[None]:
-    """Log that a function is still running, after 10 s, 20 s, 40 s and so on."""
-
-    def report(seconds: float, began: float) -> None:
-        while not done.wait(began + seconds - time.monotonic()):
-            say("waiting", f"the reward {name} has run for {seconds:.0f} s")
-            seconds *= 2
-
-    done = threading.Event()
-    threading.Thread(target=report, args=(SLOW_SECONDS, time.monotonic()), daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
 
 
 async def _call(function: Function, taken: dict[str, list[Any]]) -> Any:

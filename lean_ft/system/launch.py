@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.system.environment import usable_cores
+from lean_ft.system.interrupts import STOPPING
 from lean_ft.system.redaction import redact
 
 COMMAND_VARIABLE = "LEANFT_COMMAND"  # environment variable of each process: the command that started all of them
@@ -39,7 +40,7 @@ JOIN_TIME = f"{JOIN_SECONDS // 60} minutes"
 LOST_PEER_SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "TCPStore")
 FAILURE_KEY = "what ended a process"  # of the store that all processes share
 POLL_SECONDS = 2
-STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOP_CODES = tuple(128 + number for number in STOPPING)
 
 
 class LaunchFailed(RuntimeError):
