@@ -140,7 +140,9 @@ def _converted(rows: Iterator[Row], name: str) -> Iterator[Row]:
             if isinstance(fields, dict):
                 yield row._replace(fields=fields)
             else:
-                problem = f"data.format={name} returned {kind(made)}; expected a dict of fields, a text, messages or None"
+                problem = (
+                    f"data.format={name} returned {kind(made)}; expected a dict of fields, a text, messages or None"
+                )
                 yield row._replace(fields={}, problem=problem)
 
 
