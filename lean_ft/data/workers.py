@@ -33,7 +33,8 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
     with its traceback. The processes always end with this generator.
     """
     context = _Context()
-    pool = ProcessPoolExecutor(num_processes, context, _begin, (function,))
+    with without_current_folder():  # its locks start a process
+        pool = ProcessPoolExecutor(num_processes, context, _begin, (function,))
     under_way: deque[tuple[Item, Future[Result]]] = deque()
 
     def next_result() -> Result:
