@@ -13,39 +13,28 @@ from lean_ft.system.spelling import did_you_mean
 # Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
 # `ChatRequest` lacks are refused.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("seed", "max_tokens", "max_completion_tokens"), (-1,)),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    **dict.fromkeys(("n", "best_of", "length_penalty", "repetition_penalty", "repeat_penalty"), (1,)),
-    **dict.fromkeys(("typical_p", "tfs_z"), (1,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "prompt_logprobs", "n_probs"), (0,)),
-    **dict.fromkeys(
-        ("min_tokens", "min_keep", "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range"), (0,)
-    ),
-    **dict.fromkeys(("logprobs", "echo", "use_beam_search", "ignore_eos", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("add_special_tokens", "return_tokens_as_token_ids"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), (True,)),
-    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({}, [])),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "lora", "documents"), ([],)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "grammar": ("",),
+    name: values
+    for values, names in (
+        ((-1,), "seed max_tokens max_completion_tokens"),
+        ((-1, 0), "top_k"),
+        ((0,), "min_p frequency_penalty presence_penalty top_logprobs prompt_logprobs n_probs min_tokens min_keep"),
+        ((0,), "mirostat dry_multiplier xtc_probability dynatemp_range"),
+        ((1,), "n best_of length_penalty repetition_penalty repeat_penalty typical_p tfs_z"),
+        ((False,), "logprobs echo use_beam_search ignore_eos include_stop_str_in_output add_special_tokens"),
+        ((True,), "skip_special_tokens spaces_between_special_tokens include_reasoning"),
+        (([], {}), "tools functions logit_bias chat_template_kwargs stop_token_ids bad_words lora documents"),
+        (("none", "auto"), "tool_choice function_call"),
+        (({"type": "text"}, ["text"], "medium", ""), "response_format modalities verbosity grammar"),
+    )
+    for name in names.split()
 }
 # Fields for other servers' caches, queues and records, and settings of what is off.
-_IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
-_IGNORED |= {
-    "prompt_cache_retention",
-    "priority",
-    "request_id",
-    "cache_salt",
-    "cache_prompt",
-    "id_slot",
-    "timings_per_token",
-}
-_IGNORED |= {"return_progress", "repeat_last_n", "mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length"}
-_IGNORED |= {"dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent"}
+_IGNORED = (
+    "user metadata store service_tier parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention priority "
+    "request_id cache_salt cache_prompt id_slot timings_per_token return_progress return_tokens_as_token_ids repeat_last_n "
+    "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold "
+    "dynatemp_exponent"
+)
 
 
 class Refused(ValueError):
@@ -134,12 +123,9 @@ class ChatRequest(_Fields):
     @model_validator(mode="after")
     def _continues_an_assistant(self) -> Self:
         continues = self.messages[-1].role == "assistant"
-        if self.continue_final_message not in (None, continues) or (
-            self.add_generation_prompt is False and not continues
-        ):
-            raise ValueError(
-                "a last message of the assistant is continued, and after any other message its answer begins"
-            )
+        expected = (None, True, not continues)
+        if self.continue_final_message not in (None, continues) or self.add_generation_prompt not in expected:
+            raise ValueError("a last message of the assistant is continued, and any other message is answered")
         return self
 
     @field_validator("messages")
@@ -167,7 +153,7 @@ class ChatRequest(_Fields):
         asked = {
             name: value
             for name, value in asked.items()
-            if value is not None and name not in _IGNORED and value not in _NO_EFFECT.get(name, ())
+            if value is not None and name not in _IGNORED.split() and value not in _NO_EFFECT.get(name, ())
         }
         if name := next((name for name in asked if name in _NO_EFFECT.keys() - cls.model_fields.keys()), None):
             raise Refused(400, f"{name} is not supported. Remove it.", "unsupported_parameter", name)
