@@ -293,7 +293,7 @@ class Check:
     def _timed(self) -> Iterator[Row]:
         command = [*(self.command or ()), "max_steps=3", "save_every=0"]
         with tempfile.TemporaryDirectory() as temporary:
-            run = [sys.executable, "-m", "lean_ft", "run", *command, f"output_dir={temporary}/run"]
+            run = [sys.executable, "-P", "-m", "lean_ft", "run", *command, f"output_dir={temporary}/run"]
             done = subprocess.run(run, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(done.stderr.strip())

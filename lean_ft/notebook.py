@@ -35,7 +35,7 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
 
     prepare_torch()
     name, preset = (None if one is None else str(one) for one in (recipe, config))
-    module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="")
+    module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
     run_recipe(module, cfg)
     return getattr(cfg, "output_dir", None)
 

@@ -101,6 +101,11 @@ PRIVATE_NAMES = {
     "dynamo": PrivateName(
         "torch._dynamo", "mark static sizes, raise the recompile limit, forget compiled code", "compile=true fails"
     ),
+    "pick_vec_isa": PrivateName(
+        "torch._inductor.cpu_vec_isa:pick_vec_isa",
+        "let the compiler try the CPU's instructions in a process that ignores the current folder",
+        "compile=true fails",
+    ),
     "lookup_backend": PrivateName(
         "torch._dynamo.backends.registry:lookup_backend",
         "run Inductor under an activation budget",

@@ -24,7 +24,8 @@ class Config(AskConfig):
     prompts_file: Path | None = Field(
         None,
         description='A file of prompts, instead of `prompt`: JSONL, JSON, CSV or Parquet with rows of {"prompt": ...} or '
-        '{"messages": [...]}; JSON with the messages of one chat; or a text file with one prompt per line.',
+        '{"messages": [...]}; JSON with the messages of one chat; or a text file with one prompt per line. A chat that ends with an '
+        "assistant message is continued.",
     )
     output: Path | None = Field(
         None, description="A new JSONL file for the results: the rows of prompts_file with `generated_text` added."

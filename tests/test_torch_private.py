@@ -225,6 +225,7 @@ USES = {
     "graph_is_kept": _graph_is_kept,
     "is_wrapper_tensor": lambda: not torch_private.is_wrapper_tensor(torch.ones(1)),
     "dynamo": lambda: torch_private.dynamo.config.recompile_limit > 0 and torch_private.dynamo.mark_static,
+    "pick_vec_isa": lambda: torch_private.pick_vec_isa().bit_width() >= 0,
     "lookup_backend": lambda: callable(torch_private.lookup_backend("inductor")),
     "functorch_config": _budget,
     "tree_iter": lambda: list(torch_private.tree_iter({"a": [1, (2,)]})) == [1, 2],

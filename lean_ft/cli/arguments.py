@@ -76,13 +76,14 @@ def load_run(
     writes: bool = True,
     given_by: str = COMMAND_LINE,
     processes: int = 1,
+    runs: bool = False,
 ) -> tuple[ModuleType, Any]:
     """Return the recipe that a command or its preset names, and the settings for `processes` processes.
 
-    With writes=False, output_dir is optional. Raises ValueError if the recipe or the preset cannot be found or read, or
-    if the preset is for another recipe.
+    With writes=False, output_dir is optional. Raises ValueError if the recipe or the preset cannot be found or read, if
+    the preset is for another recipe, or without `runs`, if it names a recipe's file, since loading the file runs it.
     """
-    found, preset, overrides = find(recipe, config, overrides)
+    found, preset, overrides = find(recipe, config, overrides, runs)
     module = catalog.load_recipe(found)
     if "model" in module.Config.model_fields and not issubclass(module.Config, RecipeConfig):
         # recipes that run a model: generate, chat
@@ -168,7 +169,7 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def find(
-    recipe: str | None, config: str | None, overrides: list[str] | None
+    recipe: str | None, config: str | None, overrides: list[str] | None, runs: bool = False
 ) -> tuple[Path | catalog.Alias, Path | None, list[str]]:
     """Return the recipe, the preset's file and the overrides. `recipe` may hold the first override instead of a recipe."""
     words = _joined([*([] if recipe is None else [recipe]), *(overrides or [])])
@@ -180,4 +181,9 @@ def find(
         if recipe is None:
             reason = f"{config} does not name one (`recipe: NAME`)" if config else "there is no --config that names one"
             raise ValueError(f"expected a RECIPE: {reason}. `leanft ls` lists recipes and presets.")
+        if recipe.endswith(".py") and not runs:
+            raise ValueError(
+                f"{config} names the recipe {recipe}, whose code this command would run. Read the file, and if you trust it, "
+                f"name it too: {recipe} --config {config}"
+            )
     return catalog.find_recipe(recipe), preset, overrides

@@ -7,6 +7,7 @@ import typer
 
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import stdout
+from lean_ft.system.redaction import redact_values
 
 
 def env(
@@ -21,7 +22,7 @@ def env(
     """Print versions, devices and what they support."""
     from lean_ft.system.environment import describe_environment
 
-    facts = describe_environment()
+    facts = redact_values(describe_environment())
     if as_json and not check:
         typer.echo(json.dumps(facts, indent=2))
         return

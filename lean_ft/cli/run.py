@@ -73,7 +73,7 @@ def run(
             plan = replace(plan, is_host=node_rank == 0)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # `prepare_torch` sets this for one process
         # Report invalid settings once, before any process starts.
-        _, cfg = load_run(recipe, config, overrides, processes=plan.max_nodes * plan.processes_per_node)
+        _, cfg = load_run(recipe, config, overrides, processes=plan.max_nodes * plan.processes_per_node, runs=True)
         given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
         given += batches_of(cfg, given)
         parallel = cfg.group(ParallelConfig) if isinstance(cfg, RecipeConfig) else None
@@ -83,7 +83,7 @@ def run(
     with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before the import of torch, which takes seconds
         prepare_torch()
         quiet_libraries()
-        run_recipe(*load_run(recipe, config, overrides))
+        run_recipe(*load_run(recipe, config, overrides, runs=True))
 
 
 def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_restarts: int) -> Launch:

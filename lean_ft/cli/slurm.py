@@ -7,6 +7,7 @@ import typer
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
 from lean_ft.settings import RecipeConfig
+from lean_ft.system.redaction import redact
 
 # srun starts one agent per machine, which starts the machine's processes. Before the time limit, Slurm signals only the
 # script (B:). The script forwards the signal to the agents and requeues the job after they have saved.
@@ -60,6 +61,11 @@ def slurm(
         refuse_on_many(cfg, num_processes)
     given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
     given += batches_of(cfg, given) if num_processes > 1 else []
+    if secret := next((word for word in given if "[token]" in redact(word)), None):
+        raise ValueError(
+            f"{secret.partition('=')[0]} holds a secret, which the job script would keep. Put this setting into a preset that "
+            "only you can read, and pass --config PATH."
+        )
     directives = [
         "--job-name=leanft",
         f"--nodes={nodes}",

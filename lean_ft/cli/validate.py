@@ -25,6 +25,8 @@ from lean_ft.settings import (
 )
 from lean_ft.settings.text import dump
 from lean_ft.system.catalog import is_shipped
+from lean_ft.system.redaction import redact
+from lean_ft.system.user_functions import is_function_path
 
 if TYPE_CHECKING:
     from lean_ft.tokenizers import Tokenizer
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
     """Check a run's settings, files, first rows, device, output_dir and LoRA targets without running it.
 
-    Prints the resolved settings.
+    Prints the resolved settings. Runs none of your functions, only a recipe's file that you name.
     """
     module, cfg = load_run(recipe, config, overrides)
     problems, notes = check_files(cfg)
@@ -42,7 +44,7 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
     if problems:
         raise ValueError("\n".join(problems))
     ok = "ok: the settings are valid."
-    typer.echo(dump(cfg) + "\n".join(f"# {line}" for line in (*notes, ok)))
+    typer.echo(redact(dump(cfg)) + "\n".join(f"# {line}" for line in (*notes, ok)))
 
 
 def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
@@ -166,7 +168,10 @@ def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: st
     from lean_ft.data.objective import objective_of
     from lean_ft.data.sources import first_rows, list_sources, source_files
 
-    path = list_sources([source], data)[0].path
+    (one,) = list_sources([source], data)
+    path = one.path
+    if is_function_path(one.format):
+        return f"{one.format} reads the rows of {path} in the run. validate does not call it"
     if source_files(path) is None and not resolve_data_path(path).is_dir():
         return f"{path} is a dataset of the Hub. The run downloads it."
     rows = first_rows([source], NUM_ROWS_TO_DETECT, data)

@@ -1,7 +1,9 @@
 """Read the rows of `data.source`, in order: files, globs and Hugging Face datasets."""
 
 import glob
+import math
 import re
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +14,7 @@ from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import RowsConfig, Source, Sources
+from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.user_functions import file_digest, is_function_path, line_in, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
@@ -115,25 +118,32 @@ def _read_source(source: Source, digest: Digest | None, *, streaming: bool) -> I
 
 def _converted(rows: Iterator[Row], name: str) -> Iterator[Row]:
     """Apply the user's function to each row. It returns fields, a text, messages, or None to skip the row."""
-    convert = load_function(name)
-    for row in rows:
-        if row.problem is not None:
-            yield row
-            continue
-        try:
-            made = convert(dict(row.fields))
-        except Exception as error:
-            place = line_in(Path(name.rpartition(":")[0]).expanduser().resolve(), error)
-            yield row._replace(fields={}, problem=f"data.format: {place}: {type(error).__name__}: {error}")
-            continue
-        if made is None:
-            continue
-        fields = {"text": made} if isinstance(made, str) else {"messages": made} if isinstance(made, list) else made
-        if isinstance(fields, dict):
-            yield row._replace(fields=fields)
-        else:
-            problem = f"data.format={name} returned {kind(made)}; expected a dict of fields, a text, messages or None"
-            yield row._replace(fields={}, problem=problem)
+    with slow_calls_reported(f"data.format={name}") as began:
+        convert = load_function(name)
+        began[0] = math.inf
+        for row in rows:
+            if row.problem is not None:
+                yield row
+                continue
+            began[0] = time.monotonic()
+            try:
+                made = convert(dict(row.fields))
+            except Exception as error:
+                began[0] = math.inf
+                place = line_in(Path(name.rpartition(":")[0]).expanduser().resolve(), error)
+                yield row._replace(fields={}, problem=f"data.format: {place}: {type(error).__name__}: {error}")
+                continue
+            began[0] = math.inf
+            if made is None:
+                continue
+            fields = {"text": made} if isinstance(made, str) else {"messages": made} if isinstance(made, list) else made
+            if isinstance(fields, dict):
+                yield row._replace(fields=fields)
+            else:
+                problem = (
+                    f"data.format={name} returned {kind(made)}; expected a dict of fields, a text, messages or None"
+                )
+                yield row._replace(fields={}, problem=problem)
 
 
 def _rows_as_stored(source: Source, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:

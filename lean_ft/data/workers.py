@@ -18,6 +18,8 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
+from lean_ft.system.environment import without_current_folder
+
 UNDER_WAY = 2  # items per process: one in progress, one queued
 
 Item = TypeVar("Item")
@@ -31,7 +33,8 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
     with its traceback. The processes always end with this generator.
     """
     context = _Context()
-    pool = ProcessPoolExecutor(num_processes, context, _begin, (function,))
+    with without_current_folder():  # its locks start a process
+        pool = ProcessPoolExecutor(num_processes, context, _begin, (function,))
     under_way: deque[tuple[Item, Future[Result]]] = deque()
 
     def next_result() -> Result:
@@ -71,7 +74,8 @@ class _Process(SpawnProcess):
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            super().start()
+            with without_current_folder():
+                super().start()
         finally:
             sys.modules["__main__"] = main
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

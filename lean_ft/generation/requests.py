@@ -5,25 +5,36 @@ Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` an
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from lean_ft.system.spelling import did_you_mean
 
-# Unsupported fields -> their values without effect, which are accepted.
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "modalities": (["text"],),
+# Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
+# `ChatRequest` lacks are refused.
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    name: values
+    for values, names in (
+        ((-1,), "seed max_tokens max_completion_tokens"),
+        ((-1, 0), "top_k"),
+        ((0,), "min_p frequency_penalty presence_penalty top_logprobs prompt_logprobs n_probs min_tokens min_keep"),
+        ((0,), "mirostat dry_multiplier xtc_probability dynatemp_range"),
+        ((1,), "n best_of length_penalty repetition_penalty repeat_penalty typical_p tfs_z"),
+        ((False,), "logprobs echo use_beam_search ignore_eos include_stop_str_in_output add_special_tokens"),
+        ((True,), "skip_special_tokens spaces_between_special_tokens include_reasoning"),
+        (([], {}), "tools functions logit_bias chat_template_kwargs stop_token_ids bad_words lora documents"),
+        (("none", "auto"), "tool_choice function_call"),
+        (({"type": "text"}, ["text"], "medium", ""), "response_format modalities verbosity grammar"),
+    )
+    for name in names.split()
 }
-_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
+# Fields for other servers' caches, queues and records, and settings of what is off.
+_IGNORED = (
+    "user metadata store service_tier parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention priority "
+    "request_id cache_salt cache_prompt id_slot timings_per_token return_progress return_tokens_as_token_ids repeat_last_n "
+    "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold "
+    "dynatemp_exponent"
+)
 
 
 class Refused(ValueError):
@@ -55,17 +66,23 @@ class Message(_Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[_TextPart], BeforeValidator(_as_parts), Field(max_length=1000)]
     name: Annotated[str, Field(max_length=64)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        empty = {"content": []} if given.get("role") == "assistant" and "content" in given else {}
+        return empty | {name: value for name, value in given.items() if value is not None}
 
     def for_template(self) -> dict[str, str]:
         """The message for chat templates, with its content as one text."""
         text = "".join(part.text for part in self.content)
-        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
         return {"role": self.role, "content": text} | {
             name: value for name, value in optional.items() if value is not None
         }
@@ -74,6 +91,7 @@ class Message(_Fields):
 class _StreamOptions(_Fields):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 def _as_list(stop: Any) -> Any:
@@ -94,12 +112,22 @@ class ChatRequest(_Fields):
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
     stop: Annotated[list[_StopText], BeforeValidator(_as_list), Field(max_length=4)] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     min_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: _Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _continues_an_assistant(self) -> Self:
+        continues = self.messages[-1].role == "assistant"
+        expected = (None, True, not continues)
+        if self.continue_final_message not in (None, continues) or self.add_generation_prompt not in expected:
+            raise ValueError("a last message of the assistant is continued, and any other message is answered")
+        return self
 
     @field_validator("messages")
     @classmethod
@@ -124,12 +152,13 @@ class ChatRequest(_Fields):
             raise Refused(400, f"the body is not JSON: {error}.") from None
         if not isinstance(asked, dict):
             raise Refused(400, f"expected a JSON object, found {type(asked).__name__}.")
-        for name, nothing in _NOT_SUPPORTED.items():
-            value = asked.pop(name, None)
-            if value is not None and value not in nothing:
-                raise Refused(400, f"{name} is not supported. Remove it.", "unsupported_parameter", name)
-        for name in _IGNORED:
-            asked.pop(name, None)
+        asked = {
+            name: value
+            for name, value in asked.items()
+            if value is not None and name not in _IGNORED.split() and value not in _NO_EFFECT.get(name, ())
+        }
+        if name := next((name for name in asked if name in _NO_EFFECT.keys() - cls.model_fields.keys()), None):
+            raise Refused(400, f"{name} is not supported. Remove it.", "unsupported_parameter", name)
         try:
             return cls.model_validate(asked)
         except ValidationError as error:

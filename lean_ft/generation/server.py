@@ -5,6 +5,7 @@ GET  /v1/models             the model
 
 One thread computes up to `MOST_AT_ONCE` completions in turns. A turn is one token or one part of a prompt. A long
 prompt therefore delays others by one part, and a completion ends at its next turn after its client disconnects.
+Clients that do not send their request in time are disconnected; until then they delay nobody.
 Unsupported requests get an error that names the field (`lean_ft.generation.requests`). Without a token, the server only
 accepts requests to a loopback address with a JSON content type, so that no web page can call it.
 """
@@ -14,6 +15,7 @@ import contextlib
 import hmac
 import json
 import queue
+import re
 import secrets
 import socket
 import threading
@@ -22,7 +24,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,13 +31,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.requests import ChatRequest, Refused
-from lean_ft.generation.texts import asked_of, text_of
+from lean_ft.generation.texts import PromptTooLong, asked_of, text_of
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
+from lean_ft.system.redaction import redact
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
@@ -44,9 +47,33 @@ MOST_BODY_BYTES = 4 << 20
 MOST_AT_ONCE = 4  # completions that are computed in turns
 MOST_WAITING = 64  # requests, including those
 PROMPT_PART = 256  # prompt tokens per turn
+MOST_CONNECTIONS = 512  # a further one replaces the oldest that has sent no request
+HEAD_SECONDS, BODY_SECONDS = 10, 30  # time to send a request's head, and its body
 CHARACTERS_A_TOKEN = 32  # longer texts, in multiples of the context, are refused before they are tokenized
 
 _End = Exception | None  # the error that ended a completion, if any
+
+
+class _Connection(H11Protocol):
+    """An HTTP connection that is closed if a request's head does not arrive in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(HEAD_SECONDS, transport.abort)
+        if len(self.connections) > MOST_CONNECTIONS:
+            idle = [one for one in self.connections if isinstance(one, _Connection) and one._is_idle]
+            min(idle, key=lambda one: one._timer.when()).transport.abort()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_idle:
+            self._timer.cancel()
+        elif self._timer.cancelled():  # the next request has begun
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
 
 class ChatServer:
@@ -95,12 +122,12 @@ class ChatServer:
         )
         config = uvicorn.Config(
             app,
+            http=_Connection,
             log_config=None,
             log_level="critical",
             access_log=False,
             lifespan="off",
             server_header=False,
-            limit_concurrency=256,
             timeout_keep_alive=60,
             timeout_graceful_shutdown=1,
         )
@@ -143,7 +170,7 @@ class ChatServer:
         return answer
 
     def _check_caller(self, request: Request) -> None:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = re.sub("^bearer +", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE)
         if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
             raise Refused(401, "the API key is missing or wrong.", "invalid_api_key")
         if self.token is None and not _is_loopback(_host_of(request)):
@@ -164,9 +191,12 @@ class ChatServer:
         )
 
     async def _chat(self, request: Request) -> Response:
-        if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "expected Content-Type: application/json.")
-        asked = ChatRequest.read(await _body(request))
+        try:
+            asked = ChatRequest.read(await asyncio.wait_for(_body(request), BODY_SECONDS))
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {BODY_SECONDS} s.") from None
         if asked.model not in (None, self.name):
             raise self._no_model(str(asked.model))
         prompt, how = await asyncio.to_thread(self._prompt_of, asked)
@@ -224,15 +254,15 @@ class ChatServer:
         messages = [message.for_template() for message in asked.messages]
         try:
             how, (prompt,) = asked_of(self.model, self.tokenizer, [messages], True, settings)
-        except ValueError as error:  # messages that the template refuses
-            raise Refused(400, str(error), None, "messages") from None
+        except ValueError as error:  # also messages that the template refuses
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            raise Refused(400, str(error), code, "messages") from None
         if context is None:
             return prompt, how
         if len(prompt) + (most or 1) > context:
             raise Refused(
                 400,
-                f"the messages have {len(prompt)} tokens{'' if most is None else f' and max_tokens is {most}'}, more than the "
-                f"model's context of {context} tokens.",
+                f"the prompt has {len(prompt)} tokens and max_tokens is {most}, more than the model's context of {context} tokens.",
                 "context_length_exceeded",
                 "messages",
             )
@@ -382,15 +412,14 @@ async def _body(request: Request) -> bytes:
 
 
 def _failure(error: Exception) -> Refused:
-    return Refused(500, f"{type(error).__name__}: {error}")
+    return Refused(500, redact(f"{type(error).__name__}: {error}"))
 
 
 def _refusal(request: Request, refused: Refused) -> Response:
     say("refused" if refused.status < 500 else "failed", f"{_client(request)}: {refused.status}, {refused!s:.200}")
     # Otherwise the unread rest of the body would be parsed as the next request.
-    return JSONResponse(
-        refused.body, refused.status, headers={"Connection": "close"} if refused.status == 413 else None
-    )
+    headers = {"Connection": "close"} if refused.status in (408, 413) else None
+    return JSONResponse(refused.body, refused.status, headers=headers)
 
 
 async def _nothing_here(request: Request, error: Exception) -> Response:
@@ -404,9 +433,10 @@ def _client(request: Request) -> str:
 
 
 def _host_of(request: Request) -> str:
-    with contextlib.suppress(ValueError):  # no host at all
-        return urlsplit(f"//{request.headers.get('Host')}").hostname or ""
-    return ""
+    """Return the name or address in the Host header, or an empty text if it is anything but HOST or HOST:PORT."""
+    given = request.headers.get("Host", "").lower()
+    found = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]*)?", given)
+    return (found[1] or found[2]) if found else ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -20,6 +20,7 @@ from lean_ft.models.hf_format import torch_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.quantize import is_quantized, load_quantized
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers.loading import context_length
 from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.device import check_dtype, resolve_device
 from lean_ft.training.finished_models import find_base, find_finished, template_kwargs_of, tokenizer_folder
@@ -27,6 +28,11 @@ from lean_ft.training.finished_models import find_base, find_finished, template_
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]
 """A text; a chat's messages; or a row {"prompt": text or messages} or {"messages": ...}, optionally with `tools`."""
+
+
+class PromptTooLong(ValueError):
+    """A prompt that fills the model's context."""
+
 
 _ROWS = {".jsonl", ".json", ".csv", ".tsv", ".parquet"}
 
@@ -115,7 +121,8 @@ def generate(
     model: a loaded model, or a path for `open_model`; tokenizer: None loads the one in the model's folder; chat: render
     a text as a user message with the chat template; `auto` does so if there is a template; stop: texts that end a
     completion and are removed from it; chat_template_kwargs: variables of the chat template, which replace those of the
-    model's run. If messages end with an assistant message, that message is generated. Other arguments are those of `Sampling`. Raises ValueError as `open_model` and `Sampling` do, and for an invalid prompt.
+    model's run. If messages end with an assistant message, the completion continues it. Other arguments are those of
+    `Sampling`. Raises ValueError as `open_model` and `Sampling` do, and for an invalid prompt.
     """
     if not isinstance(model, Decoder):
         model, own = open_model(model)
@@ -221,13 +228,21 @@ def asked_of(
     chat: Literal["auto"] | bool,
     settings: dict[str, Any],
 ) -> tuple[Sampling, list[list[int]]]:
-    """Return the sampling settings and the ids of the prompts."""
+    """Return the sampling settings and the ids of the prompts. Raises PromptTooLong."""
     chat = tokenizer.chat_template is not None if chat == "auto" else chat
     settings = dict(settings)
     stop_texts, kwargs = tuple(settings.pop("stop", ())), settings.pop("chat_template_kwargs", None) or {}
     tokenizer.check_variables(kwargs, is_used=chat)
     sampling = Sampling(**settings, stop_texts=stop_texts, stop_ids=stop_ids(model, tokenizer))
-    return sampling, [_prompt_ids(tokenizer, prompt, chat, kwargs) for prompt in prompts]
+    context, ids = context_length(model.source.config), list[list[int]]()
+    for number, prompt in enumerate(prompts, start=1):
+        ids.append(_prompt_ids(tokenizer, prompt, chat, kwargs))
+        if context is not None and len(ids[-1]) >= context:
+            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+            raise PromptTooLong(
+                f"{which} has {len(ids[-1]):,} tokens, which leaves no room in the model's context of {context:,} tokens. Shorten it."
+            )
+    return sampling, ids
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str, Any]) -> list[int]:
@@ -235,8 +250,8 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[s
     if isinstance(asked, str) and not chat:
         return tokenizer.encode(asked, add_special_tokens=True)
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
     row = prompt if isinstance(prompt, Mapping) else {}
-    kwargs = kwargs | read_variables(row.get("chat_template_kwargs"))
-    return tokenizer.render(messages, row.get("tools"), add_generation_prompt=True, template_kwargs=kwargs)[0]
+    tools, kwargs = row.get("tools"), kwargs | read_variables(row.get("chat_template_kwargs"))
+    if messages[-1].get("role") == "assistant":
+        return tokenizer.continued(messages, tools, kwargs)
+    return tokenizer.render(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)[0]

@@ -177,7 +177,7 @@ def policy_loss(
 
 
 def _own(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    function = load_function(name)
+    function = load_function(name, lambda answers: LOSSES["grpo"][0](answers)[0])
 
     def loss(answers: Answers) -> tuple[Tensor, Tensor]:
         return check_shape(name, function(answers), answers.log_probs.shape), answers.log_ratio.exp()

@@ -191,7 +191,7 @@ def preference_loss(
     Raises:
         ValueError: for an unknown loss, a setting that it does not read, or a setting out of range.
     """
-    loss = load_function(name) if is_function_path(name) else LOSSES.get(name)
+    loss = load_function(name, sigmoid) if is_function_path(name) else LOSSES.get(name)
     if loss is None:
         raise ValueError(f"unknown preference loss {name!r}.{did_you_mean(name, LOSSES)} Expected {', '.join(LOSSES)}.")
     reads = () if is_function_path(name) else settings_of(name)

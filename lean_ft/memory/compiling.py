@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lean_ft.system.environment import without_current_folder
 from lean_ft.system.shapes_only import stage
-from lean_ft.torch_private import functorch_config, lookup_backend
+from lean_ft.torch_private import functorch_config, lookup_backend, pick_vec_isa
 
 
 def compile_layers(model: nn.Module, activation_budget: float | None = None) -> int:
@@ -33,6 +34,9 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
         if stage() is not None:  # the planner replaces the backend and reads the process-wide setting
             functorch_config.activation_memory_budget = activation_budget
         backend = {"backend": _inductor_within(activation_budget)}
+    if stage() is None and next(model.parameters()).device.type == "cpu":
+        with without_current_folder():
+            pick_vec_isa()  # starts Python, once per process
     for layer in layers:
         layer.compile(fullgraph=True, **backend)
     return len(layers)

@@ -23,8 +23,6 @@ import math
 import os
 import random
 import re
-import threading
-import time
 import warnings
 import weakref
 import zlib
@@ -44,10 +42,10 @@ from lean_ft.frozen.reward_model import JudgingModel
 from lean_ft.generation import Sample
 from lean_ft.hub.paths import repository_name
 from lean_ft.settings import Reward
-from lean_ft.system.log import say
+from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.user_functions import load_function, without_os_exit
+from lean_ft.system.user_functions import check_function, load_function, without_os_exit
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
 from lean_ft.training.bad_steps import TrainingFailed
@@ -58,7 +56,6 @@ from lean_ft.training.finished_models import find_finished
 from lean_ft.training.run import Run
 
 GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "ended", "trainer_state", "log_metric", "log_extra")
-SLOW_SECONDS = 10.0
 Function = Callable[..., Any]
 PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -130,10 +127,10 @@ def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
 
 
 def check_rewards(settings: Sequence[Reward | str]) -> None:
-    """Raise ValueError as `Rewards` does, without loading a model."""
+    """Raise ValueError as `Rewards` does, without loading a model or running a file."""
     for one in rewards_of(settings):
         if one.model is None:
-            _load(one)
+            _load(one, check_function)
         elif repository_name(one.model) is None:
             find_finished(one.model, QUICK_BYTES)
 
@@ -241,19 +238,10 @@ class Rewards:
 
     @contextlib.contextmanager
     def _watched(self, name: str) -> Iterator[None]:
-        """Log that a function is still running, after 10 s, 20 s, 40 s and so on. Undo its changes of the process."""
-
-        def report(seconds: float, began: float) -> None:
-            while not done.wait(began + seconds - time.monotonic()):
-                say("waiting", f"the reward {name} has run for {seconds:.0f} s")
-                seconds *= 2
-
-        before, done = [read() for read, _ in PROCESS_STATE.values()], threading.Event()
-        threading.Thread(target=report, args=(SLOW_SECONDS, time.monotonic()), daemon=True).start()
-        try:
+        """Report that a function is still running. Undo its changes of the process."""
+        before = [read() for read, _ in PROCESS_STATE.values()]
+        with slow_calls_reported(f"the reward {name}"):
             yield
-        finally:
-            done.set()
         for (what, (read, restore)), value in zip(PROCESS_STATE.items(), before, strict=True):
             if read() != value:
                 restore(value)
@@ -347,7 +335,7 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
     return numbers
 
 
-def _load(reward: Reward) -> Function:
+def _load(reward: Reward, load: Callable[[str], Any] = load_function) -> Function:
     assert reward.function is not None
     if ":" not in reward.function:
         if reward.function not in BUILT_IN:
@@ -366,6 +354,6 @@ def _load(reward: Reward) -> Function:
             f"rewards: only {' and '.join(BUILT_IN)} use `pattern`, and {reward.function} is your own function. Remove `pattern`."
         )
     try:
-        return load_function(reward.function)
+        return load(reward.function)
     except ValueError as error:
         raise ValueError(f"rewards: {error}") from error

@@ -6,6 +6,7 @@ from typing import Any
 
 from lean_ft.online.rollouts import Rounds
 from lean_ft.system.log import say
+from lean_ft.system.redaction import redact_values
 from lean_ft.system.units import number
 from lean_ft.system.whole_files import open_in_place
 from lean_ft.training.answers import one_line
@@ -34,7 +35,7 @@ class SampleLog:
         """Write a few completions of the round after step `step` (from 0), if they are due."""
         if not self._writes or not self._every or step % self._every or not self._run.is_training:
             return
-        rows = rollouts.shown(WRITTEN)
+        rows = redact_values(rollouts.shown(WRITTEN))  # prompts hold `data.system`
         with open_in_place(self._path, "a") as file:
             file.write("".join(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n" for row in rows))
         self._run.log_samples([{**row, "prompt": _asked(row)} for row in rows])

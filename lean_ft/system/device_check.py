@@ -84,7 +84,8 @@ def _train(folder: Path, settings: dict[str, str], device: str) -> list[float] |
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
     given = {**settings, **_ALWAYS, "device": device, "output_dir": str(run)}
     preset = given.pop("--config")
-    command = [sys.executable, "-m", "lean_ft", "run", "--config", preset, *(f"{k}={v}" for k, v in given.items())]
+    arguments = ["run", "--config", preset, *(f"{k}={v}" for k, v in given.items())]
+    command = [sys.executable, "-P", "-m", "lean_ft", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:

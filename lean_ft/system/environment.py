@@ -8,7 +8,8 @@ import os
 import platform
 import shutil
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,18 @@ def _memory() -> str:
         return "unknown"
     limit = "" if limit_bytes is None else f", limited to {gibibytes(limit_bytes)} in this container"
     return gibibytes(total_bytes) + limit
+
+
+@contextmanager
+def without_current_folder() -> Iterator[None]:
+    """Context manager in which libraries start Python processes that import nothing from the current folder."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        os.environ.update({} if before is None else {"PYTHONSAFEPATH": before})
 
 
 def user_cache() -> Path:

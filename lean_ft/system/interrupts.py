@@ -1,8 +1,9 @@
 """Handle Ctrl-C and a scheduler's signals: a run ends between steps, after saving, not in the middle of a step.
 
-SIGINT, SIGTERM   during training: finish the step, save, exit; otherwise: exit at once, since there is nothing to save
-SIGUSR1           during training: save after the step and continue; otherwise: print a message
-a second signal   end the process at once; the newest complete checkpoint stays
+SIGINT, SIGTERM,   during training: finish the step, save, exit; otherwise: exit at once, since there is nothing to save
+SIGHUP
+SIGUSR1            during training: save after the step and continue; otherwise: print a message
+a second signal    end the process at once; the newest complete checkpoint stays
 
 A signal that was ignored before (`nohup`, a background job of a shell) stays ignored. Python allows handlers only in the main
 thread; elsewhere none are installed. Forked processes inherit the handlers, but end as if they had none.
@@ -10,14 +11,17 @@ thread; elsewhere none are installed. Forked processes inherit the handlers, but
 
 import os
 import signal
+import stat
 import sys
 import threading
 from abc import ABC, abstractmethod
 from types import FrameType
 from typing import NoReturn, Self
 
+from lean_ft.system.redaction import redact
+
 SHOW_CURSOR = "\x1b[?25h"
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = signal.SIGUSR1
 
 
@@ -51,7 +55,7 @@ class _Handlers(ABC):
             self._save()
         else:
             # The default action for a second signal does not need Python, so it works during a long kernel too. A shell then
-            # shows exit code 130 or 143.
+            # shows exit code 129, 130 or 143.
             for other in self._previous.keys() - {SAVING}:
                 signal.signal(other, signal.SIG_DFL)
             self._stop(received)
@@ -63,7 +67,7 @@ class _Handlers(ABC):
 
 
 class StopSignals(_Handlers):
-    """While entered, stores the first SIGINT or SIGTERM in `received`, and SIGUSR1 for `take_save_request`."""
+    """While entered, stores the first signal to stop in `received`, and SIGUSR1 for `take_save_request`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +89,7 @@ class StopSignals(_Handlers):
 
 
 class OutsideTraining(_Handlers):
-    """While entered, SIGINT and SIGTERM raise SystemExit(130 or 143) at once, with a message that nothing is lost.
+    """While entered, a signal to stop raises SystemExit(129, 130 or 143) at once, with a message that nothing is lost.
 
     For the time before a run's first step and after its last; `StopSignals` is active in between.
     """
@@ -106,6 +110,9 @@ class OutsideTraining(_Handlers):
 
 
 def _write(message: str) -> None:
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):  # the terminal was closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     # os.write, since the interrupted code may hold the lock of a stream or progress bar
     cursor = SHOW_CURSOR if sys.stdout.isatty() else ""
-    os.write(2, f"{cursor}\n{message}\n".encode())
+    os.write(2, f"{cursor}\n{redact(message)}\n".encode(errors="backslashreplace"))

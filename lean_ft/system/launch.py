@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.system.environment import usable_cores
+from lean_ft.system.interrupts import STOPPING
 from lean_ft.system.redaction import redact
 
 COMMAND_VARIABLE = "LEANFT_COMMAND"  # environment variable of each process: the command that started all of them
@@ -39,7 +40,7 @@ JOIN_TIME = f"{JOIN_SECONDS // 60} minutes"
 LOST_PEER_SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket", "TCPStore")
 FAILURE_KEY = "what ended a process"  # of the store that all processes share
 POLL_SECONDS = 2
-STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOP_CODES = tuple(128 + number for number in STOPPING)
 
 
 class LaunchFailed(RuntimeError):
@@ -115,7 +116,7 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
     done = threading.Event()
     threading.Thread(target=_kill_stopped, args=(60 * timeout_minutes, stopped, done), daemon=True).start()
     try:
-        launch_agent(config, sys.executable, ["-u", "-m", "lean_ft", *arguments])
+        launch_agent(config, sys.executable, ["-u", "-P", "-m", "lean_ft", *arguments])
     except SignalException as signaled:
         raise SystemExit(128 + signaled.sigval) from None
     except ChildFailedError as failed:
@@ -231,11 +232,12 @@ def report_to_launcher(message: str, exit_code: int) -> bool:
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is None or COMMAND_VARIABLE not in os.environ:
         return False
+    message = redact(message)
     lost_peer = exit_code != 2 and any(sign in message for sign in LOST_PEER_SIGNS)
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         message = _share_failure(message, lost_peer)
     report = {
-        "message": redact(message),
+        "message": message,
         # The agent reports the earliest failure. A process that lost a peer may fail before the agent sees the peer's end.
         "timestamp": int(time.time()) + (SHUTDOWN_SECONDS if lost_peer else 0),
         "exit_code": exit_code,

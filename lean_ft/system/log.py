@@ -1,5 +1,9 @@
 """The log of a run: lines that begin with a label."""
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +18,33 @@ def log_to(path: Path) -> None:
     """Append further lines to a file instead of printing them."""
     console.file = file = open_in_place(path, "a")
     file.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+
+
+SLOW_SECONDS = 5.0
+
+
+@contextmanager
+def slow_calls_reported(what: str) -> Iterator[list[float]]:
+    """Context manager that logs that a call of `what` is still running, after 5 s, 10 s, 20 s and so on.
+
+    Yields the time at which the call began, in a list: set it at each of several calls, and to infinity in between.
+    """
+    began, done = [time.monotonic()], threading.Event()
+
+    def report() -> None:
+        limit = SLOW_SECONDS
+        while not done.wait(SLOW_SECONDS / 5):
+            seconds = time.monotonic() - began[0]
+            limit = SLOW_SECONDS if seconds < SLOW_SECONDS else limit
+            if seconds >= limit:
+                say("waiting", f"{what} has run for {seconds:.0f} s")
+                limit *= 2
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        yield began
+    finally:
+        done.set()
 
 
 def say(label: str, text: str) -> None:

@@ -1,23 +1,39 @@
 """Remove secrets and the user's home from text that a run prints or writes next to its data.
 
 `redact` is called where such text leaves the process: log lines, error messages, tracebacks, config.yaml, run.json,
-training_state.json and metrics.jsonl. A secret becomes `[token]`, and the home `~`, which every path setting accepts.
-Secrets are values of environment variables with KEY, TOKEN, SECRET or PASSWORD in their name, credentials in URLs, and tokens
-of known formats. Old wandb keys look like git commits (40 hexadecimal digits), so only WANDB_API_KEY identifies them.
-Not redacted: samples.jsonl, bad batches and prepared data, which contain the user's own rows, and model files.
+training_state.json, metrics.jsonl, samples.jsonl and all that a logger gets. A secret becomes `[token]`, and the home `~`, which
+every path setting accepts. Secrets are values of environment variables with names like MY_KEY or DB_PASSWORD, credentials and
+signatures in URLs, long values after names like `Authorization:` and `api_key=`, and tokens of known formats. Old wandb keys look
+like git commits (40 hexadecimal digits), so only WANDB_API_KEY identifies them.
+Not redacted: bad batches and prepared data, which contain the user's own rows, and model files.
 """
 
+import json
 import os
 import re
 from typing import Any
+from urllib.parse import quote
 
 MIN_SECRET_CHARACTERS = 8  # shorter values may occur inside words
 MAX_MESSAGE_CHARACTERS = 2000
-_SECRET_NAME = re.compile(r"(?=.*(KEY|TOKEN|SECRET|PASSWORD))(?!.*_(PATH|FILE|DIR)$)", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(?=.*(KEY|TOKEN|SECRET|PASSW|CREDENTIAL|CONNECTION_STRING|_(PASS|PWD|AUTH|SAS)$))(?!.*_(PATH|FILE|DIR)$)",
+    re.IGNORECASE,
+)
 _SECRET = re.compile(
     r"(?<=://)[^/\s?#\"'<>]+(?=@)"  # user:password@ and token@
     r"|\b(hf_|api_org_|gh[opsur]_|github_pat_|glpat-|pypi-|sk-|sk_live_|xox[abeprs]-|wandb_v1_|dckr_pat_)[\w-]{16,}"
-    r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\bey[\w-]{10,}\.ey[\w-]{10,}\.[\w-]+"  # AWS, Google, JSON web tokens
+    r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\bey[\w-]{10,400}\.ey[\w-]{10,}\.[\w-]+"  # AWS, Google, JSON web tokens
+)
+_KEY = r"(key|sig|pwd|pass|jwt|hmac|code|sid)([-_]?id)?"
+_NAMED = re.compile(
+    # In a URL's query or fragment, also one that is quoted inside another URL: ?token=, &X-Amz-Signature=
+    rf"(([?&;#]|%3F|%26|%23)[\w.-]{{0,40}}((token|secret|signature|passw|credential|session|auth(?!ors?=))[\w.-]{{0,40}}|{_KEY})(=|%3D)"
+    # In other text: Authorization: Bearer, 'x-api-key': '
+    r"|\bauthorization[\"']?\s*[:=]\s*[\"']?((bearer|basic|token)\s+)?+(?=\S{8})|\bbearer\s+(?=\S{16})"
+    r"|\b(api[-_]?key|(auth|access|security)[-_]?token|(client|api)[-_]?secret)[\"']?\s*[:=]\s*[\"']?(?=\S{16}))"
+    r"(?!\[token\])((?!%26)[^&#;\s\"'<>\\)\]}])+",
+    re.IGNORECASE,
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -25,10 +41,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def redact(text: str) -> str:
     """Return `text` without secrets, and with `~` for the user's home."""
     values = {value for name, value in os.environ.items() if _SECRET_NAME.match(name)}
+    values = {value for value in values if len(value) >= MIN_SECRET_CHARACTERS}
+    for value in values.copy():
+        values |= {json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe="")}  # as errors and URLs spell it
     for secret in sorted(values, key=len, reverse=True):  # one may contain another
-        if len(secret) >= MIN_SECRET_CHARACTERS:
-            text = text.replace(secret, "[token]")
-    return shorten_home(_SECRET.sub("[token]", text))
+        text = text.replace(secret, "[token]")
+    return shorten_home(_NAMED.sub(r"\1[token]", _SECRET.sub("[token]", text)))
 
 
 def redact_values(value: Any) -> Any:
@@ -43,11 +61,12 @@ def redact_values(value: Any) -> Any:
 def printable(text: str, max_characters: int | None = None) -> str:
     """Return redacted text without control characters (which could change a terminal), shortened in the middle to
     `max_characters`."""
+    text = redact(text)  # before a cut, which may fall into a secret
     if max_characters is not None and len(text) > max_characters:
         kept = max_characters - 60
         left_out = f" ... ({len(text) - kept:,} characters left out) ... "
         text = text[: kept * 3 // 4] + left_out + text[len(text) - kept // 4 :]
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], redact(text))
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def shorten_home(text: str) -> str:

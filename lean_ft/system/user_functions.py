@@ -1,7 +1,6 @@
 """Load user code: a recipe's file, or a function that a setting names as FILE.py:FUNCTION."""
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,8 +9,11 @@ from functools import cache
 from hashlib import blake2b
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from symtable import symtable
 from types import ModuleType
 from typing import Any, NoReturn, TypeGuard
+
+from lean_ft.system.shapes_only import stage
 
 
 def is_function_path(value: Any) -> TypeGuard[str]:
@@ -24,16 +26,24 @@ def check_function(value: str) -> str:
     if is_function_path(value):
         file, name = _file_and_name(value)
         source = file.read_text(encoding="utf-8", errors="replace")
-        if not re.search(rf"\b{name}\b", source):
-            raise ValueError(_lacks(file, name, re.findall(r"^(?:async )?def (\w+)", source, re.MULTILINE)))
+        try:
+            symbols = symtable(source, str(file), "exec").get_symbols()
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from None
+        if "import *" not in source and not any(one.get_name() == name and one.is_local() for one in symbols):
+            raise ValueError(_lacks(file, name, [one.get_name() for one in symbols if one.is_namespace()]))
     return value
 
 
-def load_function(value: str) -> Callable[..., Any]:
+def load_function(value: str, planned: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return the function FILE.py:FUNCTION. The file runs once per version, and may import modules of its folder.
 
-    Raises ValueError if the file is missing, fails or lacks the function.
+    A plan runs no user code: it gets `planned` instead, or None for a function that it never calls. Raises ValueError if
+    the file is missing, fails or lacks the function.
     """
+    if stage() is not None:
+        check_function(value)
+        return planned  # pyright: ignore[reportReturnType]
     file, name = _file_and_name(value)
     found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
     if not callable(found.get(name)):

@@ -189,6 +189,31 @@ class Tokenizer:
         ids, mask = self.tokenize([passage])[0]
         return ids.tolist(), mask.tolist()
 
+    def continued(
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids of a chat up to the end of its last message's text, which a completion continues.
+
+        Raises ValueError as `render` does, and if the last message has no text or the chat template changes it.
+        """
+        tag = "CONTINUE_THIS_MESSAGE"
+        if not isinstance(text := messages[-1].get("content"), str):
+            raise ValueError(f"the last message has no text to continue, but {text!r:.40}. Give its `content` as text.")
+        tagged = [
+            *messages[:-1],
+            {**messages[-1], "content": f"{text}{tag} "},
+        ]  # the space shows whether texts are stripped
+        passage = self.passage(tagged, tools, train_on="all", template_kwargs=template_kwargs)
+        before, found, after = passage.text.rpartition(tag)
+        if not found or text.strip() not in before:
+            raise ValueError("the chat template leaves out a part of the last message, so it cannot be continued.")
+        before = before if after.startswith(" ") else before.rstrip()
+        literal = [span for span in passage.literal if span[1] <= len(before)]
+        return self.tokenize([Passage(before, [], literal)])[0][0].tolist()
+
     def passage(
         self,
         messages: Messages,

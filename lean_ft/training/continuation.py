@@ -25,6 +25,7 @@ from lean_ft.settings import RecipeConfig, models_of
 from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import COMMAND_VARIABLE
 from lean_ft.system.log import say
+from lean_ft.system.redaction import redact_values
 from lean_ft.training.checkpoint import (
     TRAINING_STATE_FILE,
     check_whole,
@@ -220,7 +221,7 @@ def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
     return [
         _change(key, before[key], now[key])
         for key in keys
-        if key in before.keys() & now.keys() and before[key] != now[key]
+        if key in before.keys() & now.keys() and redact_values(before[key]) != now[key]
     ]
 
 

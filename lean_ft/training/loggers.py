@@ -1,7 +1,7 @@
 """Metrics loggers besides metrics.jsonl: a CSV file, TensorBoard, Weights & Biases, MLflow.
 
 Each logger gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the run's settings. All
-but CSV also get the samples of online runs. A resumed run continues the same record: the service's id of the run is kept in
+but CSV also get the samples of online runs. All that a logger gets is redacted here, and no logger records the command. A resumed run continues the same record: the service's id of the run is kept in
 `loggers.json` of the run directory. A logger that fails during the run (a lost network) is disabled with one log line; the
 metrics that it misses are in metrics.jsonl. The packages come with the extras `tensorboard`, `wandb` and `mlflow`.
 """
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from lean_ft.settings import LogConfig
 from lean_ft.system.log import say
+from lean_ft.system.redaction import redact_values
 from lean_ft.system.whole_files import open_in_place, read_json, write_whole
 from lean_ft.training.checkpoint import write_json
 
@@ -51,7 +52,9 @@ class Loggers:
         """
         self._open: dict[str, _Logger] = {}
         self._offline = cfg.offline
-        settings = {name: as_text(value) for name, value in settings.items()}
+        settings = {name: as_text(value) for name, value in redact_values(settings).items()}
+        names = redact_values({"project": cfg.project, "name": cfg.name or directory.name})
+        cfg = cfg.model_copy(update=names)
         for name in cfg.to:
             if name == "jsonl":
                 continue
@@ -66,10 +69,12 @@ class Loggers:
                 raise ValueError(f"log.to={name} could not be opened: {error}") from error
 
     def write(self, rows: Sequence[Row]) -> None:
+        rows = redact_values(rows)
         self._each(lambda logger: logger.write(rows))
 
     def write_samples(self, step: int, rows: Sequence[Row]) -> None:
         """Log a few completions after `step` steps, as a table. All rows have the same columns."""
+        rows = redact_values(rows)
         self._each(lambda logger: logger.write_samples(step, rows))
 
     def close(self, *, done: bool) -> None:
@@ -164,7 +169,7 @@ class _TensorBoard(_Logger):
 
 
 class _WeightsAndBiases(_Logger):
-    """A wandb run, resumed under the same id. It never gets the environment or the command.
+    """A wandb run, resumed under the same id. It gets no command, environment, console output, code or git remote.
 
     wandb writes in a process of its own. If both are killed, wandb loses its last lines, which metrics.jsonl has.
     """
@@ -175,13 +180,14 @@ class _WeightsAndBiases(_Logger):
         known = _records(directory).get("wandb") if start_step else None
         self._run = wandb.init(
             project=cfg.project,
-            name=cfg.name or directory.name,
+            name=cfg.name,
             id=known,
             resume="allow" if known else None,
             dir=str(directory),
             config=settings,
             mode="offline" if cfg.offline else None,
             save_code=False,
+            settings=wandb.Settings(x_disable_meta=True, disable_git=True, disable_code=True, console="off"),
         )
         self._run.define_metric("*", step_metric="step")  # steps repeated after a resume count again
         _keep_record(directory, "wandb", self._run.id)
@@ -218,7 +224,7 @@ class _MLflow(_Logger):
         # The default place is below the working folder.
         place = (directory / "mlflow").absolute().as_uri() if local else None
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(cfg.project, place)
-        self._id = self._client.create_run(experiment_id, run_name=cfg.name or directory.name).info.run_id
+        self._id = self._client.create_run(experiment_id, run_name=cfg.name).info.run_id
         # MLflow's limits: 500 characters per value, 100 parameters per call.
         params = [Param(name, value[:500]) for name, value in settings.items()]
         for start in range(0, len(params), 100):

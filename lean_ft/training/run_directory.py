@@ -88,7 +88,8 @@ def git_commit(folder: Path) -> str | None:
     """The git commit of `folder`, with `+changes` if tracked files differ from it; None outside a repository."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
+        # Without fsmonitor, by which a repository's configuration runs a program.
+        command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:

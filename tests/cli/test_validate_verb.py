@@ -80,6 +80,46 @@ def test_what_would_stop_a_run_at_once_is_told(leanft, arguments, tmp_path, over
     assert re.search(message.replace("{}", str(tmp_path)), answer.err), answer.err
 
 
+STRANGERS = {
+    "finetune": "data: {source: rows.jsonl, format: evil.py:convert}",
+    "dpo": "data: {source: [{path: rows.jsonl, format: evil.py:convert}]}\nloss: {name: evil.py:of_pairs}",
+    "grpo": "data: {source: rows.jsonl}\nrewards: [evil.py:reward]\nloss: {name: evil.py:of_tokens}\n"
+    "generation: {num_answers: 2}",
+    "online_dpo": "data: {source: rows.jsonl}\nrewards: [{function: evil.py:reward}]\nloss: {name: evil.py:of_pairs}\n"
+    "generation: {num_answers: 2}",
+}
+
+
+@pytest.mark.parametrize("recipe", [*STRANGERS, "evil.py"])
+@pytest.mark.parametrize("verb", ["validate", "plan", "slurm"])
+def test_no_code_that_a_preset_names_runs_before_a_run(leanft, tmp_path, monkeypatch, recipe, verb):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text(
+        "open('ran', 'w')\nfrom recipes.finetune import Config, main\n\ndef convert(row): return row\n\ndef reward(**_): return [1.0]\n\n"
+        "def of_pairs(pairs, beta): return -pairs.margin\n\ndef of_tokens(answers): return -answers.log_ratio\n"
+    )
+    row = {"prompt": "q", "completion": "a", "chosen": "a", "rejected": "b"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    settings = STRANGERS.get(recipe, "data: {source: rows.jsonl}")
+    (tmp_path / "preset.yaml").write_text(f"recipe: {recipe}\nmodel: {{path: tiny}}\noutput_dir: run\n{settings}\n")
+    number = ["--gpus-per-node", "1"] if verb == "slurm" else []
+    answer = leanft(verb, *number, "--config", "preset.yaml", "device=cpu")
+    assert not (tmp_path / "ran").exists()
+    if recipe == "evil.py":
+        assert answer.code == 2
+        assert "names the recipe evil.py, whose code this command would run" in answer.err
+        assert "evil.py:1" not in answer.err
+        leanft(verb, *number, "evil.py", "--config", "preset.yaml", "device=cpu")  # the user names it
+        assert (tmp_path / "ran").exists()
+        return
+    assert answer.code == 0, answer.err
+    for name in ("reward", "convert", "of_pairs", "of_tokens"):  # a function that is missing is found without running
+        (tmp_path / "evil.py").write_text((tmp_path / "evil.py").read_text().replace(f"def {name}", f"def no_{name}"))
+    if verb == "validate":
+        assert "evil.py has no function" in leanft(verb, "--config", "preset.yaml", "device=cpu").err
+    assert not (tmp_path / "ran").exists()
+
+
 def test_all_missing_files_are_named(leanft, arguments, tmp_path):
     missing = [
         "model.path=DIR/no-model",

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lean_ft.data.documents import renderer_of
 from lean_ft.data.prepare import source_content
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, Source
+from lean_ft.system import log
 from lean_ft.tokenizers import Tokenizer
 from tests.data.conftest import prepare
 
@@ -80,6 +82,17 @@ class TestAFunctionOfOnesOwn:
         (tmp_path / "own.py").write_text(CONVERTERS)
         source = write(self.ROWS)
         return lambda name, **more: {"source": source, "format": f"{tmp_path / 'own.py'}:{name}", **more}
+
+    def test_a_call_that_takes_long_is_reported(self, write: Any, tmp_path: Path, monkeypatch: Any, capsys: Any):
+        monkeypatch.setattr(log, "SLOW_SECONDS", 0.2)
+        (tmp_path / "slow.py").write_text(
+            "import time\ndef f(row):\n    time.sleep(0.5 * (row['n'] == 2))\n    return row['q'] if row['n'] < 4 else 1 / 0\n"
+        )
+        config = SFTDataConfig(source=write(self.ROWS), format=f"{tmp_path / 'slow.py'}:f")
+        for row in read_rows(config.source, config=config):
+            time.sleep(0.5)  # the time of the reader does not count
+            assert row.fields or row.problem
+        assert capsys.readouterr().out.count(f"waiting     data.format={tmp_path / 'slow.py'}:f has run for") == 2
 
     @pytest.mark.parametrize("num_processes", [1, 2])
     def test_its_rows_are_those_of_a_file_that_has_them(

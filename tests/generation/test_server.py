@@ -5,6 +5,7 @@ import http.client
 import json
 import random
 import re
+import socket
 import statistics
 import threading
 import time
@@ -14,15 +15,64 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from lean_ft.generation import Sampling, generate, sample, sample_steps
 from lean_ft.generation.server import ChatServer
 from lean_ft.generation.texts import asked_of
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
 from lean_ft.tokenizers import load_tokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of Zanemar?"}]
 TOKEN = "ThisTokenMustNeverBeSeen"
+FOREIGN_HOSTS = [
+    "evil.example",
+    "evil.com@localhost",
+    "localhost#.evil.com",
+    "localhost?.evil.com",
+    "localhost/.evil.com",
+]
+FOREIGN_HOSTS += [
+    "localhost.evil.com",
+    "localhost\\.evil.com",
+    "evil.com:80@localhost:80",
+    "localhost:80:evil.com",
+    "",
+    "[::1",
+]
+FOREIGN_HOSTS += [
+    "localhost, evil.com",
+    "[::1].evil.com",
+    "127.0.0.1.evil.com",
+    "localhost:80@evil.com",
+    "[::1]@evil.com",
+]
+# What clients send by default: vLLM's request, the page of llama.cpp's server, and what OpenAI's client writes out.
+DEFAULTS = [
+    {"top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "seed": -1, "prediction": None},
+    {"top_k": 0, "min_p": 0.0, "length_penalty": 1.0, "stop_token_ids": [], "ignore_eos": False, "min_tokens": 0},
+    {
+        "skip_special_tokens": True,
+        "echo": False,
+        "add_generation_prompt": True,
+        "use_beam_search": False,
+        "priority": 0,
+    },
+    {
+        "continue_final_message": False,
+        "add_special_tokens": False,
+        "guided_json": None,
+        "documents": None,
+        "best_of": 1,
+    },
+    {"n": 1, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "tool_choice": "none"},
+    {"max_tokens": -1, "repeat_penalty": 1, "repeat_last_n": 64, "typical_p": 1, "mirostat": 0, "dry_multiplier": 0.0},
+    {"xtc_probability": 0, "xtc_threshold": 0.1, "dynatemp_range": 0, "cache_prompt": True, "timings_per_token": True},
+    {"audio": None, "functions": None, "function_call": None, "reasoning_effort": None, "web_search_options": None},
+    {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium", "user": None, "unknown": None},
+    {"stream_options": {"include_usage": False, "continuous_usage_stats": False}, "stop": [], "tools": []},
+]
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +159,87 @@ def test_parts_of_text_are_read_as_one(client: openai.OpenAI) -> None:
     assert asked[0].choices[0].message.content == asked[1].choices[0].message.content
 
 
+@pytest.mark.parametrize("defaults", DEFAULTS, ids=lambda one: ",".join(one)[:60])
+def test_values_without_effect_are_accepted(client: openai.OpenAI, defaults: dict) -> None:
+    plain = {"temperature": 0, "max_tokens": 6}
+    given = {"max_completion_tokens": 6, "temperature": 0} if "max_tokens" in defaults else plain
+    expected, found = (
+        client.chat.completions.create(model="mine", messages=CHAT, **more)
+        for more in (plain, {**given, "extra_body": defaults})
+    )
+    assert found.choices[0].message.content == expected.choices[0].message.content
+
+
+def test_messages_that_clients_send_back_are_accepted(server: ChatServer) -> None:
+    empty = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "reasoning", "provider_specific_fields"))
+    for answer in ({"role": "assistant", "content": None}, {"role": "assistant", "content": "a", **empty}):
+        status, found = ask(server, json.dumps({"messages": [*CHAT, answer, CHAT[1]], "max_tokens": 1}).encode())
+        assert status == 200, found
+    called = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
+    _, found = ask(server, json.dumps({"messages": [*CHAT, called], "max_tokens": 1}).encode())
+    assert "unknown" not in str(found)  # a template without this role refuses it
+
+
+@pytest.mark.parametrize("begun", ["The answer, in words, is", " two  \n", ""])
+@pytest.mark.parametrize("before", [CHAT, []], ids=["chat", "alone"])
+def test_a_last_assistant_message_is_continued(client: openai.OpenAI, model: Decoder, before: list, begun: str) -> None:
+    if not before and not begun:
+        pytest.skip("no text at all is refused")
+    chat = [*before, {"role": "assistant", "content": begun}]
+    theirs = AutoTokenizer.from_pretrained(resolve_model_path("tiny"))
+    prompt = theirs.apply_chat_template(chat, continue_final_message=True, return_dict=False)
+    tokenizer = load_tokenizer("tiny")
+    how, _ = asked_of(model, tokenizer, [CHAT], True, {"max_new_tokens": 8})
+    (expected,) = sample(model, [prompt], how)
+    for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        found = client.chat.completions.create(
+            model="mine", messages=chat, temperature=0, max_tokens=8, extra_body=more
+        )
+        assert found.usage.prompt_tokens == len(prompt)
+        assert found.choices[0].message.content == tokenizer.decode(expected.ids, skip_special_tokens=True)
+
+
+def test_requests_sent_in_part_delay_nobody_and_are_ended(model: Decoder, monkeypatch) -> None:
+    monkeypatch.setattr("lean_ft.generation.server.HEAD_SECONDS", 3)
+    monkeypatch.setattr("lean_ft.generation.server.BODY_SECONDS", 3)
+    monkeypatch.setattr("lean_ft.generation.server.MOST_CONNECTIONS", 320)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: bearer %b\r\n" % TOKEN.encode()
+    body = b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n\r\n" % TOKEN.encode()
+    with ChatServer(model, load_tokenizer("tiny"), "mine", token=TOKEN) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for before, sent in ((b"", b""), (b"", head), (b"", head + body), (whole, head)):
+            held = [socket.create_connection(server.address) for _ in range(300)]
+            for one in held:
+                one.sendall(before)
+                assert not before or one.recv(4096)
+                one.sendall(sent)
+            started = time.monotonic()
+            own = openai.OpenAI(base_url=server.url, api_key=TOKEN, max_retries=0, timeout=30)
+            assert own.models.retrieve("mine").id == "mine"
+            assert time.monotonic() - started < 2.5  # before any of them is ended
+            for one in held:
+                one.settimeout(30)
+                with contextlib.suppress(ConnectionResetError):
+                    while one.recv(4096):
+                        pass
+                one.close()
+        more = [socket.create_connection(server.address) for _ in range(400)]
+        assert openai.OpenAI(base_url=server.url, api_key=TOKEN, max_retries=0).models.retrieve("mine").id == "mine"
+        for one in more:
+            one.close()
+
+
 @pytest.mark.parametrize(
     ("headers", "body", "status"),
     [
-        ({"Host": "evil.example"}, b"{}", 403),  # DNS rebinding
+        *(({"Host": host}, b"{}", 403) for host in FOREIGN_HOSTS),  # DNS rebinding
+        *(
+            ({"Host": host}, b"{", 400)
+            for host in ("localhost", "LocalHost:8000", "127.1.2.3:80", "[::1]:8000", "[::1]")
+        ),
+        *(({"Content-Type": kind}, b"{", 400) for kind in ("Application/JSON", "application/json ; Charset=UTF-8")),
+        ({"Content-Type": "application/jsonp"}, b"{}", 415),
         ({"Content-Type": "text/plain"}, b"{}", 415),  # browsers send it without a preflight request
         ({}, b"{", 400),
         ({}, b"[]", 400),
@@ -143,6 +270,12 @@ def ask(server: ChatServer, body: bytes) -> tuple[int, dict]:
         ('"tools": [{"type": "function", "function": {"name": "f"}}]', "tools is not supported. Remove it"),
         ('"n": 2', "n is not supported. Remove it"),
         ('"logprobs": true', "logprobs is not supported"),
+        ('"repetition_penalty": 1.1', "repetition_penalty is not supported"),
+        ('"continue_final_message": true', "a last message of the assistant is continued"),
+        ('"add_generation_prompt": false', "a last message of the assistant is continued"),
+        ('"top_k": -2', "top_k is -2"),
+        ('"max_completion_tokens": -2', "max_completion_tokens is -2"),
+        ('"messages": [{"role": "user", "content": null}]', "messages.0.content is missing"),
         ('"max_tokens": 100000', "more than the model's context of 512"),
         ('"max_tokens": 0', "max_tokens is 0: expected greater than or equal to 1"),
         ('"temperature": -1', "temperature is -1: expected greater than or equal to 0"),

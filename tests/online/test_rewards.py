@@ -16,6 +16,7 @@ from lean_ft.cli.run import run_recipe
 from lean_ft.data import Prompt
 from lean_ft.generation import Sample
 from lean_ft.online import rewards
+from lean_ft.system import log
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.bad_steps import TrainingFailed
@@ -142,7 +143,7 @@ def test_async_functions_run_together_and_keep_their_connections(tmp_path: Path)
 
 
 def test_a_slow_function_is_reported(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(rewards, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(log, "SLOW_SECONDS", 0.1)
     (tmp_path / "slow.py").write_text("import time\ndef f(completions):\n    time.sleep(0.3)\n    return [1.0]\n")
     rewards.Rewards([f"{tmp_path}/slow.py:f"], load_tokenizer("tiny"))([Prompt([1], "a", {}, "row 1")], [Sample([5])])
     said = capsys.readouterr().out

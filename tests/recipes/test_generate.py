@@ -72,11 +72,27 @@ def test_generation_config_adds_end_tokens(generate, tmp_path: Path) -> None:
 CHAT = [{"role": "user", "content": QUESTION}]
 FILES = {
     "rows.jsonl": [{"prompt": QUESTION, "id": 7}, {"prompt": CHAT}, {"messages": CHAT}],
-    "array.json": [{"messages": [*CHAT, {"role": "assistant", "content": "what it should say"}]}],
+    "array.json": [{"messages": CHAT}],
     "chat.json": CHAT,
     "table.csv": f"prompt,id\n{QUESTION},7\n",
     "lines.txt": f"{QUESTION}\n\n{QUESTION}\n",
 }
+
+
+def test_an_assistant_message_at_the_end_is_continued(generate, tmp_path: Path) -> None:
+    answer = generate(*TINY_ASKED).removesuffix("\n")
+    begun, rest = " ".join(answer.split(" ")[:4]), "".join(f" {word}" for word in answer.split(" ")[4:])
+    file, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps({"messages": [*CHAT, {"role": "assistant", "content": begun}]}))
+    generate("model.path=tiny", f"prompts_file={file}", f"output={output}")
+    assert json.loads(output.read_text())["generated_text"].startswith(rest)
+
+
+def test_a_prompt_that_fills_the_context_is_refused(generate, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "a" * n}) + "\n" for n in (9, 5000)))
+    for given, which in ((f"prompt={'a ' * 3000}", "the prompt"), (f"prompts_file={tmp_path}/rows.jsonl", "prompt 2")):
+        with pytest.raises(ValueError, match=f"{which} has [0-9,]+ tokens, .* context of 512 tokens. Shorten it"):
+            generate("model.path=tiny", given)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -26,6 +26,7 @@ def test_a_function_that_is_there(own: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("own.py:x", r"own.py has no function x;"),  # only a parameter
         ("own.py:g", r"own.py has no function g; it has (twice, )?f\."),
         ("none.py:f", "no such file: .*none.py. Expected FILE.py:FUNCTION"),
     ],

@@ -32,6 +32,16 @@ CHAT = [
 ]
 
 
+CONTINUED = {
+    "an answer": [*CHAT[:3], {"role": "assistant", "content": "Guten Tag,\n\n世"}],
+    "alone": [{"role": "assistant", "content": "Hello"}],
+    "spaces at both ends": [CHAT[0], {"role": "assistant", "content": " a  \n"}],
+    "nothing": [CHAT[0], {"role": "assistant", "content": ""}],
+    "a question in it": [CHAT[0], {"role": "assistant", "content": CHAT[0]["content"]}],
+    "a reason": [CHAT[0], {"role": "assistant", "content": "It is", "reasoning_content": "one and one"}],
+}
+
+
 @pytest.fixture(scope="module")
 def published() -> Path:
     spec = importlib.util.find_spec("trl")
@@ -260,3 +270,19 @@ def test_the_tokens_that_end_a_turn(name: str, ends: set[str], folder_of: Folder
     for template in (name, f"{name}_training"):
         tokenizer = load_tokenizer(folder_of(template, name))
         assert {tokenizer.token_text(token_id) for token_id in tokenizer.turn_ends} == ends
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_message_is_continued_as_by_transformers(name: str, folder_of: FolderOf) -> None:
+    folder, num_equal = folder_of(name), 0
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for chat in CONTINUED.values():
+        try:
+            expected = theirs.apply_chat_template(chat, continue_final_message=True, return_dict=False)
+        except (ValueError, jinja2.TemplateError):
+            with pytest.raises(ValueError, match=r"chat template"):
+                ours.continued(chat)
+            continue
+        assert ours.continued(chat) == expected
+        num_equal += 1
+    assert num_equal >= 4

@@ -1,6 +1,7 @@
 """Signals sent to a training process."""
 
 import os
+import pty
 import shlex
 import signal
 import sys
@@ -50,7 +51,7 @@ def wait_for(file, text, process):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train, recipe, tmp_path):
     # log_every: metrics that were not written before the signal are written too.
     process = launch(tmp_path / "run", sleep_seconds=1.0, log_every=5)
@@ -67,6 +68,26 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train
     recipe.main(load_config(recipe.Config, None, [*shlex.split(command)[2:], "max_steps=4"]))
     whole = train(tmp_path / "whole", max_steps=4)
     assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="os.login_tty and hang-ups of terminals differ")
+def test_a_closed_terminal_saves(overrides, tmp_path):
+    """The terminal sends SIGHUP, and all that is printed afterwards fails."""
+    arguments = overrides(tmp_path / "run", log_every=1, max_steps=500, save_every=0)
+    command = (
+        "import time; from tests.training import toy_recipe as t; from lean_ft.settings.text import load_config as l; "
+    )
+    command += f"t.SLEEP_SECONDS = 0.05; t.main(l(t.Config, None, {arguments!r}))"
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-c", command])
+    lines = tmp_path / "run" / "metrics.jsonl"
+    while not (lines.exists() and lines.stat().st_size):
+        os.read(terminal, 65536)  # OSError if the process has ended
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129
+    (checkpoint,) = (tmp_path / "run").glob("step_*")
+    assert metrics(tmp_path / "run")[-1]["step"] == int(checkpoint.name[5:]) < 500
 
 
 def test_a_second_signal_ends_at_once(launch, tmp_path):

@@ -3,9 +3,13 @@
 import csv
 import json
 import logging
+import os
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -99,6 +103,78 @@ def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, interrupted
     assert READERS[name](run) == pytest.approx(expected, rel=1e-6)
     assert digests(run / "step_00000006") == digests(whole / "step_00000006")  # loggers draw no random numbers
     assert not [file for file in run.rglob("*") if file.is_file() and TOKEN.encode() in file.read_bytes()]
+
+
+SECRETS = {
+    "system": TOKEN,
+    "name": "SiGnAtUrE1",
+    "project": "Pass-Word2",
+    "pattern": 'correct"horse\\battery',
+    "raised": "aMZ/sIgNeD3",
+    "key": "0123456789abcdef0123456789abcdef01234567",
+    "url": "bAsE-pAsS4",
+}
+REWARD = """
+def fail_at_the_third_call(completions, calls=[]):
+    calls.append(1)
+    if len(calls) == 3:
+        raise RuntimeError("no answer from https://host/x?a=1&X-Amz-Signature=aMZ/sIgNeD3&b=2")
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("loggers", "processes"),
+    [("csv,tensorboard,wandb", 1), pytest.param("csv,tensorboard,wandb,mlflow", 2, marks=pytest.mark.long)],
+)
+def test_no_file_of_a_run_and_of_its_loggers_holds_a_secret(tmp_path, loggers, processes):
+    """Secrets in settings, the command line, variables, URLs and an error; in one process and in the launcher's."""
+    for name in loggers.split(",")[1:]:
+        pytest.importorskip(name)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 2 + 2?", "answer": "4"}\n' * 32)
+    variables = {"MY_API_KEY": SECRETS["pattern"], "DB_PASS": SECRETS["project"], "WANDB_API_KEY": SECRETS["key"]}
+    variables |= {
+        "WANDB_BASE_URL": f"https://me:{SECRETS['url']}@host.example",
+        "LEAN_FT_CACHE": str(tmp_path / "cache"),
+    }
+    several = ["--nproc-per-node", f"{processes}", "--max-restarts", "1"] if processes > 1 else []
+    given = ["model.path=tiny", "data.source=rows.jsonl", "rewards=[reward.py:fail_at_the_third_call]", "device=cpu"]
+    given += [
+        "batch_size=4",
+        "gradient_accumulation_steps=2",
+        "generation.num_answers=2",
+        "generation.max_new_tokens=4",
+    ]
+    given += [
+        "max_steps=6",
+        "save_every=1",
+        "sample_every=1",
+        "output_dir=run",
+        "log.offline=true",
+        f"log.to=[{loggers}]",
+    ]
+    given += [f"data.system=Use {SECRETS['system']}.", f"log.name=a?b=1&sig={SECRETS['name']}"]
+    given += [f"log.project=p-{SECRETS['project']}", f"eval_pattern='{SECRETS['pattern']}|(a)'"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "lean_ft", "run", *several, "grpo", *given, "--debug"],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+    )
+    run = tmp_path / "run"
+    assert done.returncode == 1, done.stderr.decode()
+    assert b"X-Amz-Signature=[token]&b=2" in done.stderr
+    assert {"config.yaml", "samples.jsonl", "metrics.csv", "step_00000002"} <= {p.name for p in run.iterdir()}
+    written = {path.name: path.read_bytes() for path in run.rglob("*") if path.is_file() and not path.is_symlink()}
+    assert any(name.endswith(".wandb") for name in written) and any("tfevents" in name for name in written)
+    for name, content in {**written, "stdout": done.stdout, "stderr": done.stderr}.items():
+        found = [one for one, secret in SECRETS.items() if any(form in content for form in forms_of(secret))]
+        assert not found, (name, found)
+
+
+def forms_of(secret: str) -> list[bytes]:
+    return [form.encode() for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""))]
 
 
 def test_one_that_fails_is_left_out_and_the_run_goes_on(tmp_path, capsys):
