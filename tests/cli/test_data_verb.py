@@ -154,7 +154,7 @@ def test_a_folder_where_the_run_would_write_is_not_needed_and_not_made(leanft, r
 
 @pytest.mark.parametrize("recipe", ["grpo", "ppo", "online_dpo"])
 def test_prompts_and_their_columns(leanft, run, tmp_path, recipe: str):
-    rows = [{"prompt": "Say it", "answer": 4, "messages": []}, {"prompt": "word " * 90, "level": "hard"}]
+    rows = [{"prompt": "Say it", "answer": 4}, {"prompt": "word " * 90, "level": "hard"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [recipe, *run[1:3], "data.max_prompt_length=60", "rewards=[mine.py:score]"]
     answer = leanft("data", "preview", *settings)
@@ -164,12 +164,12 @@ def test_prompts_and_their_columns(leanft, run, tmp_path, recipe: str):
         in answer.out
     )
     assert (
-        "from 1 prompts of 2 rows; 1 dropped (longer than max_prompt_length); columns for rewards: answer" in answer.out
+        "from 1 prompt of 2 rows; 1 dropped (longer than max_prompt_length); columns for rewards: answer" in answer.out
     )
     answer = leanft("data", "stats", *settings)
     assert (answer.code, answer.err) == (0, "")
     assert (
-        "1 prompts of 2 rows; 1 dropped (longer than max_prompt_length); columns for rewards: answer, level"
+        "1 prompt of 2 rows; 1 dropped (longer than max_prompt_length); columns for rewards: answer, level"
         in answer.out
     )
     assert re.search(r"tokens per row, at most: 5% 8, .*100% \d\d+\n", answer.out)

@@ -45,9 +45,6 @@ def test_a_line_that_needs_values_is_named(leanft, tmp_path):
     assert answer.code == 2
     assert f"mine.py, line {number}: `{line}` cannot be simulated (DynamicOutputShapeException" in answer.err
     assert "torch.where" in answer.err and "Traceback" not in answer.err
-    (tmp_path / "own.py").write_text("def fn(pairs, beta):\n    return pairs.margin[pairs.margin > 0]\n")
-    answer = leanft("plan", "dpo", "--config", "tiny/dpo", "device=cpu", f"loss.name={tmp_path}/own.py:fn")
-    assert answer.code == 2 and "own.py, line 2: `return pairs.margin[pairs.margin > 0]` cannot be" in answer.err
 
 
 def test_the_picture_is_drawn(tmp_path):
