@@ -60,8 +60,12 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
         )
         groups = [about.row_group(i) for i in range(about.num_row_groups)]
         chunks = [[group.column(i) for i in range(len(columns))] for group in groups]
-        lengths = [max(8, column.length or 0) for column in columns]  # bytes of a value: of Python's reference, at least
-        declared = (c.total_uncompressed_size + c.num_values * n for row in chunks for c, n in zip(row, lengths, strict=True))
+        lengths = [
+            max(8, column.length or 0) for column in columns
+        ]  # bytes of a value: of Python's reference, at least
+        declared = (
+            c.total_uncompressed_size + c.num_values * n for row in chunks for c, n in zip(row, lengths, strict=True)
+        )
         if sum(declared) > budget:
             raise too_large
         number = 0

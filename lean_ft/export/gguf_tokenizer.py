@@ -30,10 +30,14 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
         )
     wrong = [key for key, kind in _TYPES.items() if type(values.get(key, kind())) is not kind]
     wrong = [f"tokenizer.ggml.{key}" for key in wrong]
-    wrong += [key for key, value in metadata.items() if key.startswith("tokenizer.chat_template.") and type(value) is not str]
+    wrong += [
+        key for key, value in metadata.items() if key.startswith("tokenizer.chat_template.") and type(value) is not str
+    ]
     wrong += ["tokenizer.chat_template"] * (type(metadata.get("tokenizer.chat_template", "")) is not str)
     if wrong:
-        raise ValueError(f"{file}: {wrong[0]} is {str(metadata[wrong[0]])[:100]}, which is of the wrong type. Download the file again.")
+        raise ValueError(
+            f"{file}: {wrong[0]} is {str(metadata[wrong[0]])[:100]}, which is of the wrong type. Download the file again."
+        )
     pre = values.get("pre", "default") if model == "gpt2" else None
     is_bytes = model == "gpt2" and pre not in _TEXT_RULES
     scores = values.get("scores") if model == "llama" else [0.0] * len(tokens or ())
@@ -137,9 +141,7 @@ def _byte_level(file: Path, pre: Any, merges: list[list[str]]) -> dict[str, Any]
     }
 
 
-def _sentencepiece_merges(
-    file: Path, vocab: dict[str, int], types: list[int], scores: list[float]
-) -> list[list[str]]:
+def _sentencepiece_merges(file: Path, vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
     """Every way to join two pieces into a third is a merge. Merges of higher scores come first."""
     pieces = {token: i for token, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}
     lengths, tokens, work = {len(piece) for piece in pieces}, {i: piece for piece, i in pieces.items()}, 0
@@ -152,7 +154,9 @@ def _sentencepiece_merges(
                 if left is not None and right is not None:
                     merges.append((-scores[i], left, right))
         if work > _MAX_WORK:
-            raise ValueError(f"{file} has a tokenizer of long tokens that begin and end alike. Download the file again.")
+            raise ValueError(
+                f"{file} has a tokenizer of long tokens that begin and end alike. Download the file again."
+            )
     return [[tokens[left], tokens[right]] for _, left, right in sorted(merges)]
 
 

@@ -11,6 +11,7 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.whole_files import read_json
+from lean_ft.tokenizers.file_limits import MAX_ADDED
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
@@ -205,6 +206,8 @@ def _added_tokens(
             for token, token_id in legacy_added.items()
         }
     tokens: list[tuple[int | None, AddedToken]] = [(token_id, declared[token_id]) for token_id in sorted(declared)]
+    if len(declared) + len(special) > MAX_ADDED:
+        raise ValueError(f"it has {len(declared) + len(special):,} added tokens; expected at most {MAX_ADDED:,}")
     known = {token.content for token in declared.values()}
     for content in special:
         if content not in known:
