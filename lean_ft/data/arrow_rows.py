@@ -16,7 +16,7 @@ from uuid import UUID
 
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.splits import is_sliced, rows_of_split
-from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION
+from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
 
 ROWS_AT_A_TIME = 1024
 MANY_ROWS = 100_000
@@ -81,12 +81,16 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
                 is_safe = not has_delta and most <= max(EXPANDED_BYTES, 8 * group.total_byte_size)
                 file = plain if is_safe else encoded
                 for batch in file.iter_batches(1 if has_delta else ROWS_AT_A_TIME, row_groups=[i]):
-                    made = sum(num_bytes for num_bytes, _ in map(_text_bytes, _leaves(batch)))
-                    if (budget := budget - made) < 0:
+                    if (budget := budget - (made := _num_bytes(batch))) < 0:
                         raise too_large
                     step = 1 if made > EXPANDED_BYTES else ROWS_AT_A_TIME
                     for start in range(0, batch.num_rows, step):
-                        for fields in batch.slice(start, step).to_pylist():
+                        rows = batch.slice(start, step)
+                        if step == 1 and _num_bytes(rows) > MAX_LINE_BYTES:
+                            raise ValueError(
+                                f"{path}, row {number + 1} is larger than {MAX_LINE_BYTES >> 20} MiB, the limit for a row."
+                            )
+                        for fields in rows.to_pylist():
                             number += 1
                             yield Row(as_json(fields), f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -103,6 +107,10 @@ def _leaves(arrays: Any) -> Iterator[Any]:
         else:
             inner = array.flatten()
             yield from _leaves(inner if isinstance(inner, list) else [inner])
+
+
+def _num_bytes(arrays: Any) -> int:
+    return sum(num_bytes for num_bytes, _ in map(_text_bytes, _leaves(arrays)))
 
 
 def _text_bytes(array: Any) -> tuple[int, int]:
