@@ -75,10 +75,10 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
         ):
             for i, group in enumerate(groups):
                 has_delta = any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks[i])
-                first = next(encoded.iter_batches(1, row_groups=[i]), ())
+                first = () if has_delta else next(encoded.iter_batches(1, row_groups=[i]), ())
                 entries = [length for _, length in map(_text_bytes, _leaves(first))]
                 most = group.total_byte_size + max(entries, default=0) * sum(chunk.num_values for chunk in chunks[i])
-                is_safe = not has_delta and most <= max(EXPANDED_BYTES, 8 * group.total_byte_size)
+                is_safe = has_delta or most <= max(EXPANDED_BYTES, 8 * group.total_byte_size)
                 file = plain if is_safe else encoded
                 for batch in file.iter_batches(1 if has_delta else ROWS_AT_A_TIME, row_groups=[i]):
                     if (budget := budget - (made := _num_bytes(batch))) < 0:

@@ -116,9 +116,13 @@ def without_generation_tags(source: str) -> str:
 
     Comments take their place, because spaces and line breaks around them are removed by the same rules.
     """
-    return _GENERATION.sub(
-        lambda tag: tag[0] if tag["before"] is None else f"{{#{tag['before']} {tag['after']}#}}", source
-    )
+
+    def changed(part: re.Match[str]) -> str:
+        if part["before"] is not None:
+            return f"{{#{part['before']} {part['after']}#}}"
+        return part[0].replace("{%", "").replace("%}", "") if part[0].startswith("{#") else part[0]
+
+    return _GENERATION.sub(changed, source)
 
 
 def generation_blocks(marked: str) -> list[tuple[int | None, Span]]:
