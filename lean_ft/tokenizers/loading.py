@@ -122,6 +122,10 @@ def _read_folder(folder: Path, chat_template: Path | None) -> Tokenizer:
         config.setdefault(key, value)
     named = {key: _content(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
     added_tokens = _added_tokens(config, read_json(folder / "added_tokens.json"), named)
+    if len(added_tokens) > MAX_ADDED:
+        raise ValueError(
+            f"{folder}: its files name {len(added_tokens):,} added tokens; expected at most {MAX_ADDED:,}."
+        )
 
     vocabulary: Vocabulary
     tokenizer_json, tokenizer_model = folder / "tokenizer.json", folder / "tokenizer.model"
@@ -206,8 +210,6 @@ def _added_tokens(
             for token, token_id in legacy_added.items()
         }
     tokens: list[tuple[int | None, AddedToken]] = [(token_id, declared[token_id]) for token_id in sorted(declared)]
-    if len(declared) + len(special) > MAX_ADDED:
-        raise ValueError(f"it has {len(declared) + len(special):,} added tokens; expected at most {MAX_ADDED:,}")
     known = {token.content for token in declared.values()}
     for content in special:
         if content not in known:

@@ -15,6 +15,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import gguf
+import jinja2
 import numpy as np
 import pytest
 import torch
@@ -110,6 +111,19 @@ def test_an_exported_tokenizer_comes_back_unchanged(family, make_model_folder, f
     assert tokenizer.render(CHAT) == original.render(CHAT)
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (original.eos_id, original.pad_id, original.bos_id)
     assert tokenizer.vocab_size == original.vocab_size
+
+
+def test_a_file_has_no_generation_tags(make_model_folder, file):
+    """Programs with other versions of Jinja cannot read them."""
+    tagged = TEMPLATE.replace("{{ m.content }}", "  {%- generation %}\n{{ m.content }}  {%- endgeneration -%}\n")
+    assert tagged != TEMPLATE
+    source = make_model_folder(
+        "Qwen2", tokenizer=qwen_tokenizer(), tokenizer_config={**CHAT_CONFIG, "chat_template": tagged}
+    )
+    export_gguf(source, file, "f32")
+    stored = gguf_import.read_header(file)[0]["tokenizer.chat_template"]
+    jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(stored)
+    assert load_tokenizer(file).render(CHAT) == load_tokenizer(source).render(CHAT)
 
 
 # Of other families, config.json must have what llama.cpp's converter takes from published models.
