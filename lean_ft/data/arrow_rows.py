@@ -115,8 +115,10 @@ def _num_bytes(arrays: Any) -> int:
 
 def _text_bytes(array: Any) -> tuple[int, int]:
     """Return the bytes of an array's values, and of its dictionary's longest text (0 without one)."""
-    from pyarrow import compute, types
+    from pyarrow import compute as functions
+    from pyarrow import types
 
+    compute: Any = functions  # its functions are made when it is imported
     if not hasattr(array, "dictionary") or types.is_primitive(array.dictionary.type):
         return array.nbytes, 0
     lengths = compute.binary_length(array.dictionary)

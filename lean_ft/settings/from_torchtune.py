@@ -167,8 +167,9 @@ def convert_config(file: Path) -> Preset:
     left = {key: value for key, value in _flat(read).items() if value is not None or key == "seed"}
     for key, value in left.items():
         for _ in range(16):  # a value may refer to itself
-            found = re.search(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-            if found is None or found[1] not in left or len(value) > _MAX_CHARACTERS:
+            if not isinstance(value, str) or len(value) > _MAX_CHARACTERS:
+                break
+            if (found := re.search(r"\$\{([\w.]+)\}", value)) is None or found[1] not in left:
                 break
             value = value.replace(found[0], str(left[found[1]])[:_MAX_CHARACTERS], 1)
         left[key] = value
