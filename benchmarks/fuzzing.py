@@ -31,7 +31,7 @@ import time
 import traceback
 from base64 import b64encode
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,7 +82,7 @@ from lean_ft.training.run_directory import read_starts, recipe_name, settings_of
 CASE_CPU_SECONDS = 10.0
 CASE_MEMORY_BYTES = 2**31
 WORKER_SILENCE_SECONDS = 120.0  # wall time: the machine may be busy
-CASES_A_WORKER = 4000
+CASES_A_WORKER = 2000
 COLUMNS = ["input", "cases", "accepted", "rejected with a message", "failed", "slowest", "peak memory", "cases/s"]
 MESSAGES = [
     {"role": "system", "content": "Be short."},
@@ -466,6 +466,7 @@ def _settings(folder: Path) -> dict[str, Target]:
         load_config(recipe.Config, preset, ["output_dir=x"])
 
     theirs = folder / "torchtune.yaml"
+    catalog.load_recipe = cache(catalog.load_recipe)  # a command loads one recipe once
 
     def convert() -> None:
         text = (preset := convert_config(theirs)).text(theirs.name)
