@@ -141,7 +141,7 @@ def read_entry(folder: Path, key: str) -> Entry | None:
     path = folder / key
     try:
         about = json.loads((path / ABOUT).read_bytes())
-        arrays = {name: _mapped(path / name, **shape) for name, shape in about["arrays"].items()}
+        arrays = {name: _mapped(path / Path(name).name, **shape) for name, shape in about["arrays"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # missing, damaged or being deleted: made again
     with contextlib.suppress(OSError):  # owned by another user
