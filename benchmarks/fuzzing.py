@@ -16,12 +16,14 @@ Writes `results/fuzzing_<hardware>.json`.
 import copy
 import gzip
 import importlib
+import io
 import json
 import mmap
 import os
 import random
 import re
 import resource
+import shutil
 import signal
 import struct
 import tempfile
@@ -29,6 +31,7 @@ import time
 import traceback
 from base64 import b64encode
 from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +45,9 @@ from lean_ft.cli.errors import explain
 from lean_ft.data import sft_batches
 from lean_ft.data.sft import SFTReader
 from lean_ft.data.sources import read_rows
+from lean_ft.export import export_gguf
+from lean_ft.export.gguf_calibration import read_imatrix
+from lean_ft.export.gguf_import import gguf_folder
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import load_model
 from lean_ft.models.safetensors_file import read_header, write_file
@@ -49,9 +55,12 @@ from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.peft_format import read_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig
+from lean_ft.settings.from_torchtune import convert_config
 from lean_ft.settings.text import load_config
+from lean_ft.system import catalog
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.tokenizers.tiktoken_model import QWEN2_PATTERN
 from lean_ft.training import loggers
 from lean_ft.training.checkpoint import (
     OPTIMIZER_FILE,
@@ -73,7 +82,7 @@ from lean_ft.training.run_directory import read_starts, recipe_name, settings_of
 CASE_CPU_SECONDS = 10.0
 CASE_MEMORY_BYTES = 2**31
 WORKER_SILENCE_SECONDS = 120.0  # wall time: the machine may be busy
-CASES_A_WORKER = 4000
+CASES_A_WORKER = 2000
 COLUMNS = ["input", "cases", "accepted", "rejected with a message", "failed", "slowest", "peak memory", "cases/s"]
 MESSAGES = [
     {"role": "system", "content": "Be short."},
@@ -86,9 +95,46 @@ TEMPLATE = (
     "{% elif loop.first %}first {% endif %}{% set name = message.role ~ ':' %}{{ name.upper() }}{{ message['content'] }}"
     "{{ '\\n' * 2 }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
+TORCHTUNE = b"""
+output_dir: runs/here
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/x/tokenizer.model, max_seq_len: 512}
+dataset: {_component_: torchtune.datasets.text_completion_dataset, source: json, data_files: a.json, packed: true, column_map: {a: b}}
+model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_attn_modules: [q_proj], lora_rank: 8, lora_alpha: 16}
+checkpointer: {_component_: c, checkpoint_dir: /tmp/Llama-3.2-1B-Instruct/, output_dir: "${output_dir}", checkpoint_files: [a]}
+optimizer: {_component_: torch.optim.AdamW, lr: 0.00002, fused: true}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 9}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+kd_loss: {_component_: torchtune.modules.loss.ForwardKLLoss}
+kd_ratio: 0.5
+batch_size: 4
+epochs: 2
+max_steps_per_epoch: 50
+gradient_accumulation_steps: 1
+ac_mode: selective
+ac_option: 2
+dtype: bf16
+seed: 3
+my_key: {a: [1], "b c": text}
+metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: "${output_dir}/logs"}
+profiler: {_component_: p, enabled: true, wait_steps: 5, warmup_steps: 3, active_steps: 2}
+"""
 HOSTILE = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**40, -(2**63), 1e308, -1e308, 1e-320, 0.5, float("nan")),
-    *(float("inf"), "", "x", "\ud800", "\x00", "../../etc/passwd", "/etc/passwd", "é" * 9, "A" * 100_000, "1", "true"),
+    *(
+        float("inf"),
+        "",
+        "x",
+        "a\nlora.rank: 9\x85seed: 1\u2028x: 2",
+        "${seed}${output_dir}",
+        "\ud800",
+        "\x00",
+        "../../etc/passwd",
+        "/etc/passwd",
+        "é" * 9,
+        "A" * 100_000,
+        "1",
+        "true",
+    ),
     *([], {}, [[]], [None], {"": {}}, {"a": [1]}, [0] * 5000, ["x"], {"role": "user", "content": None}),
 ]
 SNIPPETS = [
@@ -205,6 +251,171 @@ def break_safetensors(content: bytes, chance: random.Random) -> bytes:
     return struct.pack("<Q", length) + header + data
 
 
+# A GGUF file as lists of [key, type, value] and [name, shape, kind, offset]. In an array the value is [type, count, entries].
+_GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_GGUF_TEXT, _GGUF_ARRAY = 8, 9
+_GGUF_COUNTS = (0, 1, 2, 3, 2**16, 2**21, 2**22, 2**31, 2**32 - 1, 2**60, 2**63, 2**64 - 1)
+
+
+@lru_cache(maxsize=8)
+def _parse_gguf(content: bytes) -> tuple[list[Any], list[Any], bytes]:
+    place = 8
+
+    def take(code: str) -> Any:
+        nonlocal place
+        (value,) = struct.unpack_from(f"<{code}", content, place)
+        place += struct.calcsize(f"<{code}")
+        return value
+
+    def value(kind: int) -> Any:
+        if kind == _GGUF_ARRAY:
+            inner, count = take("I"), take("Q")
+            return [inner, count, [value(inner) for _ in range(count)]]
+        return take(f"{take('Q')}s") if kind == _GGUF_TEXT else take(_GGUF_SCALARS[kind])
+
+    num_tensors, num_values = take("Q"), take("Q")
+    metadata = [[value(_GGUF_TEXT), kind := take("I"), value(kind)] for _ in range(num_values)]
+    tensors = []
+    for _ in range(num_tensors):
+        name, num_dims = value(_GGUF_TEXT), take("I")
+        tensors.append([name, [take("Q") for _ in range(num_dims)], take("I"), take("Q")])
+    return metadata, tensors, content[-(-place // 32) * 32 :]
+
+
+def _as_gguf(metadata: list[Any], tensors: list[Any], data: bytes, counts: tuple[int, int] | None = None) -> bytes:
+    def value(kind: int, one: Any) -> bytes:
+        if kind == _GGUF_TEXT:
+            text = one if isinstance(one, bytes) else str(one).encode("utf-8", "surrogatepass")
+            return struct.pack("<Q", len(text)) + text
+        if kind == _GGUF_ARRAY:
+            return struct.pack("<IQ", one[0], one[1]) + b"".join(value(one[0], entry) for entry in one[2])
+        code = _GGUF_SCALARS.get(kind, "Q")
+        try:
+            return struct.pack(f"<{code}", one)
+        except (struct.error, OverflowError, TypeError):
+            return bytes(struct.calcsize(f"<{code}"))
+
+    parts = [b"GGUF", struct.pack("<IQQ", 3, *(counts or (len(tensors), len(metadata))))]
+    parts += [value(_GGUF_TEXT, key) + struct.pack("<I", kind) + value(kind, one) for key, kind, one in metadata]
+    for name, shape, kind, offset in tensors:
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *(size % 2**64 for size in shape))
+        parts.append(value(_GGUF_TEXT, name) + dims + struct.pack("<IQ", kind % 2**32, offset % 2**64))
+    head = b"".join(parts)
+    return head + bytes(-len(head) % 32) + data
+
+
+def break_gguf(content: bytes, chance: random.Random) -> bytes:
+    """Break metadata (types, values, counts), tensors (shapes, kinds, overlaps), the end of the file, or bytes."""
+    if chance.random() < 0.15:
+        return break_bytes(content, chance)
+    metadata, tensors, data = _parse_gguf(content)
+    metadata, tensors, counts = [*metadata], [*tensors], None
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        act = chance.random()
+        i = chance.randrange(len(metadata))
+        key, kind, value = metadata[i]
+        if act < 0.5:
+            if kind == _GGUF_ARRAY and chance.random() < 0.6:
+                inner, _, entries = value
+                entries, j = [*entries], chance.randrange(max(1, len(entries)))
+                entries[j : j + 1] = [chance.choice((*HOSTILE, *entries[:3]))] * chance.choice((0, 1, 1, 2, 400))
+                inner = chance.choice((inner, inner, inner, 4, 6, 8, 9, 99))
+                if inner not in (4, 6):
+                    entries = [b"x" if inner == _GGUF_TEXT and isinstance(one, list | dict) else one for one in entries]
+                inner = _GGUF_TEXT if inner == _GGUF_ARRAY else inner
+                metadata[i] = [key, kind, [inner, chance.choice((len(entries),) * 8 + _GGUF_COUNTS), entries]]
+            else:
+                hostile = chance.choice((*HOSTILE, *_GGUF_COUNTS))
+                kinds = {bool: 7, int: chance.choice((4, 5, 10, 11)), float: chance.choice((6, 12)), str: _GGUF_TEXT}
+                kinds |= {list: _GGUF_ARRAY, dict: 77, type(None): kind}
+                if isinstance(hostile, list):
+                    hostile = [4, len(hostile), [0] * len(hostile)]
+                metadata[i] = [key, kinds[type(hostile)] if not isinstance(hostile, list) else _GGUF_ARRAY, hostile]
+                if hostile is None:
+                    del metadata[i]
+        elif act < 0.6:
+            metadata.append(
+                [chance.choice(metadata)[0], kind, value] if chance.random() < 0.5 else [key + b"x", kind, value]
+            )
+        elif act < 0.9 and tensors:
+            j = chance.randrange(len(tensors))
+            name, shape, stored, offset = tensors[j]
+            other = chance.choice(tensors)
+            tensors[j] = chance.choice((
+                [name, shape, stored, other[3]],
+                [name, shape, stored, max(0, offset - chance.choice((1, 4, 32)))],
+                [name, shape, chance.choice((0, 1, 2, 8, 12, 20, 30, 39, 99)), offset],
+                [name, [*shape, chance.choice(_GGUF_COUNTS)], stored, offset],
+                [name, [size * chance.choice((1, 2, 2**20, 0)) for size in shape], stored, chance.choice(_GGUF_COUNTS)],
+                [other[0], shape, stored, offset],
+                [name, shape[::-1], stored, offset],
+            ))  # fmt: skip
+        elif act < 0.95 and tensors:
+            tensors.remove(chance.choice(tensors))
+        elif act < 0.97:
+            counts = (chance.choice((len(tensors), *_GGUF_COUNTS)), chance.choice((len(metadata), *_GGUF_COUNTS)))
+        else:
+            data = data[: chance.randrange(len(data) + 1)]
+    return _as_gguf(metadata, tensors, data, counts)
+
+
+def break_imatrix(content: bytes, chance: random.Random) -> bytes:
+    """Break one of the counts and lengths of llama.cpp's older format, or bytes."""
+    if content[:4] == b"GGUF":
+        return break_gguf(content, chance)
+    if chance.random() < 0.4:
+        return break_bytes(content, chance)
+    places, place = [0], 4
+    while place + 4 <= len(content):
+        (length,) = struct.unpack_from("<i", content, place)
+        places += [place, place + 4 + length, place + 8 + length]
+        (size,) = struct.unpack_from("<i", content, place + 8 + length)
+        place += 12 + length + 4 * size
+    at = chance.choice(places)
+    hostile = chance.choice((0, 1, -1, -4, -12, 2**31 - 1, -(2**31), 2**20, 3))
+    return content[:at] + struct.pack("<i", hostile) + content[at + 4 :]
+
+
+def break_parquet(content: bytes, chance: random.Random) -> bytes:
+    """Write other rows, with repeated long texts, nulls, other types and other encodings, or break bytes."""
+    if chance.random() < 0.5:
+        return break_bytes(content, chance)
+    pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    num_rows, times = chance.choice((1, 3, 50, 1000)), chance.choice((1, 3, 50, 1000))
+    group_rows = 1000
+    text = chance.choice("aé") * chance.choice((1, 100, 10_000, 300_000))
+    if len(text) * num_rows * times > 2**22:  # references to one text need no memory here
+        column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * num_rows, "int32"), [text])
+    else:
+        value = chance.choice(
+            (
+                text,
+                text.encode(),
+                None,
+                [text] * times,
+                [1] * times,
+                {"role": text},
+                0.5,
+                True,
+                [{"content": text}] * times,
+            )
+        )
+        column, group_rows = pyarrow.array([value] * num_rows), chance.choice((7, 1000))
+    rows = {chance.choice(("prompt", "messages", "text", "x")): column, "completion": ["b"] * num_rows}
+    stream = io.BytesIO()
+    settings = {
+        "use_dictionary": hasattr(column, "dictionary") or chance.random() < 0.7,
+        "compression": chance.choice(("zstd", "snappy", "gzip", "none")),
+    }
+    settings["row_group_size"] = group_rows
+    try:
+        parquet.write_table(pyarrow.table(rows), stream, **settings)
+    except (pyarrow.ArrowException, UnicodeError):
+        return content
+    written = stream.getvalue() if stream.tell() < 2**20 else content
+    return break_bytes(written, chance) if chance.random() < 0.2 else written
+
+
 # Feeding them ---------------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +440,8 @@ class Target:
 def targets(folder: Path) -> dict[str, Target]:
     """All targets, with valid files under `folder`."""
     found: dict[str, Target] = {}
-    for kind in (_settings, _rows, _models, _adapters, _tokenizers, _runs, _requests):
+    os.environ["LEAN_FT_CACHE"] = str(folder / "cache")
+    for kind in (_settings, _rows, _models, _gguf, _adapters, _tokenizers, _runs, _requests):
         (folder / kind.__name__).mkdir()
         found |= kind(folder / kind.__name__)
     for target in found.values():
@@ -253,7 +465,20 @@ def _settings(folder: Path) -> dict[str, Target]:
     def read_preset() -> None:
         load_config(recipe.Config, preset, ["output_dir=x"])
 
+    theirs = folder / "torchtune.yaml"
+    catalog.load_recipe = cache(catalog.load_recipe)  # a command loads one recipe once
+
+    def convert() -> None:
+        text = (preset := convert_config(theirs)).text(theirs.name)
+        written = folder / "converted.yaml"
+        written.write_text(text)
+        comments = [line for line in text.splitlines() if line.startswith("#")]
+        assert comments[1:] == [f"# {remark}" for remark in preset.remarks]  # no remark has a second line
+        assert not yaml.safe_load(text).keys() - {setting.partition(".")[0] for setting in ("recipe", *preset.settings)}
+        load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written)
+
     return {
+        "torchtune configuration": Target(3, theirs, [TORCHTUNE], break_yaml, convert),
         "settings YAML": Target(3, preset, presets, break_yaml, read_preset),
         "settings on the command line": Target(2, overrides, [lines], break_bytes, read_overrides),
     }
@@ -299,7 +524,7 @@ def _rows(folder: Path) -> dict[str, Target]:
         file, read = reader("rows.parquet", tokenizer)
         pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "completion": "b"}] * 3), file)
-        found["rows of Parquet"] = Target(2, file, [file.read_bytes()], break_bytes, read)
+        found["rows of Parquet"] = Target(2, file, [file.read_bytes()], break_parquet, read)
     except ImportError:
         pass
     file, read = reader("packed.jsonl", templated)
@@ -332,6 +557,62 @@ def _models(folder: Path) -> dict[str, Target]:
         "safetensors header": Target(12, broken, [weights], break_safetensors, lambda: _read_tensors(broken)),
         "model.safetensors.index.json": Target(4, cut / "model.safetensors.index.json", [index], break_json, lambda: load_model(cut)),
         "generation_config.json": Target(2, inputs / "generation_config.json", [generation], break_json, answer),
+    }  # fmt: skip
+
+
+def _gguf(folder: Path) -> dict[str, Target]:
+    inputs = write_inputs(folder / "model")
+    config = json.loads((inputs / "config.json").read_bytes())
+    (inputs / "tokenizer_config.json").write_bytes(as_json({"eos_token": "<end>", "chat_template": TEMPLATE}))
+    qwen = [{"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}]
+    qwen += [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}]
+    spec = json.loads((inputs / "tokenizer.json").read_bytes())
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": qwen}
+    (inputs / "tokenizer.json").write_bytes(as_json(spec))
+    model = load_model(inputs, random_init=True)
+    write_file(inputs / "model.safetensors", {n: p.detach() for n, p in model.named_parameters()}, {"format": "pt"})
+    seeds = []
+    for kind in ("f32", "bf16"):
+        export_gguf(inputs, folder / f"{kind}.gguf", kind)
+        seeds.append((folder / f"{kind}.gguf").read_bytes())
+    metadata, tensors, data = _parse_gguf(seeds[0])
+    pieces = [b"<unk>", *(b"<0x%02X>" % i for i in range(256)), b"a", b"b", b"ab", b"aba", b"abab", b"ababab"]
+    pieces = (pieces + [b"<pad%d>" % i for i in range(config["vocab_size"])])[: config["vocab_size"]]
+    ggml = b"tokenizer.ggml."
+    others = {
+        b"model": [8, b"llama"],
+        b"tokens": [9, [8, len(pieces), pieces]],
+        b"token_type": [9, [5, len(pieces), [2] + [6] * 256 + [1] * (len(pieces) - 257)]],
+        b"scores": [9, [6, len(pieces), [-float(i) for i in range(len(pieces))]]],
+    }
+    kept = [
+        entry
+        for entry in metadata
+        if entry[0] not in (ggml + b"pre", ggml + b"merges", *(ggml + key for key in others))
+    ]
+    seeds.append(_as_gguf(kept + [[ggml + key, *value] for key, value in others.items()], tensors, data))
+    file, importance = folder / "broken.gguf", folder / "importance.dat"
+
+    def read() -> None:
+        made = gguf_folder(file)
+        try:
+            load_model(made)
+            load_tokenizer(made).encode("2 times 2")
+        finally:
+            shutil.rmtree(made)
+
+    entry = struct.pack("<i18sii", 18, b"blk.0.attn_q.weigh", 3, 8) + struct.pack("<8f", *range(8))
+    sums, counts = (
+        [b"blk.0.attn_q.weight." + name, shape, 0, at]
+        for name, shape, at in ((b"in_sum2", [8], 0), (b"counts", [1], 32))
+    )
+    as_gguf = _as_gguf(
+        [[b"general.type", 8, b"imatrix"]], [sums, counts], struct.pack("<8f", *range(8)) + struct.pack("<f", 3.0)
+    )
+    return {
+        "GGUF": Target(2, file, seeds, break_gguf, read),
+        "importance matrix": Target(3, importance, [struct.pack("<i", 2) + entry + entry.replace(b"_q", b"_k"), as_gguf],
+                                    break_imatrix, lambda: read_imatrix(importance)),
     }  # fmt: skip
 
 
@@ -652,7 +933,8 @@ def main(
 ) -> None:
     """Run all cases, print and write. Exits with 1 if a case failed."""
     hardware = require_hardware("cpu")
-    with tempfile.TemporaryDirectory(prefix="lean_ft_fuzzing_") as folder:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="lean_ft_fuzzing_", dir=memory) as folder:
         chosen = {name: target for name, target in targets(Path(folder)).items() if re.search(only, name)}
         if not chosen:
             raise typer.BadParameter("no input has a name like that", param_hint="--only")

@@ -1,5 +1,6 @@
 """`leanft convert-config`: convert a torchtune configuration into a preset."""
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -29,7 +30,11 @@ def convert_config(
     text = preset.text(file.name)
     with TemporaryDirectory() as folder:  # check that the recipe accepts the preset
         (written := Path(folder) / "preset.yaml").write_text(text, encoding="utf-8")
-        load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written)
+        try:
+            load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written)
+        except ValueError as error:
+            named = re.sub(rf"{re.escape(str(written))}(, line \d+)?", lambda _: str(file), str(error))
+            raise ValueError(named) from None
     for remark in preset.remarks:
         typer.echo(remark, err=True)
     if output is None:

@@ -16,6 +16,7 @@ from uuid import UUID
 
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.splits import is_sliced, rows_of_split
+from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
 
 ROWS_AT_A_TIME = 1024
 MANY_ROWS = 100_000
@@ -29,7 +30,12 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, read in groups. Raises ValueError if the file cannot be read."""
+    """Yield the rows of a Parquet file, read in groups. Raises ValueError if the file cannot be read.
+
+    A few bytes can stand for many values: by compression, by runs of one value, and by references to an entry of a dictionary.
+    The metadata show the first two. Where the longest entry leaves doubt, texts are read as references, and their length is
+    known before they are made.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -41,18 +47,82 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
                 digest.update(some)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            num_rows, size = file.metadata.num_rows, path.stat().st_size
-            if num_rows == 0:
-                raise ValueError(f"{path} has no rows.")
-            if num_rows > max(MANY_ROWS, size):
-                raise ValueError(f"{path} is damaged: it claims {num_rows:,} rows in {size:,} bytes.")
-            number = 0
-            for batch in file.iter_batches(ROWS_AT_A_TIME):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Row(as_json(fields), f"{path}, row {number}")
+            about, columns, size = file.metadata, [*file.schema], path.stat().st_size
+        if about.num_rows == 0:
+            raise ValueError(f"{path} has no rows.")
+        if about.num_rows > max(MANY_ROWS, size):
+            raise ValueError(f"{path} is damaged: it claims {about.num_rows:,} rows in {size:,} bytes.")
+        texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        budget = max(EXPANDED_BYTES, MAX_EXPANSION * size)
+        too_large = ValueError(
+            f"{path} expands to more than {budget:,} bytes, {MAX_EXPANSION} times its size, which rows of text do not do. If the "
+            "file is correct, convert it to JSONL."
+        )
+        groups = [about.row_group(i) for i in range(about.num_row_groups)]
+        chunks = [[group.column(i) for i in range(len(columns))] for group in groups]
+        lengths = [
+            max(8, column.length or 0) for column in columns
+        ]  # bytes of a value: of Python's reference, at least
+        declared = (
+            c.total_uncompressed_size + c.num_values * n for row in chunks for c, n in zip(row, lengths, strict=True)
+        )
+        if sum(declared) > budget:
+            raise too_large
+        number = 0
+        with (
+            pyarrow.parquet.ParquetFile(path) as plain,
+            pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as encoded,
+        ):
+            for i, group in enumerate(groups):
+                has_delta = any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks[i])
+                first = () if has_delta else next(encoded.iter_batches(1, row_groups=[i]), ())
+                entries = [length for _, length in map(_text_bytes, _leaves(first))]
+                most = group.total_byte_size + max(entries, default=0) * sum(chunk.num_values for chunk in chunks[i])
+                is_safe = has_delta or most <= max(EXPANDED_BYTES, 8 * group.total_byte_size)
+                file = plain if is_safe else encoded
+                for batch in file.iter_batches(1 if has_delta else ROWS_AT_A_TIME, row_groups=[i]):
+                    if (budget := budget - (made := _num_bytes(batch))) < 0:
+                        raise too_large
+                    step = 1 if made > EXPANDED_BYTES else ROWS_AT_A_TIME
+                    for start in range(0, batch.num_rows, step):
+                        rows = batch.slice(start, step)
+                        if step == 1 and _num_bytes(rows) > MAX_LINE_BYTES:
+                            raise ValueError(
+                                f"{path}, row {number + 1} is larger than {MAX_LINE_BYTES >> 20} MiB, the limit for a row."
+                            )
+                        for fields in rows.to_pylist():
+                            number += 1
+                            yield Row(as_json(fields), f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
+
+
+def _leaves(arrays: Any) -> Iterator[Any]:
+    """Yield the arrays of values inside arrays of lists, maps and objects."""
+    for array in arrays:
+        if array.type.num_fields == 0 or hasattr(array, "dictionary"):
+            yield array
+        elif hasattr(array, "keys"):
+            yield from _leaves((array.keys, array.items))
+        else:
+            inner = array.flatten()
+            yield from _leaves(inner if isinstance(inner, list) else [inner])
+
+
+def _num_bytes(arrays: Any) -> int:
+    return sum(num_bytes for num_bytes, _ in map(_text_bytes, _leaves(arrays)))
+
+
+def _text_bytes(array: Any) -> tuple[int, int]:
+    """Return the bytes of an array's values, and of its dictionary's longest text (0 without one)."""
+    from pyarrow import compute as functions
+    from pyarrow import types
+
+    compute: Any = functions  # its functions are made when it is imported
+    if not hasattr(array, "dictionary") or types.is_primitive(array.dictionary.type):
+        return array.nbytes, 0
+    lengths = compute.binary_length(array.dictionary)
+    return compute.sum(lengths.take(array.indices)).as_py() or 0, compute.max(lengths).as_py() or 0
 
 
 def read_dataset(name: str, digest: Digest | None, *, subset: str | None, split: str, streaming: bool) -> Iterator[Row]:

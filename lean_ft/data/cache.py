@@ -39,7 +39,7 @@ ABOUT = "about.json"
 UNFINISHED = ".unfinished"
 SETTLED_SECONDS = 2.0  # coarsest timestamp resolution of common file systems
 READ_BYTES = 2**20
-JUST_BEGUN_SECONDS = 60.0  # a newer folder may not be locked yet
+JUST_BEGUN_SECONDS = 5.0  # a newer folder may not be locked yet
 
 Entry = tuple[dict[str, np.ndarray], dict[str, Any]]
 """Read-only memory-mapped arrays by name, and the entry's metadata."""
@@ -73,7 +73,7 @@ class EntryWriter:
     """Writes the arrays of an entry to disk in parts."""
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self.folder = folder
         self._files: dict[str, tuple[BinaryIO, np.dtype]] = {}
         self.about: dict[str, Any] = {}
 
@@ -81,7 +81,7 @@ class EntryWriter:
         """Append values (n,) to each named array. All parts of an array have the same dtype."""
         for name, values in arrays.items():
             if name not in self._files:
-                self._files[name] = (self._folder / name).open("wb"), values.dtype
+                self._files[name] = (self.folder / name).open("wb"), values.dtype
             file, dtype = self._files[name]
             assert values.dtype == dtype
             file.write(np.ascontiguousarray(values).data)
@@ -92,9 +92,9 @@ class EntryWriter:
         arrays = {name: {"dtype": self._files[name][1].str, "length": length} for name, length in lengths.items()}
         self.close()
         description = {"format": FORMAT, "byte_order": sys.byteorder, "arrays": arrays, **self.about}
-        (self._folder / ABOUT).write_text(json.dumps(description, indent=2), encoding="utf-8")
+        (self.folder / ABOUT).write_text(json.dumps(description, indent=2), encoding="utf-8")
         for name in (*arrays, ABOUT):
-            sync(self._folder / name)
+            sync(self.folder / name)
 
     def close(self) -> None:
         for file, _ in self._files.values():
@@ -141,7 +141,7 @@ def read_entry(folder: Path, key: str) -> Entry | None:
     path = folder / key
     try:
         about = json.loads((path / ABOUT).read_bytes())
-        arrays = {name: _mapped(path / name, **shape) for name, shape in about["arrays"].items()}
+        arrays = {name: _mapped(path / Path(name).name, **shape) for name, shape in about["arrays"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # missing, damaged or being deleted: made again
     with contextlib.suppress(OSError):  # owned by another user
@@ -222,7 +222,7 @@ def _mapped(file: Path, dtype: str, length: int) -> np.ndarray:
 
 def _remove_abandoned(folder: Path) -> None:
     """Delete partial entries of killed runs. Entries being written are locked and stay."""
-    for path in folder.glob(f"*{UNFINISHED}"):
+    for path in folder.glob(f"*{UNFINISHED}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < JUST_BEGUN_SECONDS:
                 continue

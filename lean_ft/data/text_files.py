@@ -26,6 +26,7 @@ NUM_BYTES_TO_DETECT = 4096
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 CHUNK_BYTES = 1 << 12  # compressed; expands to at most 4 MiB (gzip) or 128 MiB (zstd: 4 bytes can encode 128 KiB)
 MAX_LINE_BYTES = 1 << 29
+MAX_COMMAS = 1 << 23  # of a row: a value between two may be 2 bytes here and 64 in memory
 MAX_EXPANSION, EXPANDED_BYTES = 200, 1 << 26  # above both limits, assume a decompression bomb
 PLAIN_TEXT = (".txt", ".md")
 _JSON_ROWS = re.compile(rb'\s*(\[\s*)?\{\s*"')
@@ -91,7 +92,7 @@ def _json_lines(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
             continue
         place = f"{path}, line {number}"
         try:
-            yield Row(_object(parse_json(_decode(line.rstrip(b"\r\n")))), place)
+            yield Row(_object(parse_json(_decode_json(line.rstrip(b"\r\n"), MAX_COMMAS))), place)
         except ValueError as error:
             yield Row({}, place, problem=f"{error}{hint if 'malformed' in str(error) else ''}")
 
@@ -105,7 +106,7 @@ def _text_row(content: bytes, path: Path) -> Row:
 
 def _array_rows(content: bytes, path: Path) -> Iterator[Row]:
     try:
-        values = parse_json(_decode(content))
+        values = parse_json(_decode_json(content, max(MAX_COMMAS, len(content) // 8)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     for number, value in enumerate(values, start=1):
@@ -155,6 +156,12 @@ def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object with named fields, found {kind(value)}")
     return value
+
+
+def _decode_json(content: bytes, max_commas: int) -> str:
+    if len(content) > max_commas and content.count(b",") > max_commas:
+        raise ValueError(f"more than {max_commas:,} values, the limit for its size")
+    return _decode(content)
 
 
 CONVERT = "; convert the file, for example with `iconv -f LATIN1 -t UTF-8`"

@@ -82,13 +82,13 @@ def _read_gguf(file: Path) -> Importance:
 def _read_binary(file: Path) -> Importance:
     content, found, place = file.read_bytes(), Importance(), 4
     try:
-        for _ in range(struct.unpack_from("<i", content)[0]):
-            (length,) = struct.unpack_from("<i", content, place)
+        for _ in range(struct.unpack_from("<I", content)[0]):
+            (length,) = struct.unpack_from("<I", content, place)
             name = content[place + 4 : place + 4 + length].decode()
-            num_calls, size = struct.unpack_from("<2i", content, place + 4 + length)
+            num_calls, size = struct.unpack_from("<iI", content, place + 4 + length)
             place += 12 + length
             sums = torch.frombuffer(bytearray(content[place : place + 4 * size]), dtype=torch.float32)
-            if len(sums) != size:
+            if len(sums) != size or name in found or num_calls < 0:
                 raise ValueError("truncated")
             found[name], place = sums / max(1, num_calls), place + 4 * size
     except (struct.error, ValueError):  # also of bytes that are not UTF-8, and of an empty buffer

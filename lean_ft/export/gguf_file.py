@@ -30,6 +30,7 @@ from lean_ft.quantize import mean_loss
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.chat_template import without_generation_tags
 from lean_ft.training.checkpoint import small_files_bytes
 from lean_ft.training.finished_models import find_finished
 
@@ -191,7 +192,9 @@ def _metadata(
         metadata[key if key.startswith("xielu.") else f"{family.architecture}.{key}"] = value  # as llama.cpp names them
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
     for template_name, template in tokenizer.chat_templates.items():
-        metadata["tokenizer.chat_template" + ("" if template_name == "default" else f".{template_name}")] = template
+        metadata["tokenizer.chat_template" + ("" if template_name == "default" else f".{template_name}")] = (
+            without_generation_tags(template)
+        )
     if named := [other for other in tokenizer.chat_templates if other != "default"]:
         metadata["tokenizer.chat_templates"] = named
     return metadata

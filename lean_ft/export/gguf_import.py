@@ -10,16 +10,17 @@ Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's src/llama-v
 
 import hashlib
 import math
-import shutil
+import re
 import struct
-import tempfile
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 
+from lean_ft.data.cache import limit_size, load_entry
 from lean_ft.export.gguf_check import gguf_family
 from lean_ft.export.gguf_config import USE_FOLDER, check_architecture, config_of, family_of
 from lean_ft.export.gguf_contents import all_tensors, architecture_metadata, gguf_package, layout_of
@@ -33,9 +34,11 @@ from lean_ft.models.hf_format import empty_model
 from lean_ft.models.names_on_disk import parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.whole_files import MAX_JSON_BYTES, write_json
+from lean_ft.tokenizers import load_tokenizer
 
-_FORMAT = 3  # of the folder; part of its name
-_MAX_ENTRIES = 2**22  # of an array; the largest vocabularies have 600,000 merges
+_FORMAT = 4  # of the folder; part of its name
+_CACHE_BYTES = 2**32  # of all folders; that of a large vocabulary has 30 MB
+_MAX_ENTRIES = 2**21  # of all arrays together; the largest vocabularies have 300,000 tokens and 600,000 merges
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -46,35 +49,37 @@ _UNCHECKED = {
 }  # fmt: skip
 
 
-def gguf_folder(file: Path) -> Path:
+def gguf_folder(file: Path, given: str | Path | None = None) -> Path:
     """Return a model folder for a GGUF file: its configuration, its tokenizer, and an index of its weights. Cached.
 
-    Raises ValueError if the file is damaged, or has an architecture, a kind of weights or a tokenizer that lean_ft cannot read, or if
-    the cache cannot be written.
+    `given` is the file's name in messages, by default its path. Raises ValueError if the file is damaged, or has an architecture,
+    a kind of weights or a tokenizer that lean_ft cannot read, or if the cache cannot be written.
     """
     file = file.expanduser().absolute()  # in the Hub's cache a link to a file without the ending .gguf
-    about = file.stat()
+    about, cache = file.stat(), gguf_cache()
     key = f"{_FORMAT} {file} {about.st_size} {about.st_mtime_ns}"
-    folder = gguf_cache() / f"{file.stem[:100]}-{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:16]}"
-    if folder.is_dir():
-        return folder
+    key = f"{file.stem[:100]}-{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:16]}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+        cache.mkdir(parents=True, exist_ok=True)
+        load_entry(cache, key, lambda writer: _write_named(file, writer.folder, given or file))
     except OSError as error:
-        raise ValueError(
-            f"cannot write the cache folder {folder.parent} ({error.strerror}). Set the environment variable LEAN_FT_CACHE to a "
-            "writable folder."
-        ) from None
-    try:
-        _write(file, temporary)
-        temporary.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # another process may have made it meanwhile
+        if error.filename == str(file):
             raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+        reason = error.strerror or error
+        raise ValueError(
+            f"cannot write the cache folder {cache} ({reason}). Set the environment variable LEAN_FT_CACHE to a writable folder."
+        ) from None
+    limit_size(cache, _CACHE_BYTES, keep={key})
+    return cache / key
+
+
+def _write_named(file: Path, folder: Path, given: str | Path) -> None:
+    """Call `_write`. Messages name the file that the user gave in place of a file of the cache."""
+    try:
+        _write(file, folder)
+    except ValueError as error:
+        paths = rf"{re.escape(str(folder))}(/[\w.]+)?|{re.escape(str(file))}"
+        raise ValueError(re.sub(paths, lambda _: str(given), str(error))) from None
 
 
 def _write(file: Path, folder: Path) -> None:
@@ -86,21 +91,19 @@ def _write(file: Path, folder: Path) -> None:
             f"{file} is one part of a split model. Join the parts: llama-gguf-split --merge FIRST ALL.gguf"
         )
     facts = Facts(file, check_architecture(file, metadata.get("general.architecture")), metadata, tensors)
-    config = config_of(facts, family_of(facts))
+    config, files = config_of(facts, family_of(facts)), tokenizer_files(file, metadata)
     ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")}
     ends = [i for i in dict.fromkeys((ids["eos"], ids["eot"], ids["eom"])) if i is not None]
     config |= {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"]}
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"bos_token_id": ids["bos"], "eos_token_id": ends or None})
-    for file_name, content in tokenizer_files(file, metadata).items():
-        write_json(folder / file_name, content)
-    try:
-        model = empty_model(folder, torch.float32)
-    except ValueError as error:
-        raise ValueError(str(error).replace(str(folder / "config.json"), str(file))) from None
+    for file_name, content in files.items():
+        write_json(folder / file_name, content, indent=None)
+    model = empty_model(folder, torch.float32)
     family = gguf_family(model, file)
     _check_metadata(facts, architecture_metadata(model, family))
     write_index(folder, file, stored_parameters(facts, model, family))
+    load_tokenizer(folder)  # raises if the `tokenizers` library cannot read it
 
 
 def _check_metadata(facts: Facts, own: Mapping[str, Any]) -> None:
@@ -170,19 +173,22 @@ def stored_parameters(facts: Facts, model: Decoder, family: GGUFFamily) -> dict[
 
 
 class _Reader:
-    """Numbers and strings of a header. Every size is checked before memory is allocated."""
+    """Numbers and strings of a header. One budget of bytes and one of entries hold for the whole header."""
 
-    def __init__(self, file: Path, stream: BinaryIO) -> None:
-        self.file, self.stream, self.size = file, stream, file.stat().st_size
+    def __init__(self, file: Path) -> None:
+        self.file, self.size, self.place, self.entries = file, file.stat().st_size, 0, _MAX_ENTRIES
+        with file.open("rb") as stream:
+            self.content = stream.read(MAX_JSON_BYTES)
 
     def bytes(self, length: int) -> bytes:
-        if length > self.size - self.stream.tell():
+        start, self.place = self.place, self.place + length
+        if self.place > self.size:
             raise ValueError(
                 f"{self.file} is truncated: its header does not fit {self.size:,} bytes. Download it again."
             )
-        if length > MAX_JSON_BYTES:
-            raise self.damaged(f"{length:,} bytes of one value")
-        return self.stream.read(length)
+        if self.place > MAX_JSON_BYTES:
+            raise self.damaged(f"more than {MAX_JSON_BYTES >> 20} MiB")
+        return self.content[start : self.place]
 
     def number(self, code: str) -> Any:
         value = struct.unpack(f"<{code}", self.bytes(struct.calcsize(f"<{code}")))[0]
@@ -204,7 +210,8 @@ class _Reader:
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY and not in_array:
-            kind, length = self.number("I"), self.count(_MAX_ENTRIES)
+            kind, length = self.number("I"), self.count(self.entries)
+            self.entries -= length
             if kind not in _SCALARS:
                 return [self.value(kind, in_array=True) for _ in range(length)]
             code = f"<{length}{_SCALARS[kind]}"
@@ -219,51 +226,60 @@ class _Reader:
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     """Return a GGUF file's metadata and tensors by name. Raises ValueError if it is damaged, or a kind of weights is unknown."""
-    gguf = gguf_package()
+    kinds = _kinds(gguf_package())
     metadata, tensors, starts = dict[str, Any](), dict[str, Stored](), dict[str, int]()
-    with file.open("rb") as stream:
-        reader = _Reader(file, stream)
-        if stream.read(4) != b"GGUF":
-            raise ValueError(f"{file} is not a GGUF file: it does not begin with GGUF. Expected a file for llama.cpp.")
-        if (version := reader.number("I")) not in (2, 3):
-            raise ValueError(f"{file} has version {version} of the format; expected 2 or 3, in little-endian order.")
-        num_tensors, num_values = reader.count(2**17), reader.count(2**17)
-        for _ in range(num_values):
-            key = reader.text()
-            metadata[key] = reader.value(reader.number("I"))
-        for _ in range(num_tensors):
-            name, num_dims = reader.text(), reader.number("I")
-            if name in tensors or not 1 <= num_dims <= 4:
-                raise reader.damaged(f"two tensors {name}" if name in tensors else f"{num_dims} dimensions of {name}")
-            shape = tuple(reader.number("Q") for _ in range(num_dims))[::-1]
-            number, start = reader.number("I"), reader.number("Q")
-            kind = next((kind for kind in gguf.GGMLQuantizationType if kind == number), None)
-            if kind is None or not _can_dequantize(gguf, kind):
-                known = ", ".join(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantize(gguf, kind))
-                found = f"stores {name} as {number if kind is None else kind.name}; expected one of {known}"
-                raise ValueError(f"{file} {found}. Choose another file of the model.")
-            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            columns = shape[-1] if num_dims > 1 else 1
-            if (num_dims == 1 and block > 1) or columns % block or 0 in shape:
-                raise reader.damaged(f"the shape {list(shape)} of {name}, which is stored as {kind.name}")
-            tensors[name], starts[name] = Stored(kind.name, shape, 0, columns // block * block_bytes), start
-        alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-            raise reader.damaged(f"the alignment {alignment!r}; expected a power of two")
-        data = -(-stream.tell() // alignment) * alignment
-    for name, stored in tensors.items():
-        end = data + starts[name] + num_rows(stored.shape) * stored.row_bytes
+    reader = _Reader(file)
+    if reader.content[:4] != b"GGUF":
+        raise ValueError(f"{file} is not a GGUF file: it does not begin with GGUF. Expected a file for llama.cpp.")
+    reader.place = 4
+    if (version := reader.number("I")) not in (2, 3):
+        raise ValueError(f"{file} has version {version} of the format; expected 2 or 3, in little-endian order.")
+    num_tensors, num_values = reader.count(2**17), reader.count(2**17)
+    for _ in range(num_values):
+        if (key := reader.text()) in metadata:
+            raise reader.damaged(f"two values of {key}")
+        metadata[key] = reader.value(reader.number("I"))
+    for _ in range(num_tensors):
+        name, num_dims = reader.text(), reader.number("I")
+        if name in tensors or not 1 <= num_dims <= 4:
+            raise reader.damaged(f"two tensors {name}" if name in tensors else f"{num_dims} dimensions of {name}")
+        shape = tuple(reader.number("Q") for _ in range(num_dims))[::-1]
+        number, start = reader.number("I"), reader.number("Q")
+        kind, block, block_bytes = kinds.get(number, (str(number), 0, 0))
+        if not block:
+            known = ", ".join(name for name, size, _ in kinds.values() if size)
+            raise ValueError(
+                f"{file} stores {name} as {kind}; expected one of {known}. Choose another file of the model."
+            )
+        columns = shape[-1] if num_dims > 1 else 1
+        if (num_dims == 1 and block > 1) or columns % block or 0 in shape:
+            raise reader.damaged(f"the shape {list(shape)} of {name}, which is stored as {kind}")
+        tensors[name], starts[name] = Stored(kind, shape, 0, columns // block * block_bytes), start
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
+        raise reader.damaged(f"the alignment {alignment!r}; expected a power of two")
+    data = end = -(-reader.place // alignment) * alignment
+    for name in sorted(tensors, key=lambda name: starts[name]):
+        stored, start = tensors[name], data + starts[name]
+        if start < end:
+            raise reader.damaged(f"the tensor {name} at byte {start:,}, inside another tensor")
+        end = start + num_rows(stored.shape) * stored.row_bytes
         if end > reader.size:
             raise ValueError(f"{file} is truncated: {name} ends at byte {end:,}, and the file has {reader.size:,}. Download it again.")  # fmt: skip
-        tensors[name] = stored._replace(offset=data + starts[name])
+        tensors[name] = stored._replace(offset=start)
     return metadata, tensors
 
 
-def _can_dequantize(gguf: Any, kind: Any) -> bool:
-    if kind.name in ("F32", "F16"):
-        return True
-    try:
-        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
+@lru_cache(maxsize=1)
+def _kinds(gguf: Any) -> dict[int, tuple[str, int, int]]:
+    """Each kind's name, and the numbers and bytes of its blocks; no numbers in a kind that cannot be dequantized."""
+    found = {}
+    for kind in gguf.GGMLQuantizationType:
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        try:
+            if kind.name not in ("F32", "F16"):
+                gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+        except NotImplementedError:
+            block = 0
+        found[int(kind)] = (kind.name, block, block_bytes)
+    return found

@@ -6,6 +6,7 @@ from typing import Any
 
 from lean_ft.export.gguf_vocabulary import ADD_BOS, BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, USER_DEFINED
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.tokenizers.file_limits import check_limits
 from lean_ft.tokenizers.sentencepiece_model import WORD_START
 
 _TEXT_RULES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # BPE of text instead of bytes
@@ -13,6 +14,8 @@ _REFUSED = {
     "exaone-moe": "its pattern repeats a group that has repetitions, which can take exponential time",
     "whitespace": "its tokens are text without marks for spaces",
 }
+_TYPES = {"pre": str, "merges": list} | dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), bool)
+_MAX_WORK = 2**27  # characters compared to find the merges of a SentencePiece vocabulary; Gemma's needs about 2**24
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
@@ -24,6 +27,16 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
         raise ValueError(
             f"{file} has the tokenizer {model!r}; expected gpt2 (byte-level BPE), llama (SentencePiece BPE) or gemma4. "
             "WordPiece (bert), unigram (t5), RWKV and PLaMo 2 are not supported. Use the model's Hugging Face folder instead."
+        )
+    wrong = [key for key, kind in _TYPES.items() if type(values.get(key, kind())) is not kind]
+    wrong = [f"tokenizer.ggml.{key}" for key in wrong]
+    wrong += [
+        key for key, value in metadata.items() if key.startswith("tokenizer.chat_template.") and type(value) is not str
+    ]
+    wrong += ["tokenizer.chat_template"] * (type(metadata.get("tokenizer.chat_template", "")) is not str)
+    if wrong:
+        raise ValueError(
+            f"{file}: {wrong[0]} is {str(metadata[wrong[0]])[:100]}, which is of the wrong type. Download the file again."
         )
     pre = values.get("pre", "default") if model == "gpt2" else None
     is_bytes = model == "gpt2" and pre not in _TEXT_RULES
@@ -46,11 +59,11 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
         if types[i] in (CONTROL, USER_DEFINED) or (types[i] == UNKNOWN and not is_bytes)
     ]
     spec: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
-    merges = [(left, right) for left, _, right in (str(merge).partition(" ") for merge in values.get("merges") or ())]
+    merges = [str(merge).split(" ", 1) for merge in values.get("merges") or ()]
     if is_bytes:
         spec |= _byte_level(file, pre, merges)
     elif model == "llama":
-        merges = _sentencepiece_merges(vocab, types, scores)
+        merges = _sentencepiece_merges(file, vocab, types, scores)
         spec |= _word_starts(merges, BYTE in types, special, values.get("add_space_prefix", True))
     else:
         spec |= _word_starts(merges, BYTE in types, special, False)
@@ -71,6 +84,10 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
         for key, value in metadata.items()
         if key.startswith("tokenizer.chat_template.")
     ]
+    try:
+        check_limits(spec)
+    except ValueError as error:
+        raise ValueError(f"{file} has a tokenizer that cannot be read: {error}. Download the file again.") from None
     if template is not None:
         config["chat_template"] = [{"name": "default", "template": template}, *named] if named else template
     return {"tokenizer.json": spec, "tokenizer_config.json": config}
@@ -79,17 +96,19 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
 def _special_tokens(file: Path, values: Mapping[str, Any], tokens: list[str]) -> dict[str, str | None]:
     """Return bos_token, eos_token, unk_token and pad_token."""
     special: dict[str, str | None] = {}
-    for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
+    for key, name in names.items():
         token_id = values.get(f"{name}_token_id")
         if token_id is not None and (type(token_id) is not int or not 0 <= token_id < len(tokens)):
             raise ValueError(
                 f"{file}: tokenizer.ggml.{name}_token_id is {token_id!r}; expected an id below {len(tokens)}."
             )
-        special[f"{key}_token"] = None if token_id is None else tokens[token_id]
+        if key != name or key in ("bos", "eos"):  # the others end a turn
+            special[f"{key}_token"] = None if token_id is None else tokens[token_id]
     return special
 
 
-def _byte_level(file: Path, pre: Any, merges: list[tuple[str, str]]) -> dict[str, Any]:
+def _byte_level(file: Path, pre: Any, merges: list[list[str]]) -> dict[str, Any]:
     if pre in _REFUSED:
         raise ValueError(
             f"{file} splits text by the rule {pre!r}, which lean_ft does not support: {_REFUSED[pre]}. Use the model's Hugging Face "
@@ -118,22 +137,31 @@ def _byte_level(file: Path, pre: Any, merges: list[tuple[str, str]]) -> dict[str
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None,
         "decoder": byte_level,
-        "model": {**model, "merges": [*map(list, merges)]},
+        "model": {**model, "merges": merges},
     }
 
 
-def _sentencepiece_merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+def _sentencepiece_merges(file: Path, vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
     """Every way to join two pieces into a third is a merge. Merges of higher scores come first."""
     pieces = {token: i for token, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}
-    merges: list[tuple[float, int, int, str, str]] = []
+    lengths, tokens, work = {len(piece) for piece in pieces}, {i: piece for piece, i in pieces.items()}, 0
+    merges: list[tuple[float, int, int]] = []
     for token, i in pieces.items():
-        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        merges += [(-scores[i], pieces[a], pieces[b], a, b) for a, b in halves if a in pieces and b in pieces]
-    return [(a, b) for *_, a, b in sorted(merges)]
+        for cut in range(1, len(token)):
+            if cut in lengths and len(token) - cut in lengths:
+                work += len(token)
+                left, right = pieces.get(token[:cut]), pieces.get(token[cut:])
+                if left is not None and right is not None:
+                    merges.append((-scores[i], left, right))
+        if work > _MAX_WORK:
+            raise ValueError(
+                f"{file} has a tokenizer of long tokens that begin and end alike. Download the file again."
+            )
+    return [[tokens[left], tokens[right]] for _, left, right in sorted(merges)]
 
 
 def _word_starts(
-    merges: list[tuple[str, str]], has_bytes: bool, special: Mapping[str, str | None], marks_start: bool
+    merges: list[list[str]], has_bytes: bool, special: Mapping[str, str | None], marks_start: bool
 ) -> dict[str, Any]:
     """BPE of text, in which a mark replaces spaces. With `marks_start` the mark is also put before every text."""
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": WORD_START}
@@ -150,7 +178,7 @@ def _word_starts(
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": {**model, "ignore_merges": False, "merges": [*map(list, merges)]},
+        "model": {**model, "ignore_merges": False, "merges": merges},
     }
 
 

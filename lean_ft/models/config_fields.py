@@ -41,8 +41,10 @@ class Fields:
     def positive(self, name: str, or_0: bool = False) -> float:
         value = self._required(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < MAX_NUMBER or (value == 0 and not or_0):
-            expected = f"{'0 or ' if or_0 else ''}a positive number, below {MAX_NUMBER:.0e}"
+        if not is_number or not (1 / MAX_NUMBER < value < MAX_NUMBER or (value == 0 and or_0)):
+            expected = (
+                f"{'0 or ' if or_0 else ''}a positive number, below {MAX_NUMBER:.0e} and above {1 / MAX_NUMBER:.0e}"
+            )
             raise ValueError(f"{self.where}: {name} is {value!r}; expected {expected}.")
         return float(value)
 

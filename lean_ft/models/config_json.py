@@ -191,7 +191,7 @@ def score_config(
         )
     if not gives_scores(config):
         return {**config, "architectures": [SCORE_ARCHITECTURES[family]], **labels}
-    names, expected = label_names(config), label_names(labels)
+    names, expected = label_names(config, where), label_names(labels)
     if len(expected) == 1 and len(names) != 1:
         raise ValueError(f"{where}: id2label has {len(names)} labels; expected 1, as a reward model returns one score.")
     if len(expected) > 1 and names != expected:
@@ -210,10 +210,15 @@ def label_fields(names: Sequence[str], is_multi: bool) -> dict[str, Any]:
     }
 
 
-def label_names(config: Mapping[str, Any]) -> list[str]:
-    """The names of a classifier's labels, in the order of its outputs."""
+def label_names(config: Mapping[str, Any], where: str = "config.json") -> list[str]:
+    """The names of a classifier's labels, in the order of its outputs. Raises ValueError unless they are numbered from 0."""
     names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}  # without it, transformers takes 2
-    return [str(names[key]) for key in sorted(names, key=int)]
+    by_number = {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
+    if not by_number or any(str(i) not in by_number for i in range(len(by_number))):
+        raise ValueError(
+            f'{where}: id2label is {repr(names)[:100]}; expected labels by number: {{"0": "NAME", "1": "NAME"}}.'
+        )
+    return [by_number[str(i)] for i in range(len(by_number))]
 
 
 def kind_of_scores(config: Mapping[str, Any]) -> str:
@@ -268,7 +273,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     _check_neutral_fields(config, fields.read, where)
     if gives_scores(config):  # scores have no bias, soft cap or divisor
         of_logits = {"head_bias": False, "logits_softcap": None, "logits_divisor": 1.0}
-        return replace(decoder, scores=len(label_names(config)), tied_embeddings=False, **of_logits)
+        return replace(decoder, scores=len(label_names(config, where)), tied_embeddings=False, **of_logits)
     return decoder
 
 

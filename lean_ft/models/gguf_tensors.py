@@ -144,7 +144,7 @@ def gguf_tensors(folder: Path) -> dict[str, StoredTensor]:
     index = read_json(folder / GGUF_INDEX)
     file = Path(index["file"])
     if not file.is_file():
-        raise ValueError(f"{file}, which holds the weights of {folder}, is missing. Set model.path to its new place.")
+        raise ValueError(f"{file}, which holds the weights of the model, is missing. Set model.path to its new place.")
 
     def tensor(entry: dict) -> StoredTensor:
         entry["shape"] = tuple(entry["shape"])

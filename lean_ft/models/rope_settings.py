@@ -47,7 +47,10 @@ def rope_config(
     rotary_fraction = 1.0 if scaling == "proportional" else share
     values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * rotary_fraction) // 2))
     original = own.positive("original_max_position_embeddings")
-    theta = own.positive("rope_theta")
+    if (theta := own.positive("rope_theta")) <= 1.0:
+        raise ValueError(
+            f"{where}: rope_theta is {theta!r}; expected more than 1, as frequencies fall with the feature."
+        )
     known = {*own.read, *ignored}
     unknown = [name for name, value in settings.items() if name not in known and value is not None]
     if unknown:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from lean_ft.hub.download import cached_name
 from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder
-from lean_ft.models.config_fields import MAX_NUMBER
 from lean_ft.models.config_json import OF_REWARD, kind_of_scores, label_fields
 from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import weights_fingerprint
@@ -47,6 +46,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 LABELS_FILE = "labels.json"
 _PREFIX = "base_model.model."
+MAX_ALPHA = 1e6  # also of the rank; published adapters have at most thousands
 
 _ALONE = "Load one adapter alone, or merge the others first (leanft export --merge)."
 _OUTSIDE = rf".*({'|'.join(part.removesuffix('.') for part in NOT_TEXT)})\..*"  # multimodal models' other layers
@@ -387,7 +387,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: {name} is {value!r}, which is not supported; expected it absent or null.")
     for name in ("r", "lora_alpha"):
         if not _is_positive(value := config.get(name)):
-            raise ValueError(f"{file}: {name} is {value!r}; expected a positive number below {MAX_NUMBER:.0e}.")
+            raise ValueError(f"{file}: {name} is {value!r}; expected a positive number of at most {MAX_ALPHA:.0e}.")
     base = [config.get(name) for name in ("base_model_name_or_path", "revision")]
     if not all(name is None or (isinstance(name, str) and len(name) < MAX_NAME_CHARACTERS) for name in base):
         raise ValueError(f"{file}: base_model_name_or_path or revision is {base!r}; expected a model's name or folder.")
@@ -396,7 +396,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MAX_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_ALPHA
 
 
 def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:

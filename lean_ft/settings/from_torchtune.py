@@ -65,6 +65,7 @@ _RENAMED = {
     **{name: name for name in ("batch_size", "gradient_accumulation_steps", "clip_grad_norm", "epochs", "seed")},
     **{name: name for name in ("compile", "output_dir", "loss.beta", "loss.label_smoothing", "loss.epsilon")},
     "tokenizer.max_seq_len": "data.max_length",
+    "tokenizer.truncation_type": "data.truncation_side",
     "lr_scheduler.num_warmup_steps": "schedule.warmup_steps",
     "optimizer_in_bwd": "optimizer.in_backward",
     "enable_activation_offloading": "memory.activation_offload",
@@ -100,6 +101,18 @@ _NEEDLESS = """
     batch_size_val data_parallel_shard_dim custom_sharded_layers tensor_parallel_plan.* teacher_model._component_
     base_model_path
 """
+# What the conversion computes with, by the names of keys.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "a group with _component_": (
+        (),
+        "model optimizer checkpointer loss kd_loss tokenizer teacher_model teacher_checkpointer lr_scheduler quantizer profiler",
+    ),
+    "a name": (str, "*._component_ *checkpointer.checkpoint_dir dtype ac_mode"),
+    "a list": (list, "model.lora_attn_modules"),
+    "a number": ((int, float), "kd_ratio epochs max_steps_per_epoch"),
+    "a whole number": (int, "ac_option batch_size forward_batch_size grpo_samples"),
+}
+_MAX_REMARKS, _MAX_CHARACTERS = 200, 1000
 
 
 @dataclass
@@ -111,12 +124,13 @@ class Preset:
     remarks: list[str] = field(default_factory=list)
 
     def remark(self, text: str) -> None:
-        self.remarks.append(text)
+        if len(self.remarks) < _MAX_REMARKS:
+            self.remarks.append(_one_line(text))
 
     def equivalent(self, table: dict[str, Any], key: str, name: str, default: Any, uses: str) -> Any:
         """Return a component's entry in a table. If there is none, return the default and remark what the preset uses."""
         if name not in table:
-            self.remark(f"{key}: {name} has no equivalent. {uses}")
+            self.remark(f"{key}: {name} has no equivalent. {uses}" if name else f"{key}: not set. {uses}")
         return table.get(name, default)
 
     def text(self, source: str) -> str:
@@ -129,7 +143,13 @@ class Preset:
                 for group in key.split(".")[:-1]:
                     inside = inside.setdefault(group, {})
                 inside[key.rpartition(".")[2]] = value
-        return "".join(f"# {line}\n" for line in (f"From torchtune's {source}.", *self.remarks)) + to_yaml(nested)
+        lines = (_one_line(f"From torchtune's {source}."), *self.remarks)
+        return "".join(f"# {line}\n" for line in lines) + to_yaml(nested)
+
+
+def _one_line(text: str) -> str:
+    """Escape line breaks, which would end a comment, and other control characters."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[:_MAX_CHARACTERS])
 
 
 def convert_config(file: Path) -> Preset:
@@ -144,12 +164,24 @@ def convert_config(file: Path) -> Preset:
             "PPO are not supported. For axolotl, unsloth and LLaMA-Factory see docs/coming_from_others.md, for TRL "
             "docs/coming_from_trl.md."
         )
-    left = _flat(read)
+    left = {key: value for key, value in _flat(read).items() if value is not None or key == "seed"}
     for key, value in left.items():
-        while isinstance(value, str) and (name := re.search(r"\$\{([\w.]+)\}", value)) and name[1] in left:
-            value = value.replace(name[0], str(left[name[1]]))
+        for _ in range(16):  # a value may refer to itself
+            if not isinstance(value, str) or len(value) > _MAX_CHARACTERS:
+                break
+            if (found := re.search(r"\$\{([\w.]+)\}", value)) is None or found[1] not in left:
+                break
+            value = value.replace(found[0], str(left[found[1]])[:_MAX_CHARACTERS], 1)
         left[key] = value
-    if re.search("vision|multimodal", f"{left['model._component_']} {left.get('dataset._component_')}"):
+        for expected, (kind, names) in _KINDS.items():
+            if not isinstance(value, kind) and any(fnmatch(key, name) for name in names.split()):
+                raise ValueError(f"{file}: {key} is {repr(value)[:100]}; expected {expected}.")
+    datasets = left.get("dataset", [])
+    if not isinstance(datasets, list) or not all(isinstance(one, dict) for one in datasets):
+        raise ValueError(
+            f"{file}: dataset is {repr(datasets)[:100]}; expected a group with _component_, or a list of them."
+        )
+    if re.search("vision|multimodal", f"{left.get('model._component_')} {left.get('dataset._component_')}"):
         raise ValueError(f"{file} trains a model on images. lean_ft trains language models only.")
     preset = Preset()
     _convert_objective(left, preset)
@@ -242,7 +274,7 @@ def _convert_data(left: Values, preset: Preset) -> None:
     if recipe in ("finetune", "distill"):
         of_format = "completion" if sources[0].get("format") == "prompt_completion" else "assistant"
         settings["data.train_on"] = "all" if shared[0]["train_on_input"] else of_format
-    settings |= {"data.packing": "bfd" if shared[0]["packed"] else None, "data.system": shared[0]["system"]}
+    settings |= {"data.packing": shared[0]["packed"] or None, "data.system": shared[0]["system"]}
     settings["data.source"] = sources if len(sources) > 1 else sources[0].pop("path", "")
     settings |= {f"data.{name}": value for name, value in sources[0].items()} if len(sources) == 1 else {}
     if held_out := below("dataset_val"):
@@ -275,8 +307,20 @@ def _source(theirs: Values, preset: Preset) -> Values:
     named |= {"path": files} if (files := theirs.pop("data_files", None)) else {}
     named |= {name: theirs.pop(name, None) for name in ("subset", "split", "packed", "train_on_input")}
     named |= {"subset": subset} if (subset := theirs.pop("name", None)) else {}
+    splits = theirs.pop("split_across_pack", name == "text_completion_dataset")
+    if named["packed"]:
+        named["packed"] = "bfd_split" if splits else "bfd"
+    if named["packed"] == "bfd_split":
+        preset.remark(
+            "dataset.packed: torchtune cuts each text at tokenizer.max_seq_len - 1 tokens before it packs them. data.packing=bfd_split "
+            "keeps the rest, and bfd drops it."
+        )
+    if theirs.pop("add_eos", True) is False:
+        preset.remark("dataset.add_eos: false has no equivalent. lean_ft ends every text with eos.")
     named["columns"] = {ours: yours for ours, yours in columns.items() if ours != yours} or None
-    preset.remarks += [f"dataset.{key}: {value} has no equivalent." for key, value in theirs.items() if value]
+    for key, value in theirs.items():
+        if value:
+            preset.remark(f"dataset.{key}: {value} has no equivalent.")
     return found | {key: value for key, value in named.items() if value is not None}
 
 
@@ -326,7 +370,7 @@ def _convert_batches_of_prompts(left: Values, preset: Preset) -> None:
 def _remark_on_the_rest(left: Values, preset: Preset) -> None:
     rest = {key: value for key, value in left.items() if value is not None and value is not False}
     needless = [key for key in rest if any(fnmatch(key, pattern) for pattern in _NEEDLESS.split())]
-    preset.remarks += [
-        f"{key}: {to_yaml(rest[key], flow=True)} has no equivalent." for key in rest if key not in needless
-    ]
-    preset.remarks += [f"not needed in lean_ft: {', '.join(needless)}"] if needless else []
+    if needless:
+        preset.remark(f"not needed in lean_ft: {', '.join(needless)}")
+    for key in [key for key in rest if key not in needless][:_MAX_REMARKS]:
+        preset.remark(f"{key}: {to_yaml(rest[key], flow=True)} has no equivalent.")

@@ -44,6 +44,7 @@ class LoRAConfig(Settings):
     rank: PositiveInt = Field(16, description="Rank of the adapter: the inner width of its two matrices.")
     alpha: PositiveFloat = Field(
         32.0,
+        le=1e6,
         description="Scale of the adapter: its product is multiplied by alpha / rank, or alpha / sqrt(rank) with rslora.",
     )
     targets: list[str] = Field(

@@ -32,6 +32,13 @@ TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}
 NUMBER = {mark: chr(digit) for digit, mark in TURN.items()}
 MARKERS = re.compile("[\ufdd0-\ufdef]")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message with the same meaning
+# A generation tag, or a part of a template in which one is text: a comment, raw text, an expression, another tag.
+_GENERATION = re.compile(
+    r"\{%(?P<before>[-+]?)\s*(?:end)?generation\s*(?P<after>[-+]?)%\}|\{#.*?#\}"
+    r"|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
+    r"""|\{%(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?!%\}).)*%\}|\{\{(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?!\}\}).)*\}\}""",
+    re.DOTALL,
+)
 _MAX_DATE_FORMAT = 200  # characters
 _ASSISTANT = "(assistant)"  # a variable that no template can name: id of each assistant message -> its index
 # Errors that a template can cause: RecursionError is a RuntimeError, bad JSON raises ValueError, and 1e999 raises NameError
@@ -104,6 +111,20 @@ class ChatTemplate:
             except ValueError:
                 return messages  # the messages have another error
         return as_objects
+
+
+def without_generation_tags(source: str) -> str:
+    """Return a template without `{% generation %}` tags, which some programs cannot read. It renders the same text.
+
+    Comments take their place, because spaces and line breaks around them are removed by the same rules.
+    """
+
+    def changed(part: re.Match[str]) -> str:
+        if part["before"] is not None:
+            return f"{{#{part['before']} {part['after']}#}}"
+        return part[0].replace("{%", "").replace("%}", "") if part[0].startswith("{#") else part[0]
+
+    return _GENERATION.sub(changed, source)
 
 
 def generation_blocks(marked: str) -> list[tuple[int | None, Span]]:

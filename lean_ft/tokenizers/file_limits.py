@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_ID = 2**24  # the library allocates tables up to the largest id
-MAX_TOKENS, MAX_ADDED, MAX_MERGES = 2**20, 2**16, 2**21
-MAX_TOKEN_CHARACTERS, MAX_CHARACTERS = 2**15, 2**23  # of one token, and of all tokens
+MAX_TOKENS, MAX_ADDED, MAX_MERGES = 2**20, 2**16, 2**20
+MAX_TOKEN_CHARACTERS, MAX_CHARACTERS = 2**15, 2**23  # of one token, and of all tokens or merges
 MAX_PARTS = 20_000  # values in the normalizer, pre-tokenizer, post-processor and decoder
 MAX_GROWTH = 1000  # characters that one character may become
 _PIECE = re.compile(r"\\[pP]\{\w+\}|\\.|\(\?[a-z<=!:>]*|\{\d+\}|.", re.DOTALL)
@@ -37,7 +37,7 @@ def check_limits(spec: dict[str, Any]) -> None:
     _at_most("characters in max_input_chars_per_word", model.get("max_input_chars_per_word") or 0, 10_000)
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
         _at_most(f"characters in {name}", len(str(model.get(name) or "")), 100)
-    _check_prefix(model.get("continuing_subword_prefix"), merges)
+    _check_merges(model.get("continuing_subword_prefix") or "", merges, vocabulary)
 
     growth = 1.0
     steps = [spec.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
@@ -83,12 +83,17 @@ def _growth(part: dict[str, Any]) -> float:
     return 1.0
 
 
-def _check_prefix(prefix: Any, merges: list[Any]) -> None:
-    """Raise ValueError for merges without the prefix, which the library cuts off unchecked."""
-    for merge in merges if isinstance(prefix, str) and prefix else ():
-        second = merge[-1] if isinstance(merge, list) and merge else str(merge).rpartition(" ")[2]
-        if not prefix.isascii() or not str(second).startswith(prefix):
+def _check_merges(prefix: Any, merges: list[Any], vocabulary: Any) -> None:
+    """Raise ValueError for a merge that makes no token, or lacks the prefix that the library cuts off: it panics on them."""
+    characters = 0
+    for merge in merges:
+        first, second = merge if isinstance(merge, list) else str(merge).split(" ", 1)
+        characters += len(first) + len(second)
+        if prefix and not (prefix.isascii() and second.startswith(prefix)):
             raise ValueError(f"the merge {str(merge)[:100]} lacks the continuing_subword_prefix {prefix!r}")
+        if first + second[len(prefix) :] not in vocabulary:
+            raise ValueError(f"the merge {str(merge)[:100]} makes no token of the vocabulary")
+    _at_most("characters in all merges", characters, 2 * MAX_CHARACTERS)
 
 
 def may_backtrack(expression: str) -> bool:

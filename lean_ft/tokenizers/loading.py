@@ -11,6 +11,7 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.whole_files import read_json
+from lean_ft.tokenizers.file_limits import MAX_ADDED
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
@@ -120,6 +121,10 @@ def _read_folder(folder: Path, chat_template: Path | None) -> Tokenizer:
         config.setdefault(key, value)
     named = {key: _content(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
     added_tokens = _added_tokens(config, read_json(folder / "added_tokens.json"), named)
+    if len(added_tokens) > MAX_ADDED:
+        raise ValueError(
+            f"{folder}: its files name {len(added_tokens):,} added tokens; expected at most {MAX_ADDED:,}."
+        )
 
     vocabulary: Vocabulary
     tokenizer_json, tokenizer_model = folder / "tokenizer.json", folder / "tokenizer.model"

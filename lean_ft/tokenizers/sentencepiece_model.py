@@ -12,6 +12,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 
 from lean_ft.system.whole_files import read_bounded
+from lean_ft.tokenizers.file_limits import MAX_TOKENS
 from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Encoding, Span
 
 WORD_START = "▁"
@@ -41,7 +42,8 @@ class SentencePieceModel(AddedTokensFirst):
         except Exception as error:  # RuntimeError in some versions of the library, ValueError in others
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from None
         self.adds_bos, self.adds_eos = adds_bos, adds_eos
-        num_pieces = self._processor.get_piece_size()
+        if (num_pieces := self._processor.get_piece_size()) > MAX_TOKENS:
+            raise ValueError(f"{path} has {num_pieces:,} pieces; expected at most {MAX_TOKENS:,}.")
         is_marker = [i for i in range(num_pieces) if self._processor.is_control(i) or self._processor.is_unknown(i)]
         self.added = {self._processor.id_to_piece(i): i for i in is_marker}
         control = set(self.added)
@@ -81,6 +83,8 @@ class SentencePieceModel(AddedTokensFirst):
                 flush()
                 if not (skip_special_tokens and self._contents[token_id] in self.control):
                     text.append(self._contents[token_id])
+            elif token_id >= self._processor.get_piece_size():  # a model may have more embeddings than tokens
+                continue
             elif self._processor.is_byte(token_id):
                 pending.append(int(self._processor.id_to_piece(token_id)[3:-1], 16))  # "<0x0A>"
             else:

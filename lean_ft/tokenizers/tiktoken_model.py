@@ -13,7 +13,7 @@ import tiktoken
 from tokenizers import AddedToken
 
 from lean_ft.system.whole_files import read_bounded
-from lean_ft.tokenizers.file_limits import MAX_ID
+from lean_ft.tokenizers.file_limits import MAX_ID, MAX_TOKENS
 from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Encoding, any_of
 
 LLAMA3_PATTERN = (
@@ -58,7 +58,10 @@ class TiktokenModel(AddedTokensFirst):
 
     def __init__(self, path: Path, added_tokens: list[tuple[int | None, AddedToken]]):
         ranks: dict[bytes, int] = {}
-        for number, line in enumerate(read_bounded(path).splitlines(), start=1):
+        lines = read_bounded(path).splitlines()
+        if len(lines) > MAX_TOKENS:
+            raise ValueError(f"{path} has {len(lines):,} lines; expected at most {MAX_TOKENS:,}.")
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
@@ -75,6 +78,7 @@ class TiktokenModel(AddedTokensFirst):
             raise ValueError(f"{path} is damaged: expected a different rank, of at most {MAX_ID:,}, for every token.")
         first_free = max(ranks.values()) + 1
         self.added = declared or {token: first_free + i for i, token in enumerate(llama3_control_tokens())}
+        self._ids = frozenset((*ranks.values(), *self.added.values()))
         plain = {token.content for _, token in added_tokens if not token.special}
         self.control = frozenset(self.added) - plain
         self.size = max(*self.added.values(), first_free - 1) + 1
@@ -85,6 +89,7 @@ class TiktokenModel(AddedTokensFirst):
         self._any_added = any_of(self.added)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        ids = [token_id for token_id in ids if token_id in self._ids]  # a model may have more embeddings than tokens
         if skip_special_tokens:
             ids = [token_id for token_id in ids if self._contents.get(token_id) not in self.control]
         return self._tiktoken.decode(ids)

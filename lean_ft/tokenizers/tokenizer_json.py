@@ -56,17 +56,15 @@ class TokenizerJson:
         self._tokenizer.no_truncation()
 
         present = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        for declared_id, token in added_tokens:
-            if token.content in present:
-                continue
-            self._tokenizer.add_tokens([token])
+        new = [entry for entry in added_tokens if entry[1].content not in present and not present.add(entry[1].content)]
+        self._tokenizer.add_tokens([token for _, token in new])  # at once: a call takes time for all tokens so far
+        for declared_id, token in new:
             got = self._tokenizer.token_to_id(token.content)
             if declared_id is not None and got != declared_id:
                 raise ValueError(
                     f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but in this file it gets "
                     f"the id {got}. Take both files from the same model."
                 )
-            present.add(token.content)
 
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.added = {token.content: token_id for token_id, token in decoder.items()}

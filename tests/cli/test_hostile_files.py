@@ -38,6 +38,22 @@ def rope(**fields: Any) -> Callable[[Path], Any]:
 
 MODELS: dict[str, Case] = {
     "a factor too large": (rope(factor=1e308), "factor is 1e[+]308; expected a positive number, below 1e[+]30"),
+    "a theta too small": (
+        in_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e-44}),
+        "rope_theta is 1e-44; expected a positive number",
+    ),
+    "a theta of one": (
+        in_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": 1}),
+        "rope_theta is 1.0; expected more than 1",
+    ),
+    "labels with names for numbers": (
+        in_json("config.json", architectures=["LlamaForSequenceClassification"], id2label={"good": 1, "bad": 0}),
+        "config.json: id2label is .*good.*; expected labels by number",
+    ),
+    "labels that are a list": (
+        in_json("config.json", architectures=["LlamaForSequenceClassification"], id2label=["good", "bad"]),
+        "config.json: id2label is .*good.*; expected labels by number",
+    ),
     "a million factors": (
         rope(rope_type="longrope", short_factor=[1.0] * 10**6),
         "characters left out.*positive numbers",
@@ -84,6 +100,14 @@ ADAPTERS: dict[str, Case] = {
     ),
     "a pattern that is none": (adapter(alpha_pattern={"(": 2}), "alpha_pattern has 2 for '[(]'"),
     "alpha that is no number": (adapter(lora_alpha=float("nan")), "lora_alpha is nan; expected a positive number"),
+    "alpha that overflows": (
+        adapter(lora_alpha=1e29),
+        "lora_alpha is 1e[+]29; expected a positive number of at most 1e[+]06",
+    ),
+    "a pattern's alpha that overflows": (
+        adapter(alpha_pattern={"q_proj": 1e29}),
+        "alpha_pattern has 1e[+]29 for 'q_proj'",
+    ),
     "a base that is a number": (adapter(base_model_name_or_path=5), "base_model_name_or_path or revision is .5"),
     "a base of 6,000 characters": (adapter(base_model_name_or_path="a/" * 3000), "characters left out"),
 }

@@ -38,6 +38,60 @@ def test_parquet(tmp_path: Path):
     assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
 
 
+LONG = "a" * 5_000_000
+
+
+def referring(text: str, number: int) -> Any:
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * number, "int32"), [text])
+
+
+# Tables whose file is a few KB long, and what they expand to.
+BOMBS = {
+    "references to one long text": lambda: {"text": referring(LONG, 20)},
+    "references inside a list": lambda: {"messages": [[{"role": "user", "content": LONG}] * 20]},
+    "references inside a map": lambda: {"x": pyarrow.array([[("k", LONG)] * 20], pyarrow.map_("string", "string"))},
+    "texts that compress": lambda: {"text": [LONG + str(i) for i in range(20)]},
+    "one text per group": lambda: {"text": [LONG] * 20},
+    "a run of numbers": lambda: {"input_ids": [[1] * 9_000_000]},
+    "nulls": lambda: {f"c{i}": pyarrow.nulls(90_000, "string") for i in range(100)},
+    "bytes": lambda: {"image": [LONG.encode()] * 20, "text": ["a"] * 20},
+    "blocks of a fixed size": lambda: {"x": pyarrow.array([LONG.encode()] * 20, pyarrow.binary(len(LONG)))},
+    "texts that begin alike": lambda: {"text": [LONG] * 20},
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_small_file_does_not_become_large(case: str, tmp_path: Path):
+    settings: dict[str, Any] = {"compression": "zstd", "row_group_size": 1 if "group" in case else 100_000}
+    if case == "texts that begin alike":
+        settings |= {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}
+    parquet.write_table(pyarrow.table(BOMBS[case]()), tmp_path / "rows", **settings)
+    assert (tmp_path / "rows").stat().st_size < 200_000
+    before, read = pyarrow.total_allocated_bytes(), list[int]()
+    with pytest.raises(ValueError, match="rows expands to more than 67,108,864 bytes, 200 times its size"):
+        read += (pyarrow.total_allocated_bytes() - before for _ in read_rows(str(tmp_path / "rows")))
+    assert len(read) <= 2**26 // len(LONG) and all(num_bytes < 2**26 for num_bytes in read)
+
+
+def test_a_long_text_among_many_short_ones_is_read(tmp_path: Path):
+    """Its length times the number of values is over the limit, so texts are read as references."""
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "a", "content": f"{i % 7}é"}]} for i in range(3000)
+    ]
+    rows[1500] = {"messages": [{"role": "user", "content": LONG}, {"role": "a", "content": None}]}
+    kinds = {
+        "kind": pyarrow.array(["x", None, "y"] * 1000).dictionary_encode(),
+        "n": pyarrow.array([3, 4, 5] * 1000).dictionary_encode(),
+    }
+    table = pyarrow.Table.from_pylist(rows)
+    for name, column in kinds.items():
+        table = table.append_column(name, column)
+    parquet.write_table(table, tmp_path / "rows", row_group_size=2000)
+    read = [row.fields for row in read_rows(str(tmp_path / "rows"))]
+    del rows[1500]["messages"][1]["content"]
+    assert read == [{**row, "kind": ["x", None, "y"][i % 3], "n": 3 + i % 3} for i, row in enumerate(rows)]
+
+
 def test_values_that_json_lacks(tmp_path: Path):
     row = {"day": date(2026, 1, 2), "price": Decimal("1.50"), "raw": b"x", "deep": [{"at": datetime(2026, 1, 2, 3)}]}
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows")

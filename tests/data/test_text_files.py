@@ -163,3 +163,15 @@ def test_a_line_without_end_is_refused(write: Write, monkeypatch):
     monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 2**20)
     with pytest.raises(ValueError, match=r"line 2 is longer than 1 MiB"):
         list(read_rows(write(b'{"a": "b"}\n' + b" " * 2**21)))
+
+
+@pytest.mark.parametrize(("start", "end"), [(b'{"x": [', b"0]}"), (b'[{"x": [', b"0]}]")])
+def test_a_small_archive_does_not_become_many_values(start: bytes, end: bytes, tmp_path):
+    (tmp_path / "few.json").write_bytes(gzip.compress(start + b"[]," * 1000 + end))
+    (tmp_path / "many.json").write_bytes(gzip.compress(start + b"[]," * 9_000_000 + end))
+    assert [len(row.fields["x"]) for row in read_rows(str(tmp_path / "few.json"))] == [1001]
+    try:
+        problems = [row.problem for row in read_rows(str(tmp_path / "many.json"))]
+    except ValueError as error:  # an array is read whole
+        problems = [str(error)]
+    assert len(problems) == 1 and "more than 8,388,608 values" in str(problems[0])

@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 import unicodedata
 import urllib.request
 from collections import defaultdict
@@ -14,6 +15,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import gguf
+import jinja2
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tokenizers.pre_tokenizers import Split
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import export_gguf, gguf_import
+from lean_ft.export.gguf_tokenizer import _sentencepiece_merges
 from lean_ft.export.gguf_vocabulary import APPROXIMATED, PRE_TOKENIZERS, RULES
 from lean_ft.hub.paths import gguf_cache, path_at_commit, resolve_model_path
 from lean_ft.models import load_model
@@ -108,6 +111,19 @@ def test_an_exported_tokenizer_comes_back_unchanged(family, make_model_folder, f
     assert tokenizer.render(CHAT) == original.render(CHAT)
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (original.eos_id, original.pad_id, original.bos_id)
     assert tokenizer.vocab_size == original.vocab_size
+
+
+def test_a_file_has_no_generation_tags(make_model_folder, file):
+    """Programs with other versions of Jinja cannot read them."""
+    tagged = TEMPLATE.replace("{{ m.content }}", "  {%- generation %}\n{{ m.content }}  {%- endgeneration -%}\n")
+    assert tagged != TEMPLATE
+    source = make_model_folder(
+        "Qwen2", tokenizer=qwen_tokenizer(), tokenizer_config={**CHAT_CONFIG, "chat_template": tagged}
+    )
+    export_gguf(source, file, "f32")
+    stored = gguf_import.read_header(file)[0]["tokenizer.chat_template"]
+    jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(stored)
+    assert load_tokenizer(file).render(CHAT)[0] == load_tokenizer(source).render(CHAT)[0]
 
 
 # Of other families, config.json must have what llama.cpp's converter takes from published models.
@@ -296,6 +312,13 @@ WRONG = {
     "a slow rule": ({"metadata": {"tokenizer.ggml.pre": "exaone-moe"}}, "which can take exponential time. Use the"),
     "a tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "tokenizer 'bert'; expected gpt2"),
     "an id out of range": ({"metadata": {"tokenizer.ggml.eos_token_id": 9999}}, "eos_token_id is 9999; expected an id"),
+    "an end of another type": ({"metadata": {"tokenizer.ggml.eot_token_id": ["x"]}}, r"eot_token_id is \['x'\]; expected an id"),
+    "a template of another type": ({"metadata": {"tokenizer.chat_template": 5}}, "chat_template is 5, which is of the wrong type"),
+    "a second template": ({"metadata": {"tokenizer.chat_template.tool_use": 1.5}}, "tool_use is 1.5, which is of the wrong type"),
+    "merges of another type": ({"metadata": {"tokenizer.ggml.merges": 5}}, "merges is 5, which is of the wrong type"),
+    "a rule of another type": ({"metadata": {"tokenizer.ggml.pre": ["qwen2"]}}, r"pre is \['qwen2'\], which is of the wrong"),
+    "a flag of another type": ({"metadata": {"tokenizer.ggml.add_bos_token": "x"}}, "add_bos_token is x, which is of the wrong"),
+    "merges of no tokens": ({"metadata": {"tokenizer.ggml.merges": ["q q", "qq qq"]}}, "makes no token of the vocabulary"),
     "a part": ({"metadata": {"split.count": 3}}, "one part of a split model. Join the parts"),
     "a missing tensor": ({"drop": "blk.1.ffn_up.weight"}, "lacks tensors of qwen2: blk.1.ffn_up.weight"),
     "an unexpected tensor": ({"tensors": {"blk.0.extra.weight": np.ones((4, 4), np.float32)}}, "unexpected tensors"),
@@ -359,6 +382,14 @@ class TestWrongFiles:
     def test_garbage_and_huge_counts(self, good, tmp_path, capsys):
         whole, file = good.read_bytes(), tmp_path / "bad.gguf"
         head = b"GGUF" + struct.pack("<I", 3)
+
+        def tensors_at(*starts: int) -> bytes:
+            """Two tensors of four numbers each, and room for them."""
+            infos = [
+                struct.pack("<Q1sIQIQ", 1, name, 1, 4, 0, at) for name, at in zip((b"a", b"b"), starts, strict=True)
+            ]
+            return b"".join(infos) + bytes(64)
+
         cases = [
             (b"garbage" * 100, "is not a GGUF file"),
             (b"GGUF" + struct.pack(">I", 3) + whole[8:], "version 50331648 of the format; expected 2 or 3"),
@@ -370,6 +401,9 @@ class TestWrongFiles:
             (head + struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"a", 1, 2**40, 0, 0), "is truncated: a ends at byte"),
             (head + struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"a", 1, 32, 99, 0), "stores a as 99; expected one of"),
             (head + struct.pack("<QQQ1sI", 0, 1, 1, b"\xff", 4), "a text that is not UTF-8"),
+            (head + struct.pack("<QQ", 0, 2) + struct.pack("<Q1sIB", 1, b"a", 0, 1) * 2, "two values of a"),
+            (head + struct.pack("<QQ", 2, 0) + tensors_at(0, 0), "the tensor b at byte 96, inside another tensor"),
+            (head + struct.pack("<QQ", 2, 0) + tensors_at(0, 15), "the tensor b at byte 111, inside another tensor"),
         ]
         for content, message in cases:
             file.write_bytes(content)
@@ -482,6 +516,67 @@ def test_ids_equal_llama_cpps(kind, make_model_folder, file, shared_data):
             if ids != tokenizer.encode(text, True) and "�" not in text and not is_approximated(kind, text)
         ]
         assert not wrong, (len(wrong), wrong[0], tokenizer.encode(wrong[0], True))
+
+
+def header_of(*arrays: list[int] | list[str]) -> bytes:
+    """A GGUF file with no tensors, and these arrays of bytes or texts."""
+    parts = [b"GGUF", struct.pack("<IQQ", 3, 0, len(arrays))]
+    for i, entries in enumerate(arrays):
+        is_text = isinstance(entries[0], str)
+        parts.append(struct.pack("<Q2sIIQ", 2, b"%02d" % i, 9, 8 if is_text else 0, len(entries)))
+        parts += [struct.pack("<Q", len(text)) + text.encode() for text in entries] if is_text else [bytes(entries)]
+    return b"".join(parts)
+
+
+def test_all_arrays_share_one_budget(file, monkeypatch):
+    monkeypatch.setattr(gguf_import, "_MAX_ENTRIES", 1000)
+    file.write_bytes(header_of([1] * 400, ["x"] * 400, [1] * 200))
+    assert [len(entries) for entries in gguf_import.read_header(file)[0].values()] == [400, 400, 200]
+    file.write_bytes(header_of([1] * 400, ["x"] * 400, [1] * 201))
+    with pytest.raises(ValueError, match="a count of 201, above 200"):
+        gguf_import.read_header(file)
+    file.write_bytes(header_of(["x" * 200] * 40, [1] * 200))
+    monkeypatch.setattr(gguf_import, "MAX_JSON_BYTES", 4000)
+    with pytest.raises(ValueError, match="its header has more than 0 MiB"):
+        gguf_import.read_header(file)
+
+
+def test_the_time_for_merges_is_bounded(file):
+    """Every token begins and ends with other tokens, so that there are 2 million merges of 2 billion characters."""
+    tokens = [letter * i for letter in "ab" for i in range(1, 1024)]
+    tokens += ["a" * i + "b" * (1024 - i) for i in range(1, 1024)]
+    vocab, started = {token: i for i, token in enumerate(tokens)}, time.process_time()
+    with pytest.raises(ValueError, match="model.gguf has a tokenizer of long tokens"):
+        _sentencepiece_merges(file, vocab, [1] * len(tokens), [0.0] * len(tokens))
+    long = {"a": 0, "b" * 10**6: 1}
+    assert _sentencepiece_merges(file, long, [1, 1], [0.0, 0.0]) == []
+    assert time.process_time() - started < 5
+
+
+def test_messages_name_the_file_as_given(make_model_folder, file, monkeypatch):
+    export_gguf(make_model_folder("Qwen2", tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG), file, "f32")
+    wrong = {"epsilon": "qwen2.attention.layer_norm_rms_epsilon", "merges": "tokenizer.ggml.merges"}
+    for name, key in wrong.items():
+        edited(file, {key: -1.0 if name == "epsilon" else ["q q"]}).rename(file.with_name(f"{name}.gguf"))
+        monkeypatch.chdir(file.parent)
+        with pytest.raises(ValueError, match=rf"{name}.gguf") as raised:
+            load_model(f"{name}.gguf")
+        assert str(gguf_cache()) not in str(raised.value) and str(file.parent) not in str(raised.value)
+
+
+def test_the_cache_is_bounded_and_killed_conversions_are_deleted(make_model_folder, file, tmp_path, monkeypatch):
+    monkeypatch.setenv("LEAN_FT_CACHE", str(tmp_path / "cache"))
+    export_gguf(make_model_folder(tokenizer=qwen_tokenizer()), file, "f16")
+    first = resolve_model_path(file)
+    left = gguf_cache() / "model-0123.unfinished"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    os.utime(first / "about.json", (0, 0))
+    monkeypatch.setattr(gguf_import, "_CACHE_BYTES", 1)
+    (other := file.with_name("other.gguf")).write_bytes(file.read_bytes())
+    second = resolve_model_path(other)
+    assert [*gguf_cache().iterdir()] == [second]
+    assert load_model(file).config == load_model(other).config  # converted again
 
 
 def test_a_cache_that_cannot_be_written_is_named(make_model_folder, file, tmp_path, monkeypatch):

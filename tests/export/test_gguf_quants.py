@@ -4,6 +4,7 @@ import ctypes
 import json
 import re
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import transformers
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import GGUF_KINDS, export_gguf
-from lean_ft.export.gguf_calibration import calibrate
+from lean_ft.export.gguf_calibration import calibrate, read_imatrix
 from lean_ft.export.gguf_check import gguf_family
 from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
 from lean_ft.models import load_model
@@ -178,6 +179,25 @@ def write_legacy(file: Path, sums: dict[str, torch.Tensor]) -> Path:
     ]  # fmt: skip
     file.write_bytes(struct.pack("<i", len(sums)) + b"".join(entries) + struct.pack("<2i", 3, 4) + b"data")
     return file
+
+
+ENTRY = struct.pack("<i4s2i4f", 4, b"blk.", 3, 4, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("content", [
+    struct.pack("<i", -1), struct.pack("<4i", 2**31 - 1, -12, 0, 0), struct.pack("<5i", 2**31 - 1, -4, 5, 0, 0),
+    struct.pack("<i", 2) + ENTRY * 2, struct.pack("<i", 2) + ENTRY, struct.pack("<i", 1) + ENTRY[:12] + struct.pack("<i", -4) + ENTRY[16:],
+    struct.pack("<i", 1) + ENTRY[:8] + struct.pack("<i", -3) + ENTRY[12:], struct.pack("<2i", 2**31 - 1, 0) + bytes(10**6),
+])  # fmt: skip
+def test_wrong_counts_of_an_importance_matrix_are_refused_at_once(content, tmp_path):
+    """Negative and huge counts and lengths, a missing entry, and a matrix given twice."""
+    (tmp_path / "whole").write_bytes(struct.pack("<i", 1) + ENTRY)
+    assert read_imatrix(tmp_path / "whole")["blk."].tolist() == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
+    (tmp_path / "wrong").write_bytes(content)
+    started = time.process_time()
+    with pytest.raises(ValueError, match="wrong is damaged, or not an importance matrix"):
+        read_imatrix(tmp_path / "wrong")
+    assert time.process_time() - started < 2
 
 
 def loss(model: torch.nn.Module) -> float:

@@ -1,12 +1,15 @@
 """Conversion of torchtune configurations into presets that the recipes accept, with remarks on the other keys."""
 
 import copy
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from lean_ft.cli.main import run_command_line
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings.from_torchtune import convert_config
 from lean_ft.settings.text import load_config
@@ -218,6 +221,31 @@ CASES = {
 }
 
 
+TEXTS = (
+    "dataset: {_component_: torchtune.datasets.text_completion_dataset, source: json, data_files: a.txt, packed: True"
+)
+CASES |= {
+    "texts": (
+        TEXTS + "}",
+        {
+            "data": {
+                "source": "a.txt",
+                "format": "text",
+                "packing": "bfd_split",
+                "max_length": 512,
+            }
+        },
+        "data.packing=bfd_split keeps the rest",
+    ),
+    "whole_texts": (
+        TEXTS + ", split_across_pack: False, add_eos: False}",
+        {"data": {"source": "a.txt", "format": "text", "packing": "bfd", "max_length": 512}},
+        "dataset.add_eos: false has no equivalent",
+    ),
+    "no_loss": ("loss: null\nlr_scheduler: null", {}, "loss: not set. The preset uses the cross-entropy of finetune."),
+}
+
+
 def presets_of(text: str, folder: Path) -> tuple[dict[str, Any], str]:
     """Convert BASE updated by `text`, load the preset, and return its values and comments."""
     theirs, ours = folder / "theirs.yaml", folder / "ours.yaml"
@@ -279,3 +307,68 @@ def test_what_is_not_converted_is_refused(text, said, tmp_path):
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
     with pytest.raises(ValueError, match=said):
         convert_config(tmp_path / "theirs.yaml")
+
+
+WRONG = {
+    "model: 5": "model is 5; expected a group with _component_",
+    "optimizer: [1]": r"optimizer is \[1\]; expected a group",
+    "dataset: 5": "dataset is 5; expected a group with _component_, or a list of them",
+    "dataset: [a]": r"dataset is \['a'\]; expected a group",
+    "loss: x": "loss is 'x'; expected a group",
+    "model: {_component_: 3}": "model._component_ is 3; expected a name",
+    "optimizer: {_component_: [1]}": r"optimizer._component_ is \[1\]; expected a name",
+    "model: {_component_: x, lora_attn_modules: 5}": "model.lora_attn_modules is 5; expected a list",
+    "kd_ratio: x": "kd_ratio is 'x'; expected a number",
+    "epochs: [1]": r"epochs is \[1\]; expected a number",
+    "max_steps_per_epoch: x": "max_steps_per_epoch is 'x'; expected a number",
+    "dtype: [a]": r"dtype is \['a'\]; expected a name",
+    "{ac_mode: selective, ac_option: x}": "ac_option is 'x'; expected a whole number",
+    "batch_size: abc": "batch_size is 'abc'; expected a whole number",
+    "seed: '${seed}x'": "seed .* expected whole number >= 0, found",
+    "clip_grad_norm: abc": "clip_grad_norm .* expected number > 0",
+    "optimizer: {_component_: torch.optim.SGD, lr: {a: 1}}": "",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_values_get_a_message_that_names_the_file(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(yaml.safe_dump(yaml.safe_load(BASE) | yaml.safe_load(text)))
+    with pytest.raises(SystemExit) as exited:
+        run_command_line(["convert-config", "theirs.yaml", "-o", "ours.yaml"])
+    message = " ".join(capsys.readouterr().err.split())
+    if WRONG[text]:
+        assert exited.value.code == 2 and re.search(WRONG[text], message), message
+        assert (
+            "theirs.yaml" in message
+            and "preset.yaml" not in message
+            and "/tmp" not in message.replace("/tmp/Llama", "")
+        )
+    assert "Traceback" not in message and exited.value.code in (0, 2)
+
+
+LINES = ["\n", "\r", "\x85", "\u2028", "\u2029", "\x0b", "\x0c", "\0", "\ud7ff", "\ufeff"]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_strangers_text_adds_no_setting(line, tmp_path):
+    """Wherever the text stands: as a key, a value, a component, a path or the name of the file."""
+    bad = f"zzz{line}neftune_alpha: 99{line}#"
+    theirs = yaml.safe_load(BASE) | {bad: 5, "my_key": bad, "metric_logger": {"_component_": bad}}
+    theirs["dataset"] |= {bad: 1, "more": bad}
+    theirs["optimizer"]["_component_"] = theirs["checkpointer"]["checkpoint_dir"] = bad
+    theirs["ref_checkpointer"] = {"checkpoint_dir": bad + "x"}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
+    text = convert_config(tmp_path / "theirs.yaml").text(f"theirs{line}seed: 9.yaml")
+    assert text.startswith("# From torchtune's theirs")
+    assert yaml.safe_load(text).keys() <= FULL.keys() and yaml.safe_load(text)["seed"] == 3
+    comments = [one for one in text.splitlines() if one.startswith("#")]
+    assert sum("neftune_alpha" in one for one in comments) > 4
+
+
+def test_a_large_configuration_is_fast(tmp_path):
+    theirs = yaml.safe_load(BASE) | {f"k{i}": "${k0}" * 3 + "${" + f"k{i + 1}" + "}" for i in range(6000)}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
+    started = time.process_time()
+    assert len(convert_config(tmp_path / "theirs.yaml").text("x")) < 300_000
+    assert time.process_time() - started < 20

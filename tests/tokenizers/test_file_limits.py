@@ -18,6 +18,7 @@ CASES = {
     "000,000,000,000 times the length": {"normalizer": {"type": "Sequence", "normalizers": [TEN] * 12}},
     "times the length of a text": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 30}},
     "20,001 values": {"post_processor": {"type": "Sequence", "processors": [BYTES] * 30_000}},
+    "makes no token of the vocabulary": {"model": {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}},
     "repeats a group": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, BYTES]}},
     "70,000 added tokens": {"added_tokens": [{"id": i + 300, "content": f"<{i}>", **TOKEN} for i in range(70_000)]},
     "characters in a token": {"model": {"vocab": {"a" * 100_000: 0}, "merges": []}},

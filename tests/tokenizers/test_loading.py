@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.tokenization_utils_base import generate_merges
 
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.tokenizers.loading import context_length
 from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, llama3_control_tokens
@@ -373,3 +375,30 @@ GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embedding
 )
 def test_the_context_length_is_that_of_the_model_card(config: dict[str, Any], tokens: int | None):
     assert context_length(config) == tokens
+
+
+@pytest.mark.parametrize("name", ["llama2_sentencepiece.model", "tiktoken_small.model"])
+def test_ids_beyond_the_tokenizer_decode_to_nothing(name, shared_data, tmp_path):
+    """A model may have more embeddings than its tokenizer has tokens, and sample one of them."""
+    (tmp_path / "tokenizer.model").write_bytes((shared_data / "tokenizers" / name).read_bytes())
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("Hello there")
+    assert tokenizer.decode([*ids, tokenizer.vocab_size, 10**6]) == tokenizer.decode(ids) == "Hello there"
+
+
+def test_many_added_tokens_take_linear_time(tmp_path):
+    for file in resolve_model_path("tiny").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    size = load_tokenizer(tmp_path).vocab_size
+    more = {str(size + i): {"content": f"<added {i}>", "special": i % 2 == 0} for i in range(12_000)}
+    config["added_tokens_decoder"] = {**config.get("added_tokens_decoder", {}), **more}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    started = time.process_time()
+    tokenizer = load_tokenizer(tmp_path)
+    assert time.process_time() - started < 8  # 18 s, if each is added alone
+    assert [tokenizer.token_id(f"<added {i}>") for i in (0, 1, 11_999)] == [size, size + 1, size + 11_999]
+    config["added_tokens_decoder"] |= {str(10**6 + i): {"content": f"<more {i}>"} for i in range(70_000)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"name 8\d,\d{3} added tokens; expected at most 65,536"):
+        load_tokenizer(tmp_path)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
-from lean_ft.tokenizers.chat_template import MARKERS, ChatTemplate
+from lean_ft.tokenizers.chat_template import MARKERS, ChatTemplate, without_generation_tags
 
 NAMES = ["cohere", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3", "nemotron_3_nano", "phi3"]
 NAMES += ["qwen2_5", "qwen3", "qwen3_5_think", "qwen3_instruct_2507"]
@@ -97,6 +97,37 @@ def test_every_template_writes_what_it_writes_in_transformers(published: Path):
             assert MARKERS.sub("", ours.render(messages, tools, False, special)) == theirs, file.name
             num_compared += 1
     assert num_compared > len(files) > 20
+
+
+# A tag in all spellings, where it removes spaces and line breaks before or after it.
+TAGS = [f"{{%{before}{space}{name}{space}{after}%}}" for before in ("", "-", "+") for after in ("", "-", "+")
+        for space in (" ", "") for name in ("generation",)]  # fmt: skip
+QUOTED = "{{ '{% generation %}' }}{% set x = \"a'{% generation %}\" %}{{ x }}{% raw %}{% generation %}{% endraw %}{# {% generation %} #}"
+
+
+def test_a_template_without_generation_tags_writes_the_same_text(published: Path):
+    special, num_tagged = {"bos_token": "<s>", "eos_token": "</s>"}, 0
+    chats = [(CHAT, None), (LONG, None), ([CHAT[0], *[CALLED, RESULT] * 3, CHAT[1]], TOOLS)]
+    sources = [file.read_text(encoding="utf-8") for file in sorted(published.glob("*.jinja"))]
+    for start in TAGS:
+        end = start.replace("generation", "endgeneration")
+        sources.append(f"a \n  {start}  \n {{{{ messages[0].role }}}} \n \t{end} \n  b{QUOTED}")
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # knows no such tag
+    for source in sources:
+        stripped = without_generation_tags(source)
+        assert QUOTED in source or "generation %}" not in stripped
+        if stripped == source:
+            continue
+        num_tagged += 1
+        if "break" not in source:
+            plain.parse(stripped)
+        for messages, tools in chats:
+            try:
+                expected = ChatTemplate(source).render(messages, tools, False, special)
+            except ValueError:
+                continue
+            assert ChatTemplate(stripped).render(messages, tools, False, special) == MARKERS.sub("", expected)
+    assert num_tagged > len(TAGS) + 10
 
 
 def trained_texts(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
