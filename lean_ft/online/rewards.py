@@ -244,7 +244,8 @@ class Rewards:
 def _tried(function: Function, taken: dict[str, Any], rows: slice) -> Any:
     """Return the function's result for these rows, which may be awaitable, or its error."""
     try:  # with copies, because it may change its arguments
-        return function(**{k: copy.deepcopy(v[rows]) if isinstance(v, list) else v for k, v in taken.items()})
+        found = function(**{k: copy.deepcopy(v[rows]) if isinstance(v, list) else v for k, v in taken.items()})
+        return list(found) if isinstance(found, Iterator) else found
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: it would end the run as if it were complete

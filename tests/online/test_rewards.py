@@ -35,6 +35,7 @@ BODIES = {
     "emptied lists": ("[1, 2] if not completion_ids[0].clear() and not completions.clear() else 0", [1.0, 2.0]),
     "another folder": ("[os.chdir('/') or 1, 2]", [1.0, 2.0]),
     "a generator": ("(len(ids) for ids in completion_ids)", [2.0, 2.0]),
+    "a failing generator": ("(throw(KeyError(9)) for ids in completion_ids)", r"failed at row 1: KeyError: 9"),
     "an event loop": ("asyncio.run(asyncio.sleep(0, [1, 2]))", [1.0, 2.0]),
     "os._exit": (
         "os._exit(0)",
