@@ -50,7 +50,7 @@ def main(cfg: Config) -> None:
     run = Run(
         cfg, model=model, optimizer=optimizer, batches=rollouts, held_out=held_out, tokenizer=tokenizer, ranks=ranks
     )
-    score.run = run  # for reward functions that read `trainer_state`
+    score.run = run  # so that reward functions can read `trainer_state` and call `log_metric`
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # samples with the current weights
 
@@ -73,7 +73,7 @@ def main(cfg: Config) -> None:
         return loss
 
     if held_out is not None and run.start_step == 0:
-        samples.say_before(answer.evaluate(held_out, score))
+        run.log_evaluation(None, **answer.evaluate(held_out, score))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward

@@ -7,7 +7,7 @@ from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, linear_cross_entr
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.output_layer import hidden_states, loss_chunk_tokens
-from lean_ft.losses.policy import advantages, batch_loss, policy_loss
+from lean_ft.losses.policy import advantages, batch_loss, deviation, policy_loss
 from lean_ft.losses.preference import LOSSES, pair_losses, preference_loss
 from lean_ft.losses.reward import add_scores, output_scores, reward_loss, scores_of
 from lean_ft.losses.statistics import TokenStatistics
@@ -35,6 +35,7 @@ __all__ = [
     "advantages",
     "answer_losses",
     "batch_loss",
+    "deviation",
     "generalized_advantages",
     "hidden_states",
     "linear_cross_entropy",

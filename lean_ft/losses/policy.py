@@ -262,13 +262,13 @@ def advantages(rewards: Tensor, kind: Literal["group", "batch", "mean", "leave_o
     if kind == "leave_one_out":
         return above * counts / (counts - 1).clamp(min=1)
     if kind == "group":
-        above = above / (_deviation(rewards, has_one, 1) + STD_FLOOR)
+        above = above / (deviation(rewards, has_one, 1) + STD_FLOOR)
     elif kind == "batch":
-        above = above / (_deviation(rewards.flatten()[None], has_one.flatten()[None], 1) + STD_FLOOR)
+        above = above / (deviation(rewards.flatten()[None], has_one.flatten()[None], 1) + STD_FLOOR)
     return above
 
 
-def _deviation(values: Tensor, counted: Tensor, dim: int) -> Tensor:
+def deviation(values: Tensor, counted: Tensor, dim: int) -> Tensor:
     """Return the Bessel-corrected standard deviation of the counted values; 0 for a single value."""
     counts = counted.sum(dim, keepdim=True)
     means = torch.where(counted, values, 0.0).sum(dim, keepdim=True) / counts.clamp(min=1)

@@ -6,8 +6,6 @@ gets further arguments by name: columns of the rows (`answer`), `prompt_ids`, `c
 completion was not cut), `trainer_state`, `log_metric` and `log_extra`. It may be `async`; async functions run
 concurrently. A completion's reward is the weighted sum of all functions, or None if no function judges it.
 
-Functions draw random numbers from a seed that depends on the round, and leave the run's generators as they were.
-
     def right(prompts, completions, answer):
         return [float(said.strip() == expected) for said, expected in zip(completions, answer)]
 
@@ -23,15 +21,12 @@ import math
 import os
 import random
 import re
-import warnings
-import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,13 +55,7 @@ Function = Callable[..., Any]
 PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (
-        torch.get_default_device,
-        lambda was: torch.set_default_device(None if was.type == "cpu" else was),
-    ),
-    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's float32 precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "the filters of warnings": (lambda: [*warnings.filters], partial(setattr, warnings, "filters")),
+    "torch's default device": (torch.get_default_device, torch.set_default_device),
     "the current folder": (os.getcwd, os.chdir),
 }
 """What a function must not change for the rest of the run: how to read it, and how to restore it."""
@@ -135,13 +124,6 @@ def check_rewards(settings: Sequence[Reward | str]) -> None:
             find_finished(one.model, QUICK_BYTES)
 
 
-class TrainerState(SimpleNamespace):
-    """The progress of a run, under the names of transformers' TrainerState."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state has no {name} in lean_ft. It has {', '.join(vars(self))}.")
-
-
 class Rewards:
     """`score(prompts, samples)`: the rewards of N completions. Set `run` for `trainer_state` and `log_metric`."""
 
@@ -154,9 +136,8 @@ class Rewards:
         reward."""
         self._settings, self._tokenizer, self._ranks = rewards_of(settings), tokenizer, ranks
         self._functions: list[Function] = []
-        self._device, self._warned = device, set[str]()
+        self._device, self._warned = resolve_device(device), set[str]()
         self._loop = asyncio.Runner()  # one for the whole run, since async functions keep their connections
-        weakref.finalize(self, self._loop.close)
         if ranks.rank == 0:
             for one in self._settings:
                 own = one.model is not None
@@ -182,18 +163,11 @@ class Rewards:
             "log_extra": lambda column, values: extras[column].extend(values),
         }
         if self.run is not None:
-            given |= {"trainer_state": _state_of(self.run), "log_metric": self.run.log_metric}
+            given |= {"trainer_state": self.run.trainer_state, "log_metric": self.run.log_metric}
         for name in {name for prompt in prompts for name in prompt.columns} - set(GIVEN):
             given[name] = [prompt.columns.get(name) for prompt in prompts]
-        random_state = capture_random_state(device := resolve_device(self._device))
-        try:
-            seed = zlib.crc32(repr(given["completion_ids"]).encode())  # by round, so that a resumed run has it too
-            for seed_it in (random.seed, np.random.seed, torch.manual_seed):
-                seed_it(seed)
-            with without_os_exit():
-                columns = self._columns(prompts, given, texts)
-        finally:
-            restore_random_state(random_state, device)
+        with without_os_exit():
+            columns = self._columns(prompts, given, texts)
         for column, values in extras.items():
             if len(values) != len(prompts):
                 raise TrainingFailed(
@@ -205,21 +179,22 @@ class Rewards:
         for row in each:
             judged = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
             totals.append(sum(judged) if judged else None)
-        return Scores(totals, each, texts, json.loads(json.dumps(extras, default=_plain), parse_constant=str))
+        plain = json.dumps(extras, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+        return Scores(totals, each, texts, json.loads(plain, parse_constant=str))  # a checkpoint holds JSON without NaN
 
     def _columns(self, prompts: Sequence[Prompt], given: dict[str, Any], texts: list[str]) -> list[list[float | None]]:
         """Call the functions one after another. Those that are async then run concurrently."""
         names, calls, found = [one.name for one in self._settings], [], list[Any]()
+        seed = zlib.crc32(repr(given["completion_ids"]).encode())  # by round, so that a resumed run has it too
         for one, function in zip(self._settings, self._functions, strict=True):
             reads_texts = one.model is not None or one.function in BUILT_IN
             taken = _taken(one.name, function, given | {"completions": texts} if reads_texts else given)
             calls.append(partial(_tried, function, taken))
-            with self._watched(one.name):
+            with self._watched(one.name, seed):
                 found.append(calls[-1](slice(None)))
-        if waiting := [i for i, one in enumerate(found) if inspect.isawaitable(one)]:
-            with self._watched(" or ".join(names[i] for i in waiting)):
-                for i, value in zip(waiting, self._loop.run(_settled([found[i] for i in waiting])), strict=True):
-                    found[i] = value
+        waiting = [name for name, value in zip(names, found, strict=True) if inspect.isawaitable(value)]
+        with self._watched(" or ".join(waiting), seed):
+            found = self._loop.run(_settled(found))
         for name, call, value in zip(names, calls, found, strict=True):
             if isinstance(value, BaseException):
                 raise TrainingFailed(
@@ -231,17 +206,22 @@ class Rewards:
     def _failing(self, call: Callable[[slice], Any], prompts: Sequence[Prompt]) -> str:
         """The place of the first row for which the function fails alone."""
         for i, prompt in enumerate(prompts):
-            value = call(slice(i, i + 1))
-            if isinstance(self._loop.run(_settled([value]))[0] if inspect.isawaitable(value) else value, BaseException):
+            if isinstance(self._loop.run(_settled([call(slice(i, i + 1))]))[0], BaseException):
                 return prompt.place
         return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
 
     @contextlib.contextmanager
-    def _watched(self, name: str) -> Iterator[None]:
-        """Report that a function is still running. Undo its changes of the process."""
-        before = [read() for read, _ in PROCESS_STATE.values()]
-        with slow_calls_reported(f"the reward {name}"):
-            yield
+    def _watched(self, name: str, seed: int) -> Iterator[None]:
+        """Report that a function is still running. Seed the random generators for it, and undo its changes of them and of
+        the process."""
+        before, random_state = [read() for read, _ in PROCESS_STATE.values()], capture_random_state(self._device)
+        for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
+            seed_generator(seed)
+        try:
+            with slow_calls_reported(f"the reward {name}"):
+                yield
+        finally:
+            restore_random_state(random_state, self._device)
         for (what, (read, restore)), value in zip(PROCESS_STATE.items(), before, strict=True):
             if read() != value:
                 restore(value)
@@ -250,40 +230,29 @@ class Rewards:
                     say("WARNING", text)
 
 
-def _state_of(run: Run) -> TrainerState:
-    done = run.completed_steps
-    return TrainerState(
-        global_step=done,
-        max_steps=run.total_steps,
-        epoch=done / run.steps_per_epoch,
-        num_train_epochs=math.ceil(run.total_steps / run.steps_per_epoch),
-        is_local_process_zero=True,
-        is_world_process_zero=True,
-    )
-
-
 def _tried(function: Function, taken: dict[str, Any], rows: slice) -> Any:
     """Return the function's result for these rows, which may be awaitable, or its error."""
     try:  # with copies, because it may change its arguments
-        return function(**{k: copy.deepcopy(v[rows]) if isinstance(v, list) else v for k, v in taken.items()})
+        found = function(**{k: copy.deepcopy(v[rows]) if isinstance(v, list) else v for k, v in taken.items()})
+        return list(found) if isinstance(found, Iterator) else found
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: it would end the run as if it were complete
         return error
 
 
-async def _settled(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Return the result or the error of each, run concurrently."""
+async def _settled(found: Sequence[Any]) -> list[Any]:
+    """Return each value, or the result or the error of an awaitable. Awaitables run concurrently."""
 
-    async def settle(one: Awaitable[Any]) -> Any:
+    async def settle(one: Any) -> Any:
         try:
-            return await one
+            return await one if inspect.isawaitable(one) else one
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:
             return error
 
-    return list(await asyncio.gather(*map(settle, waiting)))
+    return list(await asyncio.gather(*map(settle, found)))
 
 
 def _taken(name: str, function: Function, given: dict[str, Any]) -> dict[str, Any]:
@@ -296,20 +265,12 @@ def _taken(name: str, function: Function, given: dict[str, Any]) -> dict[str, An
     missing = [one.name for one in named if one.default is one.empty and one.name not in given]
     if missing:
         columns = [column for column in given if column not in GIVEN]
-        if missing[0] in GIVEN:
-            raise ValueError(
-                f"the reward {name} reads {missing[0]}. In the recipe, set score.run = run after run = Run(...)."
-            )
         raise ValueError(
             f"the reward {name} has the parameter {', '.join(missing)}, but the rows have no such column. Columns: "
-            f"{', '.join(columns) or 'none'}; other arguments: {', '.join(GIVEN)}.{did_you_mean(missing[0], [*given])}"
+            f"{', '.join(columns) or 'none'}; other arguments: {', '.join(GIVEN)} (trainer_state and log_metric if the recipe "
+            f"sets score.run = run).{did_you_mean(missing[0], [*given])}"
         )
     return taken
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON, and so a checkpoint, can hold: a number of numpy or torch, or text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | None]:

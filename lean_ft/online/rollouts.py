@@ -26,8 +26,8 @@ from lean_ft.data import Batch, PairBatch, PolicyBatch, Prompt, Prompts
 from lean_ft.data.batches import Layout
 from lean_ft.data.pairs import Pairs
 from lean_ft.generation import Sample
-from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
-from lean_ft.online.rewards import Rewards, Scores, rewards_of
+from lean_ft.losses import AnswerTokens, advantages, deviation, generalized_advantages, whitened
+from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
@@ -88,6 +88,7 @@ class Rounds(Generic[BatchT]):
     """
 
     answers_in_a_row = 1  # of a batch
+    _has_values = False  # whether a value model, rather than the prompt's other completions, is the baseline
 
     def __init__(
         self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
@@ -230,15 +231,12 @@ class Rounds(Generic[BatchT]):
         answers, size = self._answers, self._cfg.generation.num_answers
         if not answers or self._planned is not None:
             return {}
-        rewards = torch.tensor([math.nan if answer.reward is None else answer.reward for answer in answers])
-        groups = rewards.view(-1, size) if size > 1 else rewards[None]
-        spread = advantages(groups, "mean")
-        has_one = (~groups.isnan()).sum(1)
-        deviations = (spread.square().sum(1) / (has_one - 1).clamp(min=1)).sqrt()
+        size = size if size > 1 else len(answers)
+        groups = torch.tensor([math.nan if one.reward is None else one.reward for one in answers]).view(-1, size)
         told = {
-            "reward": float(rewards.nanmean()),
-            "reward_std": float(deviations.mean()),
-            "even_groups": float((spread == 0).all(1).float().mean()),
+            "reward": float(groups.nanmean()),
+            "reward_std": float(deviation(groups, ~groups.isnan(), 1).mean()),
+            "even_groups": float(np.mean([not _differ(answers[i : i + size]) for i in range(0, len(answers), size)])),
             "completion_length": sum(len(answer.ids) for answer in answers) / len(answers),
             "truncated": sum(not answer.ended for answer in answers) / len(answers),
         }
@@ -250,30 +248,28 @@ class Rounds(Generic[BatchT]):
 
     def _why_untrained(self) -> str:
         """Why the sampled round changes nothing, and what helps; empty if it does."""
-        if all(one.reward is None for one in self._answers):
-            names = " and ".join(one.name for one in rewards_of(self._cfg.rewards))
-            return f"{names} returned None for each of its {len(self._answers)} completions"
+        found = self.metrics()
+        if "reward" not in found:
+            return "no completion has a reward, because all reward functions returned None"
         if not any(self._counts(one) for one in self._answers):
             return (
                 "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
                 "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
             )
-        size = self._cfg.generation.num_answers
-        if not self._compares or any(_differ(self._answers[i : i + size]) for i in range(0, self.num_answers, size)):
+        if self._has_values or found["even_groups"] < 1:
             return ""
         return (
             "all completions of each prompt have the same reward. To sample other prompts instead, set "
             "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
         )
 
-    _compares = True  # whether equal rewards of a prompt's completions give no gradient
-
     def shown(self, count: int) -> list[dict[str, Any]]:
         """A few completions of the round, from as many prompts as possible, for samples.jsonl."""
         step = max(1, len(self._answers) // count)
         columns = dict.fromkeys(column for answer in self._answers for column in answer.extras)
-        rows = [
-            {
+        rows = []
+        for answer in self._answers[::step][:count]:
+            row = {
                 "prompt": self._prompts[answer.prompt].asked,
                 "answer": answer.text,
                 "reward": answer.reward,
@@ -281,10 +277,7 @@ class Rounds(Generic[BatchT]):
                 **({"advantage": answer.advantages[0]} if answer.advantages else {}),
                 "ended": answer.ended,
             }
-            for answer in self._answers[::step][:count]
-        ]
-        for row, answer in zip(rows, self._answers[::step], strict=False):
-            row |= {f"{'extra/' * (column in row)}{column}": answer.extras.get(column) for column in columns}
+            rows.append(row | {f"extra/{name}" if name in row else name: answer.extras.get(name) for name in columns})
         return rows
 
     # State --------------------------------------------------------------------------------------------------------
@@ -472,15 +465,12 @@ class Rollouts(Rounds[PolicyBatch]):
         answer.values = answer.returns = zeros if self._has_values else []
         return self._policy_batch([answer] * size, [self._prompts[0].ids] * size, first)
 
-    _has_values = False
-
 
 class ValuedRollouts(Rollouts):
     """Completions with generalized advantages from a value model, normalized over a round to mean 0 and deviation 1.
     The reward is at the last token, and the divergence's cost at each token."""
 
     _has_values = True
-    _compares = False
 
     @property
     def _looks_back(self) -> bool:

@@ -27,10 +27,6 @@ class SampleLog:
             self._path = run.directory / FILE
             trim_metrics(self._path, run.start_step, has_every_step=False)
 
-    def say_before(self, metrics: dict[str, Any]) -> None:
-        """Log the evaluation before the first step, as step 0."""
-        self._run.log_evaluation(None, **metrics)
-
     def write(self, step: int, rollouts: Rounds) -> None:
         """Write a few completions of the round after step `step` (from 0), if they are due."""
         if not self._writes or not self._every or step % self._every or not self._run.is_training:

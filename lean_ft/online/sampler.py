@@ -38,18 +38,13 @@ class Sampler:
             setting = "generation.offload_training_state"
             link = open_link(model.device, f"{setting}=true", f"{setting}=false")
             self._makes_room = partial(optimizer.state_away, link)
-        if cfg.generation.compile and ranks.size > 1:
-            raise ValueError(
-                "generation.compile=true needs a single process, but there are several. Remove the setting."
-            )
+        uses_vllm = cfg.generation.engine == "vllm"
+        if ranks.size > 1 and (cfg.generation.compile or uses_vllm):
+            setting = "compile=true" if cfg.generation.compile else "engine=vllm"
+            raise ValueError(f"generation.{setting} needs a single process, but there are several. Remove the setting.")
         self._server: VLLMServer | None = None
-        if cfg.generation.engine == "vllm":
-            if ranks.size > 1:
-                raise ValueError(
-                    "generation.engine=vllm needs a single process, but there are several. Remove the setting."
-                )
-            if stage() is None:
-                self._server = VLLMServer(cfg.generation.engine_url, cfg.output_dir / "engine")
+        if uses_vllm and stage() is None:
+            self._server = VLLMServer(cfg.generation.engine_url, cfg.output_dir / "engine")
 
     def __call__(self, prompts: Sequence[Prompt], seed: int, temperature: float | None = None) -> list[Sample]:
         """temperature: None is the training temperature. Raises as `lean_ft.generation.sample` does."""

@@ -116,7 +116,7 @@ class Metrics:
         values = {**values, **self._take_further({*row, *values})}
         if not row["target_tokens"]:
             means = {name for name, value in values.items() if isinstance(value, Tensor)} - {"grad_norm"} | {"loss"}
-            values = {name: value for name, value in values.items() if name not in means}
+            values |= dict.fromkeys(means)
         scalars = {name: _copy(value) for name, value in values.items() if value is not None}
         self._pending.append(_Pending(row, scalars, self._started, ended))
         self._started = None

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -198,11 +199,6 @@ class Run:
 
         if self.ranks.size > 1:
             self.ranks.on_every_rank(look)
-
-    @property
-    def completed_steps(self) -> int:
-        """Optimizer steps done so far. In the loop's body, a step is done once it is logged."""
-        return self._step - (self._begun is not None and not self._logged)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -420,6 +416,19 @@ class Run:
             values={"loss": loss, "grad_norm": grad_norm, **more},
             micro_batches=micro_batches,
             skipped=self.optimizer.skipped_steps > self._skipped_before,
+        )
+
+    @property
+    def trainer_state(self) -> SimpleNamespace:
+        """The progress, under the names of transformers' TrainerState. A step is done once it is logged."""
+        done = self._step if self._logged else self._done_steps
+        return SimpleNamespace(
+            global_step=done,
+            max_steps=self.total_steps,
+            epoch=done / self.steps_per_epoch,
+            num_train_epochs=math.ceil(self.total_steps / self.steps_per_epoch),
+            is_local_process_zero=True,
+            is_world_process_zero=True,
         )
 
     def log_metric(self, name: str, value: Tensor | float) -> None:

@@ -109,11 +109,6 @@ class Results:
             if row.get(name) is not None or name in row.get("non_finite", {}):
                 self._course[name] = [*self._course.get(name, [])[:1], (row["step"], row[name])]
 
-    def _written(self, before: str, name: str) -> str:
-        """`0.25 at step 1, 0.75 at step 60`, or nothing."""
-        values = ", ".join(f"{number(value)} at step {step}" for step, value in self._course.get(name, []))
-        return values and before + values
-
     def add(self, row: Row) -> None:
         """Count a step by its line of metrics."""
         self._tokens += row["tokens"]
@@ -143,10 +138,13 @@ class Results:
             say("next", shlex.join(["leanft", *_command_that_tries(run, run.checkpoint)]))
             needs = "" if find_spec("matplotlib") else ": pip install 'lean-ft[plots]'"
             say("", shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}")
+        written = {"loss": "none: no step had a trained token"}
+        for name, course in self._course.items():
+            written[name] = ", ".join(f"{number(value)} at step {step}" for step, value in course)
         for name in ("reward", "loss"):
-            if name in self._course or name == "loss":
-                values = self._written("", name) or "none: no step had a trained token"
-                say(name, values + self._written("; held-out ", f"eval_{name}"))
+            held_out = f"; held-out {written[f'eval_{name}']}" if f"eval_{name}" in written else ""
+            if name in written:
+                say(name, written[name] + held_out)
         first_loss = self._course.get("loss", [(0, None)])[0][1]
         if has_diverged(first_loss, self._last_losses):
             say(

@@ -4,7 +4,6 @@ import os
 import random
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ BODIES = {
     "emptied lists": ("[1, 2] if not completion_ids[0].clear() and not completions.clear() else 0", [1.0, 2.0]),
     "another folder": ("[os.chdir('/') or 1, 2]", [1.0, 2.0]),
     "a generator": ("(len(ids) for ids in completion_ids)", [2.0, 2.0]),
+    "a failing generator": ("(throw(KeyError(9)) for ids in completion_ids)", r"failed at row 1: KeyError: 9"),
     "an event loop": ("asyncio.run(asyncio.sleep(0, [1, 2]))", [1.0, 2.0]),
     "os._exit": (
         "os._exit(0)",
@@ -71,9 +71,6 @@ CHANGES = {  # a statement -> what it changes; None: nothing that needs a warnin
     "torch.set_grad_enabled(False)": "torch's gradient mode",
     "torch.set_default_dtype(torch.float64)": "torch's default dtype",
     "torch.set_default_device('meta')": "torch's default device",
-    "torch.set_num_threads(torch.get_num_threads() + 1)": "torch's number of threads",
-    "torch.set_float32_matmul_precision('medium')": "torch's float32 precision",
-    "warnings.simplefilter('error')": "the filters of warnings",
     "os.chdir('/')": "the current folder",
     "random.seed(0); np.random.seed(0); torch.manual_seed(0)": None,
     "random.random(); np.random.rand(); torch.rand(1)": None,
@@ -84,23 +81,16 @@ CHANGES = {  # a statement -> what it changes; None: nothing that needs a warnin
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_process_is_as_before_and_the_function_is_named(tmp_path: Path, change: str, kind: str, capsys) -> None:
     def state() -> list[Any]:
-        modes = [
-            torch.is_grad_enabled(),
-            torch.get_default_dtype(),
-            torch.get_default_device(),
-            torch.get_num_threads(),
-        ]
-        modes += [
-            [*warnings.filters],
-            torch.get_float32_matmul_precision(),
-            os.getcwd(),
+        modes = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), os.getcwd()]
+        return [
+            *modes,
             random.getstate(),
             torch.get_rng_state().tolist(),
+            [one.tolist() if isinstance(one, np.ndarray) else one for one in np.random.get_state()],
         ]
-        return [*modes, [one.tolist() if isinstance(one, np.ndarray) else one for one in np.random.get_state()]]
 
     (tmp_path / "changing.py").write_text(
-        f"import os, random, warnings\nimport numpy as np\nimport torch\n{kind} f(completions):\n    {change}\n    return [1.0]\n"
+        f"import os, random\nimport numpy as np\nimport torch\n{kind} f(completions):\n    {change}\n    return [1.0]\n"
     )
     score, before = rewards.Rewards([f"{tmp_path}/changing.py:f"], load_tokenizer("tiny")), state()
     for _ in range(2):
