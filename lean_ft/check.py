@@ -206,7 +206,7 @@ class Check:
         ours = self._logits(model, self.ids)[-1]
         _change_by_rounding(model)
         noise = (self._logits(model, self.ids)[-1] - ours).norm().item()
-        theirs = self._load_theirs("float32", self.transformers.AutoModelForSequenceClassification)
+        theirs = self._load_theirs("float32")
         what = f"of {len(self.ids)} tokens in float32, with transformers"
         yield self._compared("scores", what, {"": ours}, {"": self._logits(theirs, self.ids)}, {"": noise})
 
@@ -326,8 +326,9 @@ class Check:
         with torch.no_grad():
             return self._logits(model, self.ids), {n: g for n, g in gradients.items() if g is not None}, total
 
-    def _load_theirs(self, dtype: str, kind: Any = None) -> nn.Module:
-        load = (kind or self.transformers.AutoModelForCausalLM).from_pretrained
+    def _load_theirs(self, dtype: str) -> nn.Module:
+        kind = "SequenceClassification" if gives_scores(self.hf_config) else "CausalLM"
+        load = getattr(self.transformers, f"AutoModelFor{kind}").from_pretrained
         with tempfile.TemporaryDirectory() as copy:
             folder = self.folder
             if gguf_file(folder) is not None:  # transformers' own reader supports fewer GGUF files
