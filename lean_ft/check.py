@@ -205,10 +205,10 @@ class Check:
         model = load_model(self.folder, self.device, scores=None)
         ours = self._logits(model, self.ids)[-1]
         _change_by_rounding(model)
-        noise = (self._logits(model, self.ids)[-1] - ours).norm().item()
-        theirs = self._load_theirs("float32")
+        noise = _distances({"": self._logits(model, self.ids)[-1]}, {"": ours})
+        theirs = self._logits(self._load_theirs("float32"), self.ids)
         what = f"of {len(self.ids)} tokens in float32, with transformers"
-        yield self._compared("scores", what, {"": ours}, {"": self._logits(theirs, self.ids)}, {"": noise})
+        yield self._compared("scores", what, {"": ours}, {"": theirs}, noise)
 
     def _against_transformers(self) -> Iterator[Row]:
         model = self._load_theirs("float32")

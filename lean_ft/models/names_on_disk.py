@@ -1,5 +1,6 @@
 """Names of the decoder's parameters in Hugging Face folders."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,14 +14,11 @@ _NOT_TEXT += ("vision_model.", "audio_tower.", "embed_audio.")
 
 def name_in_language_model(name: str) -> str | None:
     """The name of a multimodal model's tensor or module in its language model; None for those of images or audio."""
-    inner = name.removeprefix("model.")
-    if inner.startswith(_NOT_TEXT):
+    if name.removeprefix("model.").startswith(_NOT_TEXT):
         return None
-    if inner.startswith("language_model."):
-        name = inner
-    inner = name.removeprefix("language_model.")
     # transformers 4 wrote language_model.model.layers, version 5 writes model.language_model.layers.
-    return inner if inner == name or inner.startswith(("model.", "lm_head")) else f"model.{inner}"
+    name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+    return re.sub(r"^model\.lm_head", "lm_head", name)
 
 
 def module_on_disk(hf_config: Mapping[str, Any], name: str) -> str:

@@ -427,28 +427,27 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
         if not adapter.tensors:
             raise ValueError(f"{adapter.folder} has only {unread}, and lean_ft computes text.")
         say("adapter", f"{adapter.folder}: not read are {unread}")
-    modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
+    modules, shapes = dict(model.named_modules()), dict(adapter.shapes)
     own_names = {module_on_disk(model.source.config, own): own for own in modules}
-    rows = {own_names.get(theirs, theirs): ids for theirs, ids in adapter.rows.items()}
-    tensors |= {own_names.get(theirs, theirs) + ENDING: tensors.pop(theirs + ENDING) for theirs in adapter.rows}
-    for theirs, own in own_names.items():
-        if theirs != own and theirs in shapes and not isinstance(modules[own], Experts):
-            shapes[own] = shapes.pop(theirs)
-            for ending in (*_OF_LINEAR, _MAGNITUDE):
-                if theirs + ending in tensors:
-                    tensors[own + ending] = tensors.pop(theirs + ending)
-    for name in adapter.shapes:
-        place = own_names.get(name.removesuffix(".base_layer"), "")
+    renamed = {theirs: own for theirs, own in own_names.items() if not isinstance(modules[own], Experts)}
+    for name, shape in adapter.shapes.items():
+        place = own_names.get(stem := name.removesuffix(".base_layer"), "")
         if not isinstance(modules.get(place), Experts):
             continue
         stored = [adapter.tensors[name + ending].shape for ending in _OF_LINEAR if name + ending in adapter.tensors]
         for projection in PROJECTIONS:
             num_experts, num_outputs, num_inputs = _sizes(modules, layer := f"{place}.{projection}")
-            if [shape[axis] for shape, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
-                stem = f"{name.removesuffix('.base_layer')}.{projection}"
-                shapes[layer] = _stored_shape(adapter.config, stem, shapes.pop(name).rank // num_experts)
-                for ending in _OF_LINEAR:
-                    tensors[layer + ending] = tensors.pop(name + ending)
+            if [sides[axis] for sides, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
+                renamed[name] = layer
+                shapes[name] = _stored_shape(adapter.config, f"{stem}.{projection}", shape.rank // num_experts)
+
+    def own(name: str) -> str:
+        layer, *ending = re.split(r"(?=\.lora_|\.token_adapter\.)", name, maxsplit=1)
+        return "".join([renamed.get(layer, layer), *ending])
+
+    shapes, tensors, rows = (
+        {own(name): value for name, value in found.items()} for found in (shapes, adapter.tensors, adapter.rows)
+    )
     return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
 
 
