@@ -210,10 +210,9 @@ def label_names(config: Mapping[str, Any]) -> list[str]:
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
-def kind_of_scores(config: Mapping[str, Any]) -> str:
-    """What a model that gives scores is: "a reward model", or "a classifier of 3 labels"."""
-    num_labels, is_named = len(label_names(config)), str(config.get("problem_type")).endswith("label_classification")
-    return f"a classifier of {num_labels} labels" if is_named or num_labels > 1 else "a reward model"
+def kind_of_scores(num_scores: int) -> str:
+    """What a model with this many scores per text is called."""
+    return "a reward model" if num_scores == 1 else f"a classifier of {num_scores} labels"
 
 
 def gives_scores(config: Mapping[str, Any]) -> bool:

@@ -96,8 +96,8 @@ def save_adapter(
     parts = adapter_parts(model) if weights is None else weights
     write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
-    config = model.source.config
-    if model.score is not None and kind_of_scores(config) != "a reward model":  # PEFT's format has no place for labels
+    if model.config.scores > 1:  # PEFT's format has no place for labels
+        config = model.source.config
         labels = {name: config[name] for name in ("id2label", "label2id", "problem_type") if name in config}
         ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))
 
@@ -506,7 +506,7 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             if _is_own_weight(model, adapter, name):  # PEFT also saves the weight of an adapted embedding
                 continue
             if name == f"{SCORE}.weight":
-                kind = kind_of_scores(labels_of(adapter.folder) or OF_REWARD)
+                kind = kind_of_scores(stored.shape[0])
                 raise ValueError(f"{adapter.folder} adapts {kind}, which gives scores and no text. Use `leanft score`.")
             raise ValueError(
                 f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the weight of {what}. It was trained "
