@@ -39,7 +39,6 @@ from lean_ft.losses import CrossEntropy
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.config_json import gives_scores
-from lean_ft.models.families import FAMILIES
 from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import stored_dtype, stored_tensors
 from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
@@ -186,10 +185,8 @@ class Check:
     def _plain(self) -> Iterator[Row]:
         model = load_model(self.cfg.model, self.device)
         self.margin_16_bit = math.inf if model.mixture else MARGIN_16_BIT  # rounding changes the choice of experts
-        # transformers' names are those on disk, except for experts, which it stacks as we do.
-        as_ours = model.mixture and not FAMILIES[model.source.config["model_type"]].in_memory
-        names = [name for name, _ in model.named_parameters()]
-        self.names = {n: n if as_ours and ".mlp." in n else module_on_disk(model.source.config, n) for n in names}
+        # transformers' names are those on disk, except for some experts, which it stacks as we do.
+        self.names = {name: module_on_disk(model.source.config, name) for name, _ in model.named_parameters()}
         self.logits, self.gradients, loss = self._results(model)
         squares = sum(gradient.square().sum().item() for gradient in self.gradients.values())
         # With AdamW's eps as large as the gradients, an update changes as smoothly as they do, and not by their signs.
@@ -205,10 +202,10 @@ class Check:
         model = load_model(self.folder, self.device, scores=None)
         ours = self._logits(model, self.ids)[-1]
         _change_by_rounding(model)
-        noise = (self._logits(model, self.ids)[-1] - ours).norm().item()
-        theirs = self._load_theirs("float32", self.transformers.AutoModelForSequenceClassification)
+        noise = _distances({"": self._logits(model, self.ids)[-1]}, {"": ours})
+        theirs = self._logits(self._load_theirs("float32"), self.ids)
         what = f"of {len(self.ids)} tokens in float32, with transformers"
-        yield self._compared("scores", what, {"": ours}, {"": self._logits(theirs, self.ids)}, {"": noise})
+        yield self._compared("scores", what, {"": ours}, {"": theirs}, noise)
 
     def _against_transformers(self) -> Iterator[Row]:
         model = self._load_theirs("float32")
@@ -320,14 +317,15 @@ class Check:
             loss.backward()
             total += loss.item()
         named = {name_in_language_model(name) or name: p.grad for name, p in model.named_parameters()}
-        theirs = not isinstance(model, Decoder)
-        gradients = {name: named.get(self.names[name] if theirs else name) for name in self.names}
+        if not isinstance(model, Decoder):
+            named = {ours: named.get(theirs, named.get(ours)) for ours, theirs in self.names.items()}
         model.zero_grad()
         with torch.no_grad():
-            return self._logits(model, self.ids), {n: g for n, g in gradients.items() if g is not None}, total
+            return self._logits(model, self.ids), {n: g for n, g in named.items() if g is not None}, total
 
-    def _load_theirs(self, dtype: str, kind: Any = None) -> nn.Module:
-        load = (kind or self.transformers.AutoModelForCausalLM).from_pretrained
+    def _load_theirs(self, dtype: str) -> nn.Module:
+        kind = "SequenceClassification" if gives_scores(self.hf_config) else "CausalLM"
+        load = getattr(self.transformers, f"AutoModelFor{kind}").from_pretrained
         with tempfile.TemporaryDirectory() as copy:
             folder = self.folder
             if gguf_file(folder) is not None:  # transformers' own reader supports fewer GGUF files

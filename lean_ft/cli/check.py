@@ -87,9 +87,8 @@ def check(
                     rows += found()
                 except Exception as error:
                     message, code = explain(error)
-                    rows.append(
-                        (name, "", "", "", f"{'skipped' if code == 2 else 'FAILED'}: {message.splitlines()[0]}")
-                    )
+                    verdict = "skipped" if code == 2 else "FAILED"
+                    rows.append((name, "", "", "", f"{verdict}: {message.splitlines()[0]}"))
     finally:
         console.stderr = False
     # Reasons are printed below the table, which otherwise would not fit a terminal.

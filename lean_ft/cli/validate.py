@@ -58,7 +58,6 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
     from lean_ft.data import prompt_rows
     from lean_ft.frozen.reference import choose_kind
     from lean_ft.frozen.teacher import check_cached, check_tokenizer
-    from lean_ft.frozen.teacher_cache import tokens_of
     from lean_ft.generation.tasks import find_tasks
     from lean_ft.models import empty_model
     from lean_ft.models.hf_format import new_token_ids
@@ -95,8 +94,10 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
     distill = group(DistillConfig)
     if distill is not None and distill.cached is not None:
         with _gathered(problems):
-            kept = check_cached(distill, tokenizer)
+            kept = check_cached(distill)
             notes.append(f"teacher: stored tokens of {kept['model']}. The run checks that the rows match.")
+            if tokenizer is not None:
+                check_tokenizer(distill, tokenizer)
     elif distill is not None and distill.teacher is not None:
         if note := _not_downloaded(distill.teacher, weights=True):
             notes.append(note)
@@ -104,8 +105,7 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
             with _gathered(problems):
                 empty_model(distill.teacher, torch.float32)
                 if tokenizer is not None:
-                    tokens = tokens_of(load_tokenizer(distill.teacher))
-                    check_tokenizer(f"distill.teacher={distill.teacher}", tokens, tokenizer)
+                    check_tokenizer(distill, tokenizer)
     if data is not None:
         for setting, value in (("source", data.source), ("validation_source", data.validation_source)):
             for source in [value] if isinstance(value, str) else value or []:

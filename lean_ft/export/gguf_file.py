@@ -87,7 +87,7 @@ def export_gguf(
         raise ValueError(f"{for_ollama} exists. Choose a destination in another folder, or overwrite it with --force.")
     model, tokenizer, merged = read_source(folder, merge, base)
     if model.config.scores:
-        kind = kind_of_scores(model.source.config)
+        kind = kind_of_scores(model.config.scores)
         raise ValueError(f"{folder} is {kind}, which llama.cpp cannot run. Export it as a folder.")
     family = gguf_family(model, folder)
     if tokenizer is None:

@@ -39,7 +39,7 @@ def open_reward_model(
     where = resolve_device(device)
     kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
     check_dtype(str(kept).removeprefix("torch."), where)
-    scores = None if adapter == folder else labels_of(adapter) or True
+    scores = None if adapter == folder else labels_of(adapter)
     model = load_model(folder, where, kept, scores=scores, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
     if adapter != folder and stage() is None:
         load_adapter(model, adapter)

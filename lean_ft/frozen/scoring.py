@@ -16,7 +16,7 @@ from lean_ft.data.pairs import PairReader
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.frozen.reward_model import open_reward_model, score, token_scores
 from lean_ft.models import Decoder
-from lean_ft.models.config_json import kind_of_scores, label_names
+from lean_ft.models.config_json import label_names
 from lean_ft.settings import ClassificationDataConfig, DataConfig, PreferenceDataConfig, SFTDataConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
@@ -60,7 +60,7 @@ def score_rows(
     pairs, one list per side). Sequences are not truncated. Raises ValueError for an unreadable row, with its place.
     """
     settings = {"source": data} if isinstance(data, str) else data.model_dump()
-    if kind_of_scores(model.source.config) != "a reward model":
+    if model.config.scores > 1:
         yield from _classified(model, tokenizer, ClassificationDataConfig.model_validate(settings))
         return
     config: DataConfig = SFTDataConfig.model_validate(settings)

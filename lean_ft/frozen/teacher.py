@@ -4,7 +4,6 @@
 ids must mean the same for both models.
 """
 
-from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -37,10 +36,11 @@ def load_teacher(
     """
     distill = cfg.needed(DistillConfig)
     if distill.cached is not None:
-        return _cached(cfg, tokenizer, device, batches, held_out)
+        check_tokenizer(distill, tokenizer)
+        return _cached(distill, cfg.needed(DataConfig), device, batches, held_out)
     assert distill.teacher is not None
     if stage() is None:
-        check_tokenizer(f"distill.teacher={distill.teacher}", tokens_of(load_tokenizer(distill.teacher)), tokenizer)
+        check_tokenizer(distill, tokenizer)
     kept_as = distill.teacher_dtype or cfg.needed(ModelConfig).dtype
     nf4 = kept_as == "nf4"
     setting = "distill.teacher_streamed"
@@ -68,8 +68,15 @@ def load_teacher(
     return ask
 
 
-def check_tokenizer(setting: str, tokens: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raise ValueError if an id of the student's tokenizer is another token for the teacher, whose `tokens` these are."""
+def check_tokenizer(distill: DistillConfig, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if an id of the student's tokenizer is another token for the teacher, in memory or cached."""
+    if distill.cached is not None:
+        setting, tokens = f"distill.cached={distill.cached}", read_about(distill.cached).get("tokens")
+    else:
+        setting, tokens = f"distill.teacher={distill.teacher}", tokens_of(load_tokenizer(str(distill.teacher)))
+    if tokens is None:
+        say("teacher", f"{setting} does not state its tokenizer (an earlier version): not compared")
+        return
     for token_id, (token, to_teacher) in enumerate(zip_longest(tokens_of(tokenizer), tokens, fillvalue="")):
         if token and token != to_teacher:
             means = f"{to_teacher!r} for the teacher" if to_teacher else "no token for the teacher"
@@ -79,8 +86,8 @@ def check_tokenizer(setting: str, tokens: Sequence[str], tokenizer: Tokenizer) -
             )
 
 
-def check_cached(distill: DistillConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the metadata of `distill.cached`. Raise ValueError if it does not fit these settings or the tokenizer."""
+def check_cached(distill: DistillConfig) -> dict[str, Any]:
+    """Return the metadata of `distill.cached`. Raise ValueError if it does not fit these settings."""
     assert distill.cached is not None
     about = read_about(distill.cached)
     if about["temperature"] != distill.temperature:
@@ -89,33 +96,25 @@ def check_cached(distill: DistillConfig, tokenizer: Tokenizer | None) -> dict[st
             f"distill.temperature is {distill.temperature:g}. The cache cannot be converted, because it has only the most "
             f"likely tokens. Set distill.temperature={about['temperature']:g}, or run leanft score again."
         )
-    if "tokens" not in about:
-        say(
-            "teacher",
-            f"distill.cached={distill.cached} does not state its tokenizer (an earlier version): not compared",
-        )
-    elif tokenizer is not None:
-        check_tokenizer(f"distill.cached={distill.cached}", about["tokens"], tokenizer)
     return about
 
 
 def _cached(
-    cfg: RecipeConfig, tokenizer: Tokenizer, device: torch.device, batches: Batches, held_out: EvalBatches | None
+    distill: DistillConfig, data: DataConfig, device: torch.device, batches: Batches, held_out: EvalBatches | None
 ) -> Teacher:
-    about = check_cached(distill := cfg.needed(DistillConfig), tokenizer)
+    about = check_cached(distill)
     assert distill.cached is not None
     top_k, num_columns, vocab_size = about["top_k"], about["num_columns"], about["vocab_size"]
-    num_tokens = min(vocab_size, len(about["tokens"])) if "tokens" in about else None
     if stage() is not None:  # planning: tensors without contents
 
         def shapes(batch: Batch) -> TopLogProbs:
             num_targets = batch.num_targets
             ids = torch.zeros(num_targets, top_k, dtype=torch.int64, device=device)
-            return TopLogProbs(torch.zeros(num_targets, num_columns, device=device), ids, vocab_size, num_tokens)
+            return TopLogProbs(torch.zeros(num_targets, num_columns, device=device), ids, vocab_size)
 
         return shapes
     layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    cache = TeacherCache(distill.cached, layouts, cfg.needed(DataConfig))
+    cache = TeacherCache(distill.cached, layouts, data)
     say(
         "teacher",
         f"cached predictions of {about['model']} for {cache.num_documents:,} documents, top {top_k} tokens each",
@@ -123,6 +122,6 @@ def _cached(
 
     def recall(batch: Batch) -> TopLogProbs:
         log_probs, ids = (torch.from_numpy(values).to(device, non_blocking=True) for values in cache.rows_of(batch))
-        return TopLogProbs(log_probs, ids.long(), vocab_size, num_tokens)
+        return TopLogProbs(log_probs, ids.long(), vocab_size)
 
     return recall

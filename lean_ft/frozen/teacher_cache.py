@@ -70,9 +70,9 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
         compile=cfg.compile,
     )
     chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
-    vocab_size = len(model.output_weight)
+    weight = model.output_weight[: tokenizer.vocab_size]  # without padding, which a student may lack
     parts = [EvalBatches(trained.layout, trained.report), *([held_out] if held_out is not None else [])]
-    documents, num_columns = list[Documents](), 0
+    documents: list[Documents] = []
     cfg.destination.parent.mkdir(parents=True, exist_ok=True)
     with write_entry(cfg.destination.parent, cfg.destination.name) as writer:
         for part in parts:
@@ -81,15 +81,13 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
                 here = batch.to(device)
                 hidden = model(here.input_ids, here.positions, here.cu_seqlens, return_hidden=True)
                 said = top_log_probs(
-                    TeacherStates(hidden, model.output_weight, model.config.logits_softcap),
+                    TeacherStates(hidden, weight, model.config.logits_softcap),
                     here.labels,
                     cfg.top_k,
-                    num_tokens=tokenizer.vocab_size,
                     temperature=cfg.temperature,
                     num_targets=batch.num_targets,
                     chunk_tokens=chunk_tokens,
                 )
-                num_columns = said.log_probs.shape[1]
                 assert batch.documents is not None
                 numbers = batch.documents - part.layout.first_row
                 writer.append(
@@ -106,8 +104,8 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
             "dtype": "nf4" if cfg.nf4 else cfg.model.dtype,
             "temperature": cfg.temperature,
             "top_k": cfg.top_k,
-            "num_columns": num_columns,
-            "vocab_size": vocab_size,
+            "num_columns": cfg.top_k + (cfg.top_k < len(weight)),
+            "vocab_size": len(weight),
             "tokens": tokens_of(tokenizer),
             "data": _settings_of(cfg.data),
         }

@@ -15,7 +15,7 @@ paper. The loss is not multiplied by the squared temperature, unlike in some imp
 cross-entropy of the labels.
 
 If the vocabularies are padded to different sizes, only the ids that both models have are compared; the softmax omits
-the rest. Stored predictions for a student with fewer ids are compared over the tokens alone.
+the rest. Stored predictions are over the teacher's tokens without the padding, so that they suit any student with these.
 
 If the teacher does not fit in memory next to the student, run it beforehand (`top_log_probs`): it stores the
 log-probabilities of the k likeliest tokens and of all others together, and the divergence is over these k + 1 outcomes.
@@ -31,7 +31,6 @@ stored tokens, G compared outcomes (V or k + 1).
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -72,28 +71,10 @@ class TeacherStates(NamedTuple):
 class TopLogProbs(NamedTuple):
     """Stored top-k predictions of a teacher for N targets, at the temperature of the loss."""
 
-    # (N, k + 1) float32: the k likeliest tokens, then all other ids together; (N, k) if k is the whole vocabulary. With a
-    # padded vocabulary these are logits, and a last column has the other tokens without the padding if k is not all tokens.
+    # (N, k + 1) float32: the k likeliest tokens, then all others together; (N, k) if k is the whole vocabulary.
     log_probs: Tensor
     ids: Tensor  # (N, k) int64
     vocab_size: int  # the teacher's
-    num_tokens: int | None = None  # the ids below are tokens, the others padding; None: not known
-
-    def over(self, num_rows: int) -> "TopLogProbs":
-        """The predictions for a student with that many rows: over all ids, or if it has fewer, over the tokens."""
-        top_k = self.ids.shape[1]
-        if num_rows >= self.vocab_size:
-            if self.num_tokens in (None, self.vocab_size):
-                return self
-            return TopLogProbs(self.log_probs[:, : top_k + 1].log_softmax(1), self.ids, self.vocab_size)
-        if self.num_tokens is None or num_rows < self.num_tokens:
-            raise ValueError(
-                f"the teacher's stored predictions are over {self.vocab_size} ids, of which {self.num_tokens or 'an unknown number'} "
-                f"are tokens, and the student has {num_rows}. Store the predictions again (leanft score --top-k), or choose "
-                "another student."
-            )
-        columns = [*range(top_k), *([-1] if top_k < self.num_tokens else [])]
-        return TopLogProbs(self.log_probs[:, columns].log_softmax(1), self.ids, self.num_tokens)
 
 
 class Mixture(NamedTuple):
@@ -154,8 +135,6 @@ def linear_distillation(
         divergence = "forward_kl" if beta == 0 else "reverse_kl"
     mixture = Mixture(divergence, beta, temperature, cross_entropy_weight, softcap)
     check_shapes("linear_distillation", hidden, weight, labels)
-    if isinstance(teacher, TopLogProbs):
-        teacher = teacher.over(len(weight))
     vocab_size = min(len(weight), len(teacher.weight) if isinstance(teacher, TeacherStates) else teacher.vocab_size)
     if vocab_size < len(weight):
         weight = weight[:vocab_size]  # the gradient of the other rows is zero
@@ -172,6 +151,11 @@ def linear_distillation(
             for i, function in enumerate((_normalize, _compare_logits, _write_gradient))
         ]
     else:
+        if teacher.vocab_size > len(weight):
+            raise ValueError(
+                f"the teacher's stored predictions are over {teacher.vocab_size} ids, and the student has {len(weight)}. Store "
+                "the predictions again (leanft score --top-k), or choose another student."
+            )
         labels, hidden = select_targets(labels, num_targets, hidden)
         kept = teacher.log_probs, teacher.ids
         if any(len(tensor) != len(labels) for tensor in kept):
@@ -213,7 +197,6 @@ def top_log_probs(
     labels: Tensor,
     top_k: int,
     *,
-    num_tokens: int | None = None,
     temperature: float = 1.0,
     num_targets: int | None = None,
     chunk_tokens: int = 1024,
@@ -221,26 +204,22 @@ def top_log_probs(
     """Return the teacher's log-probabilities of the `top_k` likeliest tokens and of all others together, for each label
     (...) that is not `IGNORED_LABEL`.
 
-    num_tokens: the teacher's later rows are padding, which is not among the likeliest tokens; None: all are tokens. With that
-    number as `top_k`, there is no column for the others. Raises ValueError for another `top_k` than 1 to that number, or a
-    temperature that is not above 0.
+    With the vocabulary's size as `top_k`, there is no column for the others. Raises ValueError for another `top_k` than 1 to
+    that size, or a temperature that is not above 0.
     """
     check_range("temperature", temperature > 0, temperature, "a number above 0")
     vocab_size = len(teacher.weight)
-    num_tokens = min(vocab_size, num_tokens or vocab_size)
-    if not 1 <= top_k <= num_tokens:
-        raise ValueError(f"top_k is {top_k}; expected 1 to {num_tokens}, the size of the teacher's vocabulary.")
+    if not 1 <= top_k <= vocab_size:
+        raise ValueError(f"top_k is {top_k}; expected 1 to {vocab_size}, the size of the teacher's vocabulary.")
     labels, hidden = select_targets(labels, num_targets, teacher.hidden)
-    num_columns = top_k + (top_k < vocab_size) + (top_k < num_tokens < vocab_size)
+    has_rest = top_k < vocab_size
     dtype = torch.promote_types(teacher.weight.dtype, torch.float32)
-    log_probs = torch.empty(len(labels), num_columns, dtype=dtype, device=hidden.device)
+    log_probs = torch.empty(len(labels), top_k + has_rest, dtype=dtype, device=hidden.device)
     ids = torch.empty(len(labels), top_k, dtype=torch.int64, device=hidden.device)
-    work = work_of(
-        partial(_keep_top, num_tokens), Mixture("forward_kl", 0.5, temperature, 0.0, teacher.softcap), compile=False
-    )
+    work = work_of(_keep_top, Mixture("forward_kl", 0.5, temperature, 0.0, teacher.softcap), compile=False)
     for chunk, _, logits in logits_in_chunks(hidden, teacher.weight, chunk_tokens or max(len(labels), 1)):
         work(logits, log_probs[chunk], ids[chunk])
-    return TopLogProbs(log_probs, ids, vocab_size, num_tokens)
+    return TopLogProbs(log_probs, ids, vocab_size)
 
 
 Beside = Callable[[slice], tuple[Tensor, ...]]
@@ -315,18 +294,11 @@ def _compare_kept(
     logits.copy_(_mixed(mixture, gradient, wide, labels, log_total))
 
 
-def _keep_top(num_tokens: int, mixture: Mixture, logits: Tensor, log_probs: Tensor, ids: Tensor) -> None:
+def _keep_top(mixture: Mixture, logits: Tensor, log_probs: Tensor, ids: Tensor) -> None:
     values = logits.to(log_probs.dtype) / mixture.temperature
-    top_k = ids.shape[1]
-    ids.copy_(values[:, :num_tokens].topk(top_k, dim=1).indices)
-    top, rest, log_rest = _without_top(values, ids, has_rest=log_probs.shape[1] > top_k)
-    kept = top if rest is None else torch.cat([top, log_rest], 1)
-    if num_tokens == values.shape[1]:
-        log_probs.copy_(kept.log_softmax(1))
-        return
-    log_probs[:, : top_k + 1] = kept
-    if top_k < num_tokens:
-        log_probs[:, top_k + 1 :] = _without_top(values[:, :num_tokens], ids, has_rest=True)[2]
+    ids.copy_(values.topk(ids.shape[1], dim=1).indices)
+    top, rest, log_rest = _without_top(values, ids, has_rest=log_probs.shape[1] > ids.shape[1])
+    log_probs.copy_((top if rest is None else torch.cat([top, log_rest], 1)).log_softmax(1))
 
 
 def _without_top(values: Tensor, ids: Tensor, has_rest: bool) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -95,8 +95,8 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),
 }
-_TIED = "tie_word_embeddings"
-_TIED_AT_EITHER_LEVEL = ("qwen2_vl", "qwen2_5_vl")
+# Values of text_config's tie_word_embeddings that decide, as in transformers; else the multimodal model's decides.
+_TIED_BY_TEXT = {"llama4": (True, False, None), "qwen2_vl": (True,), "qwen2_5_vl": (True,)}
 _IMAGE_FIELDS = ("image", "video", "vision", "audio")
 
 # Families that have a sequence classification model in transformers, and transformers' names of them.
@@ -159,17 +159,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     }
     if config.get("quantization_config") is not None:
         shared["quantization_config"] = config["quantization_config"]
-    result = {**shared, **text, "model_type": family, "architectures": [architectures[family]]}
-    result.pop(_TIED, None)
-    tied = _are_tied(model_type, config.get(_TIED), text.get(_TIED))
-    return result if tied is None else {**result, _TIED: tied}
-
-
-def _are_tied(model_type: str, whole: Any, text: Any) -> Any:
-    """`tie_word_embeddings` as transformers reads it from both levels: the whole model's decides, except in Llama 4."""
-    if model_type == "llama4" or whole is None or (text is True and model_type in _TIED_AT_EITHER_LEVEL):
-        return text
-    return whole
+    if text.get(tied := "tie_word_embeddings") in _TIED_BY_TEXT.get(model_type, ()):
+        shared.pop(tied, None)
+    elif shared.get(tied) is not None:
+        text.pop(tied, None)
+    return {**shared, **text, "model_type": family, "architectures": [architectures[family]]}
 
 
 OF_REWARD: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
@@ -221,10 +215,9 @@ def label_names(config: Mapping[str, Any], where: str = "config.json") -> list[s
     return [by_number[str(i)] for i in range(len(by_number))]
 
 
-def kind_of_scores(config: Mapping[str, Any]) -> str:
-    """What a model that gives scores is: "a reward model", or "a classifier of 3 labels"."""
-    num_labels, is_named = len(label_names(config)), str(config.get("problem_type")).endswith("label_classification")
-    return f"a classifier of {num_labels} labels" if is_named or num_labels > 1 else "a reward model"
+def kind_of_scores(num_scores: int) -> str:
+    """What a model with this many scores per text is called."""
+    return "a reward model" if num_scores == 1 else f"a classifier of {num_scores} labels"
 
 
 def gives_scores(config: Mapping[str, Any]) -> bool:

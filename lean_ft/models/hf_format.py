@@ -220,7 +220,8 @@ def _meta_model(
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
     model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
     if model.config.scores and scores is False:
-        raise ValueError(f"{folder} is {kind_of_scores(hf_config)}: it gives scores and no text. Use `leanft score`.")
+        kind = kind_of_scores(model.config.scores)
+        raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
     model.source = Source(
         folder=folder,
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
@@ -431,8 +432,7 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
     stored = dequantized(stored_tensors(folder), model.source.quantization)
     if model.source.part_of:
-        renamed = {name_in_language_model(name): tensor for name, tensor in stored.items()}
-        stored = {name: tensor for name, tensor in renamed.items() if name is not None}
+        stored = {own: tensor for name, tensor in stored.items() if (own := name_in_language_model(name)) is not None}
     stored = _match(model, stored, folder)
 
     def read(name: str, parameter: Tensor) -> None:

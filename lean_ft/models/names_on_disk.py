@@ -8,31 +8,21 @@ from torch import Tensor
 
 from lean_ft.models.families import FAMILIES, Family
 
-NOT_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
-NOT_TEXT += ("vision_model.", "audio_tower.", "embed_audio.")
+_NOT_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
+_NOT_TEXT += ("vision_model.", "audio_tower.", "embed_audio.")
 
 
 def name_in_language_model(name: str) -> str | None:
     """The name of a multimodal model's tensor or module in its language model; None for those of images or audio."""
-    inner = name.removeprefix("model.")
-    if inner.startswith(NOT_TEXT):
+    if name.removeprefix("model.").startswith(_NOT_TEXT):
         return None
-    if inner.startswith("language_model."):
-        name = inner
-    inner = name.removeprefix("language_model.")
     # transformers 4 wrote language_model.model.layers, version 5 writes model.language_model.layers.
-    return inner if inner == name or inner.startswith(("model.", "lm_head")) else f"model.{inner}"
-
-
-def name_in_whole(part_of: str, name: str) -> str:
-    """transformers' name of a language model's module in the multimodal model `part_of`; the same name if that is empty."""
-    if part_of == "llama4":
-        return f"language_model.{name}"
-    return re.sub(r"^model\.", "model.language_model.", name) if part_of else name
+    name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+    return re.sub(r"^model\.lm_head", "lm_head", name)
 
 
 def module_on_disk(hf_config: Mapping[str, Any], name: str) -> str:
-    """transformers' name of a module, which adapter folders use too."""
+    """transformers' name of a module; see `Source.module_name` for the language model of a multimodal model."""
     family = FAMILIES.get(hf_config.get("model_type", ""), Family())
     renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
     renamed = {**family.in_memory, **renamed}

@@ -1,12 +1,13 @@
 """Where a decoder was read from, and how ranks share it."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lean_ft.models.names_on_disk import module_on_disk, name_in_whole
+from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.system.shards import Cut
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ class Source:
     """How to fill the weights of a model that is still on the meta device."""
 
     def module_name(self, name: str) -> str:
-        """transformers' name of a module in the folder's model, which PEFT uses too."""
-        return name_in_whole(self.part_of, module_on_disk(self.config, name))
+        """transformers' name of a module in the folder's model, which PEFT uses too; `name_in_language_model` reverts it."""
+        name = module_on_disk(self.config, name)
+        if self.part_of == "llama4":
+            return f"language_model.{name}"
+        return re.sub(r"^model\.", "model.language_model.", name) if self.part_of else name
 
 
 @dataclass

@@ -16,9 +16,9 @@ from torch import Tensor
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import own_tensors
 from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.peft.lora import SCORE, adapted_layers, has_adapter, take_adapters_off
+from lean_ft.peft.lora import adapted_layers, has_adapter, take_adapters_off
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
-from lean_ft.peft.peft_format import base_model, ids_of_rows, labels_of, load_adapter, read_adapter
+from lean_ft.peft.peft_format import base_model, ids_of_rows, labels_of, load_adapter
 from lean_ft.quantize.nf4 import NF4Linear
 
 
@@ -69,9 +69,9 @@ def load_merged(
     `base` is the model's folder; None uses the model that the adapter names. Needs memory for the model and one float32
     matrix. Raises ValueError if the adapter is not supported or does not fit the model.
     """
-    scores = labels_of(adapter) or f"{SCORE}.weight" in read_adapter(Path(adapter)).tensors
     base = base_model(Path(adapter)) if base is None else base
-    model = load_model(base, device=device, dtype=dtype, scores=scores, new_ids=ids_of_rows(adapter))
+    scores, new_ids = labels_of(adapter) or False, ids_of_rows(adapter)
+    model = load_model(base, device=device, dtype=dtype, scores=scores, new_ids=new_ids)
     load_adapter(model, adapter)
     squares = []  # of each layer's weight, its change and the rounding error
     for layer in _mergeable_layers(model).values():

@@ -29,7 +29,7 @@ from lean_ft.models.config_json import OF_REWARD, kind_of_scores, label_fields
 from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
-from lean_ft.models.names_on_disk import NOT_TEXT, module_on_disk, name_in_language_model, name_in_whole
+from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
 from lean_ft.models.source import source_of
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
@@ -49,7 +49,6 @@ _PREFIX = "base_model.model."
 MAX_ALPHA = 1e6  # also of the rank; published adapters have at most thousands
 
 _ALONE = "Load one adapter alone, or merge the others first (leanft export --merge)."
-_OUTSIDE = rf".*({'|'.join(part.removesuffix('.') for part in NOT_TEXT)})\..*"  # multimodal models' other layers
 _NO_TARGETS = "dummy-target-modules"  # PEFT's value for an adapter without layers
 
 # Suffixes of the names of a layer's two matrices.
@@ -81,7 +80,6 @@ class StoredAdapter:
     tensors: dict[str, StoredTensor]  # by name in the language model, without PEFT's prefix
     rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
     outside: list[str]  # tensors of a multimodal model's layers that are not in its language model
-    in_file: dict[str, str]  # layers' names in the file, which has the multimodal model's prefix
 
 
 def save_adapter(
@@ -96,28 +94,27 @@ def save_adapter(
     folder = Path(path)
     ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = adapter_parts(model) if weights is None else weights
-    in_file = {_PREFIX + name_in_whole(model.source.part_of, name): part for name, part in parts.items()}
-    write_file(folder / WEIGHTS_FILE, in_file, {"format": "pt"}, ranks)
+    write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
-    config = model.source.config
-    if model.score is not None and kind_of_scores(config) != "a reward model":  # PEFT's format has no place for labels
+    if model.config.scores > 1:  # PEFT's format has no place for labels
+        config = model.source.config
         labels = {name: config[name] for name in ("id2label", "label2id", "problem_type") if name in config}
         ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))
 
 
 def labels_of(folder: str | Path) -> dict[str, Any] | None:
-    """The fields of config.json about labels that go with a classifier's adapter; None for other adapters. For an adapter of
-    PEFT, which has no place for them, transformers' default names."""
+    """The fields of config.json about the labels of an adapter with a score layer; None for other adapters. PEFT's files do not
+    have them, so a classifier that PEFT saved has transformers' default names."""
     if labels := read_json(Path(folder) / LABELS_FILE):
         return labels
     score = read_adapter(Path(folder)).tensors.get(f"{SCORE}.weight")
     if score is None or score.shape[0] == 1:
-        return None
+        return None if score is None else OF_REWARD
     return label_fields([f"LABEL_{i}" for i in range(score.shape[0])], is_multi=False)
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
-    """This rank's parts of the adapter's tensors as they are saved, by PEFT's names without the prefix."""
+    """This rank's parts of the adapter's tensors as they are saved, by transformers' names in the folder's model."""
     layers = adapted_layers(model)
     adapter = {
         _stem(model, name, layers) + suffix: tensor
@@ -147,7 +144,8 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     Raises ValueError if the names, shapes or dtypes differ from the model's adapter.
     """
     folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
-    read_same(read_adapter(folder).tensors, own, folder, what="adapter", begun_with="the lora settings")
+    by_name = {name_in_language_model(name) or name: part for name, part in own.items()}
+    read_same(read_adapter(folder).tensors, by_name, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies
             stem = _stem(model, name, layers)
@@ -219,7 +217,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = " Its weights are pickled, which can run code when opened. Save it as safetensors with PEFT."
         raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
-    tensors, outside, in_file = dict[str, StoredTensor](), list[str](), dict[str, str]()
+    tensors, outside = dict[str, StoredTensor](), list[str]()
     for name, stored in read_header(folder / WEIGHTS_FILE).items():
         if not name.startswith(_PREFIX):
             raise ValueError(f"{stored.file}: {name} is not a PEFT tensor name; expected {_PREFIX}...")
@@ -232,16 +230,14 @@ def read_adapter(folder: Path) -> StoredAdapter:
         if own in tensors:
             raise ValueError(f"{stored.file} has two tensors for {own}, under different names. Remove one of them.")
         tensors[own] = stored
-        in_file[own.rpartition(".lora_")[0]] = name.rpartition(".lora_")[0]
     shapes = {}
     for name, stored in tensors.items():
         if name.endswith((_OF_LINEAR[0], _OF_EMBEDDING[0])):
             layer = name.removesuffix(_OF_LINEAR[0]).removesuffix(_OF_EMBEDDING[0])
-            shapes[layer] = _stored_shape(config, in_file[layer], rank=stored.shape[0])
+            shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
     model, revision = config.get("base_model_name_or_path"), config.get("revision")
     base = f"{model}@{revision}" if model and revision else model or None
-    rows = _stored_rows(folder, config, tensors)
-    return StoredAdapter(folder, config, base, shapes, tensors, rows, outside, in_file)
+    return StoredAdapter(folder, config, base, shapes, tensors, _stored_rows(folder, config, tensors), outside)
 
 
 def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
@@ -267,7 +263,8 @@ def _score(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _rows(model: nn.Module) -> dict[str, Tensor]:
-    return {_name_in_peft(model, name) + ENDING: layer.rows.detach() for name, layer in trained_rows(model).items()}
+    source = source_of(model)
+    return {source.module_name(name) + ENDING: layer.rows.detach() for name, layer in trained_rows(model).items()}
 
 
 # Writing -------------------------------------------------------------------------------------------------------
@@ -287,32 +284,27 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     return tensors
 
 
-def _name_in_peft(model: nn.Module, name: str) -> str:
-    """A module's name in transformers and PEFT, without a multimodal model's prefix."""
-    return module_on_disk(source_of(model).config, name)
-
-
 def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
     """Prefix of the names of a layer's tensors. PEFT wraps experts for `gate_up_proj` first, then for `down_proj`."""
     if not isinstance(layers[name], ExpertsAdapter):
-        return _name_in_peft(model, name)
+        return source_of(model).module_name(name)
     place, _, projection = name.rpartition(".")
     is_inner = projection == "gate_up_proj" and f"{place}.down_proj" in layers
-    place = _name_in_peft(model, place)
+    place = source_of(model).module_name(place)
     return f"{place}.base_layer" if is_inner else place
 
 
 def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
-    shapes = {model.source.module_name(name): _stored_as(layer) for name, layer in layers.items()}
+    name_of = model.source.module_name
+    shapes = {name_of(name): _stored_as(layer) for name, layer in layers.items()}
     first = next(iter(shapes.values()), AdapterShape(1, 1.0))  # arbitrary if only rows are trained
     (rank, alpha), _ = Counter((s.rank, s.alpha) for s in shapes.values() or [first]).most_common(1)[0]
     as_parameters = [name for name in layers if is_parameter_to_peft(model, name)]
-    modules = [model.source.module_name(name) for name in layers if name not in as_parameters]
+    modules = [name_of(name) for name in layers if name not in as_parameters]
     parameters = [
-        model.source.module_name(name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight")
-        for name in as_parameters
+        name_of(name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight") for name in as_parameters
     ]
-    row_ids = {_name_in_peft(model, name).rpartition(".")[2]: r.ids.tolist() for name, r in trained_rows(model).items()}
+    row_ids = {name_of(name).rpartition(".")[2]: rows.ids.tolist() for name, rows in trained_rows(model).items()}
     folder = model.source.folder
     name_or_path, revision, *_ = (
         (None, None) if folder is None else cached_name(folder) or (str(gguf_file(folder) or folder), None)
@@ -326,7 +318,6 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "lora_alpha": alpha,
         "lora_dropout": 0.0 if as_parameters else first.dropout,  # PEFT refuses dropout with target_parameters
         "target_modules": _target_modules(model, modules) if layers else _NO_TARGETS,
-        "exclude_modules": _OUTSIDE if model.source.part_of else None,
         "target_parameters": sorted(parameters) or None,
         "rank_pattern": {f"^{re.escape(name)}": s.rank for name, s in shapes.items() if s.rank != rank},
         "alpha_pattern": {f"^{re.escape(name)}": s.alpha for name, s in shapes.items() if s.alpha != alpha},
@@ -352,7 +343,10 @@ def _stored_as(layer: AdaptedLayer) -> AdapterShape:
 
 
 def _target_modules(model: Decoder, names: list[str]) -> list[str]:
-    """The last parts of the adapted layers' names if PEFT selects the same layers by them, otherwise the full names."""
+    """The last parts of the adapted layers' names if PEFT selects the same layers by them, otherwise the full names.
+
+    In a multimodal model, image encoders have layers of these names too.
+    """
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {
         name
@@ -360,7 +354,7 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
         if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer)
         and name.rpartition(".")[2] in short
     }
-    return short if meant == set(names) else names
+    return short if meant == set(names) and not model.source.part_of else names
 
 
 # Reading -------------------------------------------------------------------------------------------------------
@@ -412,7 +406,9 @@ def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:
                 f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number for a layer's name or its last "
                 "parts. Regular expressions are not supported."
             )
-        found.setdefault(("" if name[1] else ".") + name[2].replace("\\", ""), (len(found), float(alpha)))
+        own = name[2].replace("\\", "")
+        own = name_in_language_model(own) or own
+        found.setdefault(("" if name[1] else ".") + own, (len(found), float(alpha)))
     return found
 
 
@@ -431,29 +427,27 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
         if not adapter.tensors:
             raise ValueError(f"{adapter.folder} has only {unread}, and lean_ft computes text.")
         say("adapter", f"{adapter.folder}: not read are {unread}")
-    modules, shapes, tensors = dict(model.named_modules()), dict(adapter.shapes), dict(adapter.tensors)
-    own_names = {_name_in_peft(model, own): own for own in modules}
-    rows = {own_names.get(theirs, theirs): ids for theirs, ids in adapter.rows.items()}
-    tensors |= {own_names.get(theirs, theirs) + ENDING: tensors.pop(theirs + ENDING) for theirs in adapter.rows}
-    for theirs, own in own_names.items():
-        if theirs != own and theirs in shapes and not isinstance(modules[own], Experts):
-            shapes[own] = shapes.pop(theirs)
-            for ending in (*_OF_LINEAR, _MAGNITUDE):
-                if theirs + ending in tensors:
-                    tensors[own + ending] = tensors.pop(theirs + ending)
-    for name in adapter.shapes:
-        place = own_names.get(name.removesuffix(".base_layer"), "")
+    modules, shapes = dict(model.named_modules()), dict(adapter.shapes)
+    own_names = {module_on_disk(model.source.config, own): own for own in modules}
+    renamed = {theirs: own for theirs, own in own_names.items() if not isinstance(modules[own], Experts)}
+    for name, shape in adapter.shapes.items():
+        place = own_names.get(stem := name.removesuffix(".base_layer"), "")
         if not isinstance(modules.get(place), Experts):
             continue
         stored = [adapter.tensors[name + ending].shape for ending in _OF_LINEAR if name + ending in adapter.tensors]
         for projection in PROJECTIONS:
             num_experts, num_outputs, num_inputs = _sizes(modules, layer := f"{place}.{projection}")
-            if [shape[axis] for shape, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
-                rank = shapes.pop(name).rank // num_experts
-                in_file = f"{adapter.in_file[name].removesuffix('.base_layer')}.{projection}"
-                shapes[layer] = _stored_shape(adapter.config, in_file, rank)
-                for ending in _OF_LINEAR:
-                    tensors[layer + ending] = tensors.pop(name + ending)
+            if [sides[axis] for sides, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
+                renamed[name] = layer
+                shapes[name] = _stored_shape(adapter.config, f"{stem}.{projection}", shape.rank // num_experts)
+
+    def own(name: str) -> str:
+        layer, *ending = re.split(r"(?=\.lora_|\.token_adapter\.)", name, maxsplit=1)
+        return "".join([renamed.get(layer, layer), *ending])
+
+    shapes, tensors, rows = (
+        {own(name): value for name, value in found.items()} for found in (shapes, adapter.tensors, adapter.rows)
+    )
     return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
 
 
@@ -512,12 +506,12 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             if _is_own_weight(model, adapter, name):  # PEFT also saves the weight of an adapted embedding
                 continue
             if name == f"{SCORE}.weight":
-                kind = kind_of_scores(labels_of(adapter.folder) or OF_REWARD)
+                kind = kind_of_scores(stored.shape[0])
                 raise ValueError(f"{adapter.folder} adapts {kind}, which gives scores and no text. Use `leanft score`.")
-            if ".base_layer." in name:
-                raise ValueError(f"{stored.file}: {name} differs from the weight of {what}. {other}")
-            whole = f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the model's weight"
-            raise ValueError(f"{whole}. Layers that were trained whole are not supported.")
+            raise ValueError(
+                f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the weight of {what}. It was trained "
+                f"whole, which is not supported, or belongs to another base model. {other}"
+            )
         if stored.shape != (shape := expected[name]):
             raise ValueError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}; {what} needs {list(shape)}. {other}"

@@ -20,7 +20,6 @@ TIED = (
     "takes no adapter, because this model's embedding is also its output layer (tie_word_embeddings) and the adapter would "
     "change only one of them"
 )
-_SET_OTHERS = "Set other targets, or train without an adapter."
 
 
 def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
@@ -35,9 +34,12 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
     modules = _layers(model)
     found: set[str] = set()
     for pattern in patterns:
+        tied = [name for name in ("lm_head", "model.embed_tokens") if matches_name(name, pattern)]
+        if tied and model.config.tied_embeddings:
+            raise ValueError(f"lora.targets: {tied[0]} {TIED}. Set other targets, or train without an adapter.")
         matched = [name for name, module in modules.items() if _matches(name, module, pattern)]
         if not matched:
-            raise ValueError(_nothing_matched(model, pattern, modules))
+            raise ValueError(_nothing_matched(pattern, modules))
         other = [name for name in matched if not isinstance(modules[name], _ADAPTABLE)]
         has_wildcards = any(char in pattern for char in "*?[")
         if other and (len(other) == len(matched) or not has_wildcards):
@@ -46,8 +48,6 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
                 "layers, experts and the embedding take an adapter. Set other targets."
             )
         found.update(set(matched) - set(other))
-    if model.config.tied_embeddings and "model.embed_tokens" in found:
-        raise ValueError(f"lora.targets: model.embed_tokens {TIED}. {_SET_OTHERS}")
     return [name for name in modules if name in found]
 
 
@@ -98,10 +98,8 @@ def matches_name(name: str, pattern: str) -> bool:
     return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 
-def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]) -> str:
+def _nothing_matched(pattern: str, modules: dict[str, nn.Module]) -> str:
     names = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, _ADAPTABLE)})
-    if pattern == "lm_head" and model.config.tied_embeddings:
-        return f"lora.targets: lm_head {TIED}. {_SET_OTHERS}"
     return (
         f"lora.targets: {pattern!r} matches no layer of this model.{did_you_mean(pattern, [ALL_LINEAR, *names])} "
         f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or one of {', '.join(names)}."

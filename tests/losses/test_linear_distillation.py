@@ -242,42 +242,12 @@ def test_fewer_tokens_kept_are_never_further_from_the_student_and_never_below_0(
     assert values[0] > 0
 
 
-NUM_TOKENS = V - 4  # of the teacher's rows; the labels are below
-
-
-@pytest.mark.parametrize("num_rows", [NUM_TOKENS, NUM_TOKENS + 2, V, V + 3])
-def test_a_padded_teacher_is_compared_over_its_rows_or_over_the_tokens_alone_if_the_student_has_fewer_rows(num_rows):
+def test_stored_predictions_over_more_ids_than_the_student_has_are_refused():
     given = problem()
-    given["teacher_weight"][NUM_TOKENS:] *= 5  # the likeliest ids are padding
-    kept = top_log_probs(teacher_of(given), given["labels"], NUM_TOKENS, num_tokens=NUM_TOKENS, temperature=1.7)
-    assert kept.ids.max() < NUM_TOKENS
-    given["weight"] = torch.cat([given["weight"].detach(), given["weight"].detach()[:3]])[:num_rows].requires_grad_()
-    compared = dict(given)
-    if num_rows < V:
-        compared |= {name: given[name][:NUM_TOKENS] for name in ("weight", "teacher_weight")}
-    expected = plain(compared, {"temperature": 1.7})
-    if num_rows >= V:  # the padding is one outcome
-        student, teacher = (
-            torch.cat([p[:, :NUM_TOKENS], p[:, NUM_TOKENS:].sum(1, keepdim=True)], 1)
-            for p in (
-                ((given[f"{who}hidden"] @ given[f"{who}weight"].T[:, :V])[given["labels"] >= 0] / 1.7).softmax(1)
-                for who in ("", "teacher_")
-            )
-        )
-        expected = (teacher * (teacher / student).log()).sum()
-    value = ours(given, kept, temperature=1.7)
-    assert value.item() == pytest.approx(expected.item(), rel=1e-9)
-    assert_gradients(given, value, expected, 1e-8)
-
-
-def test_stored_predictions_over_more_ids_than_the_student_has_are_refused_if_the_tokens_are_unknown():
-    given = problem()
-    kept = top_log_probs(teacher_of(given), given["labels"], 8)._replace(num_tokens=None)
-    assert ours(given, kept).item() > 0
+    kept = top_log_probs(teacher_of(given), given["labels"], 8)
     given["weight"] = given["weight"].detach()[:-2]
-    for known in (None, V - 1):
-        with pytest.raises(ValueError, match=f"over {V} ids, of which .* are tokens, and the student has {V - 2}"):
-            ours(given, kept._replace(num_tokens=known))
+    with pytest.raises(ValueError, match=f"over {V} ids, and the student has {V - 2}. Store the predictions again"):
+        ours(given, kept)
 
 
 # Memory, statistics and errors ----------------------------------------------------------------------------------------

@@ -30,7 +30,11 @@ CONFIGS = {
     "patterns": {
         "target_modules": OF_TEXT,
         "rank_pattern": {r".*layers\.1\..*o_proj": 2},
-        "alpha_pattern": {"layers.1.self_attn.q_proj": 3},
+        "alpha_pattern": {
+            "layers.1.self_attn.q_proj": 3,
+            r"^model\.language_model\.layers\.1\.self_attn\.o_proj": 20,
+            "language_model.model.layers.1.self_attn.o_proj": 20,
+        },
     },
 }
 
