@@ -8,8 +8,10 @@ variables that the chat template does not mention.
 Sources: the documentation of TRL, axolotl, LLaMA-Factory, ms-swift, torchtune and OpenAI.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from lean_ft.tokenizers.chat_template import REASONING
 
 _IS_TEXT = "only text is supported. Remove the row, or skip such rows with data.on_bad_row=skip"
 _NO_WEIGHTS = (
@@ -35,7 +37,6 @@ SWITCHES = {"train": True, "training": True, "loss": True, "weight": True, "mask
 """Keys of a message -> their value for a message that is trained."""
 
 CALLS = ("tool_calls", "function_call")  # refused if the chat template does not write them
-_SAME_KEY = ("reasoning_content", "thinking", "reasoning")  # a template that mentions one of them writes all
 
 
 def is_given(value: Any) -> bool:
@@ -75,23 +76,23 @@ def unread_fields(
 
 
 def unwritten(
-    messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any], mentions: Callable[[str], bool]
+    messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any], mentioned: frozenset[str]
 ) -> list[str]:
     """Return what a chat template does not mention: `tools`, keys of `messages`, and template variables.
 
-    mentions: whether the template mentions a name. Raises ValueError for a key that must not be dropped.
+    Raises ValueError for a key that must not be dropped.
     """
     own = ("role", "content")
     keys = {k: value for message in messages for k, value in message.items() if k not in own and is_given(value)}
-    names = [] if tools is None or mentions("tools") else ["tools"]
+    names = [] if tools is None or "tools" in mentioned else ["tools"]
     for key, value in keys.items():
         _refuse(key, value, REFUSED_KEYS, "a message has the key")
-        if any(map(mentions, _SAME_KEY if key in _SAME_KEY else [key])):
+        if key in mentioned or (key in REASONING and not mentioned.isdisjoint(REASONING)):
             continue
         if key in CALLS:
             raise ValueError("the chat template does not write tool calls. Set data.chat_template to one that does.")
         names.append(f"messages.{key}")
-    return names + [f"chat_template_kwargs.{name}" for name in variables if not mentions(name)]
+    return names + [f"chat_template_kwargs.{name}" for name in variables if name not in mentioned]
 
 
 def _refuse(name: str, value: Any, reasons: Mapping[str, str], found: str) -> None:

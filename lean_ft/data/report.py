@@ -1,6 +1,6 @@
 """Counts of kept, truncated, dropped and bad rows of a data source."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -14,10 +14,9 @@ COUNTS += ("rewritten_answers", "other_prompts", "endless_chats", "empty_answers
 NUM_NAMES_SHOWN = 20
 
 
-def unread_names(names: Collection[str]) -> list[str]:
-    """Return a part of a report that lists the fields that are not read; [] if there are none."""
-    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
-    return [f"fields not read: {', '.join(list(names)[:NUM_NAMES_SHOWN])}{more}"] if names else []
+def count(names: Iterable[str], into: dict[str, int]) -> None:
+    for name in names:
+        into[name] = into.get(name, 0) + 1
 
 
 @dataclass
@@ -51,6 +50,8 @@ class DataReport:
     """Number of prompts and completions rendered without a chat template, by separator."""
     unread: dict[str, int] = field(default_factory=dict)
     """Number of rows or sequences with a field or message key that is not read, by name."""
+    columns: dict[str, int] = field(default_factory=dict)
+    """Number of rows with a column for rewards, by name."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
     bad_rows: int = 0
@@ -99,9 +100,11 @@ class DataReport:
             "(data.separator)"
             for between, count in self.joined.items()
         ]
-        parts += unread_names(self.unread)
-        share = self.target_tokens / max(1, self.tokens)
-        parts.append(f"{kept}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        for what, names in (("fields not read", [*self.unread]), ("columns for rewards", [*self.columns])):
+            more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
+            parts += [f"{what}: {', '.join(names[:NUM_NAMES_SHOWN])}{more}"] if names else []
+        trained = f", {self.target_tokens:,} trained ({self.target_tokens / self.tokens:.0%})"
+        parts.append(f"{kept}, {self.tokens:,} tokens{trained if self.target_tokens else ''}")
         parts += self.remarks
         if self.beyond_context:
             longer = f"{self.beyond_context:,} longer than the model's context of {self.context_length:,} tokens"
@@ -125,7 +128,7 @@ class DataReport:
         self.lost_tokens += tokens
 
     def drop(self, reason: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        count([reason], self.dropped)
 
     def count_passage(self, passage: Passage) -> None:
         """Count a passage's rewritten and empty answers and its separator."""
@@ -133,13 +136,9 @@ class DataReport:
         self.other_prompts += passage.num_other_prompts
         self.endless_chats += passage.is_endless
         self.empty_answers += passage.num_empty
-        self.count_unread(passage.unread)
+        count(passage.unread, self.unread)
         if passage.joined_by is not None:
-            self.joined[passage.joined_by] = self.joined.get(passage.joined_by, 0) + 1
-
-    def count_unread(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.unread[name] = self.unread.get(name, 0) + 1
+            count([passage.joined_by], self.joined)
 
     def truncates(self, length: int, config: DataConfig, place: str) -> bool:
         """Return whether to truncate a sequence of `length` > max_length tokens; otherwise count it as dropped.
@@ -190,6 +189,6 @@ class DataReport:
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for ours, theirs in ((self.dropped, other.dropped), (self.joined, other.joined), (self.unread, other.unread)):
-            for reason, count in theirs.items():
-                ours[reason] = ours.get(reason, 0) + count
+        for name in ("dropped", "joined", "unread", "columns"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            ours |= {key: ours.get(key, 0) + number for key, number in theirs.items()}

@@ -84,7 +84,7 @@ class SFTReader(RowReader):
                     f"message {others[0]} has the role {chat.messages[others[0]]['role']}, but `train` or `weight` excludes it "
                     "from training; with data.train_on=all, only assistant messages can be excluded."
                 )
-        return self.render(chat, fields, self.config.train_on, train_history=self.config.train_on != "completion")
+        return self.render(chat, fields, self.config.train_on)
 
 
 def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
