@@ -25,6 +25,7 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 """ShareGPT roles, used in `from` and in `conversations`. Elsewhere, roles are those of the chat template."""
+_OWN_KEYS = frozenset(("role", "content", "from", "value", *SWITCHES))
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
         raise ValueError(f"{where} has {names_of(message)}; expected `role` and `content`, or `from` and `value`.")
     if not isinstance(role, str):
         raise ValueError(f"{where}: `role` is {kind(role)}; expected a string.")
-    read = {k: v for k, v in message.items() if k not in ("role", "content", "from", "value", *SWITCHES)}
+    read = {k: v for k, v in message.items() if k not in _OWN_KEYS}
     is_sharegpt = is_sharegpt or "role" not in message
     read = {
         "role": SHAREGPT_ROLES.get(role, role) if is_sharegpt else role,

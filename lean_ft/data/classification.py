@@ -1,7 +1,7 @@
 """Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
-A label is a name or an integer. If all lists of a source have a 0 or 1 for each label, they are read as one-hot. Texts are
-encoded as in transformers' pipelines, and classified at the last token.
+A label is a name or an integer. If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as
+one-hot. Texts are encoded as in transformers' pipelines, and classified at the last token.
 
 Legend: P texts of a batch, C labels.
 """
@@ -63,10 +63,8 @@ def _one_hot_length(rows: Sequence[Row], formats: dict[int, RowFormat], config: 
     for row in rows if config.multi_label else ():
         with suppress(ValueError):  # such a row is reported when it is read
             lists.append(_listed(row, formats[row.source], config))
-    length = len(lists[0]) if lists else 0
-    num_labels = max(2, length) if config.labels is None else len(config.labels)
-    are_one_hot = all(_are_flags(one) and len(one) == num_labels for one in lists)
-    return length if are_one_hot else 0
+    length = max(2, *map(len, lists), 0) if config.labels is None else len(config.labels)
+    return length if lists and all(len(one) == length and _are_flags(one) for one in lists) else 0
 
 
 def _are_flags(labels: list[Any]) -> bool:
@@ -107,12 +105,11 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig, on
     """
     labels = _listed(row, format, config)
     with reading(row):
-        if one_hot:
-            fits = _are_flags(labels) and len(labels) == one_hot
-        else:
-            are_indices = all(type(label) is int for label in labels) and len({*map(str, labels)}) == len(labels)
-            fits = not config.multi_label or not _are_flags(labels) or are_indices
-        if not fits:
+        are_indices = not _are_flags(labels) or (
+            all(type(label) is int for label in labels) and len({*labels}) == len(labels)
+        )
+        is_one_hot = _are_flags(labels) and len(labels) == one_hot
+        if config.multi_label and not (is_one_hot if one_hot else are_indices):
             raise ValueError(
                 f"`labels` is {labels!r:.40}; expected either a 0 or 1 for every label in all rows, or the names or indices of "
                 "the row's labels in all rows, as in the first rows."
@@ -148,11 +145,7 @@ class LabelReader(RowReader):
         return ("label",) if self.config.multi_label else ("labels",)
 
     def names(self, row: Row) -> list[str]:
-        names = self.config.labels or []
-        labels = _labels_of(row, self.formats[row.source], self.config, self.one_hot)
-        return [
-            ", ".join(names[int(one)] if one not in names and one.isdecimal() else one for one in labels) or "no label"
-        ]
+        return [", ".join((self.config.labels or [])[i] for i in self._numbers(row)) or "no label"]
 
     def passages(self, row: Row) -> list[Passage | Document]:
         with reading(row):
@@ -164,22 +157,24 @@ class LabelReader(RowReader):
     def values(self, row: Row) -> list[Any]:
         """Return the label's index, or with `data.multi_label` a list with 1 for each label of the row and 0 for
         others."""
-        names = self.config.labels
-        if names == []:  # unlabeled texts to score
+        numbers, names = self._numbers(row), self.config.labels
+        if not names:
             return [0.0]
-        labels = _labels_of(row, self.formats[row.source], self.config, self.one_hot)
-        if names is None:  # a preview
-            return [0.0]
-        numbers = [
-            names.index(label) if label in names else int(label) if label.isdecimal() else -1 for label in labels
-        ]
-        for label, number in zip(labels, numbers, strict=True):
+        return [[float(i in numbers) for i in range(len(names))]] if self.config.multi_label else [float(numbers[0])]
+
+    def _numbers(self, row: Row) -> list[int]:
+        """Return the indices of a row's labels; [] if no labels are known, as for texts to score."""
+        names, numbers = self.config.labels, list[int]()
+        found = _labels_of(row, self.formats[row.source], self.config, self.one_hot) if names != [] else []
+        for label in found if names else ():
+            number = names.index(label) if label in names else int(label) if label.isdecimal() else -1
             if not 0 <= number < len(names):
                 known = ", ".join(names[:10]) + " ..." * (len(names) > 10)
                 raise ValueError(
                     f"{row.place}: the label is {label!r:.40}; expected one of {known}.{did_you_mean(label, names)}"
                 )
-        return [[float(i in numbers) for i in range(len(names))]] if self.config.multi_label else [float(numbers[0])]
+            numbers.append(number)
+        return numbers
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         if (cut := self.cut(documents[0], place, report)) is None:

@@ -55,22 +55,22 @@ def unread_fields(
     `data.columns`. Raises ValueError for a field that must not be dropped.
     """
     unread = {name: value for name, value in row.items() if name not in read.values() and is_given(value)}
-    if not unread:
-        return []
-    asked = [name for name in (*PROMPTS, "conversations") if name in read]
+    asked = [name for name in (*PROMPTS, "conversations") if name in read] if unread else []
     texts = [_text_of(row[read[name]]) for name in asked or ["chosen"] if name in read]
     for name, value in unread.items():
         _refuse(name, value, REFUSED, "the row has the field")
         if (ours := OTHER_NAMES.get(name)) in readable and ours not in read:
             raise ValueError(f"the row has the field `{name}` and no `{ours}`. Set data.columns.{ours}={name}.")
-        if name not in PROMPTS or not isinstance(value, str) or not texts or columns.keys() & {*PROMPTS} & {*readable}:
-            continue
-        if not any(value.strip() in text for text in texts) and not all(text.strip() in value for text in texts):
+        is_prompt = name in PROMPTS and isinstance(value, str) and texts and columns.keys().isdisjoint(PROMPTS)
+        if (
+            is_prompt
+            and not any(value.strip() in text for text in texts)
+            and not all(t.strip() in value for t in texts)
+        ):
             ours = (*asked, "prompt")[0]
-            leave_out = f", or data.columns.{ours}={read[ours]} to leave it out" if asked else ""
             raise ValueError(
                 f"the row has the field `{name}`, and its text is not part of the prompt. Set data.columns.{ours}={name} to "
-                f"read it as the prompt{leave_out}."
+                f"read it as the prompt, or data.columns.{ours}={read.get(ours, ours)} to leave it out."
             )
     return list(unread)
 

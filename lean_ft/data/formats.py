@@ -259,6 +259,8 @@ class RowReader:
     def unread(self, row: Row) -> list[str]:
         """Return the fields of `row` that are not read. Raises ValueError with the row's place for one that matters."""
         _, columns, fields = self.formats[row.source]
+        if len(row.fields) == len(fields.required):  # most rows
+            return []
         with reading(row):
             read = {name: columns.get(name, name) for name in self.fields_of(row) if name not in self.unused}
             return unread_fields(row.fields, read, (*fields.required, *fields.optional), columns)
@@ -272,12 +274,7 @@ class RowReader:
         return {}
 
     def render(
-        self,
-        chat: Chat,
-        fields: dict[str, Any],
-        train_on: TrainOn = "completion",
-        *,
-        add_generation_prompt: bool = False,
+        self, chat: Chat, fields: dict[str, Any], train_on: TrainOn = "completion", *, is_prompt: bool = False
     ) -> Passage:
         """Render a chat behind the row's `system` and `history`, with its tools and template variables."""
         opening = read_opening(fields)
@@ -287,16 +284,10 @@ class RowReader:
             opening = []
         if self.config.system and (opening + chat.messages)[0]["role"] not in SYSTEM_ROLES:
             opening.insert(0, {"role": "system", "content": self.config.system})
-        chat = join(Chat(opening), chat, train_prompt=train_on != "completion")
+        chat = join(Chat(opening), chat, train_prompt=train_on != "completion") if opening else chat
         tools, given = read_tools(fields.get("tools")), read_variables(fields.get("chat_template_kwargs"))
-        passage = self.tokenizer.passage(
-            chat.messages,
-            tools,
-            add_generation_prompt,
-            train_on,
-            chat.untrained,
-            self.config.chat_template_kwargs | given,
-        )
+        variables = self.config.chat_template_kwargs | given
+        passage = self.tokenizer.passage(chat.messages, tools, is_prompt, train_on, chat.untrained, variables)
         unread = unwritten(chat.messages, tools, given, self.tokenizer.template_names)
         return replace(passage, unread=unread) if unread else passage
 
@@ -330,11 +321,8 @@ class RowReader:
         raise NotImplementedError
 
 
-def plain(
-    prompt: str, completion: str, separator: str, fields: dict[str, Any], *, train_prompt: bool = False
-) -> Passage:
+def plain(prompt: str, completion: str, separator: str, *, train_prompt: bool = False) -> Passage:
     """Join a prompt and a completion into one text, for a model without a chat template."""
-    refuse_in_plain_text(fields)
     text, begins = f"{prompt}{separator}{completion}", len(prompt) + len(separator)
     span = (0 if train_prompt else begins, len(text))
     return Passage(text, [span], add_bos=True, add_eos=True, joined_by=separator, num_empty=not completion.strip())

@@ -165,7 +165,7 @@ class PromptReader(RowReader):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
             read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs")}
-            return [self.render(chat, read, add_generation_prompt=True)]
+            return [self.render(chat, read, is_prompt=True)]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         if len(documents[0][0]) <= self.config.max_length:

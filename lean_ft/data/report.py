@@ -9,8 +9,16 @@ from lean_ft.system.units import counted
 from lean_ft.tokenizers import Passage
 
 NUM_BAD_ROWS_SHOWN = 3
-COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens")
-COUNTS += ("rewritten_answers", "other_prompts", "endless_chats", "empty_answers")
+ANSWERS = {
+    "rewritten_answers": "earlier answers trained without an end token (the chat template ends only the last turn with the "
+    "model's end token)",
+    "other_prompts": "answers follow another text than the prompt for generation (the chat template writes the messages "
+    "before an answer differently once the answer follows)",
+    "endless_chats": "chats without a trained token that ends the last answer (generation will not stop after it; let the "
+    "chat template write a token at the end of a turn)",
+    "empty_answers": "empty answers",
+}
+COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", *ANSWERS)
 NUM_NAMES_SHOWN = 20
 
 
@@ -82,19 +90,7 @@ class DataReport:
             remedy = "; data.packing=bfd_split keeps them" if loses_most else ""
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens{remedy})")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
-        if self.rewritten_answers:
-            reason = "the chat template ends only the last turn with the model's end token"
-            parts.append(f"{self.rewritten_answers:,} earlier answers trained without an end token ({reason})")
-        if self.other_prompts:
-            reason = "the chat template writes the messages before an answer differently once the answer follows"
-            parts.append(
-                f"{self.other_prompts:,} answers follow another text than the prompt for generation ({reason})"
-            )
-        if self.endless_chats:
-            reason = "generation will not stop after it; let the chat template write a token at the end of a turn"
-            parts.append(f"{self.endless_chats:,} chats without a trained token that ends the last answer ({reason})")
-        if self.empty_answers:
-            parts.append(f"{self.empty_answers:,} empty answers")
+        parts += [f"{number:,} {text}" for name, text in ANSWERS.items() if (number := getattr(self, name))]
         parts += [
             f"without a chat template: {count:,} prompts and completions joined by {repr(between) if between else 'nothing'} "
             "(data.separator)"
@@ -103,7 +99,7 @@ class DataReport:
         for what, names in (("fields not read", [*self.unread]), ("columns for rewards", [*self.columns])):
             more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
             parts += [f"{what}: {', '.join(names[:NUM_NAMES_SHOWN])}{more}"] if names else []
-        trained = f", {self.target_tokens:,} trained ({self.target_tokens / self.tokens:.0%})"
+        trained = f", {self.target_tokens:,} trained ({self.target_tokens / max(1, self.tokens):.0%})"
         parts.append(f"{kept}, {self.tokens:,} tokens{trained if self.target_tokens else ''}")
         parts += self.remarks
         if self.beyond_context:

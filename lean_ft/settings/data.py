@@ -334,6 +334,6 @@ class ClassificationDataConfig(DataConfig):
     )
     multi_label: bool = Field(
         False,
-        description="`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names or indices, "
-        "or in all rows a 0 or 1 for each label.",
+        description="`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or "
+        "in all rows a 0 or 1 for each label.",
     )
