@@ -163,17 +163,17 @@ class LabelReader(RowReader):
         return [[float(i in numbers) for i in range(len(names))]] if self.config.multi_label else [float(numbers[0])]
 
     def _numbers(self, row: Row) -> list[int]:
-        """Return the indices of a row's labels; [] if no labels are known, as for texts to score."""
-        names, numbers = self.config.labels, list[int]()
-        found = _labels_of(row, self.formats[row.source], self.config, self.one_hot) if names != [] else []
-        for label in found if names else ():
-            number = names.index(label) if label in names else int(label) if label.isdecimal() else -1
-            if not 0 <= number < len(names):
+        """Return the indices of a row's labels; [] for texts to score. Raises ValueError for an unknown label."""
+        if self.config.labels == []:
+            return []
+        names, numbers = self.config.labels or [], list[int]()
+        for label in _labels_of(row, self.formats[row.source], self.config, self.one_hot):
+            numbers.append(names.index(label) if label in names else int(label) if label.isdecimal() else -1)
+            if names and not 0 <= numbers[-1] < len(names):
                 known = ", ".join(names[:10]) + " ..." * (len(names) > 10)
                 raise ValueError(
                     f"{row.place}: the label is {label!r:.40}; expected one of {known}.{did_you_mean(label, names)}"
                 )
-            numbers.append(number)
         return numbers
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
