@@ -30,7 +30,8 @@ def work(share: str, shape: str, completions: int, prompt: int, completion: int,
     from timing import measure_calls
 
     from lean_ft.data import Prompt
-    from lean_ft.data.prompts import PromptReport, Prompts
+    from lean_ft.data.prompts import Prompts
+    from lean_ft.data.report import DataReport
     from lean_ft.generation import Sample
     from lean_ft.losses import TokenLogProbs, batch_loss
     from lean_ft.memory import apply_memory
@@ -61,7 +62,9 @@ def work(share: str, shape: str, completions: int, prompt: int, completion: int,
     apply_memory(model, cfg.memory, compile=False)
     optimizer, log_probs = build_optimizer(model, cfg), TokenLogProbs(model, cfg)
     ids = torch.randint(3, model.config.vocab_size, (completions, prompt + completion))
-    asked = Prompts([Prompt(ids[0, :prompt].tolist(), "", {}, "")], seed=0, report=PromptReport(), fingerprint="")
+    asked = Prompts(
+        [Prompt(ids[0, :prompt].tolist(), "", {}, "")], seed=0, report=DataReport("prompts"), fingerprint=""
+    )
     samples = [Sample(row[prompt:].tolist(), [-10.0] * completion, True) for row in ids]
     rollouts = Rollouts(cfg, asked, 0, share_prompts=share_prompts)
     scores = Scores([float(i) for i in range(completions)], [[]] * completions, [""] * completions)

@@ -66,7 +66,8 @@ def main(cfg: Config) -> None:
     if cfg.data is not None:
         results["answers"] = ask_file(cfg, cfg.data, model, tokenizer)
     if cfg.tasks:
-        tokenizer.chat_template_kwargs |= tokenizer.check_variables(cfg.chat_template_kwargs, is_used=cfg.chat)
+        tokenizer.check_template_kwargs(cfg.chat_template_kwargs, tokenizer.template_names if cfg.chat else ())
+        tokenizer.chat_template_kwargs |= cfg.chat_template_kwargs
         asked = {"num_fewshot": cfg.num_fewshot, "limit": cfg.limit, "chat": cfg.chat, "seed": cfg.seed}
         results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, **asked)
         for task, told in results["tasks"].items():

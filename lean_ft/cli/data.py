@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
-from lean_ft.settings import ClassificationDataConfig, DataConfig, PromptDataConfig, RecipeConfig
+from lean_ft.settings import ClassificationDataConfig, DataConfig, PromptDataConfig, PromptRowsConfig, RecipeConfig
 from lean_ft.system.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
@@ -72,15 +72,21 @@ def stats(
     from lean_ft.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    console = stdout()
-    if isinstance(cfg.data, PromptDataConfig):
-        if peak:
-            raise ValueError("--peak predicts steps on rows of a length, and this recipe samples its rows. Remove it.")
-        report, lengths = statistics.prompt_statistics(cfg.data, tokenizer)
-        _print_lengths(console, report, lengths)
-        return
+    prompts_only = isinstance(cfg.data, PromptRowsConfig)
+    if prompts_only and peak:
+        raise ValueError("--peak predicts steps on rows of a length, and this recipe samples its rows. Remove it.")
     found = statistics.gather_statistics(cfg.data, tokenizer)
-    _print_lengths(console, found.report, found.lengths)
+    console = stdout()
+    console.print(Text(f"{found.report}\n"))
+    _print_histogram(console, statistics.histogram(found.lengths))
+    shares = [0.05, 0.5, 0.95, 0.99, 1.0]
+    lengths = statistics.quantiles(found.lengths, shares)
+    quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
+    console.print(Text(f"tokens per row, at most: {quantiles}\n"))
+    if prompts_only:
+        too_long = int((found.lengths > cfg.data.max_length).sum())
+        console.print(Text(f"{too_long:,} longer than max_prompt_length={cfg.data.max_length}, which a run drops"))
+        return
     for remark in objective_of(cfg.data).remarks(found.lengths, found.num_targets):
         console.print(Text(f"{remark}\n"))
     candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
@@ -128,14 +134,9 @@ def preview(
     """
     _, cfg = _settings(recipe, config, overrides)
     from lean_ft.data.preview import preview as look
-    from lean_ft.data.preview import preview_prompts
     from lean_ft.tokenizers import load_tokenizer
 
-    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    if isinstance(cfg.data, PromptDataConfig):
-        found = preview_prompts(cfg.data, tokenizer, num_rows=rows)
-    else:
-        found = look(cfg.data, tokenizer, num_rows=rows, batch_size=cfg.batch_size)
+    found = look(cfg.data, load_tokenizer(cfg.model, cfg.data.chat_template), num_rows=rows, batch_size=cfg.batch_size)
     page = Console(file=io.StringIO(), record=True, force_terminal=True, highlight=False, width=PAGE_WIDTH)
     console = stdout() if html is None else page
     for number, row in enumerate(found.rows, start=1):
@@ -159,15 +160,16 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
     """Return the recipe and the settings of the run. Raise ValueError if the recipe has no data."""
     module, cfg = load_run(recipe, config, overrides, writes=False)
     data: Any = getattr(cfg, "data", None)
-    if not isinstance(data, DataConfig | PromptDataConfig) or not hasattr(cfg, "model"):
+    data = data.rows if isinstance(data, PromptDataConfig) else data
+    if not isinstance(data, DataConfig) or not hasattr(cfg, "model"):
         raise ValueError(
             f"the recipe {recipe or config} has no `data` or no `model` settings, so it has no rows to show."
         )
     if isinstance(data, ClassificationDataConfig):
         from lean_ft.data.classification import with_labels
 
-        return module, cfg.model_copy(update={"data": with_labels(data)})
-    return module, cfg
+        data = with_labels(data)
+    return module, cfg.model_copy(update={"data": data})
 
 
 def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: list[int]) -> dict[int, str]:
@@ -198,18 +200,6 @@ def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) 
         line.rstrip()
         console.print(line)
     console.print()
-
-
-def _print_lengths(console: Console, report: Any, lengths: Any) -> None:
-    from lean_ft.data.statistics import histogram, quantiles
-
-    console.print(Text(f"{report}\n"))
-    _print_histogram(console, histogram(lengths))
-    shares = [0.05, 0.5, 0.95, 0.99, 1.0]
-    at_most = zip(shares, quantiles(lengths, shares), strict=True)
-    console.print(
-        Text(f"tokens per row, at most: {', '.join(f'{share:.0%} {length:,}' for share, length in at_most)}\n")
-    )
 
 
 def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None:

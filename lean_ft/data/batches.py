@@ -362,7 +362,7 @@ class Batches:
         self.layout = layout
         """Assignment of documents to rows."""
         self._seed, self._shuffle = seed, shuffle
-        self.report = report
+        self.report, self.unit = report, report.unit
         self.fingerprint = fingerprint
         self.epoch = 0
         """Epoch of the last batch, from 0."""

@@ -25,6 +25,7 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 """ShareGPT roles, used in `from` and in `conversations`. Elsewhere, roles are those of the chat template."""
+_OWN_KEYS = frozenset(("role", "content", "from", "value", *SWITCHES))
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,24 @@ def read_chat(value: Any, field: str) -> Chat:
     return Chat(messages, frozenset(untrained))
 
 
-def read_opening(fields: dict[str, Any]) -> Chat:
+def read_opening(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages in front of a row's chat: its `system` and `history`, a list of [question, answer] or messages."""
     system = check_text(fields.get("system") or "", "the field `system`")
-    chat = Chat([{"role": "system", "content": system}] if system else [])
+    messages = [{"role": "system", "content": system}] if system else []
     turns = parse_if_json(fields.get("history"), "history") or []
-    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
-        return Chat(chat.messages + read_chat(turns, "history").messages)
-    said = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
-    return Chat(chat.messages + [{"role": role, "content": check_text(text, "`history`")} for role, text in said])
+    if isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        turns = [{"role": role, "content": turn[i]} for turn in turns for i, role in enumerate(("user", "assistant"))]
+    return messages + (read_chat(turns, "history").messages if turns else [])
 
 
 def read_variables(value: Any) -> dict[str, Any]:
     """Return the variables of the chat template in `chat_template_kwargs`, an object or JSON."""
-    given = parse_json(value) if isinstance(value, str) and is_given(value) else value
-    if not isinstance(given, dict) and is_given(given):
+    if not is_given(value):
+        return {}
+    given = parse_json(value) if isinstance(value, str) else value
+    if not isinstance(given, dict):
         raise ValueError(f"`chat_template_kwargs` is {kind(given)}; expected an object of names and values.")
-    return given if isinstance(given, dict) else {}
+    return given
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -118,7 +120,7 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
         raise ValueError(f"{where} has {names_of(message)}; expected `role` and `content`, or `from` and `value`.")
     if not isinstance(role, str):
         raise ValueError(f"{where}: `role` is {kind(role)}; expected a string.")
-    read = {k: v for k, v in message.items() if k not in ("role", "content", "from", "value", *SWITCHES)}
+    read = {k: v for k, v in message.items() if k not in _OWN_KEYS}
     is_sharegpt = is_sharegpt or "role" not in message
     read = {
         "role": SHAREGPT_ROLES.get(role, role) if is_sharegpt else role,

@@ -1,15 +1,17 @@
 """Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
-A label is a name or an integer. `labels` may also have a 0 or 1 for each label (one-hot). Texts are encoded as in transformers' pipelines, and classified at the last token.
+A label is a name or an integer. If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as
+one-hot. Texts are encoded as in transformers' pipelines, and classified at the last token.
 
 Legend: P texts of a batch, C labels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -20,10 +22,10 @@ from lean_ft.data.objective import Objective, Placed, zeros
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, kind
 from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.settings import ClassificationDataConfig, DataConfig
+from lean_ft.settings import ClassificationDataConfig, DataConfig, Sources
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.tokenizers import Passage
+from lean_ft.tokenizers import Passage, Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,51 +36,39 @@ KNOWN = {"classification": Fields(("text",), ("label", "labels"))}
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
-    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted; and `one_hot`.
+    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted.
 
-    Raises ValueError with the place of a row whose labels cannot be read, and if labels can be read in two ways.
+    Raises ValueError with the place of a row whose labels cannot be read.
     """
-    names, one_hot = config.labels, config.one_hot if config.multi_label else False
+    names = config.labels
     if names is None and stage() is not None:  # the planner reads no rows
         names = ["0", "1"]
-    if stage() is None and (names is None or one_hot == "auto"):
-        formats = formats_of(config, first_rows(config.source, NUM_ROWS_TO_DETECT, config), None, KNOWN)
-        found, forms = set[str](), set[tuple[int, str]]()
+    if names is None:
+        beginning = first_rows(config.source, NUM_ROWS_TO_DETECT, config)
+        formats = formats_of(config, beginning, None, KNOWN)
+        one_hot, found = _one_hot_length(beginning, formats, config), set[str]()
         for row in read_rows(config.source, None, config):
             with suppress(ValueError) if config.on_bad_row == "skip" else nullcontext():
-                found.update(_labels_of(row, formats[row.source], config))
-                labels = _listed(row, formats[row.source], config)
-                forms.add((len(labels), _form(labels)))
-        one_hot = _is_one_hot(forms, config) if one_hot == "auto" else one_hot
-        if names is None:
-            indices = [str(i) for i in range(max(length for length, _ in forms))] if one_hot else None
-            names = indices or sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
-    assert names is not None
+                found.update(_labels_of(row, formats[row.source], config, one_hot))
+        found.update(map(str, range(one_hot)))  # also labels that no row has
+        names = sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
     if len(names) < 2:
         raise ValueError(f"{config.source} has the labels {names}; classification needs 2 or more.")
-    return config.model_copy(update={"labels": names, "one_hot": one_hot})
+    return config.model_copy(update={"labels": names})
 
 
-def _is_one_hot(forms: set[tuple[int, str]], config: ClassificationDataConfig) -> bool:
-    """Return whether lists of labels, given by length and `_form`, are one-hot. Raises ValueError if they can be both."""
-    lengths, kinds = {length for length, _ in forms}, {form for _, form in forms}
-    count = max(2, *lengths) if config.labels is None else len(config.labels)
-    fits = lengths == {count} and "indices" not in kinds
-    if fits == ("one_hot" in kinds):
-        return fits
-    found = "only hold 0 and 1" if fits else "repeat 0 or 1 or hold fractions or booleans, but not in every row"
-    raise ValueError(
-        f"{config.source}: the lists in `labels` {found} (lengths {', '.join(map(str, sorted(lengths)))} for {count} labels). "
-        "Set data.one_hot=true if each has a 0 or 1 for every label, or data.one_hot=false if they hold the indices of the "
-        "row's labels."
-    )
+def _one_hot_length(rows: Sequence[Row], formats: dict[int, RowFormat], config: ClassificationDataConfig) -> int:
+    """Return the number of labels if the lists of `rows` have a 0 or 1 for each label, else 0."""
+    lists = list[list[Any]]()
+    for row in rows if config.multi_label else ():
+        with suppress(ValueError):  # such a row is reported when it is read
+            lists.append(_listed(row, formats[row.source], config))
+    length = max(2, *map(len, lists), 0) if config.labels is None else len(config.labels)
+    return length if lists and all(len(one) == length and _are_flags(one) for one in lists) else 0
 
 
-def _form(labels: list[Any]) -> str:
-    """Return `one_hot`, `indices` (or names), or `either`. A list of indices has integers and does not repeat one."""
-    if not labels or not all(isinstance(label, int | float) and label in (0, 1) for label in labels):
-        return "indices"
-    return "either" if all(type(label) is int for label in labels) and len(set(labels)) == len(labels) else "one_hot"
+def _are_flags(labels: list[Any]) -> bool:
+    return all(isinstance(label, int | float) and label in (0, 1) for label in labels)
 
 
 def label_weights(given: dict[str, float] | str | None, batches: Batches, names: list[str]) -> list[float] | None:
@@ -108,38 +98,54 @@ def _listed(row: Row, format: RowFormat, config: ClassificationDataConfig) -> li
         return labels
 
 
-def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig) -> list[str]:
-    """Return the label names of a row. Raises ValueError with the row's place."""
-    labels, names = _listed(row, format, config), config.labels
+def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig, one_hot: int) -> list[str]:
+    """Return the label names of a row; one_hot: length of its list with a 0 or 1 for each label, or 0 for other lists.
+
+    Raises ValueError with the row's place.
+    """
+    labels = _listed(row, format, config)
     with reading(row):
-        if config.multi_label and (config.one_hot is True or (config.one_hot == "auto" and _form(labels) == "one_hot")):
-            if _form(labels) == "indices" or len(labels) != len(names or labels):
-                raise ValueError(
-                    f"`labels` is {labels!r:.40}; expected 0 or 1 for each of {len(names or labels)} labels."
-                )
-            return [names[i] if names else str(i) for i, label in enumerate(labels) if label]
+        are_indices = not _are_flags(labels) or (
+            all(type(label) is int for label in labels) and len({*labels}) == len(labels)
+        )
+        is_one_hot = _are_flags(labels) and len(labels) == one_hot
+        if config.multi_label and not (is_one_hot if one_hot else are_indices):
+            raise ValueError(
+                f"`labels` is {labels!r:.40}; expected either a 0 or 1 for every label in all rows, or the names or indices of "
+                "the row's labels in all rows, as in the first rows."
+            )
+        if one_hot:
+            names = config.labels or [str(i) for i in range(one_hot)]
+            return [name for name, label in zip(names, labels, strict=True) if label]
         for label in labels:
             if not isinstance(label, str | int) or not str(label).strip():
                 raise ValueError(f"the label is {kind(label)} ({label!r:.40}); expected a name or an integer.")
         return [str(label).strip() for label in labels]
 
 
+@dataclass(frozen=True)
 class LabelReader(RowReader):
     """Converts a row to its text and labels."""
 
     config: ClassificationDataConfig
-    known = KNOWN
+    one_hot: int = 0
+    """Length of the lists of labels if they have a 0 or 1 for each label, else 0."""
+
+    known: ClassVar[dict[str, Fields]] = KNOWN
+
+    @classmethod
+    def of(
+        cls, config: DataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer, source: Sources | None = None
+    ) -> Self:
+        reader = super().of(config, first_rows, tokenizer, source)
+        return replace(reader, one_hot=_one_hot_length(first_rows, reader.formats, reader.config))
 
     @property
     def unused(self) -> tuple[str, ...]:
         return ("label",) if self.config.multi_label else ("labels",)
 
     def names(self, row: Row) -> list[str]:
-        names = self.config.labels or []
-        labels = _labels_of(row, self.formats[row.source], self.config)
-        return [
-            ", ".join(names[int(one)] if one not in names and one.isdecimal() else one for one in labels) or "no label"
-        ]
+        return [", ".join((self.config.labels or [])[i] for i in self._numbers(row)) or "no label"]
 
     def passages(self, row: Row) -> list[Passage | Document]:
         with reading(row):
@@ -151,22 +157,24 @@ class LabelReader(RowReader):
     def values(self, row: Row) -> list[Any]:
         """Return the label's index, or with `data.multi_label` a list with 1 for each label of the row and 0 for
         others."""
-        names = self.config.labels
-        if names == []:  # unlabeled texts to score
+        numbers, names = self._numbers(row), self.config.labels
+        if not names:
             return [0.0]
-        labels = _labels_of(row, self.formats[row.source], self.config)
-        if names is None:  # a preview
-            return [0.0]
-        numbers = [
-            names.index(label) if label in names else int(label) if label.isdecimal() else -1 for label in labels
-        ]
-        for label, number in zip(labels, numbers, strict=True):
-            if not 0 <= number < len(names):
+        return [[float(i in numbers) for i in range(len(names))]] if self.config.multi_label else [float(numbers[0])]
+
+    def _numbers(self, row: Row) -> list[int]:
+        """Return the indices of a row's labels; [] for texts to score. Raises ValueError for an unknown label."""
+        if self.config.labels == []:
+            return []
+        names, numbers = self.config.labels or [], list[int]()
+        for label in _labels_of(row, self.formats[row.source], self.config, self.one_hot):
+            numbers.append(names.index(label) if label in names else int(label) if label.isdecimal() else -1)
+            if names and not 0 <= numbers[-1] < len(names):
                 known = ", ".join(names[:10]) + " ..." * (len(names) > 10)
                 raise ValueError(
                     f"{row.place}: the label is {label!r:.40}; expected one of {known}.{did_you_mean(label, names)}"
                 )
-        return [[float(i in numbers) for i in range(len(names))]] if self.config.multi_label else [float(numbers[0])]
+        return numbers
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         if (cut := self.cut(documents[0], place, report)) is None:

@@ -18,7 +18,7 @@ import numpy as np
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.pairs import until_the_answer_ends
-from lean_ft.data.report import DataReport
+from lean_ft.data.report import DataReport, count
 from lean_ft.data.rows import Digest, Document, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes
@@ -161,7 +161,8 @@ class Renderer:
                 self.reader.values(row)  # unreadable values make a bad row
                 unread, passages = self.reader.unread(row), self.reader.passages(row)
                 read.append((row, passages))
-                report.count_unread(unread)
+                count(unread, report.unread)
+                count(self.reader.columns(row), report.columns)
                 for passage in passages:
                     if isinstance(passage, Passage):
                         report.count_passage(passage)

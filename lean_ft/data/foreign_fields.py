@@ -8,8 +8,10 @@ variables that the chat template does not mention.
 Sources: the documentation of TRL, axolotl, LLaMA-Factory, ms-swift, torchtune and OpenAI.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from lean_ft.tokenizers.chat_template import REASONING
 
 _IS_TEXT = "only text is supported. Remove the row, or skip such rows with data.on_bad_row=skip"
 _NO_WEIGHTS = (
@@ -35,7 +37,6 @@ SWITCHES = {"train": True, "training": True, "loss": True, "weight": True, "mask
 """Keys of a message -> their value for a message that is trained."""
 
 CALLS = ("tool_calls", "function_call")  # refused if the chat template does not write them
-_SAME_KEY = ("reasoning_content", "thinking", "reasoning")  # a template that mentions one of them writes all
 
 
 def is_given(value: Any) -> bool:
@@ -54,44 +55,44 @@ def unread_fields(
     `data.columns`. Raises ValueError for a field that must not be dropped.
     """
     unread = {name: value for name, value in row.items() if name not in read.values() and is_given(value)}
-    if not unread:
-        return []
-    asked = [name for name in (*PROMPTS, "conversations") if name in read]
+    asked = [name for name in (*PROMPTS, "conversations") if name in read] if unread else []
     texts = [_text_of(row[read[name]]) for name in asked or ["chosen"] if name in read]
     for name, value in unread.items():
         _refuse(name, value, REFUSED, "the row has the field")
         if (ours := OTHER_NAMES.get(name)) in readable and ours not in read:
             raise ValueError(f"the row has the field `{name}` and no `{ours}`. Set data.columns.{ours}={name}.")
-        if name not in PROMPTS or not isinstance(value, str) or not texts or columns.keys() & {*PROMPTS} & {*readable}:
-            continue
-        if not any(value.strip() in text for text in texts) and not all(text.strip() in value for text in texts):
+        is_prompt = name in PROMPTS and isinstance(value, str) and texts and columns.keys().isdisjoint(PROMPTS)
+        if (
+            is_prompt
+            and not any(value.strip() in text for text in texts)
+            and not all(t.strip() in value for t in texts)
+        ):
             ours = (*asked, "prompt")[0]
-            leave_out = f", or data.columns.{ours}={read[ours]} to leave it out" if asked else ""
             raise ValueError(
                 f"the row has the field `{name}`, and its text is not part of the prompt. Set data.columns.{ours}={name} to "
-                f"read it as the prompt{leave_out}."
+                f"read it as the prompt, or data.columns.{ours}={read.get(ours, ours)} to leave it out."
             )
     return list(unread)
 
 
 def unwritten(
-    messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any], mentions: Callable[[str], bool]
+    messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any], mentioned: frozenset[str]
 ) -> list[str]:
     """Return what a chat template does not mention: `tools`, keys of `messages`, and template variables.
 
-    mentions: whether the template mentions a name. Raises ValueError for a key that must not be dropped.
+    Raises ValueError for a key that must not be dropped.
     """
     own = ("role", "content")
     keys = {k: value for message in messages for k, value in message.items() if k not in own and is_given(value)}
-    names = [] if tools is None or mentions("tools") else ["tools"]
+    names = [] if tools is None or "tools" in mentioned else ["tools"]
     for key, value in keys.items():
         _refuse(key, value, REFUSED_KEYS, "a message has the key")
-        if any(map(mentions, _SAME_KEY if key in _SAME_KEY else [key])):
+        if key in mentioned or (key in REASONING and not mentioned.isdisjoint(REASONING)):
             continue
         if key in CALLS:
             raise ValueError("the chat template does not write tool calls. Set data.chat_template to one that does.")
         names.append(f"messages.{key}")
-    return names + [f"chat_template_kwargs.{name}" for name in variables if not mentions(name)]
+    return names + [f"chat_template_kwargs.{name}" for name in variables if name not in mentioned]
 
 
 def _refuse(name: str, value: Any, reasons: Mapping[str, str], found: str) -> None:

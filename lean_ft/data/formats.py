@@ -24,7 +24,7 @@ may be a rendered chat; inside messages they are ordinary text.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -104,14 +104,6 @@ class RowFormat(NamedTuple):
             fields = {name: fields[name] for name in fields if name not in others}
         return fields
 
-    def unread(self, row: Row, unused: Collection[str] = ()) -> list[str]:
-        """Return the names of the row's fields that are not read; unused: fields of the format that are not read.
-
-        Raises ValueError for a field that must not be dropped.
-        """
-        read = {name: self.columns.get(name, name) for name in self.fields_of(row) if name not in unused}
-        return unread_fields(row.fields, read, (*self.fields.required, *self.fields.optional), self.columns)
-
 
 def formats_of(
     config: DataConfig,
@@ -161,7 +153,7 @@ RENAME = "If a column has another name, set data.columns: data.columns.prompt=qu
 
 def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
     names = sorted({name for fields in known.values() for name in (*fields.required, *fields.optional)})
-    for ours in columns:
+    for ours in columns if names else ():  # a prompt's columns for rewards may have any name
         if ours not in names:
             raise ValueError(
                 f"data.columns.{ours}: no format of this recipe has such a field; the fields are {', '.join(names)}. "
@@ -266,28 +258,38 @@ class RowReader:
 
     def unread(self, row: Row) -> list[str]:
         """Return the fields of `row` that are not read. Raises ValueError with the row's place for one that matters."""
+        _, columns, fields = self.formats[row.source]
+        if len(row.fields) == len(fields.required):  # most rows
+            return []
         with reading(row):
-            return self.formats[row.source].unread(row, self.unused)
+            read = {name: columns.get(name, name) for name in self.fields_of(row) if name not in self.unused}
+            return unread_fields(row.fields, read, (*fields.required, *fields.optional), columns)
 
     def names(self, row: Row) -> Sequence[str]:
         """Return a name for each sequence of `row`, for previews."""
         return self.config.sides
 
+    def columns(self, row: Row) -> dict[str, Any]:
+        """Return the fields of `row` that rewards read."""
+        return {}
+
     def render(
-        self, chat: Chat, fields: dict[str, Any], train_on: TrainOn = "completion", *, train_history: bool = False
+        self, chat: Chat, fields: dict[str, Any], train_on: TrainOn = "completion", *, is_prompt: bool = False
     ) -> Passage:
         """Render a chat behind the row's `system` and `history`, with its tools and template variables."""
-        opening, first = read_opening(fields), chat.messages[0]
-        if first["role"] in SYSTEM_ROLES and opening.messages:
-            if opening.messages != [first]:
+        opening = read_opening(fields)
+        if chat.messages[0]["role"] in SYSTEM_ROLES:
+            if opening not in ([], chat.messages[:1]):
                 raise ValueError("the row has a system message, and also `system` or `history`. Keep one of them.")
-            opening = Chat([])
-        chat = with_system(join(opening, chat, train_prompt=train_history), self.config)
-        tools, variables = read_tools(fields.get("tools")), variables_of(fields, self.config)
-        passage = self.tokenizer.passage(
-            chat.messages, tools, train_on=train_on, untrained=chat.untrained, template_kwargs=variables
-        )
-        return replace(passage, unread=unwritten(chat.messages, tools, variables, self.tokenizer.template_reads))
+            opening = []
+        if self.config.system and (opening + chat.messages)[0]["role"] not in SYSTEM_ROLES:
+            opening.insert(0, {"role": "system", "content": self.config.system})
+        chat = join(Chat(opening), chat, train_prompt=train_on != "completion") if opening else chat
+        tools, given = read_tools(fields.get("tools")), read_variables(fields.get("chat_template_kwargs"))
+        variables = self.config.chat_template_kwargs | given
+        passage = self.tokenizer.passage(chat.messages, tools, is_prompt, train_on, chat.untrained, variables)
+        unread = unwritten(chat.messages, tools, given, self.tokenizer.template_names)
+        return replace(passage, unread=unread) if unread else passage
 
     def passages(self, row: Row) -> list[Passage | Document]:
         """Return the sequences of `row` before truncation. Raises ValueError with the row's place."""
@@ -319,11 +321,8 @@ class RowReader:
         raise NotImplementedError
 
 
-def plain(
-    prompt: str, completion: str, separator: str, fields: dict[str, Any], *, train_prompt: bool = False
-) -> Passage:
+def plain(prompt: str, completion: str, separator: str, *, train_prompt: bool = False) -> Passage:
     """Join a prompt and a completion into one text, for a model without a chat template."""
-    refuse_in_plain_text(fields)
     text, begins = f"{prompt}{separator}{completion}", len(prompt) + len(separator)
     span = (0 if train_prompt else begins, len(text))
     return Passage(text, [span], add_bos=True, add_eos=True, joined_by=separator, num_empty=not completion.strip())
@@ -344,11 +343,6 @@ def prompt_of(fields: dict[str, Any]) -> Any:
         return next((fields[name] for name in ("prompt", "conversations", "input") if name in fields), None)
     asked = [check_text(fields.get(name) or "", f"the field `{name}`") for name in ("instruction", "input")]
     return "\n\n".join(filter(None, asked))
-
-
-def variables_of(fields: dict[str, Any], config: RowsConfig) -> dict[str, Any]:
-    """Return the chat template's variables: those of the settings, and of the row, which win."""
-    return config.chat_template_kwargs | read_variables(fields.get("chat_template_kwargs"))
 
 
 def as_chat(value: Any, field: str) -> Chat:
@@ -388,26 +382,14 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
             "data.chat=true needs a chat template, and this model has none. Leave it out, or set data.chat_template."
         )
     no_chats = "this model has no chat template" if not has_template else "data.chat=false" if not config.chat else rows
-    check_chat_settings(config, tokenizer, None if has_template and are_chats else no_chats)
-    if config.separator is not None and writes_chats(config, tokenizer):
-        raise ValueError(
-            "data.separator applies without a chat template, but this model has one. Leave it out, or set data.chat=false."
-        )
-
-
-def check_chat_settings(config: RowsConfig, tokenizer: Tokenizer, no_chats: str | None) -> None:
-    """Raise ValueError for settings of chats without an effect; no_chats: why rows are no chats, if they are none."""
     for name in ("system", "chat_template_kwargs"):
-        if getattr(config, name) and no_chats is not None:
+        if getattr(config, name) and not (has_template and are_chats):
             raise ValueError(
                 f"data.{name} applies to chats rendered with a chat template, but {no_chats}. Put the text into the rows "
                 "instead, or set data.chat_template."
             )
-    tokenizer.check_variables(config.chat_template_kwargs)
-
-
-def with_system(chat: Chat, config: RowsConfig) -> Chat:
-    """Prepend `data.system`, unless the chat starts with a system message."""
-    if not config.system or chat.messages[0]["role"] in SYSTEM_ROLES:
-        return chat
-    return join(Chat([{"role": "system", "content": config.system}]), chat, train_prompt=True)
+    tokenizer.check_template_kwargs(config.chat_template_kwargs, tokenizer.template_names)
+    if config.separator is not None and writes_chats(config, tokenizer):
+        raise ValueError(
+            "data.separator applies without a chat template, but this model has one. Leave it out, or set data.chat=false."
+        )

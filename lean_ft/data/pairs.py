@@ -114,9 +114,8 @@ class PairReader(RowReader):
                 return [_plain(prompt, answer) for answer in (chosen, rejected)]
             if not writes_chats(self.config, self.tokenizer):
                 separator = self.config.separator or ""
-                return [
-                    plain(check_text(prompt, "`prompt`"), answer, separator, fields) for answer in (chosen, rejected)
-                ]
+                refuse_in_plain_text(fields)
+                return [plain(check_text(prompt, "`prompt`"), answer, separator) for answer in (chosen, rejected)]
         sides = as_chat(chosen, "chosen"), as_chat(rejected, "rejected")
         begins_anew = all(side.messages[0]["role"] != "assistant" for side in sides)
         if prompt is None or begins_anew:

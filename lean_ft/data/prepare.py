@@ -43,8 +43,7 @@ NOT_IN_FINGERPRINT = {
     "shared_prompt",  # `share_prompts` counts instead
 }
 # Settings added later count only if they differ from the default, so that older runs can be resumed.
-NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True}
-NOT_WHERE_DEFAULT |= {"chat_template_kwargs": {}, "one_hot": "auto"}
+NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True, "chat_template_kwargs": {}}
 # These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
 

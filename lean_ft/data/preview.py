@@ -15,11 +15,10 @@ import numpy as np
 from lean_ft.data.documents import Documents, renderer_of
 from lean_ft.data.packing import pack_documents
 from lean_ft.data.prepare import layout_of
-from lean_ft.data.prompts import PromptReport, prompt_rows
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document
 from lean_ft.data.sources import read_rows
-from lean_ft.settings import DataConfig, PromptDataConfig
+from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
 MOST_ROWS_READ = 10_000
@@ -49,7 +48,7 @@ class ShownDocument:
     is_rejected: bool = False
     """Whether this is a rejected or undesirable answer."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Columns for rewards, of a prompt."""
+    """Columns for rewards."""
 
     @property
     def heading(self) -> str:
@@ -71,7 +70,7 @@ class Preview:
     """The first rows of a source."""
 
     rows: list[ShownRow]
-    report: DataReport | PromptReport
+    report: DataReport
     """Counts of the rows that were read."""
     notes: list[str]
     """One line per truncated or dropped row."""
@@ -83,32 +82,22 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
     Raises ValueError for an unreadable row unless `on_bad_row` skips it, and if no row is left.
     """
     render = renderer_of(config, tokenizer, config.source)
-    report, documents, places, notes = render.empty_report(), list[Document](), list[str](), list[str]()
+    report, documents, notes = render.empty_report(), list[Document](), list[str]()
+    origins = list[tuple[str, dict[str, Any]]]()  # of each document: place and columns for rewards
     for row in read_rows(config.source, None, config):
         found, counts = render([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
         documents += found
         names = render.reader.names(row) if found else ()
-        places += [f"{row.place}, {name}" if name else row.place for name in names]
+        origins += [(f"{row.place}, {name}" if name else row.place, render.reader.columns(row)) for name in names]
         notes += _notes(row.place, counts)
         if report.rows == MOST_ROWS_READ or _enough(config, report, num_rows, batch_size):
             break
     if not documents:
         raise ValueError(f"no row of {config.source} is left to show: {report.nothing_left()}.")
-    shown = list(_rows(config, tokenizer, Documents.join(documents), places, batch_size))
+    shown = list(_rows(config, tokenizer, Documents.join(documents), origins, batch_size))
     return Preview(shown[:num_rows], report, notes)
-
-
-def preview_prompts(config: PromptDataConfig, tokenizer: Tokenizer, *, num_rows: int) -> Preview:
-    """Return the first `num_rows` prompts of `config.source`, which are not shuffled, with their columns."""
-    prompts, _ = prompt_rows(config, tokenizer, seed=0)
-    shown = list[ShownRow]()
-    for prompt in (prompts[i] for i in range(min(num_rows, len(prompts)))):
-        stretches = stretches_of(tokenizer, np.array(prompt.ids), np.zeros(len(prompt.ids), dtype=bool))
-        document = ShownDocument(prompt.place, stretches, len(prompt.ids), 0, False, columns=prompt.columns)
-        shown.append(ShownRow([document], None))
-    return Preview(shown, prompts.report, [])
 
 
 def _enough(config: DataConfig, report: DataReport, num_rows: int, batch_size: int) -> bool:
@@ -126,7 +115,11 @@ def _notes(place: str, counts: DataReport) -> list[str]:
 
 
 def _rows(
-    config: DataConfig, tokenizer: Tokenizer, documents: Documents, places: list[str], batch_size: int
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    documents: Documents,
+    origins: list[tuple[str, dict[str, Any]]],
+    batch_size: int,
 ) -> Iterator[ShownRow]:
     packed = pack_documents(documents, config) if config.packs_rows else {}
     layout = layout_of(documents, packed, config, batch_size, tokenizer.pad_id)
@@ -144,9 +137,9 @@ def _rows(
             if (used == 0) if layout.joined else not is_continued:
                 trained[0] = False
             stretches = stretches_of(tokenizer, ids, trained)
-            is_rejected = places[number].endswith(worse)
-            document = ShownDocument(places[number], stretches, length, int(trained.sum()), is_continued, is_rejected)
-            shown.append(document)
+            place, columns = origins[number]
+            is_rejected, num_trained = place.endswith(worse), int(trained.sum())
+            shown.append(ShownDocument(place, stretches, length, num_trained, is_continued, is_rejected, columns))
             used += length
         yield ShownRow(shown, layout.row_tokens - used if layout.kind == "packed" else None)
 

@@ -6,8 +6,7 @@ All prompts are kept in memory.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,25 +14,27 @@ import torch
 from torch import Tensor
 
 from lean_ft.data.batch import Batch
-from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_tools
-from lean_ft.data.foreign_fields import MEDIA, is_given, unwritten
+from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat
+from lean_ft.data.documents import renderer_of
+from lean_ft.data.foreign_fields import MEDIA, is_given
 from lean_ft.data.formats import (
     RENAME,
-    check_chat_settings,
+    Fields,
+    RowReader,
+    as_chat,
+    join,
     reading,
     refuse_in_plain_text,
-    variables_of,
-    with_system,
     writes_chats,
 )
+from lean_ft.data.objective import Objective
 from lean_ft.data.prepare import hash_of, tokenizer_digest
-from lean_ft.data.report import unread_names
-from lean_ft.data.rows import Row, names_of
-from lean_ft.data.sources import list_sources, read_rows
-from lean_ft.settings import PromptDataConfig, Sources
+from lean_ft.data.report import DataReport
+from lean_ft.data.rows import Document, Row, names_of
+from lean_ft.data.sources import read_rows
+from lean_ft.settings import DataConfig, PromptDataConfig, Sources
 from lean_ft.system.shapes_only import stage
-from lean_ft.system.units import counted
-from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers import Passage, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,31 +47,6 @@ class Prompt:
     columns: dict[str, Any]
     place: str
     """Location of the row for messages, such as `train.jsonl, line 12`."""
-    unread: Sequence[str] = ()
-    """Keys of messages and template variables that the chat template does not mention."""
-
-
-@dataclass
-class PromptReport:
-    """Counts of the rows of a source."""
-
-    rows: int = 0
-    kept: int = 0
-    too_long: int = 0
-    bad_rows: int = 0
-    left_out: str | None = None
-    unit: str = "completions"  # of batches
-    columns: list[str] = field(default_factory=list)
-    """Columns for the rewards."""
-    unread: dict[str, None] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        parts = [f"{counted(self.kept, 'prompts')} of {counted(self.rows, 'rows')}"]
-        parts += [f"{self.too_long:,} dropped (longer than max_prompt_length)"] if self.too_long else []
-        parts += [f"{self.bad_rows:,} unreadable rows skipped"] if self.bad_rows else []
-        parts += [f"columns for rewards: {', '.join(self.columns)}"] if self.columns else []
-        parts += unread_names(self.unread)
-        return "; ".join(parts)
 
 
 class Prompts:
@@ -78,7 +54,7 @@ class Prompts:
     caller tracks the position."""
 
     def __init__(
-        self, prompts: list[Prompt], *, seed: int, report: PromptReport, fingerprint: str, shuffle: bool = True
+        self, prompts: list[Prompt], *, seed: int, report: DataReport, fingerprint: str, shuffle: bool = True
     ) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self.report, self.fingerprint = report, fingerprint
@@ -111,19 +87,20 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
     """
     if stage() is not None:
         longest = Prompt([0] * config.max_prompt_length, "", {}, "")
-        return Prompts([longest], seed=seed, report=PromptReport(), fingerprint=""), None
+        return Prompts([longest], seed=seed, report=DataReport("prompts"), fingerprint=""), None
     digest = hashlib.blake2b(digest_size=16)
-    report = PromptReport()
-    prompts, held_out = list(_read(config, tokenizer, config.source, digest, report)), None
+    (prompts, report), held_out = _read(config.rows, tokenizer, config.source, digest), None
     if config.validation_source is not None:
-        held_out = list(_read(config, tokenizer, config.validation_source, digest, PromptReport()))
+        held_out, _ = _read(config.rows, tokenizer, config.validation_source, digest)
     elif config.validation_fraction > 0:
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
         held_out = [prompts[i] for i in sorted(drawn)]
         prompts = [prompt for i, prompt in enumerate(prompts) if i not in drawn]
     if not prompts:
-        raise ValueError(f"no prompt of {config.source} is left: {report}. Raise data.max_prompt_length.")
+        raise ValueError(
+            f"no prompt of {config.source} is left: {report.nothing_left()}. Raise data.max_prompt_length."
+        )
     report.kept = len(prompts)
     settings = config.model_dump(mode="json", include={"columns", "max_prompt_length", "system", "separator", "chat"})
     settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
@@ -132,62 +109,79 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
     return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
 
 
-def _read(
-    config: PromptDataConfig, tokenizer: Tokenizer, source: Sources, digest: Any, report: PromptReport
-) -> Iterator[Prompt]:
-    columns = [one.columns or {} for one in list_sources(source, config)]
-    chat = writes_chats(config, tokenizer)
-    check_chat_settings(config, tokenizer, None if tokenizer.chat_template else "this model has no chat template")
+def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:
+    render = renderer_of(config, tokenizer, source)
+    reader, report, prompts = render.reader, render.empty_report(), list[Prompt]()
+    assert isinstance(reader, PromptReader)
     for row in read_rows(source, digest, config):
-        report.rows += 1
-        try:
-            with reading(row):
-                prompt = _prompt(row, columns[row.source], config, tokenizer, chat)
-        except ValueError:
-            report.bad_rows += 1
-            if config.on_bad_row == "raise" or report.bad_rows > config.max_bad_rows:
-                raise
-            continue
-        if len(prompt.ids) > config.max_prompt_length:
-            report.too_long += 1
-            continue
-        report.columns += [name for name in prompt.columns if name not in report.columns]
-        report.unread |= dict.fromkeys(prompt.unread)
-        yield prompt
+        documents, counts = render([row])
+        report.add(counts)
+        report.check_bad_rows(config.max_bad_rows)
+        prompts += [Prompt(ids.tolist(), *reader.read(row), row.place) for ids, _ in documents]
+    return prompts, report
 
 
-def _prompt(row: Row, columns: dict[str, str], config: PromptDataConfig, tokenizer: Tokenizer, chat: bool) -> Prompt:
-    if absent := [f"{ours}={theirs}" for ours, theirs in columns.items() if theirs not in row.fields]:
-        raise ValueError(f"data.columns.{absent[0]}: the row has {names_of(row.fields)}.")
-    fields = {name: value for name, value in row.fields.items() if name not in columns.values()}
-    fields |= {ours: row.fields[theirs] for ours, theirs in columns.items() if theirs in row.fields}
-    further = {name: value for name, value in fields.items() if name != "prompt"}  # for rewards
-    asked = parse_if_json(fields.get("prompt"), "prompt")
-    unread: list[str] = []
-    if asked is None and "messages" in fields:
-        asked = read_chat(further.pop("messages"), "messages").messages
-        if asked[-1]["role"] == "assistant":
-            further.setdefault("answer", asked[-1]["content"])
-            asked = asked[:-1]
-    if asked is None or asked == []:
-        raise ValueError(
-            f"the row has {names_of(row.fields)}; expected `prompt` (a text or messages) or `messages`. {RENAME}"
-        )
-    messages = read_chat(asked, "prompt").messages if isinstance(asked, list) else None
-    if messages is None and not chat:
-        refuse_in_plain_text({name: fields.get(name) for name in ("tools", "chat_template_kwargs")})
-        refuse_in_plain_text(fields)
-        text = check_text(asked, "`prompt`") + (config.separator or "")
-        return Prompt(tokenizer.encode(text, add_special_tokens=True), asked, further, row.place, unread)
-    if messages is None:
-        messages = [{"role": "user", "content": check_text(asked, "`prompt`")}]
-    messages = with_system(Chat(messages), config).messages
-    tools, variables = read_tools(fields.get("tools")), variables_of(fields, config)
-    unread += unwritten(messages, tools, variables, tokenizer.template_reads)
-    if media := [name for name in MEDIA if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked)]:
-        raise ValueError(f"the prompt has a placeholder for `{media[0]}`, and {MEDIA[media[0]]}.")
-    ids = tokenizer.render(messages, tools, add_generation_prompt=True, template_kwargs=variables)[0]
-    return Prompt(ids, asked, further, row.place, unread)
+@dataclass(frozen=True)
+class PromptReader(RowReader):
+    """Converts a row to a prompt. All other fields of the row are columns for rewards."""
+
+    known: ClassVar[dict[str, Fields]] = {"prompts": Fields((), holds_strings=True, is_chat=True)}
+
+    def unread(self, row: Row) -> list[str]:
+        return []
+
+    def columns(self, row: Row) -> dict[str, Any]:
+        return self.read(row)[1]
+
+    def read(self, row: Row) -> tuple[Any, dict[str, Any]]:
+        """Return the prompt, a text or messages, and the columns. Raises ValueError with the row's place."""
+        columns = self.formats[row.source].columns
+        with reading(row):
+            if absent := [f"{ours}={theirs}" for ours, theirs in columns.items() if theirs not in row.fields]:
+                raise ValueError(f"data.columns.{absent[0]}: the row has {names_of(row.fields)}.")
+            fields = {name: value for name, value in row.fields.items() if name not in columns.values()}
+            fields |= {ours: row.fields[theirs] for ours, theirs in columns.items()}
+            asked = parse_if_json(fields.pop("prompt", None), "prompt")
+            if asked is None and "messages" in fields:
+                asked = read_chat(fields.pop("messages"), "messages").messages
+                if asked[-1]["role"] == "assistant":
+                    fields.setdefault("answer", asked.pop()["content"])
+            if asked is None or asked == []:
+                raise ValueError(
+                    f"the row has {names_of(row.fields)}; expected `prompt` (a text or messages) or `messages`. {RENAME}"
+                )
+            return asked, fields
+
+    def passages(self, row: Row) -> list[Passage | Document]:
+        asked, fields = self.read(row)
+        with reading(row):
+            if not isinstance(asked, list) and not writes_chats(self.config, self.tokenizer):
+                refuse_in_plain_text(fields)
+                text = check_text(asked, "`prompt`") + (self.config.separator or "")
+                ids = np.array(self.tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
+                return [(ids, np.zeros(len(ids), dtype=bool))]
+            for name in MEDIA:
+                if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
+                    raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
+            chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
+            read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs")}
+            return [self.render(chat, read, is_prompt=True)]
+
+    def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
+        if len(documents[0][0]) <= self.config.max_length:
+            return documents
+        report.drop("longer than max_prompt_length")
+        return []
+
+
+class PromptData(Objective):
+    """Prompts without a label."""
+
+    reader = PromptReader
+    unit = "prompts"
+
+
+OBJECTIVE = PromptData()
 
 
 # Batches --------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Counts of kept, truncated, dropped and bad rows of a data source."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -9,15 +9,22 @@ from lean_ft.system.units import counted
 from lean_ft.tokenizers import Passage
 
 NUM_BAD_ROWS_SHOWN = 3
-COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens")
-COUNTS += ("rewritten_answers", "other_prompts", "endless_chats", "empty_answers")
+ANSWERS = {
+    "rewritten_answers": "earlier answers trained without an end token (the chat template ends only the last turn with the "
+    "model's end token)",
+    "other_prompts": "answers follow another text than the prompt for generation (the chat template writes the messages "
+    "before an answer differently once the answer follows)",
+    "endless_chats": "chats without a trained token that ends the last answer (generation will not stop after it; let the "
+    "chat template write a token at the end of a turn)",
+    "empty_answers": "empty answers",
+}
+COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", *ANSWERS)
 NUM_NAMES_SHOWN = 20
 
 
-def unread_names(names: Collection[str]) -> list[str]:
-    """Return a part of a report that lists the fields that are not read; [] if there are none."""
-    more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
-    return [f"fields not read: {', '.join(list(names)[:NUM_NAMES_SHOWN])}{more}"] if names else []
+def count(names: Iterable[str], into: dict[str, int]) -> None:
+    for name in names:
+        into[name] = into.get(name, 0) + 1
 
 
 @dataclass
@@ -51,6 +58,8 @@ class DataReport:
     """Number of prompts and completions rendered without a chat template, by separator."""
     unread: dict[str, int] = field(default_factory=dict)
     """Number of rows or sequences with a field or message key that is not read, by name."""
+    columns: dict[str, int] = field(default_factory=dict)
+    """Number of rows with a column for rewards, by name."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
     bad_rows: int = 0
@@ -81,27 +90,17 @@ class DataReport:
             remedy = "; data.packing=bfd_split keeps them" if loses_most else ""
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens{remedy})")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
-        if self.rewritten_answers:
-            reason = "the chat template ends only the last turn with the model's end token"
-            parts.append(f"{self.rewritten_answers:,} earlier answers trained without an end token ({reason})")
-        if self.other_prompts:
-            reason = "the chat template writes the messages before an answer differently once the answer follows"
-            parts.append(
-                f"{self.other_prompts:,} answers follow another text than the prompt for generation ({reason})"
-            )
-        if self.endless_chats:
-            reason = "generation will not stop after it; let the chat template write a token at the end of a turn"
-            parts.append(f"{self.endless_chats:,} chats without a trained token that ends the last answer ({reason})")
-        if self.empty_answers:
-            parts.append(f"{self.empty_answers:,} empty answers")
+        parts += [f"{number:,} {text}" for name, text in ANSWERS.items() if (number := getattr(self, name))]
         parts += [
             f"without a chat template: {count:,} prompts and completions joined by {repr(between) if between else 'nothing'} "
             "(data.separator)"
             for between, count in self.joined.items()
         ]
-        parts += unread_names(self.unread)
-        share = self.target_tokens / max(1, self.tokens)
-        parts.append(f"{kept}, {self.tokens:,} tokens, {self.target_tokens:,} trained ({share:.0%})")
+        for what, names in (("fields not read", [*self.unread]), ("columns for rewards", [*self.columns])):
+            more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
+            parts += [f"{what}: {', '.join(names[:NUM_NAMES_SHOWN])}{more}"] if names else []
+        trained = f", {self.target_tokens:,} trained ({self.target_tokens / max(1, self.tokens):.0%})"
+        parts.append(f"{kept}, {self.tokens:,} tokens{trained if self.target_tokens else ''}")
         parts += self.remarks
         if self.beyond_context:
             longer = f"{self.beyond_context:,} longer than the model's context of {self.context_length:,} tokens"
@@ -125,7 +124,7 @@ class DataReport:
         self.lost_tokens += tokens
 
     def drop(self, reason: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        count([reason], self.dropped)
 
     def count_passage(self, passage: Passage) -> None:
         """Count a passage's rewritten and empty answers and its separator."""
@@ -133,13 +132,9 @@ class DataReport:
         self.other_prompts += passage.num_other_prompts
         self.endless_chats += passage.is_endless
         self.empty_answers += passage.num_empty
-        self.count_unread(passage.unread)
+        count(passage.unread, self.unread)
         if passage.joined_by is not None:
-            self.joined[passage.joined_by] = self.joined.get(passage.joined_by, 0) + 1
-
-    def count_unread(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.unread[name] = self.unread.get(name, 0) + 1
+            count([passage.joined_by], self.joined)
 
     def truncates(self, length: int, config: DataConfig, place: str) -> bool:
         """Return whether to truncate a sequence of `length` > max_length tokens; otherwise count it as dropped.
@@ -190,6 +185,6 @@ class DataReport:
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for ours, theirs in ((self.dropped, other.dropped), (self.joined, other.joined), (self.unread, other.unread)):
-            for reason, count in theirs.items():
-                ours[reason] = ours.get(reason, 0) + count
+        for name in ("dropped", "joined", "unread", "columns"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            ours |= {key: ours.get(key, 0) + number for key, number in theirs.items()}

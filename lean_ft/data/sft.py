@@ -16,6 +16,7 @@ from lean_ft.data.formats import (
     plain,
     prompt_of,
     reading,
+    refuse_in_plain_text,
     writes_chats,
 )
 from lean_ft.data.objective import Objective
@@ -66,13 +67,12 @@ class SFTReader(RowReader):
             return self._chat(read_chat(fields[chats[0]], chats[0]), fields)
         prompt, completion = prompt_of(fields), fields["completion" if "completion" in fields else "output"]
         if not writes_chats(self.config, self.tokenizer) and not isinstance(prompt, list):
-            prompt, completion = (
-                check_text(prompt, "the field `prompt`"),
-                check_text(completion, "the field `completion`"),
-            )
+            refuse_in_plain_text(fields)
+            for name, text in (("prompt", prompt), ("completion", completion)):
+                check_text(text, f"the field `{name}`")
             separator = self.config.separator
             separator = separator if separator is not None else "\n\n" if "instruction" in fields else ""
-            return plain(prompt, completion, separator, fields, train_prompt=self.config.train_on == "all")
+            return plain(prompt, completion, separator, train_prompt=self.config.train_on == "all")
         prompt, completion = as_chat(prompt, "prompt"), as_chat(completion, "completion")
         return self._chat(join(prompt, completion, train_prompt=self.config.train_on != "completion"), fields)
 
@@ -84,7 +84,7 @@ class SFTReader(RowReader):
                     f"message {others[0]} has the role {chat.messages[others[0]]['role']}, but `train` or `weight` excludes it "
                     "from training; with data.train_on=all, only assistant messages can be excluded."
                 )
-        return self.render(chat, fields, self.config.train_on, train_history=self.config.train_on != "completion")
+        return self.render(chat, fields, self.config.train_on)
 
 
 def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:

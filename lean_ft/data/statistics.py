@@ -14,9 +14,8 @@ from lean_ft.data.batches import row_order
 from lean_ft.data.documents import Parts
 from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack
-from lean_ft.data.prompts import PromptReport, prompt_rows
 from lean_ft.data.report import DataReport
-from lean_ft.settings import DataConfig, PromptDataConfig
+from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
 CANDIDATES = [256 << i for i in range(8)]  # 256 to 32,768 tokens
@@ -58,16 +57,6 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     lengths, num_targets, values = (np.concatenate(arrays) for arrays in zip(*counted, strict=True))
     parts.report.remarks = objective_of(config).describe(values)
     return Statistics(parts.report, lengths, num_targets)
-
-
-def prompt_statistics(config: PromptDataConfig, tokenizer: Tokenizer) -> tuple[PromptReport, np.ndarray]:
-    """Return counts of the prompts of `config.source`, and the lengths of all of them, (N,)."""
-    uncut = {"max_prompt_length": ANY_LENGTH, "validation_source": None, "validation_fraction": 0.0}
-    prompts, _ = prompt_rows(config.model_copy(update=uncut), tokenizer, seed=0)
-    lengths = np.array([len(prompts[i].ids) for i in range(len(prompts))])
-    prompts.report.too_long = int((lengths > config.max_prompt_length).sum())
-    prompts.report.kept -= prompts.report.too_long
-    return prompts.report, lengths
 
 
 def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: int, sides: int = 1) -> AtLength:

@@ -249,11 +249,11 @@ class ChatServer:
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "seed": secrets.randbits(31) if asked.seed is None else asked.seed,
         }
-        optional = ("top_p", "top_k", "min_p", "chat_template_kwargs")
-        settings |= {name: value for name in optional if (value := getattr(asked, name)) is not None}
+        settings |= {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(asked, name)) is not None}
         messages = [message.for_template() for message in asked.messages]
+        row = {"messages": messages, "chat_template_kwargs": asked.chat_template_kwargs}
         try:
-            how, (prompt,) = asked_of(self.model, self.tokenizer, [messages], True, settings)
+            how, (prompt,) = asked_of(self.model, self.tokenizer, [row], True, settings)
         except ValueError as error:  # also messages that the template refuses
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
             raise Refused(400, str(error), code, "messages") from None

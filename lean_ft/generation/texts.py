@@ -232,7 +232,7 @@ def asked_of(
     chat = tokenizer.chat_template is not None if chat == "auto" else chat
     settings = dict(settings)
     stop_texts, kwargs = tuple(settings.pop("stop", ())), settings.pop("chat_template_kwargs", None) or {}
-    tokenizer.check_variables(kwargs, is_used=chat)
+    tokenizer.check_template_kwargs(kwargs, tokenizer.template_names if chat else ())
     sampling = Sampling(**settings, stop_texts=stop_texts, stop_ids=stop_ids(model, tokenizer))
     context, ids = context_length(model.source.config), list[list[int]]()
     for number, prompt in enumerate(prompts, start=1):

@@ -89,6 +89,7 @@ class Rounds(Generic[BatchT]):
 
     answers_in_a_row = 1  # of a batch
     _has_values = False  # whether a value model, rather than the prompt's other completions, is the baseline
+    unit = "completions"  # that a batch counts
 
     def __init__(
         self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
@@ -495,10 +496,12 @@ class ValuedRollouts(Rollouts):
 class PairRollouts(Rounds[PairBatch]):
     """Pairs of the best and the worst completion of a prompt; none if their rewards are equal."""
 
+    unit = "pairs"
+
     def __init__(
         self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
     ) -> None:
-        self.answers_in_a_row, prompts.report.unit = cfg.generation.num_answers, "pairs"
+        self.answers_in_a_row = cfg.generation.num_answers
         super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
 
     def _batches(self, first: int, end: int) -> list[PairBatch]:

@@ -158,6 +158,12 @@ class PromptDataConfig(RowsConfig):
             )
         return self
 
+    @property
+    def rows(self) -> "PromptRowsConfig":
+        """The same settings, for what reads all kinds of rows: `max_length` is the prompt's."""
+        shared = {name: getattr(self, name) for name in RowsConfig.model_fields}
+        return PromptRowsConfig.model_construct(**shared | {"format": "prompts", "max_length": self.max_prompt_length})
+
 
 class DataConfig(RowsConfig):
     """Settings of every objective's data: sources, lengths and batches.
@@ -304,6 +310,12 @@ class RewardDataConfig(PreferenceDataConfig):
     """Preference pairs, optionally with a `margin`: by how much the chosen completion is better."""
 
 
+class PromptRowsConfig(DataConfig):
+    """Prompts as rows of data: `PromptDataConfig.rows`."""
+
+    objective: ClassVar[str] = "prompts"
+
+
 class ClassificationDataConfig(DataConfig):
     """Texts with labels."""
 
@@ -321,16 +333,7 @@ class ClassificationDataConfig(DataConfig):
         "them. null: all labels of the training rows, sorted.",
     )
     multi_label: bool = Field(
-        False, description="`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids)."
+        False,
+        description="`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or "
+        "in all rows a 0 or 1 for each label.",
     )
-    one_hot: Literal["auto"] | bool = Field(
-        "auto",
-        description="With multi_label: whether `labels` of a row holds 0 or 1 for each label (`true`), or the names or "
-        "indices of the row's labels (`false`). `auto` decides by all training rows, and refuses rows that allow both.",
-    )
-
-    @model_validator(mode="after")
-    def _check_one_hot(self) -> "ClassificationDataConfig":
-        if self.one_hot is True and not self.multi_label:
-            raise ValueError("one_hot=true applies to lists of labels. Set multi_label=true, or remove it.")
-        return self

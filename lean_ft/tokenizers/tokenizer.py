@@ -266,7 +266,9 @@ class Tokenizer:
     ) -> RenderedChat:
         """Render a chat. Raises ValueError if the template rejects it, or treats a typed control token as its own."""
         template = self._template(tools)
-        variables = self.special_tokens | self._checked_kwargs(template_kwargs)
+        variables = self.chat_template_kwargs | (template_kwargs or {})
+        self.check_template_kwargs(variables)
+        variables = self.special_tokens | variables
         for number, message in enumerate(messages):
             if (role := message.get("role")) not in template.roles:
                 raise ValueError(
@@ -393,31 +395,27 @@ class Tokenizer:
             others = settings if file is generation_config else {"bos_token_id": self.bos_id}
             write_json(generation_config, others | {"eos_token_id": ends + missing})
 
-    def template_reads(self, name: str) -> bool:
-        """Return whether a chat template mentions `name`: a variable, or a key of messages."""
-        return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self.chat_templates.values())
+    @cached_property
+    def template_names(self) -> frozenset[str]:
+        """All words in the chat templates, such as variables and keys of messages."""
+        return frozenset(re.findall(r"\w+", "\n".join(self.chat_templates.values())))
 
-    def check_variables(self, kwargs: dict[str, Any], *, is_used: bool = True) -> dict[str, Any]:
-        """Return variables of the chat template. Raises ValueError for one without an effect."""
-        if unknown := next((name for name in kwargs if not (is_used and self.template_reads(name))), None):
-            reason = "the chat template does not mention it" if is_used else "the chat template is not used"
-            raise ValueError(f"chat_template_kwargs.{unknown}: {reason}. Remove it.")
-        return kwargs
-
-    def _checked_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any]:
-        """Return `given` with the tokenizer's own. Raises ValueError for names that stand for something else."""
-        kwargs = self.chat_template_kwargs | (given or {})
+    def check_template_kwargs(self, kwargs: dict[str, Any], known: Collection[str] | None = None) -> None:
+        """Raise ValueError for variables that a chat template must not get, or that are not in `known`."""
         if not kwargs:
-            return kwargs
+            return
         reserved = {"messages", "tools", "add_generation_prompt", *NAMED_TOKENS, *self.special_tokens}
-        if wrong := next((name for name in kwargs if name in reserved or not name.isidentifier()), None):
-            raise ValueError(
-                f"chat_template_kwargs.{wrong}: expected the name of a variable of the chat template other than "
-                f"{', '.join(sorted(reserved))}. Remove it."
-            )
+        for name in kwargs:
+            if name in reserved or not name.isidentifier():
+                raise ValueError(
+                    f"chat_template_kwargs.{name}: expected the name of a variable of the chat template other than "
+                    f"{', '.join(sorted(reserved))}. Remove it."
+                )
+            if known is not None and name not in known:
+                reason = "the chat template does not mention it" if known else "the chat template is not used"
+                raise ValueError(f"chat_template_kwargs.{name}: {reason}. Remove it.")
         if self._mark_literals(kwargs)[1]:
             raise ValueError(f"chat_template_kwargs {kwargs!r:.80} has a control token of this tokenizer. Remove it.")
-        return kwargs
 
     def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         if tools and "tool_use" in self._templates:

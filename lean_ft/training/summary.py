@@ -47,7 +47,7 @@ def log_start(run: "Run") -> None:
         chunk = f"computed on {tokens:,} tokens at a time" if tokens else "computed on all tokens at once"
         compiled = "; compiled" if cfg.compile else ""
         say("memory", f"activation checkpointing: {memory.activation_checkpointing}; loss {chunk}{compiled}")
-    data, unit = cfg.group(DataConfig), run.batches.report.unit
+    data, unit = cfg.group(DataConfig), run.batches.unit
     batch = counted(cfg.batch_size, "packed rows" if data and data.packs_rows else unit)
     if data and data.batch_tokens is not None:
         batch = f"up to {data.batch_tokens:,} positions"

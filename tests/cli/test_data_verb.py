@@ -164,13 +164,14 @@ def test_prompts_and_their_columns(leanft, run, tmp_path, recipe: str):
         in answer.out
     )
     assert (
-        "from 1 prompt of 2 rows; 1 dropped (longer than max_prompt_length); columns for rewards: answer" in answer.out
+        "from 2 rows (prompts); 1 dropped (longer than max_prompt_length); columns for rewards: answer, "
+        "level; 1 prompt, 8 tokens\n" in answer.out
     )
     answer = leanft("data", "stats", *settings)
     assert (answer.code, answer.err) == (0, "")
     assert (
-        "1 prompt of 2 rows; 1 dropped (longer than max_prompt_length); columns for rewards: answer, level"
-        in answer.out
+        "2 rows (prompts); columns for rewards: answer, level; 2 prompts" in answer.out
+        and "1 longer than max_prompt_length=60, which a run drops" in answer.out
     )
     assert re.search(r"tokens per row, at most: 5% 8, .*100% \d\d+\n", answer.out)
     answer = leanft("data", "stats", *settings, "--peak")

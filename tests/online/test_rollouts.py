@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lean_ft.data import PolicyBatch, Prompt
-from lean_ft.data.prompts import PromptReport, Prompts
+from lean_ft.data.prompts import Prompts
+from lean_ft.data.report import DataReport
 from lean_ft.generation import Sample
 from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss
 from lean_ft.memory import apply_memory
@@ -47,7 +48,9 @@ def random_model(case: str, cfg: Any) -> Decoder:
 
 def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, **sharing: bool) -> Any:
     """A sampled round whose second completion is truncated and whose last completion has no reward."""
-    prompts = Prompts([Prompt(ids, "", {}, "") for ids in PROMPTS], seed=0, report=PromptReport(), fingerprint="")
+    prompts = Prompts(
+        [Prompt(ids, "", {}, "") for ids in PROMPTS], seed=0, report=DataReport("prompts"), fingerprint=""
+    )
     generator = torch.Generator().manual_seed(0)
     samples = [
         Sample(torch.randint(3, 101, (n,), generator=generator).tolist(), [-1.0] * n, i != 1)

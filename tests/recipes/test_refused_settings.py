@@ -61,7 +61,7 @@ REFUSED = {
         ("generation.num_answers=3",): "16 answers, which is not a multiple of generation.num_answers=3",
         ("generation.offload_training_state=true",): "to host memory, but the model is on cpu",
         ("loss.name=cispo", "loss.epsilon=0.1"): "epsilon=0.1 has no effect with the loss cispo",
-        ("data.max_prompt_length=2",): "no prompt of .* is left: 0 prompts of 800 rows; 800 dropped .longer",
+        ("data.max_prompt_length=2",): "no prompt of .* is left: 800 rows, 800 dropped .longer",
         ("data.columns.prompt=question",): "data.columns.prompt=question: the row has prompt, answer",
         ("rewards=[]",): "rewards is empty",
         ("rewards=[exact]",): "unknown reward 'exact'. Did you mean 'exact_answer'",

@@ -247,11 +247,6 @@ OF_RECIPE: dict[str, Case | None] = {
     "classify data.separator": Case("x"),
     "classify data.labels": Case("[b, a]"),
     "classify data.chat_template_kwargs": Case("{effort: low}"),
-    "classify data.one_hot": Case(
-        "true",
-        "data.one_hot=false data.multi_label=true data.labels=[a,b] data.source=IN/lists.jsonl "
-        "data.validation_source=IN/lists.jsonl",
-    ),
     "classify data.multi_label": Case("true", refused="no field `labels`"),
     "classify loss.class_weights": Case("balanced"),
     "classify memory.loss_accumulation_dtype": Case("weight"),
