@@ -311,9 +311,9 @@ def break_gguf(content: bytes, chance: random.Random) -> bytes:
     metadata, tensors, data = _parse_gguf(content)
     metadata, tensors, counts = [*metadata], [*tensors], None
     for _ in range(chance.choice((1, 1, 2, 3))):
-        act = chance.random()
-        i = chance.randrange(len(metadata))
-        key, kind, value = metadata[i]
+        act = chance.random() if metadata else 1.0
+        i = chance.randrange(max(1, len(metadata)))
+        key, kind, value = metadata[i] if metadata else (b"x", 4, 1)
         if act < 0.5:
             if kind == _GGUF_ARRAY and chance.random() < 0.6:
                 inner, _, entries = value
