@@ -311,9 +311,9 @@ def break_gguf(content: bytes, chance: random.Random) -> bytes:
     metadata, tensors, data = _parse_gguf(content)
     metadata, tensors, counts = [*metadata], [*tensors], None
     for _ in range(chance.choice((1, 1, 2, 3))):
-        act = chance.random()
-        i = chance.randrange(len(metadata))
-        key, kind, value = metadata[i]
+        act = chance.random() if metadata else 1.0
+        i = chance.randrange(max(1, len(metadata)))
+        key, kind, value = metadata[i] if metadata else (b"x", 4, 1)
         if act < 0.5:
             if kind == _GGUF_ARRAY and chance.random() < 0.6:
                 inner, _, entries = value
@@ -812,8 +812,10 @@ def _failure(what: str, error: BaseException) -> dict[str, Any]:
     return {"what": what, "where": f"{Path(last.filename).relative_to(ROOT)}:{last.lineno}" if last else None}
 
 
-def worker(target: Target, name: str, seed: int, numbers: range, current: mmap.mmap, answer: Path) -> None:
-    """Judge the cases with these numbers and write the outcome."""
+def worker(
+    target: Target, name: str, seed: int, numbers: range, deadline: float, current: mmap.mmap, answer: Path
+) -> None:
+    """Judge the cases with these numbers until the deadline, at least one, and write the outcome."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -821,6 +823,8 @@ def worker(target: Target, name: str, seed: int, numbers: range, current: mmap.m
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     counts, failures, slowest = {"read": 0, "refused": 0, "failed": 0}, [], 0.0
     for number in numbers:
+        if number > numbers.start and time.perf_counter() > deadline:
+            break
         struct.pack_into("q", current, 0, number)
         content = target.case(name, seed, number)
         began = time.process_time()
@@ -849,20 +853,21 @@ def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline:
     current, answer = mmap.mmap(-1, 8), place / "answer"
     began = time.perf_counter()
     number, cases = first, first + cases
-    while number < cases and time.perf_counter() < deadline:
+    while number < cases and (number == first or time.perf_counter() < deadline):
         numbers = range(number, min(cases, number + CASES_A_WORKER))
         answer.unlink(missing_ok=True)
         process = os.fork()
         if not process:
             try:
-                worker(target, name, seed, numbers, current, answer)
+                worker(target, name, seed, numbers, deadline, current, answer)
             finally:
                 os._exit(0)
         ended = _wait(process, current)
         if answer.exists():
             told = json.loads(answer.read_text())
-            row["cases"] += len(numbers)
-            number = numbers.stop
+            judged = sum(told["counts"].values())
+            row["cases"] += judged
+            number += judged
             for outcome, count in told["counts"].items():
                 row[outcome] += count
             row["failures"] += told["failures"]

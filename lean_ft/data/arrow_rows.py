@@ -48,6 +48,10 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             about, columns, size = file.metadata, [*file.schema], path.stat().st_size
+            for i in range(
+                about.num_row_groups
+            ):  # no rows: raises for damaged metadata, on which `column` ends the process
+                next(file.reader.iter_batches(0, row_groups=[i], column_indices=None, use_threads=False), None)
         if about.num_rows == 0:
             raise ValueError(f"{path} has no rows.")
         if about.num_rows > max(MANY_ROWS, size):
