@@ -182,8 +182,8 @@ class Tokenizer:
         Each message is a dict with `role`, `content`, and any other keys that the chat template reads. Control tokens inside
         a message are ordinary text. If the chat template ends a turn differently when other messages follow (gpt-oss: `<|end|>`
         instead of `<|return|>`), that token is not trained. If the template leaves the last turn open, the ids are those of
-        `apply_chat_template` and the token that ends the turn: the one that begins the next turn, or eos. Raises ValueError if there is no chat template, if it rejects the
-        messages, or if a turn cannot be located.
+        `apply_chat_template` and the token that ends the turn: the one that begins the next turn, or eos. Raises ValueError
+        if there is no chat template, if it rejects the messages, or if a turn cannot be located.
         """
         passage = self.passage(messages, tools, add_generation_prompt, train_on, template_kwargs=template_kwargs)
         ids, mask = self.tokenize([passage])[0]
@@ -314,9 +314,11 @@ class Tokenizer:
                 passages = [self.passage([asked, turn]), self.passage([asked, turn, follower])]
             except ValueError:  # no chat template, or it rejects such a chat
                 continue
+            if passages[0].add_eos:  # the template writes no token there, only perhaps one that ends a tool call
+                continue
             last, earlier = (self._closing_tokens(passage) for passage in passages)
             # Phi-3 writes `<|end|>` in both, and eos after the last turn. gpt-oss also writes `<|end|>` inside of a turn.
-            ends |= {*last[:1], *(token for token in earlier[:1] if token in last)}
+            ends |= {*last[:1], *(token for token in earlier[:1] if token in last and not passages[1].num_rewritten)}
         return frozenset(self.added_tokens[token] for token in ends)
 
     def _closing_tokens(self, passage: Passage) -> list[str]:

@@ -267,6 +267,7 @@ def test_exactly_the_assistants_turns_are_trained(tokenizer_of: Callable[[str], 
 def check_ends(tokenizer: Tokenizer, passage: Passage, is_last_trained: bool) -> None:
     """Generation would stop at the end of each trained turn that has an end, and nowhere else."""
     stops = tokenizer.turn_ends | {tokenizer.eos_id}
+    assert tokenizer.token_id("</tool_call>") not in stops  # a turn may have several calls
     [(ids, trained)] = tokenizer.tokenize([passage])
     turns = np.split(ids[trained], np.flatnonzero(np.diff(np.flatnonzero(trained)) > 1) + 1)
     for turn in turns:
