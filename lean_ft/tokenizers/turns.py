@@ -141,7 +141,8 @@ class RenderedChat:
         except ValueError:  # a template may reject such a chat
             return ""
         start, end = turn.span
-        return next((token.group(1) for token in self._tokens(chat.full[:end], start) if token.end() == end), "")
+        tokens = [token.group(1) for token in self._tokens(chat.full[:end], start) if token.end() == end]
+        return tokens[0] if tokens and tokens[0] in self.control else ""
 
     def _start(self, text: str, i: int) -> tuple[int, bool]:
         """Return where message `i` starts in `text`, and whether the whole generation prompt is in front of it.
