@@ -10,13 +10,21 @@ from lean_ft.tokenizers import Passage
 
 NUM_BAD_ROWS_SHOWN = 3
 ANSWERS = {
-    "rewritten_answers": "earlier answers trained without an end token (the chat template ends only the last turn with the "
-    "model's end token)",
-    "other_prompts": "answers follow another text than the prompt for generation (the chat template writes the messages "
-    "before an answer differently once the answer follows)",
-    "endless_chats": "chats without a trained token that ends the last answer (generation will not stop after it; let the "
-    "chat template write a token at the end of a turn)",
-    "empty_answers": "empty answers",
+    "rewritten_answers": (
+        "earlier answers",
+        " trained without an end token (the chat template ends only the last turn with the model's end token)",
+    ),
+    "other_prompts": (
+        "answers",
+        " after another text than the prompt for generation (the chat template writes the messages before "
+        "an answer differently once the answer follows)",
+    ),
+    "endless_chats": (
+        "chats",
+        " without a trained token that ends the last answer (generation will not stop after it; let the chat "
+        "template write a token at the end of a turn)",
+    ),
+    "empty_answers": ("empty answers", ""),
 }
 COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", *ANSWERS)
 NUM_NAMES_SHOWN = 20
@@ -90,7 +98,9 @@ class DataReport:
             remedy = "; data.packing=bfd_split keeps them" if loses_most else ""
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens{remedy})")
         parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
-        parts += [f"{number:,} {text}" for name, text in ANSWERS.items() if (number := getattr(self, name))]
+        parts += [
+            counted(number, unit) + text for name, (unit, text) in ANSWERS.items() if (number := getattr(self, name))
+        ]
         parts += [
             f"without a chat template: {count:,} prompts and completions joined by {repr(between) if between else 'nothing'} "
             "(data.separator)"

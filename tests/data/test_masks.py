@@ -152,6 +152,6 @@ def test_answers_that_the_template_ends_otherwise_are_counted(tmp_path: Path):
     documents, report = Renderer(config, SFTReader.of(config, rows, tokenizer), tokenizer)(rows)
     answers = [tokenizer.decode(ids[mask].tolist()) for ids, mask in documents]
     assert answers == ["Fourteen.<|endoftext|>", "Seven 🦙.Fourteen.<|endoftext|>", "Fourteen.<|endoftext|>"]
-    assert "; 1 earlier answers trained without an end token" in str(report)
+    assert "; 1 earlier answer trained without an end token" in str(report)
     report.add(report)
     assert report.rewritten_answers == 2
