@@ -478,7 +478,7 @@ def _settings(folder: Path) -> dict[str, Target]:
         load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written)
 
     return {
-        "torchtune configuration": Target(3, theirs, [TORCHTUNE], break_yaml, convert),
+        "torchtune configuration": Target(6, theirs, [TORCHTUNE], break_yaml, convert),
         "settings YAML": Target(3, preset, presets, break_yaml, read_preset),
         "settings on the command line": Target(2, overrides, [lines], break_bytes, read_overrides),
     }
@@ -524,7 +524,7 @@ def _rows(folder: Path) -> dict[str, Target]:
         file, read = reader("rows.parquet", tokenizer)
         pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "completion": "b"}] * 3), file)
-        found["rows of Parquet"] = Target(2, file, [file.read_bytes()], break_parquet, read)
+        found["rows of Parquet"] = Target(10, file, [file.read_bytes()], break_parquet, read)
     except ImportError:
         pass
     file, read = reader("packed.jsonl", templated)
@@ -610,7 +610,7 @@ def _gguf(folder: Path) -> dict[str, Target]:
         [[b"general.type", 8, b"imatrix"]], [sums, counts], struct.pack("<8f", *range(8)) + struct.pack("<f", 3.0)
     )
     return {
-        "GGUF": Target(2, file, seeds, break_gguf, read),
+        "GGUF": Target(12, file, seeds, break_gguf, read),
         "importance matrix": Target(3, importance, [struct.pack("<i", 2) + entry + entry.replace(b"_q", b"_k"), as_gguf],
                                     break_imatrix, lambda: read_imatrix(importance)),
     }  # fmt: skip

@@ -14,7 +14,8 @@ _REFUSED = {
     "exaone-moe": "its pattern repeats a group that has repetitions, which can take exponential time",
     "whitespace": "its tokens are text without marks for spaces",
 }
-_TYPES = {"pre": str, "merges": list} | dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), bool)
+_TYPES: dict[str, type] = {"pre": str} | dict.fromkeys(("tokens", "token_type", "scores", "merges"), list)
+_TYPES |= dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), bool)
 _MAX_WORK = 2**27  # characters compared to find the merges of a SentencePiece vocabulary; Gemma's needs about 2**24
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 

@@ -315,6 +315,8 @@ WRONG = {
     "an end of another type": ({"metadata": {"tokenizer.ggml.eot_token_id": ["x"]}}, r"eot_token_id is \['x'\]; expected an id"),
     "a template of another type": ({"metadata": {"tokenizer.chat_template": 5}}, "chat_template is 5, which is of the wrong type"),
     "a second template": ({"metadata": {"tokenizer.chat_template.tool_use": 1.5}}, "tool_use is 1.5, which is of the wrong type"),
+    "tokens of another type": ({"metadata": {"tokenizer.ggml.tokens": 5}}, "tokens is 5, which is of the wrong type"),
+    "types of another type": ({"metadata": {"tokenizer.ggml.token_type": "x"}}, "token_type is x, which is of the wrong"),
     "merges of another type": ({"metadata": {"tokenizer.ggml.merges": 5}}, "merges is 5, which is of the wrong type"),
     "a rule of another type": ({"metadata": {"tokenizer.ggml.pre": ["qwen2"]}}, r"pre is \['qwen2'\], which is of the wrong"),
     "a flag of another type": ({"metadata": {"tokenizer.ggml.add_bos_token": "x"}}, "add_bos_token is x, which is of the wrong"),
