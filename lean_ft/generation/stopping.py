@@ -11,5 +11,5 @@ def stop_ids(model: Decoder, tokenizer: Tokenizer) -> frozenset[int]:
     generation_config.json."""
     configured = json.loads(model.source.generation_config or b"{}").get("eos_token_id")
     ids = configured if isinstance(configured, list) else [configured]
-    known = range(model.config.vocab_size)
+    known = range(tokenizer.vocab_size)
     return frozenset(token for token in (*ids, tokenizer.eos_id, *tokenizer.turn_ends) if token in known)

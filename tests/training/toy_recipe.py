@@ -41,6 +41,7 @@ class Batches:
     """Rows of random tokens, shuffled each epoch; the last batch of an epoch may be short."""
 
     report = DataReport("random tokens")
+    unit = "sequences"
 
     def __init__(self, num_rows: int, batch_size: int, seed: int):
         self._rows = torch.randint(0, 64, (num_rows, 9), generator=torch.Generator().manual_seed(seed))
