@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
         pytest.param("crashes", "--kills 12 --budget-seconds 200 --only online", 9, marks=pytest.mark.long),
         pytest.param("crashes", "--ranks 2 --kills 5 --budget-seconds 120", 5, marks=pytest.mark.long),
         pytest.param("disk_faults", "--flips 1 --faults 1 --budget-seconds 60", 8 * 4, marks=pytest.mark.long),
-        ("fuzzing", "--cases 200 --budget-seconds 30", 100),
+        ("fuzzing", "--cases 600 --budget-seconds 60", 100),
     ],
 )
 def test_a_short_campaign_has_no_failure(script, arguments, least_cases, tmp_path):
