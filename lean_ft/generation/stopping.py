@@ -11,5 +11,5 @@ def stop_ids(model: Decoder, tokenizer: Tokenizer) -> frozenset[int]:
     generation_config.json."""
     configured = json.loads(model.source.generation_config or b"{}").get("eos_token_id")
     ids = configured if isinstance(configured, list) else [configured]
-    known = range(tokenizer.vocab_size)
-    return frozenset(token for token in (*ids, tokenizer.eos_id, *tokenizer.turn_ends) if token in known)
+    own = [token for token in (*ids, tokenizer.eos_id) if token is not None and token < tokenizer.vocab_size]
+    return frozenset(own) | tokenizer.turn_ends
