@@ -32,6 +32,7 @@ import traceback
 from base64 import b64encode
 from collections.abc import Callable
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,7 @@ from tiny_runs import CONFIG, recipe, write_inputs
 
 from lean_ft.cli.errors import explain
 from lean_ft.data import sft_batches
+from lean_ft.data.formats import NUM_ROWS_TO_DETECT
 from lean_ft.data.sft import SFTReader
 from lean_ft.data.sources import read_rows
 from lean_ft.export import export_gguf
@@ -504,11 +506,11 @@ def _rows(folder: Path) -> dict[str, Target]:
 
     def reader(name: str, *tokenizers: Any) -> tuple[Path, Callable[[], None]]:
         def read_data() -> None:
-            read = list(read_rows(str(folder / name)))
-            config = SFTDataConfig(source=str(folder / name))
-            for one in tokenizers:
-                reader = SFTReader.of(config, read, one)
-                for row in read:
+            source = str(folder / name)
+            first = list(islice(read_rows(source), NUM_ROWS_TO_DETECT))
+            readers = [SFTReader.of(SFTDataConfig(source=source), first, one) for one in tokenizers]
+            for row in read_rows(source):  # as a run does, which never has all rows in memory
+                for reader in readers:
                     reader.passages(row)
 
         return folder / name, read_data
