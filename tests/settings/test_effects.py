@@ -265,6 +265,8 @@ OF_RECIPE: dict[str, Case | None] = {
     "online_dpo reference.kind": Case("none"),
     "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
     "generate chat": Case("false"),
+    "evaluate data.chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort data.chat=auto"),
+    "quantize data.chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort data.chat=auto"),
     "evaluate chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort chat=true tasks=[IN/task.yaml]"),
     "evaluate chat": Case("true", "tasks=[IN/task.yaml]"),
 }
