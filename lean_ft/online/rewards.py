@@ -55,7 +55,11 @@ Function = Callable[..., Any]
 PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    # A default device of its own, even "cpu", would stay in the way of torch.compile.
+    "torch's default device": (
+        torch.get_default_device,
+        lambda was: torch.set_default_device(None if was.type == "cpu" else was),
+    ),
     "the current folder": (os.getcwd, os.chdir),
 }
 """What a function must not change for the rest of the run: how to read it, and how to restore it."""

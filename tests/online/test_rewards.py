@@ -82,6 +82,9 @@ CHANGES = {  # a statement -> what it changes; None: nothing that needs a warnin
 def test_the_process_is_as_before_and_the_function_is_named(tmp_path: Path, change: str, kind: str, capsys) -> None:
     def state() -> list[Any]:
         modes = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), os.getcwd()]
+        modes.append(
+            torch.overrides._get_current_function_mode_stack()
+        )  # a default device is one, and stops torch.compile
         return [
             *modes,
             random.getstate(),
