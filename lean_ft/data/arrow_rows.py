@@ -32,9 +32,9 @@ def is_parquet(path: Path) -> bool:
 def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
     """Yield the rows of a Parquet file, read in groups. Raises ValueError if the file cannot be read.
 
-    A few bytes can stand for many values: by compression, by runs of one value, and by references to an entry of a dictionary.
-    The metadata show the first two. Where the longest entry leaves doubt, texts are read as references, and their length is
-    known before they are made.
+    A small file can hold many values: it is compressed, repeats a value, or refers to one long text many times. The metadata
+    show the size of the first two. For the third, texts are read as references, so that their size is known before they are
+    copied.
     """
     try:
         import pyarrow

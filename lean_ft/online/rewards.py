@@ -55,7 +55,7 @@ Function = Callable[..., Any]
 PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    # A default device of its own, even "cpu", would stay in the way of torch.compile.
+    # Setting a default device, even "cpu", activates a mode that torch.compile cannot trace. None removes it.
     "torch's default device": (
         torch.get_default_device,
         lambda was: torch.set_default_device(None if was.type == "cpu" else was),

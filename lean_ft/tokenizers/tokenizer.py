@@ -181,9 +181,9 @@ class Tokenizer:
 
         Each message is a dict with `role`, `content`, and any other keys that the chat template reads. Control tokens inside
         a message are ordinary text. If the chat template ends a turn differently when other messages follow (gpt-oss: `<|end|>`
-        instead of `<|return|>`), that token is not trained. If the template leaves the last turn open, the ids are those of
-        `apply_chat_template` and the token that ends the turn: the one that begins the next turn, or eos. Raises ValueError
-        if there is no chat template, if it rejects the messages, or if a turn cannot be located.
+        instead of `<|return|>`), that token is not trained. If the template writes no token after the last answer, one is
+        appended: the first token of the next turn, or eos. Raises ValueError if there is no chat template, if it rejects the
+        messages, or if a turn cannot be located.
         """
         passage = self.passage(messages, tools, add_generation_prompt, train_on, template_kwargs=template_kwargs)
         ids, mask = self.tokenize([passage])[0]
