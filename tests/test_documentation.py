@@ -180,16 +180,20 @@ class Command:
     output: list[str]
 
 
+HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.MULTILINE | re.DOTALL)  # writes a file
+
+
 def commands_in(text: str) -> Iterator[Command]:
     """The commands of bash blocks and of blocks that start with `$`."""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        block = re.sub(r" *\\\n +", " ", block)
+        block = re.sub(r" *\\\n +", " ", HEREDOC.sub("", block))
         if language == "bash":
             while loop := re.search(r"^ *for (\w+) in (.*); do\n((?:(?! *for ).*\n)*?) *done\n", block, re.MULTILINE):
                 name, values, body = loop.groups()
                 turns = "".join(body.replace(f"${name}", value) for value in values.split())
                 block = block[: loop.start()] + turns + block[loop.end() :]
-            yield from (Command(re.sub(r"\s+# .*", "", line.strip()), []) for line in block.splitlines())
+            lines = [re.sub(r"(?:^|\s+)# .*", "", line.strip()) for line in block.splitlines()]
+            yield from (Command(line, []) for line in lines if line)
         elif block.startswith("$ "):
             line, *output = block.splitlines()
             yield Command(line.removeprefix("$ "), output)
@@ -278,7 +282,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, reader, capsys):
     text = document.read_text()
-    for name, content in re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    files = re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for name, content in [*files, *HEREDOC.findall(text)]:
         (reader / name).write_text(content)  # a user file
     for command in commands_in(text):
         line = command.line
@@ -302,7 +307,7 @@ def test_a_plan_has_the_figures_that_the_document_shows(reader, capsys):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_a_document_names_only_what_is_there(document):
     """Verbs, options, extras, make targets, scripts and links exist, in blocks, sentences and comments."""
-    text, leanft = document.read_text(), typer.main.get_command(app)
+    text, leanft = re.sub(r" *\\\n +", " ", document.read_text()), typer.main.get_command(app)
     commands = {**leanft.commands, **leanft.commands["data"].commands}  # pyright: ignore[reportAttributeAccessIssue]
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
     options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
@@ -322,6 +327,12 @@ def test_a_document_names_only_what_is_there(document):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (document.parent / name).exists(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_code_in_a_document_fits_the_column_of_the_site(document):
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
 
 
 @pytest.mark.long
