@@ -1,4 +1,4 @@
-"""Tests in this folder run only on the pretended GPU (`make test-pretended-gpu`), each on the cards that it names."""
+"""Tests in this folder run only on the simulated GPU (`make test-pretended-gpu`), each on the cards that it names."""
 
 import os
 from pathlib import Path
