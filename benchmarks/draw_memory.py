@@ -47,7 +47,7 @@ def read(name: str) -> dict[str, Any]:
 
 def draw_bar(axes: Any, place: float, gib: float, color: str) -> None:
     axes.barh(place, gib, height=0.36, color=color)
-    axes.text(gib - 0.5, place, f"{gib:.1f} GiB", va="center", color="white" if color == OURS else INK, size=10)
+    axes.text(0.6, place, f"{gib:.1f} GiB", va="center", color="white" if color == OURS else INK, size=10)
 
 
 def frame(axes: Any, top: float, labels: list[str], widest: float, title: str, below: str) -> None:

@@ -78,6 +78,7 @@ def draw(command: str, output: str, path: Path) -> None:
     # rich's pictures load a font from another server: use the reader's own
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: Fira Code, monospace", "font-family: ui-monospace, Menlo, Consolas, monospace", svg)
+    svg = re.sub(r' clip-path="url\(#[\w-]+-line-\d+\)"', "", svg)  # which cuts underscores off in some fonts
     path.write_text(svg + "\n", encoding="utf-8")
 
 
