@@ -4,6 +4,7 @@ Printed output is compared with the output that a document shows: words, labels 
 """
 
 import dataclasses
+import html
 import importlib
 import inspect
 import json
@@ -29,6 +30,7 @@ from lean_ft.settings.text import describe, load_config
 from lean_ft.system import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / "docs" / "assets"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONG = (
     "index.md",
@@ -160,6 +162,7 @@ SUBSTITUTES = [
 ]
 NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
+    "python benchmarks/": "takes minutes; tests/benchmarks",
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
     "leanft plan ": "takes a minute; the long test below",
     "leanft check ": "takes a minute; tests/cli/test_check_verb.py and tests/test_check.py",
@@ -295,13 +298,33 @@ def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, re
         assert all(shown_lines(command.output, printed))
 
 
+def lines_of_picture(name: str) -> list[str]:
+    """The lines of a picture of the terminal, from scripts/make_terminal_pictures.py. The first is the command."""
+    lines: dict[float, str] = {}
+    parts = re.findall(r'<text [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>', (ASSETS / f"{name}.svg").read_text())
+    for x, y, text in parts:  # a character is 12.2 wide
+        line = lines.get(float(y), "").ljust(round(float(x) / 12.2))
+        lines[float(y)] = line + html.unescape(text).replace("\xa0", " ")
+    return [line.rstrip() for _, line in sorted(lines.items())]
+
+
+def test_the_picture_of_a_preview_is_what_the_command_prints(reader, capsys):
+    (rows,) = HEREDOC.findall((ROOT / "README.md").read_text())
+    (reader / rows[0]).write_text(rows[1])
+    command, *shown = lines_of_picture("data_preview")
+    printed = typed(command.removeprefix("$ "), capsys)
+    assert re.sub(r"[⟦⟧]", "", printed).split() == " ".join(shown).split()
+
+
 @pytest.mark.long
-def test_a_plan_has_the_figures_that_the_document_shows(reader, capsys):
-    (command,) = (c for c in commands_in((ROOT / "README.md").read_text()) if c.line.startswith("leanft plan "))
-    write_model_folder("llama3_2_3b", reader / "Llama-3.2-3B-Instruct")
-    for shown, printed in shown_lines(command.output, typed(command.line, capsys)):
-        for amount, found in zip(*(re.findall(r"([\d.]+) GiB", line) for line in (shown, printed)), strict=True):
-            assert float(found) == pytest.approx(float(amount), rel=0.02), shown
+def test_the_picture_of_a_plan_has_the_figures_that_the_command_prints(reader, capsys):
+    folder = reader / "meta-llama" / "Llama-3.2-3B-Instruct"
+    shutil.rmtree(folder, ignore_errors=True)
+    write_model_folder("llama3_2_3b", folder)
+    command, *shown = lines_of_picture("plan")
+    for line, printed in shown_lines(shown, typed(command.removeprefix("$ "), capsys)):
+        for amount, found in zip(*(re.findall(r"([\d.]+) GiB", text) for text in (line, printed)), strict=True):
+            assert float(found) == pytest.approx(float(amount), rel=0.02), line
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
