@@ -20,7 +20,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page, and its pictures, for each notebook. The notebook stays, for download."""
     for notebook in sorted(Path(config.docs_dir, "notebooks").glob("*.ipynb")):
         name, pictures = f"notebooks/{notebook.stem}", list[bytes]()
-        text = "\n\n".join(markdown(cell, notebook.stem, pictures) for cell in json.loads(notebook.read_text())["cells"])
+        text = "\n\n".join(
+            markdown(cell, notebook.stem, pictures) for cell in json.loads(notebook.read_text())["cells"]
+        )
         text += f"\n\n[Download this notebook]({notebook.name})\n"
         files.append(File.generated(config, f"{name}.md", content=text))
         for number, picture in enumerate(pictures, start=1):

@@ -336,7 +336,9 @@ def test_a_document_names_only_what_is_there(document):
     options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
     for option in set(
-        re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard|llama-cli|pip install) .*", "", text))
+        re.findall(
+            r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard|llama-cli|pip install) .*", "", text)
+        )
     ):
         parameter = option.removeprefix("--").replace("-", "_")  # typer derives the option from it
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
