@@ -362,7 +362,8 @@ def test_code_in_a_document_fits_the_column_of_the_site(document):
 
 @pytest.mark.long
 def test_the_documents_are_a_site(tmp_path):
-    """A strict build: links work, every page is in the navigation, and the reference has all public names."""
+    """A strict build: links work, every page is in the navigation, nothing is loaded from other servers, and the reference has
+    all public names."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -378,6 +379,8 @@ def test_the_documents_are_a_site(tmp_path):
             ):  # an alias is documented under the function's name
                 assert re.search(rf'id="{package}(\.\w+)?\.{public.__name__}"', reference), public
     assert "Peak learning rate." in reference
+    loaded = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?((?:https?:)?//[^"' >]+)""")
+    assert {url for page in tmp_path.rglob("*.html") for url in loaded.findall(page.read_text())} == set()
 
 
 def test_yaml_in_a_document_is_a_preset(tmp_path):
