@@ -56,7 +56,7 @@ def _print_presets(title: str, presets: Mapping[str, Path]) -> None:
     if not rows:
         print_rows(title, {})
         return
-    stdout().print(Text(f"{title}: the smallest card, and the peak memory on it (simulated, not measured)", style="bold"))
+    stdout().print(Text(title, style="bold"))
     columns = ("  preset", "recipe", ">parameters", ">card", ">peak", "")
     shown = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
     print_table(columns[:shown], [row[:shown] for row in rows])
