@@ -13,6 +13,8 @@ from typing import Any
 
 import matplotlib
 from make_tables import find_result
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from published_speed import TORCHTUNE
 from results import GIB, RESULTS, ROOT, Hardware, console, tokens_per_second
 
@@ -87,9 +89,9 @@ def draw_gpu(axes: Any) -> None:
     )
     axes.legend(
         handles=[
-            plt.Rectangle((0, 0), 1, 1, color=THEIRS),
-            plt.Line2D([], [], marker="D", markersize=5, color=INK, linestyle=""),
-            plt.Rectangle((0, 0), 1, 1, color=OURS),
+            Rectangle((0, 0), 1, 1, color=THEIRS),
+            Line2D([], [], marker="D", markersize=5, color=INK, linestyle=""),
+            Rectangle((0, 0), 1, 1, color=OURS),
         ],
         labels=["torchtune, published: a real A100", "torchtune, simulated A100", "lean_ft, simulated A100"],
         loc="lower right",

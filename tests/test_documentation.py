@@ -370,6 +370,8 @@ def test_the_documents_are_a_site(tmp_path):
     assert {page.parent.name for page in tmp_path.glob("*/index.html")} == {
         page.stem for page in DOCUMENTS if page.stem not in ("README", "index")
     }
+    notebooks = {notebook.stem for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert {page.parent.name for page in tmp_path.glob("notebooks/*/index.html")} == notebooks
     reference = (tmp_path / "api" / "index.html").read_text()
     for package in re.findall(r"^::: (lean_ft(?:\.[a-z]+)?)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE):
         module = importlib.import_module(package)
