@@ -2,7 +2,7 @@
 # make test                 run the tests
 # make test-avx2            run the numeric tests without CPU instructions newer than AVX2
 # make test-long            run the tests that take minutes each
-# make test-pretended-gpu   run the GPU tests on a pretended GPU (downloads 2.6 GB, needs 5 GB of disk)
+# make test-pretended-gpu   run the GPU tests on a simulated GPU (downloads 2.6 GB, needs 5 GB of disk)
 # make docs                 build the documentation site in site/
 # make lint                 run ruff, pyright and import-linter, as CI does
 # make clean                remove everything that these commands made

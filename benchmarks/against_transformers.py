@@ -116,7 +116,7 @@ def compare(config: dict[str, Any], *, rounds: int, arguments: list[str], budget
     return rows
 
 
-COLUMNS = ["implementation", "time", "tokens/s", "peak memory", "peak / transformers", "peak without weights"]
+COLUMNS = ["implementation", "time", "tokens/s", "peak memory", "memory vs transformers", "peak without weights"]
 
 
 def describe(result: dict[str, Any]) -> str:

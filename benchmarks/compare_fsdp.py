@@ -27,12 +27,12 @@ LAYOUTS = {"FSDP": ({}, ()), "DDP": ({"parallel.replicate": PROCESSES}, ("--copi
 OURS: dict[str, Any] = {"optimizer.name": "adamw", "optimizer.in_backward": True}
 COLUMNS = [
     "layout",
-    "lean_ft: peak",
-    "PyTorch: peak",
-    "lean_ft / PyTorch",
+    "lean_ft: peak memory",
+    "PyTorch: peak memory",
+    "memory vs PyTorch",
     "lean_ft: tokens/s",
     "PyTorch: tokens/s",
-    "lean_ft / PyTorch",
+    "speed vs PyTorch",
 ]
 
 

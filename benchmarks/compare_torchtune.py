@@ -202,13 +202,13 @@ def summarize(recipe: Recipe, rows: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 COLUMNS = [
-    "side",
-    "peak",
+    "settings",
+    "peak memory",
     "tokens/s",
-    "speed / its fastest",
-    "peak / its fastest's",
-    "speed / its leanest",
-    "peak / its leanest's",
+    "speed vs torchtune's fastest setting",
+    "memory vs torchtune's fastest setting",
+    "speed vs torchtune's leanest setting",
+    "memory vs torchtune's leanest setting",
 ]
 
 
@@ -226,7 +226,7 @@ def describe(result: dict[str, Any]) -> str:
     return (
         f"{kind} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), {settings['batch_size']} {rows} of "
         f"{settings['length']} tokens, bfloat16; torchtune 0.6.1's own recipe; the columns on the right divide lean_ft's number by that of "
-        f"torchtune's fastest and leanest side; median of {settings['rounds']} alternating rounds of new processes, {settings['steps']} steps "
+        f"torchtune's fastest setting, and of its setting with the least memory; median of {settings['rounds']} alternating rounds of new processes, {settings['steps']} steps "
         f"each; before each run, bfloat16 matrix products reached {min(rates)} to {max(rates)} GFLOP/s"
     )
 

@@ -349,13 +349,13 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 COLUMNS = [
     "objective, tokens per row",
-    "peer",
-    "lean_ft: peak",
-    "peer: peak",
-    "lean_ft / peer",
+    "compared with",
+    "lean_ft: peak memory",
+    "other: peak memory",
+    "memory vs other",
     "lean_ft: tokens/s",
-    "peer: tokens/s",
-    "lean_ft / peer",
+    "other: tokens/s",
+    "speed vs other",
 ]
 
 

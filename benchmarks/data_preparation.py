@@ -131,7 +131,7 @@ def summarize(rows: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]
     return summary
 
 
-COLUMNS = ["", "seconds", "rows/s", "speed / TRL", "peak memory", "packed rows", "filled"]
+COLUMNS = ["", "seconds", "rows/s", "speed vs TRL", "peak memory", "packed rows", "filled"]
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
     PRETENDED_GPU_TOUCH=65536 tests/pretended_gpu/run.sh python benchmarks/kernel_resources.py
 
 The kernels are those of one training step: one layer of each shape with its output layer and optimizer, compiled by Inductor on a
-pretended or a real card, and the two grouped products of mixtures of experts. Each is compiled again for every architecture in
+simulated or a real card, and the two grouped products of mixtures of experts. Each is compiled again for every architecture in
 `LIMITS`, in all configurations that Inductor would try on this card. The numbers are ptxas's, which cuobjdump reads from the binary.
 Occupancy is the share of an SM's warps that can run at once.
 
@@ -230,7 +230,7 @@ def main(
         folder=results_dir,
     )
     print_result(path, describe, COLUMNS, table_cells)
-    os._exit(0)  # skip the exit handlers of CUDA libraries, which a pretended GPU does not support
+    os._exit(0)  # skip the exit handlers of CUDA libraries, which a simulated GPU does not support
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Compare the planner's prediction with the allocations of PyTorch's CUDA allocator on a pretended GPU.
+"""Compare the planner's prediction with the allocations of PyTorch's CUDA allocator on a simulated GPU.
 
-    make test-pretended-gpu                               # once: installs CUDA wheels and builds the pretended GPU
+    make test-pretended-gpu                               # once: installs CUDA wheels and builds the simulated GPU
     .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py
     .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py --tables presets --only qlora
 
-The pretended GPU (`tests/pretended_gpu`) replaces the driver, the runtime and cuBLAS: PyTorch allocates, frees and compiles as on a GPU, but no
+The simulated GPU (`tests/pretended_gpu`) replaces the driver, the runtime and cuBLAS: PyTorch allocates, frees and compiles as on a GPU, but no
 kernel runs. Peaks are the allocator's in a real sequence of allocations. They are not measured on a GPU, whose driver context takes about
 0.5 GiB more. Each row is a new process.
 
@@ -32,7 +32,7 @@ from lean_ft.system.catalog import find_preset
 from lean_ft.system.catalog import presets as shipped
 
 COLUMNS = ["setting", "GPU", "predicted", "allocated", "predicted reserved", "reserved", "error", "update"]
-# By the GB of a GPU: the pretended GPU of its generation, and the GiB that the driver reports.
+# By the GB of a GPU: the simulated GPU of its generation, and the GiB that the driver reports.
 CARDS: dict[int, tuple[str, float]] = {
     8: ("RTX4090", 7.6),
     12: ("RTX4090", 11.7),
@@ -157,7 +157,7 @@ def main(
     predict: Annotated[bool, typer.Option(help="Run only the planner again; keep the measured allocations.")] = False,
     results_dir: Path = RESULTS,
 ) -> None:
-    """Run every row on a pretended GPU."""
+    """Run every row on a simulated GPU."""
     if not (CARD / "build" / "libcuda.so.1").exists():
         console.print(
             f"{CARD.relative_to(ROOT)} is not built: run `make test-pretended-gpu`. Nothing was run.", markup=False
@@ -235,7 +235,7 @@ def describe(result: dict[str, Any]) -> str:
         "presets": "every preset on the GPU in its comment",
     }[result["settings"]["table"]]
     return (
-        f"allocations of PyTorch's CUDA build on a pretended GPU, where no kernel runs: {configuration}. Predicted: by the planner. "
+        f"allocations of PyTorch's CUDA build on a simulated GPU, where no kernel runs: {configuration}. Predicted: by the planner. "
         "Allocated and reserved: by PyTorch's allocator in step 3. Error: of the predicted reserved memory. Update: peak "
         "workspace of one parameter's update, without weights, gradients and state"
     )

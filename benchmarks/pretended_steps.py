@@ -1,4 +1,4 @@
-"""Run a few steps of a recipe on a pretended GPU and print the peaks of PyTorch's CUDA allocator as JSON.
+"""Run a few steps of a recipe on a simulated GPU and print the peaks of PyTorch's CUDA allocator as JSON.
 
     tests/pretended_gpu/run.sh python benchmarks/pretended_steps.py RECIPE [--config PRESET] [--plan] KEY=VALUE ...
 
@@ -109,7 +109,7 @@ def stand_in_for_run(peaks: Peaks) -> type:
 def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
     """The peaks of the first and the last step, in bytes."""
     peaks = Peaks()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # the pretended GPU has no cuDNN; attention saves the same tensors
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the simulated GPU has no cuDNN; attention saves the same tensors
     stand_ins = {
         "load_tokenizer": lambda *args, **kwargs: None,
         "sft_batches": lambda *args, **kwargs: (Longest(cfg), None),
@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> None:
     own = ["device=cuda", "plan=false", "model.random_init=true", "data.source=not-read.jsonl"]
     cfg = load_config(recipe.Config, preset, [*own, *arguments[1:]])
     print(json.dumps((predict if plans else measure)(recipe, cfg)), flush=True)
-    os._exit(0)  # skip the exit handlers of CUDA libraries, which a pretended GPU does not support
+    os._exit(0)  # skip the exit handlers of CUDA libraries, which a simulated GPU does not support
 
 
 if __name__ == "__main__":

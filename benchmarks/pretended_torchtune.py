@@ -1,6 +1,6 @@
-"""Compare torchtune's own recipes and lean_ft on a pretended GPU: the allocator's peaks, launches and host waits of a step.
+"""Compare torchtune's own recipes and lean_ft on a simulated GPU: the allocator's peaks, launches and host waits of a step.
 
-    make test-pretended-gpu                               # once: installs CUDA wheels and builds the pretended GPU
+    make test-pretended-gpu                               # once: installs CUDA wheels and builds the simulated GPU
     .venv-pretended-gpu/bin/pip install --target torchtune-cuda --no-deps torchtune==0.6.1 torchao==0.10.0 torchdata==0.11.0 \
         omegaconf antlr4-python3-runtime==4.9.3 kagglehub kagglesdk blobfile pycryptodomex lxml requests tiktoken
     .venv-pretended-gpu/bin/python benchmarks/pretended_torchtune.py --torchtune torchtune-cuda
@@ -33,8 +33,8 @@ COLUMNS = [
     "reserved",
     "launches",
     "host waits",
-    "reserved / torchtune's",
-    "launches / torchtune's",
+    "reserved vs torchtune",
+    "launches vs torchtune",
 ]
 NUM_STEPS = 4
 LENGTH, BATCH = 4096, 2
@@ -137,7 +137,7 @@ def describe(result: dict[str, Any]) -> str:
     settings = result["settings"]
     return (
         f"Llama-3.2-3B, {settings['rows']} rows of {settings['length']:,} tokens in bfloat16; torchtune {settings['torchtune']}'s own recipes; allocations, "
-        "launches and host waits of one step of PyTorch's CUDA build on a pretended A100, where no kernel runs"
+        "launches and host waits of one step of PyTorch's CUDA build on a simulated A100, where no kernel runs"
     )
 
 

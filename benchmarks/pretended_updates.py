@@ -1,6 +1,6 @@
-"""Measure the workspace of every optimizer's update on a pretended GPU.
+"""Measure the workspace of every optimizer's update on a simulated GPU.
 
-    make test-pretended-gpu                               # once: installs CUDA wheels and builds the pretended GPU
+    make test-pretended-gpu                               # once: installs CUDA wheels and builds the simulated GPU
     .venv-pretended-gpu/bin/python benchmarks/pretended_updates.py
 
 Each optimizer with each of its options updates one parameter of each shape of Llama-3.2-3B, as in backward. PyTorch's CUDA allocator reports the
@@ -29,7 +29,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Measure every optimizer in a process on the pretended GPU."""
+    """Measure every optimizer in a process on the simulated GPU."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from results import RESULTS, console, describe_hardware, print_result, write_result
 
@@ -106,13 +106,13 @@ def measure() -> None:
             }
             print(json.dumps({**row, "state_bytes_per_parameter": optimizer.state_bytes / num_elements}), flush=True)
             del optimizer, state
-    os._exit(0)  # skip the exit handlers of CUDA libraries, which a pretended GPU does not support
+    os._exit(0)  # skip the exit handlers of CUDA libraries, which a simulated GPU does not support
 
 
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
-        "allocations of PyTorch's CUDA build on a pretended GPU, where no kernel runs: peak workspace of one update over the "
+        "allocations of PyTorch's CUDA build on a simulated GPU, where no kernel runs: peak workspace of one update over the "
         "parameter shapes of Llama-3.2-3B in bfloat16 (the largest, the embedding, has 394 million elements), without weights, "
         "gradients and state"
     )

@@ -5,7 +5,7 @@ The recipe and its loop are torchtune's, with the values of its configuration `q
 checkpointing, a loss in 8 chunks. `--compile` compiles the layers
 and the loss. The components below replace the checkpoint (random weights), the data (rows of token ids) and the logger.
 
-Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step. On a pretended GPU (--device cuda), a
+Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step. On a simulated GPU (--device cuda), a
 line has the peaks of PyTorch's allocator, the launches and the host waits of the step instead, and --values change the configuration.
 """
 
@@ -49,7 +49,7 @@ class RandomWeights:
 
 
 class NoWeights(RandomWeights):
-    """For a pretended GPU, where no value counts: every tensor is one number, repeated."""
+    """For a simulated GPU, where no value counts: every tensor is one number, repeated."""
 
     def load_checkpoint(self) -> dict[str, Any]:
         with torch.device("meta"):
@@ -196,7 +196,7 @@ def main(
     lora_rank: Annotated[int, typer.Option(help="0: full fine-tuning.")] = 0,
     quantize: Annotated[bool, typer.Option(help="Frozen weights in NF4.")] = False,
     compile: Annotated[bool, typer.Option("--compile")] = False,
-    device: Annotated[str, typer.Option(help="cpu, or cuda on a pretended GPU.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda on a simulated GPU.")] = "cpu",
     values: Annotated[str, typer.Option(help="Changes to torchtune's configuration, comma-separated key=value.")] = "",
 ) -> None:
     run_directory.mkdir(parents=True)

@@ -1,10 +1,10 @@
-"""Draw the packages of lean_ft and their imports into docs/design.md, as a Mermaid diagram.
+"""Write the packages of lean_ft and their imports into docs/design.md, as a table from the top layer to the lowest.
 
     python scripts/draw_map.py            # rewrite the map
     python scripts/draw_map.py --check    # exit 1 if the map is stale
 
-An arrow leads from a package to one that it imports. Arrows that follow from others are left out, as are `system`, `settings`
-and `torch_private`, which almost every package imports. `hub.upload` is drawn separately, because it imports `export`.
+A row names the packages that a package imports. Imports that follow from others are left out, as are `system`, `settings`
+and `torch_private`, which almost every package imports. `hub.upload` has a row of its own, because it imports `export`.
 """
 
 import re
@@ -45,7 +45,7 @@ def reachable(package: str, edges: dict[str, set[str]], seen: set[str]) -> set[s
 
 
 def _implied(package: str, other: str, edges: dict[str, set[str]]) -> bool:
-    """Whether another arrow of `package` leads to `other`. Of two packages that import each other, the first by name counts."""
+    """Whether another import of `package` leads to `other`. Of two packages that import each other, the first by name counts."""
     return any(
         other in reachable(nearer, edges, {package})
         and (nearer not in reachable(other, edges, {package}) or nearer < other)
@@ -54,12 +54,13 @@ def _implied(package: str, other: str, edges: dict[str, set[str]]) -> bool:
 
 
 def draw() -> str:
-    """The diagram with its markers."""
+    """The table with its markers."""
     edges = imports()
-    lines = ["<!-- map -->", "```mermaid", "graph TD"]
-    for package, others in sorted(edges.items()):
-        lines += [f"    {package} --> {other}" for other in sorted(others) if not _implied(package, other, edges)]
-    return "\n".join([*lines, "```", "<!-- /map -->", ""])
+    lines = ["<!-- map -->", "| package | imports |", "|---|---|"]
+    for package, others in sorted(edges.items(), key=lambda edge: (-len(reachable(edge[0], edges, set())), edge[0])):
+        direct = [f"`{other}`" for other in sorted(others) if not _implied(package, other, edges)]
+        lines += [f"| `{package}` | {', '.join(direct)} |"] if direct else []
+    return "\n".join([*lines, "<!-- /map -->", ""])
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ Printed output is compared with the output that a document shows: words, labels 
 """
 
 import dataclasses
+import html
 import importlib
 import inspect
 import json
@@ -29,6 +30,7 @@ from lean_ft.settings.text import describe, load_config
 from lean_ft.system import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / "docs" / "assets"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONG = (
     "index.md",
@@ -160,6 +162,7 @@ SUBSTITUTES = [
 ]
 NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
+    "python benchmarks/": "takes minutes; tests/benchmarks",
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
     "leanft plan ": "takes a minute; the long test below",
     "leanft check ": "takes a minute; tests/cli/test_check_verb.py and tests/test_check.py",
@@ -180,16 +183,20 @@ class Command:
     output: list[str]
 
 
+HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.MULTILINE | re.DOTALL)  # writes a file
+
+
 def commands_in(text: str) -> Iterator[Command]:
     """The commands of bash blocks and of blocks that start with `$`."""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        block = re.sub(r" *\\\n +", " ", block)
+        block = re.sub(r" *\\\n +", " ", HEREDOC.sub("", block))
         if language == "bash":
             while loop := re.search(r"^ *for (\w+) in (.*); do\n((?:(?! *for ).*\n)*?) *done\n", block, re.MULTILINE):
                 name, values, body = loop.groups()
                 turns = "".join(body.replace(f"${name}", value) for value in values.split())
                 block = block[: loop.start()] + turns + block[loop.end() :]
-            yield from (Command(re.sub(r"\s+# .*", "", line.strip()), []) for line in block.splitlines())
+            lines = [re.sub(r"(?:^|\s+)# .*", "", line.strip()) for line in block.splitlines()]
+            yield from (Command(line, []) for line in lines if line)
         elif block.startswith("$ "):
             line, *output = block.splitlines()
             yield Command(line.removeprefix("$ "), output)
@@ -278,7 +285,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, reader, capsys):
     text = document.read_text()
-    for name, content in re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    files = re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for name, content in [*files, *HEREDOC.findall(text)]:
         (reader / name).write_text(content)  # a user file
     for command in commands_in(text):
         line = command.line
@@ -290,32 +298,54 @@ def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, re
         assert all(shown_lines(command.output, printed))
 
 
+def lines_of_picture(name: str) -> list[str]:
+    """The lines of a picture of the terminal, from scripts/make_terminal_pictures.py. The first is the command."""
+    lines: dict[float, str] = {}
+    parts = re.findall(r'<text [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>', (ASSETS / f"{name}.svg").read_text())
+    for x, y, text in parts:  # a character is 12.2 wide
+        line = lines.get(float(y), "").ljust(round(float(x) / 12.2))
+        lines[float(y)] = line + html.unescape(text).replace("\xa0", " ")
+    return [line.rstrip() for _, line in sorted(lines.items())]
+
+
+def test_the_picture_of_a_preview_is_what_the_command_prints(reader, capsys):
+    (rows,) = HEREDOC.findall((ROOT / "README.md").read_text())
+    (reader / rows[0]).write_text(rows[1])
+    command, *shown = lines_of_picture("data_preview")
+    printed = typed(command.removeprefix("$ "), capsys)
+    assert re.sub(r"[⟦⟧]", "", printed).split() == " ".join(shown).split()
+
+
 @pytest.mark.long
-def test_a_plan_has_the_figures_that_the_document_shows(reader, capsys):
-    (command,) = (c for c in commands_in((ROOT / "README.md").read_text()) if c.line.startswith("leanft plan "))
-    write_model_folder("llama3_2_3b", reader / "Llama-3.2-3B-Instruct")
-    for shown, printed in shown_lines(command.output, typed(command.line, capsys)):
-        for amount, found in zip(*(re.findall(r"([\d.]+) GiB", line) for line in (shown, printed)), strict=True):
-            assert float(found) == pytest.approx(float(amount), rel=0.02), shown
+def test_the_picture_of_a_plan_has_the_figures_that_the_command_prints(reader, capsys):
+    folder = reader / "meta-llama" / "Llama-3.2-3B-Instruct"
+    shutil.rmtree(folder, ignore_errors=True)
+    write_model_folder("llama3_2_3b", folder)
+    command, *shown = lines_of_picture("plan")
+    for line, printed in shown_lines(shown, typed(command.removeprefix("$ "), capsys)):
+        for amount, found in zip(*(re.findall(r"([\d.]+) GiB", text) for text in (line, printed)), strict=True):
+            assert float(found) == pytest.approx(float(amount), rel=0.02), line
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_a_document_names_only_what_is_there(document):
     """Verbs, options, extras, make targets, scripts and links exist, in blocks, sentences and comments."""
-    text, leanft = document.read_text(), typer.main.get_command(app)
+    text, leanft = re.sub(r" *\\\n +", " ", document.read_text()), typer.main.get_command(app)
     commands = {**leanft.commands, **leanft.commands["data"].commands}  # pyright: ignore[reportAttributeAccessIssue]
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
     options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
     for option in set(
-        re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard|llama-cli) .*", "", text))
+        re.findall(
+            r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard|llama-cli|pip install) .*", "", text)
+        )
     ):
         parameter = option.removeprefix("--").replace("-", "_")  # typer derives the option from it
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
     for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z_]+(?:-[a-z]+)*)", text, re.MULTILINE)):
         assert verb in commands or verb in catalog.recipes(), verb
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"lean-ft\[(\w+)\]", text)) <= extras.keys()
+    assert set(re.findall(r"(?:lean-ft|'\.)\[(\w+)\]", text)) <= extras.keys()
     targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
     for name in re.findall(r"(?:python |`|\]\()((?:benchmarks|scripts|docs|lean_ft|recipes|tests)/[\w/.+-]*)", text):
@@ -324,15 +354,24 @@ def test_a_document_names_only_what_is_there(document):
         assert (document.parent / name).exists(), name
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_code_in_a_document_fits_the_column_of_the_site(document):
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
+
+
 @pytest.mark.long
 def test_the_documents_are_a_site(tmp_path):
-    """A strict build: links work, every page is in the navigation, and the reference has all public names."""
+    """A strict build: links work, every page is in the navigation, nothing is loaded from other servers, and the reference has
+    all public names."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert {page.parent.name for page in tmp_path.glob("*/index.html")} == {
         page.stem for page in DOCUMENTS if page.stem not in ("README", "index")
     }
+    notebooks = {notebook.stem for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert {page.parent.name for page in tmp_path.glob("notebooks/*/index.html")} == notebooks
     reference = (tmp_path / "api" / "index.html").read_text()
     for package in re.findall(r"^::: (lean_ft(?:\.[a-z]+)?)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE):
         module = importlib.import_module(package)
@@ -342,6 +381,8 @@ def test_the_documents_are_a_site(tmp_path):
             ):  # an alias is documented under the function's name
                 assert re.search(rf'id="{package}(\.\w+)?\.{public.__name__}"', reference), public
     assert "Peak learning rate." in reference
+    loaded = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?((?:https?:)?//[^"' >]+)""")
+    assert {url for page in tmp_path.rglob("*.html") for url in loaded.findall(page.read_text())} == set()
 
 
 def test_yaml_in_a_document_is_a_preset(tmp_path):

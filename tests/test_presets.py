@@ -1,7 +1,7 @@
 """Presets of published models are short, name only settings that differ from the defaults, and have true comments.
 
 The sizes in a preset's comment are computed here from the model's shape. Its memory is a result of
-`benchmarks/pretended_ladder.py`: the bytes that PyTorch's allocator reserves on a pretended GPU of the named size.
+`benchmarks/pretended_ladder.py`: the bytes that PyTorch's allocator reserves on a simulated GPU of the named size.
 """
 
 import json
@@ -35,7 +35,7 @@ def comment(name: str) -> str:
     return (
         f", {training}: {size}.\n"
         f"# Trains on a GPU with {row['card_gb']} GB: {row['reserved_bytes'] / GIB:.1f} GiB at the peak, reserved by PyTorch's "
-        "allocator on a pretended GPU.\n"
+        "allocator on a simulated GPU.\n"
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests on the pretended GPU in a separate environment. PRETENDED_GPU_ENV names it; an environment that has all packages is used
+# Run the tests on the simulated GPU in a separate environment. PRETENDED_GPU_ENV names it; an environment that has all packages is used
 # unchanged. If the environment cannot be created, print the reason and succeed. Fail if a test fails.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -8,7 +8,7 @@ environment=${PRETENDED_GPU_ENV:-.venv-pretended-gpu}
 python=$environment/bin/python
 
 skip() {
-    echo "pretended GPU: SKIPPED, $1"
+    echo "simulated GPU: SKIPPED, $1"
     exit 0
 }
 
@@ -20,7 +20,7 @@ if ! "$python" -c 'import torch, bitsandbytes, torchao, transformers, peft, pyte
     free_gb=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1000000))
     [ "$free_gb" -ge 8 ] || skip "its environment needs 8 GB of disk, and $free_gb GB are free here"
     torch=$(sed -n 's/^torch==//p' constraints.txt)
-    echo "pretended GPU: installing torch $torch for CUDA into $environment: about 2.6 GB to download, 5 GB of disk"
+    echo "simulated GPU: installing torch $torch for CUDA into $environment: about 2.6 GB to download, 5 GB of disk"
     pip() { "$python" -m pip --disable-pip-version-check install --quiet --no-cache-dir "$@"; }
     # `===`: with `==`, pip would prefer a CPU-only build if the index has one.
     "${PYTHON:-python3}" -m venv "$environment" && pip "torch===$torch" && pip -c constraints.txt -e '.[dev]' ||
@@ -31,9 +31,9 @@ cuda=$("$python" -c 'import torch; print(torch.version.cuda)')
 
 $here/build.sh "$python"
 export PYTHONPATH=$PWD
-echo "pretended GPU: the tests marked gpu, on an H100"
+echo "simulated GPU: the tests marked gpu, on an H100"
 PRETENDED_GPU=H100 $here/run.sh "$python" -m pytest -m gpu ${PYTEST_ARGS:-} tests
 for card in A100 T4; do
-    echo "pretended GPU: what older cards do differently, on a $card"
+    echo "simulated GPU: what older cards do differently, on a $card"
     PRETENDED_GPU=$card $here/run.sh "$python" -m pytest -m gpu ${PYTEST_ARGS:-} $here
 done

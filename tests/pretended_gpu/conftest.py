@@ -1,4 +1,4 @@
-"""Tests in this folder run only on the pretended GPU (`make test-pretended-gpu`), each on the cards that it names."""
+"""Tests in this folder run only on the simulated GPU (`make test-pretended-gpu`), each on the cards that it names."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ collect_ignore_glob = [] if "PRETENDED_GPU" in os.environ else ["test_*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cards(*names): the pretended cards that a test is for; H100 where left out")
+    config.addinivalue_line("markers", "cards(*names): the simulated cards that a test is for; H100 where left out")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by `-m gpu`

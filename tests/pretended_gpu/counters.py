@@ -1,4 +1,4 @@
-"""Counters of the pretended GPU: launches, host waits, copies, and bytes as the driver counts them."""
+"""Counters of the simulated GPU: launches, host waits, copies, and bytes as the driver counts them."""
 
 import ctypes
 import tempfile

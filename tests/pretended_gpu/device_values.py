@@ -1,4 +1,4 @@
-"""Correct values on the pretended GPU: the CPU computes the results of its empty kernels in the same memory.
+"""Correct values on the simulated GPU: the CPU computes the results of its empty kernels in the same memory.
 
 Each CUDA operation of PyTorch and bitsandbytes first runs its own host code (checks, allocations, launches). Then the CPU operation
 of the same name runs on the same memory, which is host memory on this GPU. Operations that the CPU lacks have a reference below. Not
@@ -155,7 +155,7 @@ def watch_accesses(wanted: bool) -> None:
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A CPU tensor over the memory of a tensor on the pretended GPU."""
+    """A CPU tensor over the memory of a tensor on the simulated GPU."""
     if not tensor.is_cuda:
         return tensor
     storage = tensor.untyped_storage()

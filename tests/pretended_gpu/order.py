@@ -1,4 +1,4 @@
-"""Test the order of work on the pretended GPU's streams: run side streams as late as possible, and look for races.
+"""Test the order of work on the simulated GPU's streams: run side streams as late as possible, and look for races.
 
 A program is correct if every order that its waits allow gives the same results. `late_streams` runs the worst order: work queued on a
 side stream runs only when something waits for it. `watched_for_races` finds accesses without an order: two accesses to the same

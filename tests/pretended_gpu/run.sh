@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh COMMAND...: runs it with the pretended GPU. Below it, pytest computes the values of kernels as well
+# run.sh COMMAND...: runs it with the simulated GPU. Below it, pytest computes the values of kernels as well
 # (PRETENDED_GPU_VALUES=0: it does not).
 here=$(cd "$(dirname "$0")" && pwd)
 if [ ! -f "$here/build/libcuda.so.1" ]; then

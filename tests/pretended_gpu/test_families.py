@@ -1,4 +1,4 @@
-"""Each family's tiny checkpoint on pretended cards of 3 generations equals the CPU, in each dtype and layout."""
+"""Each family's tiny checkpoint on simulated cards of 3 generations equals the CPU, in each dtype and layout."""
 
 import json
 from pathlib import Path

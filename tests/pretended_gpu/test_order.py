@@ -1,4 +1,4 @@
-"""Side streams on the pretended GPU: the latest order that waits allow changes no result, and every wait is needed."""
+"""Side streams on the simulated GPU: the latest order that waits allow changes no result, and every wait is needed."""
 
 from collections.abc import Iterator
 from pathlib import Path

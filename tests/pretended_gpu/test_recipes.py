@@ -1,4 +1,4 @@
-"""Recipes on the embedded model, on the pretended GPU and on the CPU: the same losses and norms, step by step."""
+"""Recipes on the embedded model, on the simulated GPU and on the CPU: the same losses and norms, step by step."""
 
 import json
 from pathlib import Path

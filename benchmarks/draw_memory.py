@@ -1,0 +1,142 @@
+"""Draw the picture of README.md: memory of full fine-tuning, one technique added per row, next to torchtune.
+
+    python benchmarks/draw_memory.py
+
+Reads `results/`. lean_ft's bars of the upper panel are allocations on a simulated GPU (pretended_torchtune.py, pretended_ladder.py), and
+those of the lower panel were measured on a CPU (compare_torchtune.py). torchtune's bars are its published figures, and on the CPU its own
+recipe on the same machine. Writes `docs/assets/memory.png`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from make_tables import find_result
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from published_speed import TORCHTUNE
+from results import GIB, RESULTS, ROOT, Hardware, console, tokens_per_second
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+# `Peak Memory Active (GiB)` in torchtune's README (TORCHTUNE), by the label of the same technique in pretended_torchtune.py.
+PUBLISHED = {
+    "packed rows": 60.0,
+    "+ compile": 51.0,
+    "+ chunked cross-entropy": 42.9,
+    "+ activation checkpointing": 24.9,
+    "+ step in backward": 23.1,
+    "+ activation offload": 21.8,
+    "+ 8-bit AdamW": 17.6,
+}
+# Rows that only lean_ft has: the label in the picture, and in pretended_ladder.py.
+FURTHER = {
+    "+ bfloat16 sums in the loss,\ntied gradient on the host": "+ tied gradient on the host",
+    "+ optimizer state streamed\nfrom the host": "+ optimizer state streamed",
+}
+INK, GREY, OURS, THEIRS = "#1b1f24", "#59616c", "#2f6fde", "#b4bcc8"
+
+
+def read(name: str) -> dict[str, Any]:
+    """The result of this name."""
+    file = find_result(name, RESULTS)
+    if file is None:
+        raise SystemExit(f"benchmarks/results has no {name}_*.json")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def draw_bar(axes: Any, place: float, gib: float, color: str) -> None:
+    axes.barh(place, gib, height=0.36, color=color)
+    axes.text(0.6, place, f"{gib:.1f} GiB", va="center", color="white" if color == OURS else INK, size=10)
+
+
+def frame(axes: Any, top: float, labels: list[str], widest: float, title: str, below: str) -> None:
+    """Label the rows of a panel and write its title at the height `top` of the figure."""
+    axes.set_yticks(range(len(labels)), labels, color=INK, size=11)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlim(0, widest)
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.figure.text(0.02, top, title, size=14, weight="bold", color=INK, va="top")
+    axes.figure.text(0.02, top - 0.028, below, size=10, color=GREY, va="top", linespacing=1.4)
+
+
+def draw_gpu(axes: Any) -> None:
+    compared = {(row["label"], row["side"]): row for row in read("pretended_torchtune")["rows"]}
+    ladder = {row["label"]: row for row in read("pretended_ladder_ladder")["rows"]}
+    labels = [*PUBLISHED, *FURTHER]
+    for place, label in enumerate(labels):
+        if label in PUBLISHED:
+            draw_bar(axes, place - 0.19, PUBLISHED[label], THEIRS)
+            again = compared[label, "torchtune"]["allocated_bytes"] / GIB
+            axes.plot([again], [place - 0.19], marker="D", markersize=5, color=INK)
+            gib = compared[label, "lean_ft"]["allocated_bytes"] / GIB
+        else:
+            gib = ladder[FURTHER[label]]["allocated_bytes"] / GIB
+        draw_bar(axes, place + (0.19 if label in PUBLISHED else 0), gib, OURS)
+    frame(
+        axes,
+        0.985,
+        labels,
+        64,
+        "Peak GPU memory of full fine-tuning, 3B model",
+        "Llama-3.2-3B, 2 x 4,096 tokens in bfloat16. Each row adds one technique.\n"
+        "Simulated A100: CUDA's own allocator serves a training step, without a card. No GPU has run lean_ft yet.",
+    )
+    axes.legend(
+        handles=[
+            Rectangle((0, 0), 1, 1, color=THEIRS),
+            Line2D([], [], marker="D", markersize=5, color=INK, linestyle=""),
+            Rectangle((0, 0), 1, 1, color=OURS),
+        ],
+        labels=["torchtune, published: a real A100", "torchtune, simulated A100", "lean_ft, simulated A100"],
+        loc="lower right",
+        frameon=False,
+        fontsize=11,
+    )
+
+
+def draw_cpu(axes: Any) -> None:
+    result = read("compare_torchtune_qwen2_5_0_5b_8x512")
+    lines = [line for line in result["summary"] if line["status"] == "ok"]
+    theirs = max(
+        (line for line in lines if line["side"].startswith("peer")), key=lambda line: line["tokens_per_second"]
+    )
+    ours = min(
+        (line for line in lines if not line["side"].startswith("peer")), key=lambda line: line["peak_memory_bytes"]
+    )
+    for place, (line, color) in enumerate([(theirs, THEIRS), (ours, OURS)]):
+        gib = line["peak_memory_bytes"] / GIB
+        axes.barh(place, gib, height=0.7, color=color)
+        text = f"{gib:.2f} GiB, {tokens_per_second(line['tokens_per_second'])} tokens/s"
+        axes.text(gib + 0.06, place, text, va="center", color=INK, size=10)
+    settings = result["settings"]
+    rows = f"{settings['batch_size']} x {settings['length']} tokens"
+    frame(
+        axes,
+        0.2,
+        ["torchtune,\nfastest setting", "lean_ft,\nleast memory"],
+        7.5,
+        "Peak memory and speed on a CPU, 0.5B model, measured",
+        f"Full fine-tuning of Qwen2.5-0.5B, {rows} in bfloat16; {Hardware(result['hardware']).short_name}.",
+    )
+
+
+def main(path: Path = ROOT / "docs" / "assets" / "memory.png") -> None:
+    """Draw both panels into one picture."""
+    figure = plt.figure(figsize=(9.6, 8.2), dpi=150)
+    draw_gpu(figure.add_axes((0.26, 0.22, 0.73, 0.68)))
+    draw_cpu(figure.add_axes((0.26, 0.035, 0.73, 0.105)))
+    source = TORCHTUNE.removeprefix("https://")
+    figure.text(0.02, 0.008, f"torchtune's published figures: {source} (peak memory active)", size=8, color=GREY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    console.print(str(path.relative_to(ROOT)), markup=False)
+
+
+if __name__ == "__main__":
+    main()
