@@ -73,15 +73,14 @@ def load_run(
     config: str | None,
     overrides: list[str] | None,
     *,
-    writes: bool = True,
     given_by: str = COMMAND_LINE,
     processes: int = 1,
     runs: bool = False,
 ) -> tuple[ModuleType, Any]:
     """Return the recipe that a command or its preset names, and the settings for `processes` processes.
 
-    With writes=False, output_dir is optional. Raises ValueError if the recipe or the preset cannot be found or read, if
-    the preset is for another recipe, or without `runs`, if it names a recipe's file, since loading the file runs it.
+    Raises ValueError if the recipe or the preset cannot be found or read, if the preset is for another recipe, or without
+    `runs`, if it names a recipe's file, since loading the file runs it.
     """
     found, preset, overrides = find(recipe, config, overrides, runs)
     module = catalog.load_recipe(found)
@@ -100,8 +99,6 @@ def load_run(
             )
     if preset is not None:
         overrides = _without_unfitting(preset_values(preset), overrides)
-    if not writes and "output_dir" in module.Config.model_fields:
-        overrides = ["output_dir=unused", *overrides]
     cfg = load_config(module.Config, preset, overrides, given_by)
     settings_of_user = {override.partition("=")[0] for override in overrides}
     if preset is not None and preset not in catalog.presets().values():

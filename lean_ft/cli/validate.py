@@ -39,6 +39,10 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
     """
     module, cfg = load_run(recipe, config, overrides)
     problems, notes = check_files(cfg)
+    if isinstance(cfg, RecipeConfig) and not cfg.has_own_output_dir:
+        with _gathered(problems):
+            cfg, note = _with_output_dir(cfg)
+            notes.append(note)
     if not problems and isinstance(cfg, RecipeConfig) and is_shipped(module):
         notes += _rehearse(module, cfg)
     if problems:
@@ -75,7 +79,7 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
         if (device := getattr(cfg, "device", None)) is not None:
             check_dtype(model.dtype if model else "float32", resolve_device(device))
     with _gathered(problems):
-        if isinstance(cfg, RecipeConfig):
+        if isinstance(cfg, RecipeConfig) and cfg.has_own_output_dir:
             check_output_dir(cfg)
     if isinstance(cfg, RecipeConfig) and cfg.eval_tasks:
         with _gathered(problems):
@@ -118,6 +122,14 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
         with _gathered(problems):
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
+
+
+def _with_output_dir(cfg: RecipeConfig) -> tuple[RecipeConfig, str]:
+    """Return the settings with the directory that a run would choose now, and a note that says why."""
+    from lean_ft.training.output_dir import choose_output_dir
+
+    directory, reason = choose_output_dir(cfg)
+    return cfg.model_copy(update={"output_dir": directory}), f"output_dir: {directory}: {reason}"
 
 
 def _not_downloaded(path: str, *, weights: bool) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lean_ft.training.continuation import hold_models_to_commits
+from lean_ft.training.continuation import hold_models
 from tests.hub.hub_server import Repository
 from tests.training.toy_runs import QWEN, digests
 
@@ -27,7 +27,7 @@ def repository(hub_server):
 @pytest.fixture
 def train(recipe, config):
     def run(output_dir, **settings):
-        cfg = hold_models_to_commits(config(output_dir, **{"model__path": "org/toy", **settings}))
+        cfg = hold_models(config(output_dir, **{"model__path": "org/toy", **settings}))
         recipe.main(cfg)
         return output_dir
 
