@@ -20,7 +20,7 @@ from lean_ft.system.before_torch import prepare_torch
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import usable_cores
 from lean_ft.system.interrupts import OutsideTraining
-from lean_ft.system.launch import Launch, is_one_of_many, launch
+from lean_ft.system.launch import COMMAND_VARIABLE, Launch, launch
 from lean_ft.system.user_functions import without_os_exit
 
 
@@ -79,7 +79,8 @@ def run(
         parallel = parallel or ParallelConfig()  # pyright: ignore[reportCallIssue]
         launch(plan, ["run", *given, *(["--debug"] if debug else [])], parallel.timeout_minutes)
         return
-    with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before the import of torch, which takes seconds
+    command = os.environ.get(COMMAND_VARIABLE, shlex.join(["leanft", *sys.argv[1:]]))
+    with OutsideTraining(command):  # before the import of torch, which takes seconds
         prepare_torch()
         quiet_libraries()
         run_recipe(*load_run(recipe, config, overrides, runs=True))
@@ -130,7 +131,7 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> Any:
 
     with output_dir_chosen(cfg) as cfg:
         cfg = hold_models(cfg)
-        if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not is_one_of_many():
+        if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
             _print_expected_memory(recipe, cfg)
         result = _run_main(recipe, cfg)
     return getattr(cfg, "output_dir", None) if result is None else result
@@ -140,7 +141,7 @@ def _run_main(recipe: ModuleType, cfg: BaseModel) -> Any:
     try:
         with without_os_exit():
             result = recipe.main(cfg)
-        if is_one_of_many():
+        if _is_one_of_many():
             _leave_process_group()
         return result
     except SystemExit as error:
@@ -157,6 +158,11 @@ def _run_main(recipe: ModuleType, cfg: BaseModel) -> Any:
             error.add_note(memory_advice(cfg))
         add_place(error, Path(recipe.__file__ or ""), is_shipped(recipe), getattr(cfg, "output_dir", None))
         raise
+
+
+def _is_one_of_many() -> bool:
+    """Whether several processes train the model. The rehearsal before a run covers only a single process."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _leave_process_group() -> None:

@@ -38,11 +38,11 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
     Prints the resolved settings. Runs none of your functions, only a recipe's file that you name.
     """
     module, cfg = load_run(recipe, config, overrides)
+    if isinstance(cfg, RecipeConfig) and "output_dir" not in cfg.model_fields_set:
+        from lean_ft.training.output_dir import choose_output_dir  # here, because it imports torch
+
+        cfg = cfg.model_copy(update={"output_dir": choose_output_dir(cfg)[0]})
     problems, notes = check_files(cfg)
-    if isinstance(cfg, RecipeConfig) and not cfg.has_own_output_dir:
-        with _gathered(problems):
-            cfg, note = _with_output_dir(cfg)
-            notes.append(note)
     if not problems and isinstance(cfg, RecipeConfig) and is_shipped(module):
         notes += _rehearse(module, cfg)
     if problems:
@@ -79,7 +79,7 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
         if (device := getattr(cfg, "device", None)) is not None:
             check_dtype(model.dtype if model else "float32", resolve_device(device))
     with _gathered(problems):
-        if isinstance(cfg, RecipeConfig) and cfg.has_own_output_dir:
+        if isinstance(cfg, RecipeConfig):
             check_output_dir(cfg)
     if isinstance(cfg, RecipeConfig) and cfg.eval_tasks:
         with _gathered(problems):
@@ -122,14 +122,6 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
         with _gathered(problems):
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     return problems, notes
-
-
-def _with_output_dir(cfg: RecipeConfig) -> tuple[RecipeConfig, str]:
-    """Return the settings with the directory that a run would choose now, and a note that says why."""
-    from lean_ft.training.output_dir import choose_output_dir
-
-    directory, reason = choose_output_dir(cfg)
-    return cfg.model_copy(update={"output_dir": directory}), f"output_dir: {directory}: {reason}"
 
 
 def _not_downloaded(path: str, *, weights: bool) -> str:

@@ -30,8 +30,8 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
             folder = checkpoints[-1]
         if not (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
             raise ValueError(
-                f"model path {str(path)!r} is an adapter, not a model. Merge it into its base model first: leanft export "
-                f"{path} merged, and then use the folder merged."
+                f"model path {str(path)!r} is an adapter, not a model. Merge it into its base model: leanft export {path} "
+                "merged --merge, and use the folder merged."
             )
         return folder
     if folder.is_file():
@@ -67,12 +67,6 @@ def gguf_cache() -> Path:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints of a run directory, by step; [] for another folder."""
     return sorted(folder.glob("step_" + "[0-9]" * 8))
-
-
-def is_run(path: str | Path) -> bool:
-    """Whether a model path is a run directory with checkpoints."""
-    folder = Path(path).expanduser()
-    return not (folder / "config.json").exists() and bool(checkpoints_in(folder))
 
 
 def checkpoint_hint(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """Settings of a whole run, and protocols for functions that read several groups."""
 
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -35,7 +36,6 @@ from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 
 DEFAULT_OUTPUT_DIR = Path("runs/<model>_<recipe>")
-_CHECKPOINT = re.compile(r"step_\d{8}")
 LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # name -> module
 
 
@@ -195,9 +195,9 @@ class RecipeConfig(Settings):
 
     @model_validator(mode="after")
     def _has_output_dir(self) -> "RecipeConfig":
-        if self.output_dir == DEFAULT_OUTPUT_DIR:  # also if a preset has a copy of the default
+        if self.output_dir == DEFAULT_OUTPUT_DIR:
             self.__dict__["output_dir"] = self.default_output_dir
-            self.model_fields_set.discard("output_dir")
+            self.model_fields_set.discard("output_dir")  # a preset may have a copy of the default
         return self
 
     @property
@@ -208,9 +208,13 @@ class RecipeConfig(Settings):
         return DEFAULT_OUTPUT_DIR.with_name(name)
 
     @property
-    def has_own_output_dir(self) -> bool:
-        """Whether output_dir was set, rather than taken from the names of model and recipe."""
-        return "output_dir" in self.model_fields_set
+    def batches_of_a_round(self) -> int:
+        """The number that gradient_accumulation_steps must be a multiple of, so that a round of sampled completions has all
+        completions of each prompt; 1 for recipes that sample none."""
+        generation = self.group(GenerationConfig)
+        if generation is None or self.group(PreferenceLossConfig) is not None:  # a pair is chosen from all completions
+            return 1
+        return generation.num_answers // math.gcd(generation.num_answers, self.batch_size * generation.steps_per_round)
 
     @property
     def most_kept(self) -> int | None:
@@ -268,6 +272,11 @@ class OnlineConfig(AnswersConfig):
         "more."
     )
     generation: GenerationConfig = GenerationConfig.model_validate({})
+    batch_size: PositiveInt = Field(
+        8,
+        description="Completions, or pairs of them, per forward pass. If a round would not have all generation.num_answers "
+        "completions of each prompt, and gradient_accumulation_steps is not set, it is raised.",
+    )
     schedule: ScheduleConfig = ScheduleConfig.model_validate({"name": "constant"})
     sample_every: NonNegativeInt = Field(
         10,
@@ -304,7 +313,7 @@ def _short_name(model_path: str) -> str:
     """Return the last part of a model's path as a file name: `name` for `org/name@revision`, `org/name:name.gguf` and the
     run directory or checkpoint `runs/name/step_00000100`."""
     parts = Path(os.path.abspath(Path(model_path).expanduser())).parts
-    last = parts[-2] if _CHECKPOINT.fullmatch(parts[-1]) else parts[-1]
+    last = parts[-2] if re.fullmatch(r"step_\d{8}", parts[-1]) else parts[-1]
     name = re.sub(r"@[^:]*", "", last).rpartition(":")[2].removesuffix(".gguf")
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
 

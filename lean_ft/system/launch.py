@@ -261,24 +261,12 @@ def _share_failure(message: str, lost_peer: bool) -> str:
     return message
 
 
-def is_one_of_many() -> bool:
-    """Whether this process is one of several that train the model."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def decided_by_rank_zero(name: str, decide: Callable[[], str]) -> str:
-    """Return the value of `decide()` on rank 0, in every process of a run, and again after a restart."""
-    if any(variable not in os.environ for variable in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
-        return decide()  # `join` reports what is missing
-    check_host(os.environ["MASTER_ADDR"], f"MASTER_ADDR={os.environ['MASTER_ADDR']}")
+    """Return the value of `decide()` on rank 0, in every process of a launched run, and again after a restart."""
     store = shared_store(timedelta(seconds=JOIN_SECONDS), of_attempt=False)
-    _kept.append(store)
     if os.environ["RANK"] == "0" and not store.check([name]):
         store.set(name, decide())
     return store.get(name).decode()
-
-
-_kept: list[Any] = []  # stores that rank 0 may host, which others read later
 
 
 def shared_store(timeout: timedelta, *, of_attempt: bool = True) -> Any:

@@ -196,13 +196,6 @@ def newest_whole(directory: Path, remark: str, checksum_up_to_bytes: int | None 
     return None
 
 
-def newest_checkpoint(run: str | Path) -> Path:
-    """The newest whole checkpoint of a run directory. Raises ValueError if it has none."""
-    found = newest_whole(Path(run).expanduser(), "An earlier checkpoint is used.")
-    assert found is not None, f"{run} is no run directory"
-    return found
-
-
 def check_whole(folder: Path, checksum_up_to_bytes: int | None = None) -> None:
     """Raise ValueError, naming the file, unless every file in the folder's manifest is there and unchanged.
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from lean_ft.hub import download as hub
-from lean_ft.hub.paths import is_run, path_at_commit, repository_name
+from lean_ft.hub.paths import path_at_commit, repository_name
 from lean_ft.settings import RecipeConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import COMMAND_VARIABLE
@@ -34,7 +34,6 @@ from lean_ft.training.checkpoint import (
     checkpoint_step,
     from_checkpoint,
     list_checkpoints,
-    newest_checkpoint,
     newest_whole,
     read_training_state,
 )
@@ -289,29 +288,25 @@ def hold_models(cfg: ConfigT, *, log: bool = True) -> ConfigT:
     for (group, field), asked in models_of(cfg).items():
         begun = recorded.get(f"{group}.{field}")
         if repository_name(asked) is not None:
-            kind, newest = "commit", path_at_commit
-            resumes = _is_commit_of(begun, asked)
-        elif isinstance(cfg, RecipeConfig) and is_run(asked):  # other recipes read runs themselves, with their adapters
-            kind, newest = "checkpoint", newest_checkpoint
-            resumes = begun is not None and Path(begun).parent == Path(asked)
+            label, kind, resumes = "hub", "commit", _is_commit_of(begun, asked)
+            path = begun if resumes else path_at_commit(asked)
+        # Recipes that do not train read run directories themselves, with their adapters.
+        elif isinstance(cfg, RecipeConfig) and list_checkpoints(folder := Path(asked).expanduser()):
+            label, kind, resumes = "run", "checkpoint", begun is not None and Path(begun).parent == folder
+            path = begun if resumes else newest_whole(folder, "An earlier checkpoint is used.")
         else:
             continue
-        path = begun if resumes else str(newest(asked))
-        if path == asked:
-            continue
-        held[group] = held.get(group, getattr(cfg, group)).model_copy(update={field: path})
-        if log and isinstance(cfg, RecipeConfig):
+        held[group] = held.get(group, getattr(cfg, group)).model_copy(update={field: str(path)})
+        if log and isinstance(cfg, RecipeConfig) and str(path) != asked:
             key = group if field == "path" else field  # model, teacher
-            label = "hub" if kind == "commit" else "run"
             say(label, f"{key} {path}{f', the {kind} that this run began with' if resumes else ''}")
     return cfg.model_copy(update=held)
 
 
 def _is_commit_of(begun: Any, asked: str) -> bool:
     """Whether the recorded path `begun` is a commit of the hub model `asked`, which names no revision."""
-    name, then = hub.parse_name(asked), hub.parse_name(str(begun))
-    is_same = name is not None and name.revision is None and then is not None and then._replace(revision=None) == name
-    return is_same and then is not None and bool(then.names_commit)
+    then = hub.parse_name(str(begun))
+    return then is not None and then.names_commit and then._replace(revision=None) == hub.parse_name(asked)
 
 
 def _recorded_settings(cfg: RecipeConfig) -> Settings:

@@ -3,11 +3,10 @@
 The run resumes the first directory with an unfinished run of the same settings, and otherwise starts in the first free one.
 Here, a change of what the run learns (learning rate, schedule) makes another run, because people try one value after
 another. To resume a run with another value, set output_dir.
-
-Before anything is loaded, the process claims the directory, so that two starts at once take two directories.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -16,55 +15,53 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from lean_ft.settings import RecipeConfig
-from lean_ft.system.launch import decided_by_rank_zero, is_one_of_many
+from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
 from lean_ft.training.checkpoint import newest_whole, read_training_state
 from lean_ft.training.continuation import BATCH, CONTENT, QUICK_BYTES, changed, differences, hold_models
 from lean_ft.training.run_directory import (
-    LOCK_FILE,
     DirectoryLock,
     check_usable,
     foreign_files,
     holds_run,
+    locks,
     read_starts,
     settings_of,
 )
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
-CLAIM_FILE = ".claim"
 HOW_IT_COMPUTES = ("compile", "device", "memory.", "parallel.", *BATCH)
 
 
 @contextmanager
 def output_dir_chosen(cfg: ConfigT) -> Iterator[ConfigT]:
-    """Context manager that chooses the run directory if `output_dir` is not set, logs the choice, and claims the directory.
-
-    Several processes take the choice of rank 0, also after a restart.
-    """
-    if not isinstance(cfg, RecipeConfig) or cfg.has_own_output_dir:
+    """Context manager that chooses the run directory if `output_dir` is not set, logs the choice, and locks the directory
+    before anything is loaded, so that two starts at once take two directories."""
+    is_launched, size = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
+    # Processes that nobody launched together cannot agree on a choice. They take the default name.
+    if not isinstance(cfg, RecipeConfig) or "output_dir" in cfg.model_fields_set or not (is_launched or size == "1"):
         yield cfg
         return
-    claims: list[DirectoryLock] = []
 
     def decide() -> str:
-        directory, reason = choose_output_dir(cfg, lambda one: _claim(one, claims))
+        directory, reason = choose_output_dir(cfg, lock=True)
         say("output_dir", f"{directory}: {reason}")
         return str(directory)
 
-    directory = Path(decided_by_rank_zero("output_dir", decide) if is_one_of_many() else decide())
+    directory = Path(decided_by_rank_zero("output_dir", decide) if is_launched else decide())
     try:
         yield cfg.model_copy(update={"output_dir": directory})
     finally:
-        if claims:
-            if {path.name for path in directory.iterdir()} == {CLAIM_FILE}:  # nothing was started
-                (directory / CLAIM_FILE).unlink()
+        if directory in locks:  # the run did not begin
+            locks.pop(directory).release()
+            if [path.name for path in directory.iterdir()] == [".lock"]:
+                (directory / ".lock").unlink()
                 directory.rmdir()
-            claims.pop().release()
 
 
-def choose_output_dir(cfg: RecipeConfig, claim: Callable[[Path], bool] = lambda directory: True) -> tuple[Path, str]:
-    """Return the directory for a run that sets none, and the reason. Directories that cannot be claimed are skipped.
+def choose_output_dir(cfg: RecipeConfig, *, lock: bool = False) -> tuple[Path, str]:
+    """Return the directory for a run that sets none, and the reason. `lock`: lock it for this process's run.
 
     Raises ValueError if the directory cannot be written.
     """
@@ -74,25 +71,14 @@ def choose_output_dir(cfg: RecipeConfig, claim: Callable[[Path], bool] = lambda 
         obstacle = _obstacle(cfg.model_copy(update={"output_dir": directory}))
         if obstacle is None:
             check_usable(directory)
-            resumes = holds_run(directory)  # before the claim, which makes the directory
-            if claim(directory):
-                return directory, f"{'resumes its unfinished run' if resumes else 'a new run'}{skipped}"
-            obstacle = "is in use by another process"
+            reason = f"{'resumes its unfinished run' if holds_run(directory) else 'a new run'}{skipped}"
+            try:
+                locks.update({directory: DirectoryLock(directory)} if lock else {})
+                return directory, reason
+            except ValueError:
+                obstacle = "is in use by another process"
         skipped = f"; {directory} {obstacle}"
     raise AssertionError
-
-
-def _claim(directory: Path, claims: list[DirectoryLock]) -> bool:
-    try:
-        claims.append(DirectoryLock(directory, CLAIM_FILE))
-    except ValueError:
-        return False
-    try:
-        if (directory / LOCK_FILE).exists():
-            DirectoryLock(directory).release()  # the only lock of a run that sets output_dir
-    except ValueError:
-        claims.pop().release()
-    return bool(claims)
 
 
 def _obstacle(cfg: RecipeConfig) -> str | None:

@@ -137,10 +137,10 @@ def remove_half_written(directory: Path) -> None:
 class DirectoryLock:
     """Keeps other processes out of a run directory while this process lives."""
 
-    def __init__(self, directory: Path, file: str = LOCK_FILE):
+    def __init__(self, directory: Path):
         """Create the directory if needed and lock it. Raises ValueError if another process holds the lock."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = open_in_place(directory / file, "a+")
+        self._file = open_in_place(directory / LOCK_FILE, "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -161,6 +161,9 @@ class DirectoryLock:
         self._file.close()
 
 
+locks: dict[Path, DirectoryLock] = {}  # of directories that this process has locked for its next run
+
+
 def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> None:
     """Write config.yaml and add this start to run.json."""
     facts = redact_values(facts)
@@ -173,9 +176,9 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
     write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]})
 
 
-def record_end(directory: Path) -> None:
-    """Mark the last start in run.json as ended, so that the same command begins another run."""
-    starts = read_starts(directory)
+def record_end(directory: Path, *, writes: bool) -> None:
+    """Mark the last start in run.json as ended, so that the same command begins another run, if this process `writes`."""
+    starts = read_starts(directory) if writes else []
     if starts and "ended" not in starts[-1]:
         starts[-1]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(directory / RUN_FILE, {"starts": starts})
