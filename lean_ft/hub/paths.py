@@ -21,18 +21,12 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     repository (`org/name:FILE.gguf`), return a folder of the cache with its configuration and tokenizer.
 
     A folder or file on disk has precedence, and a run directory means its newest checkpoint. `weights=False` downloads no safetensors
-    files. Raises ValueError if there is no such folder or repository, or if it is an adapter, and the errors of
-    `lean_ft.hub.download`.
+    files. Raises ValueError if there is no such folder or repository, and the errors of `lean_ft.hub.download`.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists() and (checkpoints := checkpoints_in(folder)):
             folder = checkpoints[-1]
-        if not (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
-            raise ValueError(
-                f"model path {str(path)!r} is an adapter, not a model. Merge it into its base model: leanft export {path} "
-                "merged --merge, and use the folder merged."
-            )
         return folder
     if folder.is_file():
         return _open_gguf(folder, path)

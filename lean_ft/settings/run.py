@@ -196,7 +196,7 @@ class RecipeConfig(Settings):
     @model_validator(mode="after")
     def _has_output_dir(self) -> "RecipeConfig":
         if self.output_dir == DEFAULT_OUTPUT_DIR:
-            self.__dict__["output_dir"] = self.default_output_dir
+            object.__setattr__(self, "output_dir", self.default_output_dir)  # the settings are frozen
             self.model_fields_set.discard("output_dir")  # a preset may have a copy of the default
         return self
 

@@ -296,7 +296,7 @@ def hold_models(cfg: ConfigT, *, log: bool = True) -> ConfigT:
             path = begun if resumes else newest_whole(folder, "An earlier checkpoint is used.")
         else:
             continue
-        held[group] = held.get(group, getattr(cfg, group)).model_copy(update={field: str(path)})
+        held[group] = (held.get(group) or getattr(cfg, group)).model_copy(update={field: str(path)})
         if log and isinstance(cfg, RecipeConfig) and str(path) != asked:
             key = group if field == "path" else field  # model, teacher
             say(label, f"{key} {path}{f', the {kind} that this run began with' if resumes else ''}")
