@@ -28,6 +28,7 @@ from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import COMMAND_VARIABLE
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
+from lean_ft.system.units import counted
 from lean_ft.training.checkpoint import (
     TRAINING_STATE_FILE,
     check_whole,
@@ -200,7 +201,7 @@ def check_complete(cfg: RecipeConfig, state: dict[str, Any], limits: str = "max_
     before, now = state["settings"], settings_of(cfg)
     if changes := changed(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT)):
         raise ValueError(
-            f"output_dir={cfg.output_dir} holds a complete run of {state['step']} steps with other settings:{_lines(changes)}\n"
+            f"output_dir={cfg.output_dir} holds a complete run of {counted(state['step'], 'steps')} with other settings:{_lines(changes)}\n"
             f"Set a new output_dir for a run with the new settings, or raise {limits} to extend that run."
         )
 
