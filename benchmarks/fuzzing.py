@@ -56,7 +56,7 @@ from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.peft_format import read_adapter
-from lean_ft.settings import LoRAConfig, SFTDataConfig
+from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
 from lean_ft.settings.from_torchtune import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
@@ -79,7 +79,7 @@ from lean_ft.training.checkpoint import (
 from lean_ft.training.continuation import compare_base, compare_data, compare_identity, compare_settings
 from lean_ft.training.curves import read_curves
 from lean_ft.training.metrics import trim_metrics
-from lean_ft.training.run_directory import read_starts, recipe_name, settings_of
+from lean_ft.training.run_directory import read_starts, settings_of
 
 CASE_CPU_SECONDS = 10.0
 CASE_MEMORY_BYTES = 2**31

@@ -19,8 +19,12 @@ from lean_ft.system import catalog
 from lean_ft.system.before_torch import prepare_torch
 
 
-def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Path | None:
-    """Run a recipe, by name or path, with a preset and settings. Return its `output_dir`.
+def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Any:
+    """Run a recipe, by name or path, with a preset and settings.
+
+    Returns the run directory of a training recipe (Path). `evaluate` returns its results (dict, as in evaluation.json),
+    `quantize` the new folder (Path) and `generate` the texts (list[str]). `chat` returns None, and your own recipe what its
+    `main` returns.
 
     A group of settings is a dict or its pydantic model: `run("finetune", model={"path": "tiny"}, ...)`. Dotted keys
     work too (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source`
@@ -36,8 +40,7 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
     prepare_torch()
     name, preset = (None if one is None else str(one) for one in (recipe, config))
     module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
-    run_recipe(module, cfg)
-    return getattr(cfg, "output_dir", None)
+    return run_recipe(module, cfg)
 
 
 def load_recipe(name_or_path: str | Path) -> ModuleType:
@@ -83,7 +86,12 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping) and value:
             yield from _overrides(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}={to_yaml(json.loads(json.dumps(value, default=str)), flow=True)}"
+            yield f"{prefix}{name}={to_yaml(json.loads(json.dumps(value, default=_plain)), flow=True)}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or array of numpy or torch as Python's, and anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _rows(value: Any, key: str) -> Iterable[Any] | None:

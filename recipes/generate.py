@@ -37,7 +37,7 @@ class Config(AskConfig):
     )
 
 
-def main(cfg: Config) -> None:
+def main(cfg: Config) -> list[str]:
     if (cfg.prompt is None) == (cfg.prompts_file is None):
         found = "neither" if cfg.prompt is None else "both"
         raise ValueError(f'expected prompt="..." or prompts_file=PATH, found {found}.')
@@ -48,18 +48,23 @@ def main(cfg: Config) -> None:
     sampling = {**cfg.sampling, "chat": cfg.chat}
 
     if cfg.prompt is not None and cfg.output is None:
+        parts = list[str]()
         for text in stream(model, tokenizer, cfg.prompt, **sampling):
+            parts.append(text)
             print(text, end="", flush=True)
         print()
-        return
+        return ["".join(parts)]
     with cfg.output.open("x", encoding="utf-8") if cfg.output else nullcontext() as output:
         texts = answers(model, tokenizer, rows, batch_size=cfg.batch_size, **sampling)
         shown = track(texts, "answering", total=len(rows), console=console, disable=output is None)
+        generated = list[str]()
         for row, text in zip(rows, shown, strict=True):
+            generated.append(text)
             line = f"> {last_question(row)}\n{text}"
             if output is not None:
                 line = json.dumps({**row, "generated_text": text}, ensure_ascii=False)
             print(line, file=output, flush=True)
+    return generated
 
 
 def last_question(row: dict[str, Any]) -> str:

@@ -37,7 +37,7 @@ class Config(Settings):
     batch_size: PositiveInt = Field(8, description="Sequences (packed rows, with packing) per forward pass.")
 
 
-def main(cfg: Config) -> None:
+def main(cfg: Config) -> Path:
     if cfg.model.new_tokens or cfg.model.router_aux_loss_coef is not None:
         raise ValueError("model.new_tokens and model.router_aux_loss_coef are for training. Remove them.")
     source = find_finished(cfg.model.path)
@@ -63,3 +63,4 @@ def main(cfg: Config) -> None:
         after = mean_loss(model, batches)
         say("loss", f"{number(before)} before, {number(after)} after, over {batches.report.kept:,} rows")
     say("output", f"{cfg.output}; open it with leanft generate, chat, serve or evaluate on a CPU, or with transformers")
+    return cfg.output

@@ -7,6 +7,7 @@ import sys
 from operator import attrgetter
 from pathlib import Path
 
+import numpy
 import pytest
 
 import lean_ft
@@ -82,6 +83,8 @@ def test_rows_in_memory_of_any_kind_are_the_same_file() -> None:
         ({"data": {"source": [Path("a b"), "x\ny\"'\\"]}}, {"data.source": ["a b", "x\ny\"'\\"]}),
         ({"data": {"source": [{"path": "*", "weight": 2.0}]}}, {"data.source": [Source(path="*", weight=2.0)]}),
         ({"lora": {}}, {"lora": LoRAConfig()}),
+        ({"optimizer.lr": numpy.float32(0.5), "seed": numpy.int64(3)}, {"optimizer.lr": 0.5, "seed": 3}),
+        ({"optimizer": {"betas": numpy.array([0.5, 0.75])}}, {"optimizer.betas": (0.5, 0.75)}),
         ({"lora": LoRAConfig(targets=["l.[0-3].*", "'q'"])}, {"lora.targets": ["l.[0-3].*", "'q'"], "lora.rank": 16}),
     ],
     ids=str,

@@ -55,9 +55,10 @@ def test_the_comment_is_what_the_shape_and_the_allocator_give(name):
     assert comment(name) in file.read_text()
     assert row["reserved_bytes"] + SPARE_BYTES <= row["memory_bytes"], "too little GPU memory is left"
     # The measured settings are the preset's current settings, except for the model and the data.
-    assert row["values"] == preset_values(file), "run benchmarks/pretended_ladder.py --tables presets --again"
+    measured = {name: value for name, value in row["values"].items() if name != "output_dir"}
+    assert measured == preset_values(file), "run benchmarks/pretended_ladder.py --tables presets --again"
     assert hub.parse_name(cfg.model.path) is not None
-    assert cfg.output_dir.name == name.removesuffix("/full").replace("/", "_")
+    assert "output_dir" not in cfg.model_fields_set  # so that a second run takes a name of its own
 
 
 @pytest.mark.long

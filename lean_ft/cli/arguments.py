@@ -1,5 +1,6 @@
 """Arguments that several verbs share, and their conversion into a recipe and its settings."""
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from lean_ft.hub.paths import free_directory
 from lean_ft.settings import ParallelConfig, RecipeConfig
 from lean_ft.settings.base import spelled_out
+from lean_ft.settings.other_tools import refuse_other_tools
 from lean_ft.settings.text import COMMAND_LINE, load_config, preset_fits, preset_recipe, preset_values
 from lean_ft.system import catalog
 
@@ -73,15 +75,14 @@ def load_run(
     config: str | None,
     overrides: list[str] | None,
     *,
-    writes: bool = True,
     given_by: str = COMMAND_LINE,
     processes: int = 1,
     runs: bool = False,
 ) -> tuple[ModuleType, Any]:
     """Return the recipe that a command or its preset names, and the settings for `processes` processes.
 
-    With writes=False, output_dir is optional. Raises ValueError if the recipe or the preset cannot be found or read, if
-    the preset is for another recipe, or without `runs`, if it names a recipe's file, since loading the file runs it.
+    Raises ValueError if the recipe or the preset cannot be found or read, if the preset is for another recipe, or without
+    `runs`, if it names a recipe's file, since loading the file runs it.
     """
     found, preset, overrides = find(recipe, config, overrides, runs)
     module = catalog.load_recipe(found)
@@ -100,26 +101,29 @@ def load_run(
             )
     if preset is not None:
         overrides = _without_unfitting(preset_values(preset), overrides)
-    if not writes and "output_dir" in module.Config.model_fields:
-        overrides = ["output_dir=unused", *overrides]
     cfg = load_config(module.Config, preset, overrides, given_by)
     settings_of_user = {override.partition("=")[0] for override in overrides}
     if preset is not None and preset not in catalog.presets().values():
         settings_of_user |= preset_values(preset).keys()
     if isinstance(cfg, RecipeConfig) and "gradient_accumulation_steps" not in settings_of_user:
-        cfg = _with_a_batch_for_each(cfg, processes)
+        cfg = _with_enough_batches(cfg, processes)
     return module, cfg
 
 
-def _with_a_batch_for_each(cfg: RecipeConfig, processes: int) -> RecipeConfig:
-    """Raise gradient_accumulation_steps so that each process, or group that shares a batch, has a micro-batch per step."""
-    parallel = cfg.group(ParallelConfig)
-    number = 1 if parallel is None else processes // (parallel.context * parallel.tensor)
-    if cfg.gradient_accumulation_steps >= number:
+def _with_enough_batches(cfg: RecipeConfig, processes: int) -> RecipeConfig:
+    """Raise gradient_accumulation_steps so that each process, or group that shares a batch, has a micro-batch per step, and a
+    round of sampled completions has all completions of each prompt."""
+    parallel, given, whole = cfg.group(ParallelConfig), cfg.gradient_accumulation_steps, cfg.batches_of_a_round
+    least = 1 if parallel is None else processes // (parallel.context * parallel.tensor)
+    number = math.ceil(max(given, least) / whole) * whole
+    if number == given:
         return cfg
+    reason = (
+        f"each of {processes} processes has a batch" if given < least else "a round has whole groups of completions"
+    )
     typer.echo(
-        f"note: gradient_accumulation_steps={number} instead of {cfg.gradient_accumulation_steps}, so that each of {processes} processes "
-        "has a batch. To choose another number, set gradient_accumulation_steps; it counts the batches of all processes.",
+        f"note: gradient_accumulation_steps={number} instead of {given}, so that {reason}. To choose another number, set "
+        "gradient_accumulation_steps; it counts the batches of all processes.",
         err=True,
     )
     return cfg.model_copy(update={"gradient_accumulation_steps": number})
@@ -171,16 +175,22 @@ def _joined(words: list[str]) -> list[str]:
 def find(
     recipe: str | None, config: str | None, overrides: list[str] | None, runs: bool = False
 ) -> tuple[Path | catalog.Alias, Path | None, list[str]]:
-    """Return the recipe, the preset's file and the overrides. `recipe` may hold the first override instead of a recipe."""
+    """Return the recipe, the preset's file and the overrides. `recipe` may hold a preset or
+    the first override instead of a recipe."""
     words = _joined([*([] if recipe is None else [recipe]), *(overrides or [])])
     is_named = recipe is not None and ("=" not in words[0] or config is None)
     recipe, overrides = (words[0], words[1:]) if is_named else (None, words)
+    if recipe is not None and config is None and (recipe in catalog.presets() or recipe.endswith((".yaml", ".yml"))):
+        recipe, config = None, recipe
     preset = catalog.find_preset(config) if config is not None else None
+    if preset is not None:
+        refuse_other_tools(preset)
     if recipe is None:
         recipe = preset_recipe(preset) if preset is not None else None
         if recipe is None:
             reason = f"{config} does not name one (`recipe: NAME`)" if config else "there is no --config that names one"
-            raise ValueError(f"expected a RECIPE: {reason}. `leanft ls` lists recipes and presets.")
+            how = f" Name it: leanft run RECIPE --config {config}." if config else ""
+            raise ValueError(f"expected a RECIPE: {reason}.{how} `leanft ls` lists recipes and presets.")
         if recipe.endswith(".py") and not runs:
             raise ValueError(
                 f"{config} names the recipe {recipe}, whose code this command would run. Read the file, and if you trust it, "

@@ -64,7 +64,7 @@ def stats(
 ) -> None:
     """Print the lengths of a run's rows, and the cost of each maximum length.
 
-    RECIPE and settings are the same as for `leanft run`; output_dir is optional.
+    RECIPE and settings are the same as for `leanft run`.
     """
     module, cfg = _settings(recipe, config, overrides)
     from lean_ft.data import statistics
@@ -130,7 +130,7 @@ def preview(
 ) -> None:
     """Print the first rows of a run as the model sees them: trained tokens, masked tokens and control tokens.
 
-    RECIPE and settings are the same as for `leanft run`; output_dir is optional.
+    RECIPE and settings are the same as for `leanft run`.
     """
     _, cfg = _settings(recipe, config, overrides)
     from lean_ft.data.preview import preview as look
@@ -158,7 +158,7 @@ def _remark(length: int, set_length: int, context_length: int | None) -> str:
 
 def _settings(recipe: str | None, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
     """Return the recipe and the settings of the run. Raise ValueError if the recipe has no data."""
-    module, cfg = load_run(recipe, config, overrides, writes=False)
+    module, cfg = load_run(recipe, config, overrides)
     data: Any = getattr(cfg, "data", None)
     data = data.rows if isinstance(data, PromptDataConfig) else data
     if not isinstance(data, DataConfig) or not hasattr(cfg, "model"):

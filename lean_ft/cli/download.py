@@ -7,7 +7,6 @@ import typer
 
 from lean_ft.cli.arguments import Debug, run_command
 from lean_ft.hub import download as hub
-from lean_ft.hub.paths import free_directory
 from lean_ft.settings.text import preset_values
 from lean_ft.system import catalog
 
@@ -55,11 +54,10 @@ def download(
 
 
 def _training_command(repo: str, path: str) -> str:
-    """Return a command that trains the model in a new output_dir, with the model's preset if there is one."""
+    """Return a command that trains the model, with the model's preset if there is one."""
     for name, preset in catalog.presets().items():
         if preset_values(preset).get("model.path") == repo:
             settings = [] if path == repo else [f"model.path={path}"]
             return run_command("--config", name, *settings, preset=preset)
-    output_dir = free_directory(f"runs/{repo.partition('/')[2]}")
-    settings = [f"model.path={path}", "data.source=tiny/train.jsonl", f"output_dir={output_dir}"]
+    settings = [f"model.path={path}", "data.source=tiny/train.jsonl"]
     return shlex.join(["leanft", "run", "full_finetune_single_device", *settings])

@@ -70,7 +70,7 @@ def add_place(error: Exception, recipe: Path, is_shipped: bool, output_dir: Path
     if output_dir is not None:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            names = {path.name for path in output_dir.iterdir()}
+            names = {path.name for path in output_dir.iterdir() if not path.name.startswith(".")}
             if not names <= {TRACEBACK_FILE} and "config.yaml" not in names:
                 return  # not a run directory, which may be the cause of the error
             with open_in_place(output_dir / TRACEBACK_FILE, "a") as file:

@@ -67,7 +67,7 @@ def plan(
     """
     if gpus is None and nodes > 1:
         raise ValueError(f"--nodes {nodes} needs --gpus N, the number of GPUs per machine.")
-    module, cfg = load_run(recipe, config, overrides, writes=False, processes=(gpus or 1) * nodes)
+    module, cfg = load_run(recipe, config, overrides, processes=(gpus or 1) * nodes)
 
     # Imported here because torch is slow to import and most verbs do not need it.
     from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device, measured_cpu

@@ -15,13 +15,12 @@ from pydantic import BaseModel
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
 from lean_ft.cli.errors import add_place, is_out_of_memory
-from lean_ft.hub.paths import repository_name
-from lean_ft.settings import ParallelConfig, RecipeConfig, models_of
+from lean_ft.settings import ParallelConfig, RecipeConfig
 from lean_ft.system.before_torch import prepare_torch
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import usable_cores
 from lean_ft.system.interrupts import OutsideTraining
-from lean_ft.system.launch import Launch, launch
+from lean_ft.system.launch import COMMAND_VARIABLE, Launch, launch
 from lean_ft.system.user_functions import without_os_exit
 
 
@@ -80,7 +79,8 @@ def run(
         parallel = parallel or ParallelConfig()  # pyright: ignore[reportCallIssue]
         launch(plan, ["run", *given, *(["--debug"] if debug else [])], parallel.timeout_minutes)
         return
-    with OutsideTraining(shlex.join(["leanft", *sys.argv[1:]])):  # before the import of torch, which takes seconds
+    command = os.environ.get(COMMAND_VARIABLE, shlex.join(["leanft", *sys.argv[1:]]))
+    with OutsideTraining(command):  # before the import of torch, which takes seconds
         prepare_torch()
         quiet_libraries()
         run_recipe(*load_run(recipe, config, overrides, runs=True))
@@ -121,19 +121,29 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def run_recipe(recipe: ModuleType, cfg: BaseModel) -> None:
-    """Pin Hub models to a commit, print the expected memory, and run a recipe with its settings."""
-    if any(repository_name(path) for path in models_of(cfg).values()):
-        from lean_ft.training.continuation import hold_models_to_commits  # here, because it imports torch
+def run_recipe(recipe: ModuleType, cfg: BaseModel) -> Any:
+    """Choose the run directory, pin models to a commit or checkpoint, print the expected memory, and run a recipe.
 
-        cfg = hold_models_to_commits(cfg)
-    if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
-        _print_expected_memory(recipe, cfg)
+    Returns what the recipe's `main` returns, or the run directory.
+    """
+    from lean_ft.training.continuation import hold_models  # here, because it imports torch
+    from lean_ft.training.output_dir import output_dir_chosen
+
+    with output_dir_chosen(cfg) as cfg:
+        cfg = hold_models(cfg)
+        if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
+            _print_expected_memory(recipe, cfg)
+        result = _run_main(recipe, cfg)
+    return getattr(cfg, "output_dir", None) if result is None else result
+
+
+def _run_main(recipe: ModuleType, cfg: BaseModel) -> Any:
     try:
         with without_os_exit():
-            recipe.main(cfg)
+            result = recipe.main(cfg)
         if _is_one_of_many():
             _leave_process_group()
+        return result
     except SystemExit as error:
         if error.code or not is_shipped(recipe):
             raise

@@ -38,6 +38,10 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
     Prints the resolved settings. Runs none of your functions, only a recipe's file that you name.
     """
     module, cfg = load_run(recipe, config, overrides)
+    if isinstance(cfg, RecipeConfig) and "output_dir" not in cfg.model_fields_set:
+        from lean_ft.training.output_dir import choose_output_dir  # here, because it imports torch
+
+        cfg = cfg.model_copy(update={"output_dir": choose_output_dir(cfg)[0]})
     problems, notes = check_files(cfg)
     if not problems and isinstance(cfg, RecipeConfig) and is_shipped(module):
         notes += _rehearse(module, cfg)

@@ -36,16 +36,18 @@ KNOWN = {"classification": Fields(("text",), ("label", "labels"))}
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
-    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted.
+    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted; and with `multi_label`
+    true or false.
 
     Raises ValueError with the place of a row whose labels cannot be read.
     """
     names = config.labels
-    if names is None and stage() is not None:  # the planner reads no rows
-        names = ["0", "1"]
+    if stage() is not None:  # the planner reads no rows
+        return config.model_copy(update={"labels": names or ["0", "1"], "multi_label": config.multi_label is True})
+    beginning = first_rows(config.source, NUM_ROWS_TO_DETECT, config)
+    formats = formats_of(config, beginning, None, KNOWN)
+    config = _with_kind(config, beginning, formats)
     if names is None:
-        beginning = first_rows(config.source, NUM_ROWS_TO_DETECT, config)
-        formats = formats_of(config, beginning, None, KNOWN)
         one_hot, found = _one_hot_length(beginning, formats, config), set[str]()
         for row in read_rows(config.source, None, config):
             with suppress(ValueError) if config.on_bad_row == "skip" else nullcontext():
@@ -55,6 +57,16 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
     if len(names) < 2:
         raise ValueError(f"{config.source} has the labels {names}; classification needs 2 or more.")
     return config.model_copy(update={"labels": names})
+
+
+def _with_kind(
+    config: ClassificationDataConfig, rows: Sequence[Row], formats: dict[int, RowFormat]
+) -> ClassificationDataConfig:
+    """Return the settings with `multi_label` true or false: `auto` is true if `rows` have `labels` and no `label`."""
+    if config.multi_label != "auto":
+        return config
+    names = {name for row in rows for name in formats[row.source].fields_of(row)}
+    return config.model_copy(update={"multi_label": "labels" in names and "label" not in names})
 
 
 def _one_hot_length(rows: Sequence[Row], formats: dict[int, RowFormat], config: ClassificationDataConfig) -> int:
@@ -138,6 +150,7 @@ class LabelReader(RowReader):
         cls, config: DataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer, source: Sources | None = None
     ) -> Self:
         reader = super().of(config, first_rows, tokenizer, source)
+        reader = replace(reader, config=_with_kind(reader.config, first_rows, reader.formats))
         return replace(reader, one_hot=_one_hot_length(first_rows, reader.formats, reader.config))
 
     @property

@@ -92,7 +92,7 @@ class DataReport:
         rows, kept = counted(self.rows, "rows"), counted(self.kept, self.unit)
         parts = [f"{rows} ({self.format}{', detected from their fields' if self.detected else ''})"]
         if self.bad_rows:
-            parts.append(f"{self.bad_rows:,} unreadable rows skipped (first: {self.bad_row_examples[0]})")
+            parts.append(f"{counted(self.bad_rows, 'unreadable rows')} skipped (first: {self.bad_row_examples[0]})")
         if self.truncated:
             loses_most = self.format == "text" and self.lost_tokens > self.tokens
             remedy = "; data.packing=bfd_split keeps them" if loses_most else ""

@@ -4,6 +4,7 @@ import glob
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from lean_ft.system.user_functions import file_digest, is_function_path, line_in
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
 OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # sources inherit these from `data`
+_DATA_FILE = r"(\.\w+)?\.(gz|zst|zstd)$|\.(jsonl?|csv|tsv|txt|md|parquet)$"
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files written by save_to_disk
 
 
@@ -79,9 +81,11 @@ def source_files(source: str) -> list[Path] | None:
             return None
         inside = sorted(child.name for child in path.iterdir() if child.is_file())
         found = ", ".join(inside[:5]) + (" ..." if len(inside) > 5 else "") if inside else "no files"
+        endings = Counter(ending[0] for name in inside if (ending := re.search(_DATA_FILE, name)))
+        most_common = endings.most_common(1)[0][0] if endings else ".jsonl"
         raise ValueError(
             f"data source {source} is a folder (it has {found}); expected {EXPECTED}. To read all files of one kind, pass a "
-            f"glob: {source.rstrip('/')}/*.jsonl"
+            f"glob: {source.rstrip('/')}/*{most_common}"
         )
     if any(sign in source for sign in "*?["):
         files = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
@@ -89,7 +93,7 @@ def source_files(source: str) -> list[Path] | None:
             raise ValueError(f"data source {source}: no file matches this glob.")
         return files
     is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source)
-    if is_name and not re.search(r"\.(jsonl?|csv|tsv|txt|md|parquet|gz|zst|zstd)$", source):
+    if is_name and not re.search(_DATA_FILE, source):
         return None
     raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.")
 

@@ -35,16 +35,19 @@ _JSON_ROWS = re.compile(rb'\s*(\[\s*)?\{\s*"')
 def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
     """Yield the rows of a JSONL, JSON, CSV, TSV or text file in order; update `digest` with the decompressed bytes.
 
-    Empty lines are skipped. A text file is one row with the field `text`. Raises ValueError if the file is empty or
-    cannot be read to its end.
+    Empty lines are skipped. A text file is one row with the field `text`, which an empty file lacks. Raises ValueError if
+    another file is empty, or a file cannot be read to its end.
     """
     start = _start(path)
+    ending = next((e.lower() for e in reversed(path.suffixes) if e.lower() not in (".gz", ".zst", ".zstd")), "")
     if not start.strip():
         what = f"its first {len(start):,} bytes are blank" if len(start) == NUM_BYTES_TO_DETECT else "the file is empty"
+        if ending in PLAIN_TEXT:
+            yield Row({}, str(path), problem=what)
+            return
         raise ValueError(f"{path} has no rows: {what}.")
     _check_encoding(start, path)
     lines = _lines(path, digest)
-    ending = next((e.lower() for e in reversed(path.suffixes) if e.lower() not in (".gz", ".zst", ".zstd")), "")
     if ending in (".csv", ".tsv"):
         rows = _csv_rows(lines, path, "\t" if ending == ".tsv" else _delimiter(start))
     elif ending in PLAIN_TEXT and not _JSON_ROWS.match(start):

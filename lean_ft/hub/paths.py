@@ -20,13 +20,13 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     (`org/name` or `org/name@revision`), downloaded into the Hub's cache if necessary. For a GGUF file on disk or of a
     repository (`org/name:FILE.gguf`), return a folder of the cache with its configuration and tokenizer.
 
-    A folder or file on disk has precedence. `weights=False` downloads no safetensors files. Raises ValueError if there is no such
-    folder or repository, or if it is a run directory, and the errors of `lean_ft.hub.download`.
+    A folder or file on disk has precedence, and a run directory means its newest checkpoint. `weights=False` downloads no safetensors
+    files. Raises ValueError if there is no such folder or repository, and the errors of `lean_ft.hub.download`.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").exists() and (hint := checkpoint_hint(folder)):
-            raise ValueError(f"model path {str(path)!r} is not a model.{hint}")
+        if not (folder / "config.json").exists() and (checkpoints := checkpoints_in(folder)):
+            folder = checkpoints[-1]
         return folder
     if folder.is_file():
         return _open_gguf(folder, path)
@@ -58,9 +58,14 @@ def gguf_cache() -> Path:
     return Path(os.environ.get("LEAN_FT_CACHE") or user_cache()).expanduser().absolute() / "gguf"
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run directory, by step; [] for another folder."""
+    return sorted(folder.glob("step_" + "[0-9]" * 8))
+
+
 def checkpoint_hint(folder: Path) -> str:
     """Return a hint to use a checkpoint if `folder` is a run directory that has any, else an empty string."""
-    checkpoints = sorted(folder.glob("step_" + "[0-9]" * 8))
+    checkpoints = checkpoints_in(folder)
     return f" It is a run directory: use one of its checkpoints, such as {checkpoints[-1]}." if checkpoints else ""
 
 

@@ -206,7 +206,8 @@ def _meta_model(
     file, purpose = folder / "config.json", _CONFIG_PURPOSE
     if (folder / "adapter_config.json").is_file():
         purpose = (
-            "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both."
+            "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both. For a "
+            f"model of both, run `leanft export {folder} merged --merge` and use the folder merged."
         )
     whole_config = as_its_family(read_json(file, purpose))
     if is_quantized:

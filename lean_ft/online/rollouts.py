@@ -105,10 +105,13 @@ class Rounds(Generic[BatchT]):
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
         self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
         if self.num_answers % generation.num_answers:
+            whole = cfg.batches_of_a_round
+            number = math.ceil(cfg.gradient_accumulation_steps / whole) * whole
             raise ValueError(
                 f"a round has batch_size={cfg.batch_size} x gradient_accumulation_steps={cfg.gradient_accumulation_steps} x "
-                f"generation.steps_per_round={generation.steps_per_round} = {self.num_answers} answers, which is not a multiple "
-                f"of generation.num_answers={generation.num_answers}. Change one of them."
+                f"generation.steps_per_round={generation.steps_per_round} = {self.num_answers} completions, which is not a "
+                f"multiple of generation.num_answers={generation.num_answers}. Set gradient_accumulation_steps={number}, or change "
+                "batch_size."
             )
         self.num_prompts = self.num_answers // generation.num_answers
         self._steps = generation.steps_per_round * generation.passes

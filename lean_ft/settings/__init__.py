@@ -48,6 +48,7 @@ from lean_ft.settings.run import (
     RecipeConfig,
     TrainingConfig,
     models_of,
+    recipe_name,
 )
 
 __all__ = [
@@ -106,5 +107,6 @@ __all__ = [
     "UnpairedLossConfig",
     "ValueConfig",
     "models_of",
+    "recipe_name",
     "spelled_out",
 ]

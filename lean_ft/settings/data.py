@@ -332,8 +332,8 @@ class ClassificationDataConfig(DataConfig):
         description="Names of the labels in the order of the model's outputs; integers in rows index "
         "them. null: all labels of the training rows, sorted.",
     )
-    multi_label: bool = Field(
-        False,
+    multi_label: Literal["auto"] | bool = Field(
+        "auto",
         description="`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or "
-        "in all rows a 0 or 1 for each label.",
+        "in all rows a 0 or 1 for each label. `auto`: true if the first rows have `labels` and no `label`.",
     )

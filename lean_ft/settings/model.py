@@ -11,9 +11,9 @@ class ModelConfig(Settings):
     """The model that is trained."""
 
     path: str = Field(
-        description="A Hugging Face model folder, a Hub repository (`org/name` or `org/name@revision`), a GGUF file "
-        "(`model.gguf`, or `org/name:model.gguf` of a repository), or `tiny`, the embedded model. A run records the commit "
-        "and resumes with it."
+        description="A Hugging Face model folder, a run (its newest checkpoint), a Hub repository (`org/name` or "
+        "`org/name@revision`), a GGUF file (`model.gguf`, or `org/name:model.gguf` of a repository), or `tiny`, the embedded "
+        "model. A run records the commit or checkpoint and resumes with it."
     )
     dtype: Dtype = Field(
         "bfloat16",

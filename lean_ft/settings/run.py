@@ -1,6 +1,10 @@
 """Settings of a whole run, and protocols for functions that read several groups."""
 
 import importlib.util
+import math
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -31,6 +35,7 @@ from lean_ft.settings.losses import (
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 
+DEFAULT_OUTPUT_DIR = Path("runs/<model>_<recipe>")
 LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # name -> module
 
 
@@ -171,7 +176,11 @@ class RecipeConfig(Settings):
         "recipes of lean_ft. For your own recipe, run `leanft plan`.",
     )
     output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
-        description="The run directory: configuration, metrics and checkpoints."
+        DEFAULT_OUTPUT_DIR,
+        validate_default=False,  # a Path, where strict JSON has text
+        description="The run directory: configuration, metrics and checkpoints. If it is not set, the same command resumes "
+        "an unfinished run; after a finished run, or with other settings, the run gets the next free name: "
+        "runs/<model>_<recipe>_2.",
     )
     resume: str = Field(
         "auto",
@@ -183,6 +192,29 @@ class RecipeConfig(Settings):
     def _has_no_conflicts(self) -> "RecipeConfig":
         check_conflicts(self)
         return self
+
+    @model_validator(mode="after")
+    def _has_output_dir(self) -> "RecipeConfig":
+        if self.output_dir == DEFAULT_OUTPUT_DIR:
+            object.__setattr__(self, "output_dir", self.default_output_dir)  # the settings are frozen
+            self.model_fields_set.discard("output_dir")  # a preset may have a copy of the default
+        return self
+
+    @property
+    def default_output_dir(self) -> Path:
+        """`runs/<model>_<recipe>`, with the last part of the model's path and the name of the recipe's file."""
+        model = self.group(ModelConfig)
+        name = f"{_short_name(model.path)}_{recipe_name(self)}" if model is not None else recipe_name(self)
+        return DEFAULT_OUTPUT_DIR.with_name(name)
+
+    @property
+    def batches_of_a_round(self) -> int:
+        """The number that gradient_accumulation_steps must be a multiple of, so that a round of sampled completions has all
+        completions of each prompt; 1 for recipes that sample none."""
+        generation = self.group(GenerationConfig)
+        if generation is None or self.group(PreferenceLossConfig) is not None:  # a pair is chosen from all completions
+            return 1
+        return generation.num_answers // math.gcd(generation.num_answers, self.batch_size * generation.steps_per_round)
 
     @property
     def most_kept(self) -> int | None:
@@ -240,6 +272,11 @@ class OnlineConfig(AnswersConfig):
         "more."
     )
     generation: GenerationConfig = GenerationConfig.model_validate({})
+    batch_size: PositiveInt = Field(
+        8,
+        description="Completions, or pairs of them, per forward pass. If a round would not have all generation.num_answers "
+        "completions of each prompt, and gradient_accumulation_steps is not set, it is raised.",
+    )
     schedule: ScheduleConfig = ScheduleConfig.model_validate({"name": "constant"})
     sample_every: NonNegativeInt = Field(
         10,
@@ -263,6 +300,22 @@ class KeepTeacherConfig(Settings):
     memory: MemoryConfig = MemoryConfig.model_validate({})
     compile: bool = Field(False, description="Use torch.compile for each layer.")
     device: Device = "auto"
+
+
+def recipe_name(cfg: BaseModel) -> str:
+    """Return the name of the recipe file that `cfg` belongs to."""
+    module = type(cfg).__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).stem if file else module.rpartition(".")[2]
+
+
+def _short_name(model_path: str) -> str:
+    """Return the last part of a model's path as a file name: `name` for `org/name@revision`, `org/name:name.gguf` and the
+    run directory or checkpoint `runs/name/step_00000100`."""
+    parts = Path(os.path.abspath(Path(model_path).expanduser())).parts
+    last = parts[-2] if re.fullmatch(r"step_\d{8}", parts[-1]) else parts[-1]
+    name = re.sub(r"@[^:]*", "", last).rpartition(":")[2].removesuffix(".gguf")
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
 
 
 _NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig: "teacher", ValueConfig: "path"}

@@ -110,6 +110,8 @@ class OutsideTraining(_Handlers):
 
 
 def _write(message: str) -> None:
+    if os.environ.get("RANK", "0") != "0":  # a terminal sends Ctrl-C to all processes of a run
+        return
     for stream in (1, 2):
         if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):  # the terminal was closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -261,11 +261,21 @@ def _share_failure(message: str, lost_peer: bool) -> str:
     return message
 
 
-def shared_store(timeout: timedelta) -> Any:
-    """Return a store that all processes of this attempt share. Raises torch's DistError if it cannot be reached in time."""
+def decided_by_rank_zero(name: str, decide: Callable[[], str]) -> str:
+    """Return the value of `decide()` on rank 0, in every process of a launched run, and again after a restart."""
+    store = shared_store(timedelta(seconds=JOIN_SECONDS), of_attempt=False)
+    if os.environ["RANK"] == "0" and not store.check([name]):
+        store.set(name, decide())
+    return store.get(name).decode()
+
+
+def shared_store(timeout: timedelta, *, of_attempt: bool = True) -> Any:
+    """Return a store that all processes of a run share, or of this attempt, since a store of the launcher outlives restarted
+    processes. Raises torch's DistError if it cannot be reached in time."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
     store, _, size = next(rendezvous("env://", timeout=timeout))
-    # The agent's store outlives restarted processes and still has the addresses of the earlier ones.
-    return PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}", store)
+    # The agent's store still has the addresses of processes that have ended.
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {size}"
+    return PrefixStore(attempt if of_attempt else "run", store)

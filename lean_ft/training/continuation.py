@@ -5,12 +5,14 @@ rule) are refused. How long a run lasts and how often it writes may change freel
 the meaning of the state (learning rate, device, memory techniques) may change, with a log line.
 
 A model of the Hugging Face hub is held to one commit: `org/name` becomes `org/name@commit` before a run begins. So
-config.yaml records what was trained, and a resumed run takes the same commit although the main branch has moved.
+config.yaml records what was trained, and a resumed run takes the same commit although the main branch has moved. In the same
+way, a run directory as a model is held to its newest checkpoint.
 """
 
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -21,11 +23,12 @@ from pydantic import BaseModel
 
 from lean_ft.hub import download as hub
 from lean_ft.hub.paths import path_at_commit, repository_name
-from lean_ft.settings import RecipeConfig, models_of
+from lean_ft.settings import RecipeConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import COMMAND_VARIABLE
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
+from lean_ft.system.units import counted
 from lean_ft.training.checkpoint import (
     TRAINING_STATE_FILE,
     check_whole,
@@ -35,7 +38,7 @@ from lean_ft.training.checkpoint import (
     newest_whole,
     read_training_state,
 )
-from lean_ft.training.run_directory import Settings, check_usable, holds_run, read_starts, recipe_name, settings_of
+from lean_ft.training.run_directory import Settings, check_usable, holds_run, read_starts, settings_of
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -156,34 +159,49 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
     The recipe is compared too, unless the run branches from another one. Raises ValueError with every setting whose change
     makes this another run, and both values.
     """
+    refused, logged = differences(cfg, state, own=is_own(cfg, folder))
+    hint, rows, size = "", _rows_per_step(state["settings"]), cfg.batch_size
+    if refused.keys() & set(BATCH):
+        hint = f"\nbatch_size and gradient_accumulation_steps may change if a step keeps its {rows} rows."
+        if rows % size == 0:
+            hint = f"\nWith batch_size={size}, set gradient_accumulation_steps={rows // size} to keep {rows} rows per step."
+    if refused:
+        raise ValueError(_refusal(f"{folder} was written with other settings", list(refused.values())) + hint)
+    return list(logged.values())
+
+
+def differences(cfg: RecipeConfig, state: dict[str, Any], *, own: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """The settings that differ from those in a checkpoint's or start's `state`, by name, with both values: first those that
+    make another run, then those that a resumed run may change. Data is not compared. `own`: compare the recipe too."""
     before, now = dict(state["settings"]), settings_of(cfg)
-    if is_own(cfg, folder):
+    if own:
         before["recipe"], now["recipe"] = without_alias(state["recipe"]), recipe_name(cfg)
-    refused, logged, hint = [], [], ""
-    rows_then, rows_now = (math.prod(settings.get(key, 1) for key in BATCH) for settings in (before, now))
+    keeps_rows = _rows_per_step(before) == _rows_per_step(now)
+    refused, logged = dict[str, str](), dict[str, str]()
     for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key, UNKNOWN), now.get(key, UNKNOWN)
+        old, new = (settings.get(key, _of_group(settings, key)) for settings in (before, now))
         if old == new or UNKNOWN in (old, new) or key in FREE | CONTENT or key.startswith(FREE_GROUPS):
             continue
-        change = _change(key, old, new)
-        is_allowed = key in LOGGED or key.startswith(LOGGED_GROUPS) or (key in BATCH and rows_then == rows_now)
-        (logged if is_allowed else refused).append(change)
-        if key in BATCH and rows_then != rows_now:
-            hint = f"\nbatch_size and gradient_accumulation_steps may change if a step keeps its {rows_then} rows."
-            size = now["batch_size"]
-            if rows_then % size == 0:
-                hint = f"\nWith batch_size={size}, set gradient_accumulation_steps={rows_then // size} to keep {rows_then} rows per step."
-    if refused:
-        raise ValueError(_refusal(f"{folder} was written with other settings", refused) + hint)
-    return logged
+        is_allowed = key in LOGGED or key.startswith(LOGGED_GROUPS) or (key in BATCH and keeps_rows)
+        (logged if is_allowed else refused)[key] = _change(key, old, new)
+    return refused, logged
+
+
+def _of_group(settings: Settings, key: str) -> Any:
+    """`on` for a group of settings that is null elsewhere, such as lora; UNKNOWN for a setting that is missing."""
+    return "on" if any(name.startswith(f"{key}.") for name in settings) else UNKNOWN
+
+
+def _rows_per_step(settings: Settings) -> int:
+    return math.prod(settings.get(key, 1) for key in BATCH)
 
 
 def check_complete(cfg: RecipeConfig, state: dict[str, Any], limits: str = "max_steps") -> None:
     """Raise ValueError if a run that `limits` ended is started again with other settings, with each setting and both values."""
     before, now = state["settings"], settings_of(cfg)
-    if changes := _changes(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT)):
+    if changes := changed(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT)):
         raise ValueError(
-            f"output_dir={cfg.output_dir} holds a complete run of {state['step']} steps with other settings:{_lines(changes)}\n"
+            f"output_dir={cfg.output_dir} holds a complete run of {counted(state['step'], 'steps')} with other settings:{_lines(changes)}\n"
             f"Set a new output_dir for a run with the new settings, or raise {limits} to extend that run."
         )
 
@@ -192,7 +210,7 @@ def compare_identity(cfg: RecipeConfig, start: dict[str, Any]) -> None:
     """Raise ValueError if a run without a checkpoint has another recipe, model or data."""
     before: Settings = {"recipe": without_alias(start.get("recipe", "")), **start["settings"]}
     now: Settings = {"recipe": recipe_name(cfg), **settings_of(cfg)}
-    if changes := _changes(before, now, ("recipe", *IDENTITY)):
+    if changes := changed(before, now, ("recipe", *IDENTITY)):
         raise ValueError(_refusal(f"output_dir={cfg.output_dir} holds another run", changes))
 
 
@@ -200,7 +218,7 @@ def compare_data(cfg: RecipeConfig, fingerprint: str, state: dict[str, Any], fol
     """Raise ValueError if the content of the data differs from what the checkpoint was trained on."""
     if fingerprint == state["data_fingerprint"]:
         return
-    changes = _changes(state["settings"], settings_of(cfg), sorted(CONTENT))
+    changes = changed(state["settings"], settings_of(cfg), sorted(CONTENT))
     changes.append(_change("data fingerprint", state["data_fingerprint"], fingerprint))
     raise ValueError(_refusal(f"{folder} was trained on other data", changes))
 
@@ -216,7 +234,7 @@ def compare_base(fingerprint: str | None, state: dict[str, Any], folder: Path) -
         raise ValueError(_refusal(f"{folder} holds an adapter of another model", [change]))
 
 
-def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
+def changed(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
     """The settings in both that differ. A setting that one side lacks belongs to another version or an edited recipe."""
     return [
         _change(key, before[key], now[key])
@@ -240,44 +258,56 @@ def _refusal(what: str, changes: list[str]) -> str:
     )
 
 
-def command_to_continue(resume: str) -> str:
-    """The command that resumes this run: the command that started it, with resume=auto if it had another value.
-    In a notebook or at Python's prompt, a sentence instead."""
+def command_to_continue(cfg: RecipeConfig) -> str:
+    """The command that resumes this run: the command that started it, with resume=auto if it had another value, and the
+    output_dir if it was chosen after others. In a notebook or at Python's prompt, a sentence instead."""
     if COMMAND_VARIABLE in os.environ:  # the command that started all processes of the run
         program, *arguments = shlex.split(os.environ[COMMAND_VARIABLE])
     else:
         program, *arguments = sys.argv
+    more = {"resume": "auto"} if cfg.resume != "auto" else {}
+    if re.fullmatch(rf"{re.escape(str(cfg.default_output_dir))}_\d+", str(cfg.output_dir)):
+        more["output_dir"] = str(cfg.output_dir)
     if Path(program).name in ("", "-", "-c", "ipykernel_launcher.py"):
-        return "the same call again" if resume == "auto" else "the same call again, with resume='auto'"
-    if resume != "auto":
-        arguments = [a for a in arguments if not a.startswith("resume=")] + ["resume=auto"]
+        return "the same call again" + "".join(f", with {name}={value!r}" for name, value in more.items())
+    arguments = [word for word in arguments if word.partition("=")[0] not in more]
+    arguments += [f"{name}={value}" for name, value in more.items()]
     # `python -m lean_ft` counts; a user's script may be in a folder that is called lean_ft.
     is_leanft = Path(program).name == "leanft" or Path(program).parts[-2:] == ("lean_ft", "__main__.py")
     return shlex.join((["leanft"] if is_leanft else ["python", program]) + arguments)
 
 
-def hold_models_to_commits(cfg: ConfigT) -> ConfigT:
-    """Return the settings with every hub model at a commit, which a training run logs.
+def hold_models(cfg: ConfigT, *, log: bool = True) -> ConfigT:
+    """Return the settings with each hub model at a commit and each run directory at a checkpoint, which a training run logs.
 
-    `org/name` becomes the commit that the run in `output_dir` began with, else the newest commit of its main branch. A branch
-    or tag in `org/name@revision` is looked up, so that resuming is refused if it has moved. Raises as `lean_ft.hub.download`.
+    They become the commit or checkpoint that the run in `output_dir` began with, else the newest. A branch or tag in
+    `org/name@revision` is looked up, so that resuming is refused if it has moved. Raises as `lean_ft.hub.download`, and
+    ValueError if a run directory has no whole checkpoint.
     """
     recorded = _recorded_settings(cfg) if isinstance(cfg, RecipeConfig) else {}
     held: dict[str, BaseModel] = {}
     for (group, field), asked in models_of(cfg).items():
-        name = repository_name(asked)
-        if name is None or name.names_commit:
+        begun = recorded.get(f"{group}.{field}")
+        if repository_name(asked) is not None:
+            label, kind, resumes = "hub", "commit", _is_commit_of(begun, asked)
+            path = begun if resumes else path_at_commit(asked)
+        # Recipes that do not train read run directories themselves, with their adapters.
+        elif isinstance(cfg, RecipeConfig) and list_checkpoints(folder := Path(asked).expanduser()):
+            label, kind, resumes = "run", "checkpoint", begun is not None and Path(begun).parent == folder
+            path = begun if resumes else newest_whole(folder, "An earlier checkpoint is used.")
+        else:
             continue
-        begun = hub.parse_name(str(recorded.get(f"{group}.{field}")))
-        resumes = (
-            name.revision is None and begun is not None and begun._replace(revision=None) == name and begun.names_commit
-        )
-        path = str(begun) if resumes else str(path_at_commit(asked))
-        held[group] = getattr(cfg, group).model_copy(update={field: path})
-        if isinstance(cfg, RecipeConfig):
+        held[group] = (held.get(group) or getattr(cfg, group)).model_copy(update={field: str(path)})
+        if log and isinstance(cfg, RecipeConfig) and str(path) != asked:
             key = group if field == "path" else field  # model, teacher
-            say("hub", f"{key} {path}{', the commit that this run began with' if resumes else ''}")
+            say(label, f"{key} {path}{f', the {kind} that this run began with' if resumes else ''}")
     return cfg.model_copy(update=held)
+
+
+def _is_commit_of(begun: Any, asked: str) -> bool:
+    """Whether the recorded path `begun` is a commit of the hub model `asked`, which names no revision."""
+    then = hub.parse_name(str(begun))
+    return then is not None and then.names_commit and then._replace(revision=None) == hub.parse_name(asked)
 
 
 def _recorded_settings(cfg: RecipeConfig) -> Settings:

@@ -73,6 +73,8 @@ from lean_ft.training.run_directory import (
     DirectoryLock,
     facts_that_ranks_share,
     gather_facts,
+    locks,
+    record_end,
     record_start,
     remove_half_written,
     settings_of,
@@ -184,7 +186,7 @@ class Run:
 
         def lock() -> str:
             check_output_dir(self.cfg)
-            self._lock = DirectoryLock(self.directory)
+            self._lock = locks.pop(self.directory, None) or DirectoryLock(self.directory)
             remove_half_written(self.directory)
             return (self.directory / LOCK_FILE).read_text(encoding="utf-8")
 
@@ -312,6 +314,7 @@ class Run:
             say("complete", f"{self._ending}. Checkpoint: {self.checkpoint}")
             say("", f"To continue training, raise {self.limits}. To start another run, set a new output_dir.")
             self._answer_held_out(f"at step {self.total_steps}")
+            record_end(self.directory, writes=self.writes)
             return
         self._answer_held_out(f"at step {self.start_step}")
         cfg = self.cfg
@@ -367,6 +370,7 @@ class Run:
         seconds = time.perf_counter() - started
         self._results.log(self, seconds=seconds, steps=self._done_steps - self.start_step)
         self._answer_held_out(f"at step {self._done_steps}")
+        record_end(self.directory, writes=self.writes)
 
     def _evaluate_again(self) -> Iterator[int]:
         """Repeat the last evaluation of a finished run if it was interrupted.
@@ -599,7 +603,7 @@ class Run:
 
     def _stop(self, exit_code: int) -> None:
         say("stopped", f"after step {self._done_steps} of {self.total_steps}; all steps are saved. To resume, run:")
-        say("", command_to_continue(self.cfg.resume))
+        say("", command_to_continue(self.cfg))
         raise SystemExit(exit_code)
 
     @property

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ import safetensors
 import torch
 
 import lean_ft
-from lean_ft.settings import RecipeConfig
+from lean_ft.settings import RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
@@ -49,13 +48,6 @@ def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:
     """The settings and data facts that must be equal on all ranks, by name."""
     data = {"data fingerprint": batches.fingerprint, "batches per epoch": batches.batches_per_epoch}
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
-
-
-def recipe_name(cfg: RecipeConfig) -> str:
-    """The name of the recipe file that `cfg` belongs to."""
-    module = type(cfg).__module__
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return Path(file).stem if file else module.rpartition(".")[2]
 
 
 def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int) -> dict[str, Any]:
@@ -117,15 +109,20 @@ def check_usable(directory: Path) -> None:
         raise ValueError(
             f"output_dir={directory} cannot be written: {nearest}: {error.strerror}. Set another output_dir."
         ) from None
-    if directory.exists() and not holds_run(directory):
-        names = sorted(p.name for p in directory.iterdir())
-        foreign = [name for name in names if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)]
-        if foreign:
-            shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
-            raise ValueError(
-                f"output_dir={directory} holds files that do not belong to a run ({shown}). Set a new or empty "
-                f"directory, or the directory of a run to resume."
-            )
+    if foreign := foreign_files(directory):
+        shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
+        raise ValueError(
+            f"output_dir={directory} holds files that do not belong to a run ({shown}). Set a new or empty "
+            f"directory, or the directory of a run to resume."
+        )
+
+
+def foreign_files(directory: Path) -> list[str]:
+    """Names of the files in a directory that holds no run, except for hidden files and a scheduler's logs."""
+    if not directory.is_dir() or holds_run(directory):
+        return []
+    names = sorted(path.name for path in directory.iterdir())
+    return [name for name in names if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)]
 
 
 def remove_half_written(directory: Path) -> None:
@@ -164,6 +161,9 @@ class DirectoryLock:
         self._file.close()
 
 
+locks: dict[Path, DirectoryLock] = {}  # of directories that this process has locked for its next run
+
+
 def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> None:
     """Write config.yaml and add this start to run.json."""
     facts = redact_values(facts)
@@ -174,6 +174,14 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
         temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
     write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]})
+
+
+def record_end(directory: Path, *, writes: bool) -> None:
+    """Mark the last start in run.json as ended, so that the same command begins another run, if this process `writes`."""
+    starts = read_starts(directory) if writes else []
+    if starts and "ended" not in starts[-1]:
+        starts[-1]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        write_json(directory / RUN_FILE, {"starts": starts})
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 import lean_ft
-from lean_ft.settings import Every, RecipeConfig
+from lean_ft.settings import Every, RecipeConfig, recipe_name
 from lean_ft.system.log import say
 from lean_ft.system.shards import Part
 from lean_ft.system.units import duration, gibibytes
@@ -39,7 +39,7 @@ from lean_ft.training.checkpoint import (
     write_checkpoint,
 )
 from lean_ft.training.continuation import command_to_continue
-from lean_ft.training.run_directory import recipe_name, settings_of
+from lean_ft.training.run_directory import settings_of
 
 if TYPE_CHECKING:
     from lean_ft.training.run import Run
@@ -212,7 +212,7 @@ class Saving:
                 newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no earlier checkpoint"
                 raise TrainingFailed(
                     f"The checkpoint of step {done} was not written: {error}\n{newest}. Fix the disk, then run the same "
-                    f"command again:\n{command_to_continue(self._cfg.resume)}"
+                    f"command again:\n{command_to_continue(self._cfg)}"
                 ) from error
             say("saved", f"{self.newest} in {duration(time.perf_counter() - started)}{copied}")
             self.remove_superseded(done, eval_losses)

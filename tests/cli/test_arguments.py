@@ -2,6 +2,8 @@
 
 import pytest
 
+from lean_ft.cli.arguments import load_run
+
 NOTE = "note: gradient_accumulation_steps=4 instead of 1, so that each of {} processes has a batch."
 
 
@@ -26,6 +28,24 @@ def test_a_preset_made_for_one_process_runs_on_many(launched, leanft, tmp_path):
     job = leanft("slurm", "finetune", "--config", "tiny/full", f"output_dir={tmp_path}", "--gpus-per-node", 4)
     assert "gradient_accumulation_steps=4\n" in job.out.replace(" &", "")
     assert NOTE.format(4) in job.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ([], None),  # 8 completions of one prompt
+        (["generation.num_answers=16"], 2),
+        (["generation.num_answers=6"], 3),  # 24 completions of 4 prompts
+        (["batch_size=2"], 4),
+        (["batch_size=2", "generation.steps_per_round=2"], 2),
+        (["batch_size=2", "gradient_accumulation_steps=3"], None),  # refused when the run starts
+    ],
+)
+def test_a_round_of_completions_has_whole_groups(settings, number, capsys):
+    needed = ["model.path=tiny", "data.source=tiny/problems_train.jsonl", "rewards=exact_answer"]
+    _, cfg = load_run("grpo", None, [*needed, *settings])
+    assert (number is None) == (capsys.readouterr().err == "")
+    assert number is None or cfg.gradient_accumulation_steps == number
 
 
 @pytest.mark.long

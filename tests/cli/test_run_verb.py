@@ -29,6 +29,33 @@ def test_a_recipe_runs_with_preset_and_overrides(leanft, shipped, toy_recipe):
     assert leanft("run", toy_recipe, "model.path=m", "--config=tiny/toy").out == "ran with m 2\n"
 
 
+def test_a_preset_that_names_its_recipe_is_enough(leanft, shipped):
+    (shipped / "configs/tiny/named.yaml").write_text("recipe: toy_single_device\nmodel: {path: tiny}\n")
+    for preset in ("tiny/named", shipped / "configs/tiny/named.yaml"):
+        assert leanft("run", preset, "batch_size=3").out == "ran with tiny 3\n"
+    toy = shipped / "configs/tiny/toy.yaml"
+    (unnamed := toy.with_name("unnamed.yaml")).write_text("model: {path: tiny}\n")
+    answer = leanft("run", unnamed)
+    assert (answer.code, answer.out) == (2, "")
+    assert f"{unnamed} does not name one (`recipe: NAME`). Name it: leanft run RECIPE --config {unnamed}." in answer.err
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("model:\n  _component_: torchtune.models.qwen2_5.qwen2_5_0_5b\nepochs: 1\n", "torchtune"),
+        ("base_model: Qwen/Qwen2.5-0.5B\nadapter: lora\n", "axolotl"),
+        ("model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: sft\n", "LLaMA-Factory"),
+    ],
+)
+def test_a_configuration_of_another_tool_names_the_command_that_converts_it(leanft, tmp_path, text, tool):
+    (file := tmp_path / "theirs.yaml").write_text(text)
+    for arguments in ([file], ["finetune", "--config", file]):
+        answer = leanft("run", *arguments)
+        assert answer.code == 2
+        assert f"theirs.yaml is a configuration of {tool}. Convert it: leanft convert-config {file} " in answer.err
+
+
 @pytest.mark.parametrize(
     ("act", "code", "message"),
     [

@@ -64,6 +64,16 @@ def test_lists_of_0_and_1_without_an_entry_for_each_label_are_refused(
         prepare_batches(with_labels(config_of(tmp_path, lists, labels=names)), plain_tokenizer, 1, seed=0)
 
 
+def test_several_labels_are_detected_from_the_rows(tmp_path, plain_tokenizer) -> None:
+    config = with_labels(config_of(tmp_path, [["money"], []], multi_label="auto", labels=NAMES))
+    assert config.multi_label is True
+    batches, _ = prepare_batches(config, plain_tokenizer, 1, seed=0)
+    assert batches.layout.values.tolist() == [[0, 1, 0], [0, 0, 0]]
+    rows = (tmp_path / "rows.jsonl").read_text().replace('{"text"', '{"label": "time", "text"')
+    (tmp_path / "rows.jsonl").write_text(rows)
+    assert with_labels(config.model_copy(update={"multi_label": "auto"})).multi_label is False  # `label` is read
+
+
 def test_each_source_is_read_by_its_own_rows(tmp_path, plain_tokenizer) -> None:
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"text": "t", "labels": [0, 2]}))
     config = config_of(tmp_path, [[1, 0, 1], [0, 0, 0]], validation_source=f"{tmp_path}/held_out.jsonl")

@@ -59,6 +59,11 @@ def test_paths_that_are_no_source(write: Write, tmp_path):
     write(ROWS)
     with pytest.raises(ValueError, match=r"is a folder \(it has rows\.jsonl\).*/\*\.jsonl"):
         list(read_rows(str(tmp_path)))
+    (tmp_path / "rows.jsonl").unlink()
+    for name in ("a.txt", "b.v2.txt", "README"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ValueError, match=r"pass a glob: \S+/\*\.txt$"):
+        list(read_rows(str(tmp_path)))
 
 
 CONVERTERS = """

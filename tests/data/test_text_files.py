@@ -100,6 +100,12 @@ def test_a_bad_line_leaves_the_others(write: Write, line: str | bytes, message: 
     assert re.search(message, f"{rows[1].place}: {rows[1].problem}")
 
 
+def test_an_empty_text_file_is_a_row_that_can_be_skipped(write: Write):
+    for content, reason in (("", "the file is empty"), (" " * 5000 + "text", "its first 4,096 bytes are blank")):
+        (row,) = read_rows(write(content, "a.txt"))
+        assert (row.fields, row.problem) == ({}, reason)
+
+
 LONG = "".join(f'{{"a": "{hashlib.sha256(bytes([i % 256, i // 256])).hexdigest()}"}}\n' for i in range(9999)).encode()
 
 

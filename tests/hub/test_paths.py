@@ -34,11 +34,10 @@ def test_a_missing_folder(tmp_path, monkeypatch):
         paths.resolve_model_path(tmp_path / "model.safetensors")
 
 
-def test_a_run_directory_needs_a_checkpoint(tmp_path):
+def test_a_run_directory_means_its_newest_checkpoint(tmp_path):
     for step in (2, 10):
         (tmp_path / "run" / f"step_{step:08}").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"run' is not a model\. It is a run directory: .* such as .*step_00000010\.$"):
-        paths.resolve_model_path(tmp_path / "run")
+    assert paths.resolve_model_path(tmp_path / "run") == tmp_path / "run/step_00000010"
     with pytest.raises(ValueError, match=r"has no adapter: .* It is a run directory: .* such as .*step_00000010\.$"):
         read_adapter(tmp_path / "run")
     (tmp_path / "run" / "config.json").touch()

@@ -24,15 +24,16 @@ LONG = ("data.source=tiny/train.jsonl", "optimizer.name=adamw_8bit", "optimizer.
 
 
 class Launched:
-    """A launched run and its processes by rank."""
+    """A launched run and its processes by rank. Without `given`, the run chooses its folder below the current one, `cwd`."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, given: bool = True, cwd: Path | None = None) -> None:
         settings = [argument for argument in arguments if "=" in argument and argument[0] != "-"]  # the last one counts
         flags = [argument for argument in arguments if argument not in settings]
         command = [sys.executable, "-W", "ignore", "-m", "lean_ft", "run", *flags]
         self.folder = folder
         self.process = subprocess.Popen(
-            [*command, *SETTINGS, *LONG, f"output_dir={folder}", *settings],
+            [*command, *SETTINGS, *LONG, *[f"output_dir={folder}"] * given, *settings],
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -62,17 +63,19 @@ class Launched:
 
 @pytest.mark.long
 def test_a_killed_rank_is_restarted_and_changes_no_bit(tmp_path):
-    launched = Launched(tmp_path / "two", "finetune", "--nproc-per-node", "2", "--max-restarts=1", "max_steps=14")
+    two, flags = tmp_path / "runs/tiny_finetune", ("--nproc-per-node", "2", "--max-restarts=1")
+    launched = Launched(two, "finetune", *flags, "max_steps=14", given=False, cwd=tmp_path)
     launched.wait_for("step_00000005")
     os.kill(launched.pid_of_rank(1), signal.SIGKILL)
     code, out, err = launched.end()
     assert code == 0, (out, err)
     assert "exitcode: -9" in err  # the agent prints the reason
+    assert out.count(f"output_dir  {two.relative_to(tmp_path)}: a new run\n") == 1  # one decision, kept by the restart
     assert "resuming " in out
     assert "2 processes; model sharded over 2; the others log to rank_*.log in output_dir; restart 1" in out
     recipe = load_recipe(find_recipe("finetune"))
     recipe.main(load_config(recipe.Config, None, [*SETTINGS, *LONG, "max_steps=14", f"output_dir={tmp_path / 'one'}"]))
-    assert digests(tmp_path / "two" / "step_00000014") == digests(tmp_path / "one" / "step_00000014")
+    assert digests(two / "step_00000014") == digests(tmp_path / "one" / "step_00000014")
 
 
 @pytest.mark.long
@@ -106,6 +109,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(tmp_path, number):
     assert code == 128 + number, (out, err)
     assert len(list(launched.folder.glob("step_*"))) == 2
     assert "leanft run finetune --nproc-per-node 2" in out  # how to resume
+    assert (out + err).count("will save and stop after this step") == 1  # rank 0 alone answers
 
 
 @pytest.mark.long

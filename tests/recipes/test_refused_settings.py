@@ -58,7 +58,9 @@ REFUSED = {
         (*STUDENT, *LIVE, "distill.on_policy=1.5"): "<= 1",
     },
     test_grpo: {
-        ("generation.num_answers=3",): "16 answers, which is not a multiple of generation.num_answers=3",
+        (
+            "generation.num_answers=3",
+        ): "16 completions, which is not a multiple of generation.num_answers=3. Set gradient_accumulation_steps=3",
         ("generation.offload_training_state=true",): "to host memory, but the model is on cpu",
         ("loss.name=cispo", "loss.epsilon=0.1"): "epsilon=0.1 has no effect with the loss cispo",
         ("data.max_prompt_length=2",): "no prompt of .* is left: 800 rows, 800 dropped .longer",

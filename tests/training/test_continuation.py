@@ -3,9 +3,11 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
+from lean_ft.settings.run import DEFAULT_OUTPUT_DIR
 from lean_ft.training.continuation import command_to_continue
 from tests.training.toy_runs import digests, metrics
 
@@ -165,6 +167,9 @@ def test_output_dir_with_unrelated_files_is_refused(train, tmp_path):
         (["/site-packages/ipykernel_launcher.py", "-f"], "never", "the same call again, with resume='auto'"),
     ],
 )
-def test_a_run_resumes_with_the_program_that_started_it(started, resume, command, monkeypatch):
+def test_a_run_resumes_with_the_program_that_started_it(started, resume, command, monkeypatch, config):
     monkeypatch.setattr(sys, "argv", started)
-    assert command_to_continue(resume) == command
+    cfg = config(DEFAULT_OUTPUT_DIR, resume=resume)
+    assert command_to_continue(cfg) == command
+    later = cfg.model_copy(update={"output_dir": Path(f"{cfg.output_dir}_2")})  # chosen after another run
+    assert f"output_dir={later.output_dir}" in command_to_continue(later).replace("'", "")

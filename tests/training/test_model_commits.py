@@ -1,10 +1,13 @@
 """A run keeps the commit of its model across restarts."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from lean_ft.training.continuation import hold_models_to_commits
+from lean_ft.cli.run import run_recipe
+from lean_ft.settings.run import DEFAULT_OUTPUT_DIR
+from lean_ft.training.continuation import hold_models
 from tests.hub.hub_server import Repository
 from tests.training.toy_runs import QWEN, digests
 
@@ -27,7 +30,7 @@ def repository(hub_server):
 @pytest.fixture
 def train(recipe, config):
     def run(output_dir, **settings):
-        cfg = hold_models_to_commits(config(output_dir, **{"model__path": "org/toy", **settings}))
+        cfg = hold_models(config(output_dir, **{"model__path": "org/toy", **settings}))
         recipe.main(cfg)
         return output_dir
 
@@ -59,6 +62,20 @@ def test_a_resumed_run_stays_where_it_began(repository, train, tmp_path, capsys,
     assert f"model org/toy@{OLD}, the commit that this run began with" in capsys.readouterr().out
     assert f"path: org/toy@{OLD}" in (part / "config.yaml").read_text()
     assert digests(part / "step_00000004") == digests(whole / "step_00000004")
+
+
+def test_a_run_without_output_dir_finds_its_own_run(repository, recipe, config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cfg = config(DEFAULT_OUTPUT_DIR, model__path="org/toy", max_steps=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "FAILING_STEP", 2)
+        with pytest.raises(KeyError):
+            run_recipe(recipe, cfg)
+    repository.revisions["main"] = NEW
+    assert run_recipe(recipe, cfg) == Path("runs/toy_toy_recipe")
+    assert f"model org/toy@{OLD}, the commit that this run began with" in capsys.readouterr().out
+    assert run_recipe(recipe, cfg) == Path("runs/toy_toy_recipe_2")
+    assert f"path: org/toy@{NEW}" in Path("runs/toy_toy_recipe_2/config.yaml").read_text()
 
 
 def test_a_branch_from_a_checkpoint_stays_and_a_new_run_takes_the_newest(repository, train, tmp_path):
