@@ -467,6 +467,7 @@ class Run:
         if "eval_completion_length" in row:
             reward = row.get("eval_reward")
             text = "no held-out completion got a reward" if reward is None else f"held-out reward {number(reward)}"
+            text += f", completion length {number(row['eval_completion_length'])}"
         if (right := row.get("eval_rewards/accuracies")) is not None:
             text += f", {right:.1%} of pairs right"
         if (right := row.get("eval_accuracy")) is not None:
