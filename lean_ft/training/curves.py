@@ -50,7 +50,7 @@ _COLUMNS = 3  # of panels
 
 @dataclass(frozen=True)
 class Curves:
-    """A run's name, its lines of metrics.jsonl, and the settings of its last start."""
+    """A run's name, its lines of metrics.jsonl, and the recipe and settings of its last start."""
 
     name: str
     rows: list[Row]
@@ -65,35 +65,41 @@ class Curves:
         return [step for step, _ in found], [value for _, value in found]
 
     def results(self) -> dict[str, Any]:
-        """Steps, losses, tokens, mean speed and peak memory; None if not measured."""
+        """Steps, losses, rewards, tokens, mean speed and peak memory; None if not measured."""
         steps = [row for row in self.rows if is_number(row.get("tokens"))]
         seconds = sum(row.get("step_seconds") or 0.0 for row in steps)
         tokens = sum(row["tokens"] for row in steps)
         losses, held_out = self.points("loss")[1], self.points("eval_loss")[1]
+        rewards, held_out_rewards = self.points("reward")[1], self.points("eval_reward")[1]
         return {
             "steps": max((row["step"] for row in self.rows), default=0),
             "loss": losses[-1] if losses else None,
-            "diverged": not self.points("reward")[0] and bool(losses) and has_diverged(losses[0], losses),
+            "diverged": not rewards and bool(losses) and has_diverged(losses[0], losses),
             "eval_loss": held_out[-1] if held_out else None,
             "lowest_eval_loss": min(held_out, default=None),
+            "reward": rewards[-1] if rewards else None,
+            "eval_reward": held_out_rewards[-1] if held_out_rewards else None,
+            "highest_eval_reward": max(held_out_rewards, default=None),
             "tokens": tokens,
             "tokens_per_second": tokens / seconds if seconds else None,
             "peak_memory_bytes": max((row.get("peak_memory_bytes") or 0 for row in steps), default=0) or None,
         }
 
     def results_as_text(self) -> dict[str, str]:
-        """`results` as text for a table."""
-        written = {"steps": "{:,}", "tokens": "{:,}", "tokens_per_second": "{:,.0f}"}
-
-        def text(name: str, value: Any) -> str:
-            if name in written:
-                return written[name].format(value)
-            return gibibytes(value) if name == "peak_memory_bytes" else number(value)
-
-        results = self.results()
-        diverged = " diverged" if results.pop("diverged") else ""
-        shown = {name: "-" if value is None else text(name, value) for name, value in results.items()}
-        return {**shown, "loss": shown["loss"] + diverged}
+        """`results` by column of a table: the reward of a run that has rewards, and the loss of other runs."""
+        found = self.results()
+        is_online = found["reward"] is not None
+        names = ("reward", "eval_reward", "highest_eval_reward") if is_online else ("loss", "eval_loss", "lowest_eval_loss")
+        last, held_out, best = ("-" if found[name] is None else number(found[name]) for name in names)
+        kind, speed, peak = f"{names[0]} " if last != "-" else "", found["tokens_per_second"], found["peak_memory_bytes"]
+        return {
+            "steps": f"{found['steps']:,}",
+            "result": f"{kind}{last}{' diverged' if found['diverged'] else ''}",
+            "held-out": held_out,
+            "best": best,
+            "peak": "-" if peak is None else gibibytes(peak),
+            "tokens/s": "-" if speed is None else f"{speed:,.0f}",
+        }
 
 
 def read_curves(runs: Sequence[Path]) -> list[Curves]:
@@ -126,7 +132,8 @@ def _read_run(folder: Path, name: str) -> Curves:
     lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     rows = [row for row in map(parse_line, lines) if row is not None]
     starts = read_starts(folder)
-    return Curves(name, rows, starts[-1]["settings"] if starts else {})
+    recipe = {"recipe": starts[-1]["recipe"]} if starts and "recipe" in starts[-1] else {}
+    return Curves(name, rows, recipe | starts[-1]["settings"] if starts else {})
 
 
 def find_runs(folder: Path) -> list[Curves]:

@@ -43,8 +43,8 @@ def test_a_metric_has_a_panel_or_a_line_and_runs_are_compared(tmp_path):
     assert {"memory at the peak, GiB: 2 throughout", "tokens a second: 200 throughout"} < set(text)
     curves = read_curves(runs)
     assert [list(run.results_as_text().values()) for run in curves] == [
-        ["3", "3.97", "3.25", "3.25", "300", "200", "2.00 GiB"],
-        ["60", "3.4", "3.25", "3.25", "6,000", "200", "2.00 GiB"],
+        ["3", "loss 3.97", "3.25", "3.25", "2.00 GiB", "200"],
+        ["60", "loss 3.4", "3.25", "3.25", "2.00 GiB", "200"],
     ]
     assert differing_settings(curves) == ["optimizer.lr"]
 
