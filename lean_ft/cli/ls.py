@@ -65,8 +65,6 @@ def _print_presets(title: str, presets: Mapping[str, Path]) -> None:
     shown = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
     print_table(columns[:shown], [row[:shown] for row in rows])
     stdout().print()
-    if any(row[4] != "-" for row in rows):
-        stdout().print(Text("Peaks are planned: PyTorch's CUDA allocator on a simulated GPU of that size, without a card.\n"))
     if gated := [name for name, file in presets.items() if "(gated)" in catalog.summary(file)]:
         stdout().print(Text(f"Accept the license on the Hub first: {', '.join(gated)}\n"))
 

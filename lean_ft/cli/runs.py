@@ -48,27 +48,33 @@ def runs(
     console = stdout()
     width = console.width if console.is_terminal else _PIPE_COLUMNS
     results = [run.results_as_text() for run in found]
-    columns = {f">{name}": [result[name] for result in results] for name in results[0]}
-    settings = {key: [_cut(as_text(run.settings.get(key, "-"))) for run in found] for key in keys}
-    first, *rest = sorted(settings, key=lambda key: -len(set(settings[key]))) or [""]
-    columns |= {"run": [_cut_start(run.name) for run in found], **settings}
-    by_importance = ["run", ">steps", ">result", ">held-out", first, *rest[:1], ">best", ">peak", ">tokens/s", *rest[1:]]
-    shown, left = [], width
-    for name in filter(None, by_importance):
+    settings = {key: [_cut(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in found] for key in keys}
+    columns = {"run": [_cut(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in found], **settings}
+    columns |= {f">{name}": [result[name] for result in results] for name in results[0]}
+    most_values = sorted(settings, key=lambda key: -len(set(settings[key])))
+    by_importance = [
+        "run",
+        ">steps",
+        ">result",
+        ">held-out",
+        *most_values[:2],
+        ">best",
+        ">peak",
+        ">tokens/s",
+        *most_values[2:],
+    ]
+    shown, left = set(), width
+    for name in by_importance:
         needed = 2 + max(map(len, [name.removeprefix(">"), *columns[name]]))
         if needed <= left:
-            shown, left = [*shown, name], left - needed
-    order = [name for name in dict.fromkeys(("run", *settings, *columns)) if name in shown]
-    print_table(order, [list(row) for row in zip(*(columns[name] for name in order), strict=True)])
+            shown, left = {*shown, name}, left - needed
+    order = [name for name in columns if name in shown]
+    print_table(order, list(zip(*(columns[name] for name in order), strict=True)))
     if left_out := [name.removeprefix(">") for name in columns if name not in shown]:
         names = ", ".join(left_out[:5]) + f" and {len(left_out) - 5} more" * (len(left_out) > 5)
         note = f"not shown, to fit {width} characters: {names}. For all columns, run leanft runs {folder} --json"
         typer.echo(textwrap.fill(note, width), err=True)
 
 
-def _cut(value: str) -> str:
-    return value if len(value) <= _SETTING_CHARACTERS else value[: _SETTING_CHARACTERS - 1] + "…"
-
-
-def _cut_start(name: str) -> str:
-    return name if len(name) <= _RUN_CHARACTERS else "…" + name[1 - _RUN_CHARACTERS :]
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

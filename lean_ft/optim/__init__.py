@@ -2,7 +2,6 @@
 
 import math
 from numbers import Real
-from pathlib import Path
 
 from lean_ft.optim.build import build_optimizer
 from lean_ft.optim.loss_scaler import LossScaler
@@ -10,19 +9,9 @@ from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import Rule, StepInfo
 from lean_ft.settings import ScheduleConfig, TrainingConfig
 from lean_ft.system.shapes_only import stage
-from lean_ft.system.user_functions import is_function_path, line_in
+from lean_ft.system.user_functions import is_function_path
 
-__all__ = [
-    "LossScaler",
-    "Optimizer",
-    "Rule",
-    "StepInfo",
-    "build_optimizer",
-    "learning_rate",
-    "num_decay_steps",
-    "num_warmup_steps",
-    "scheduled",
-]
+__all__ = ["LossScaler", "Optimizer", "Rule", "StepInfo", "build_optimizer", "learning_rate", "num_warmup_steps"]
 
 
 def learning_rate(cfg: TrainingConfig, step: int, total_steps: int) -> float:
@@ -33,9 +22,9 @@ def learning_rate(cfg: TrainingConfig, step: int, total_steps: int) -> float:
     `total_steps`, and shape is 1 (constant), `1 - t` (linear) or `(1 + cos(pi * t)) / 2` (cosine), as in transformers.
 
     With wsd (Hu et al. 2024, MiniCPM, arXiv:2404.06395; transformers calls it warmup_stable_decay), t stays 0 until the
-    last `decay_steps`. The shape `1 - sqrt(t)` is from Hagele et al. 2024, arXiv:2405.18392.
+    last `decay` steps. The shape `1 - sqrt(t)` is from Hagele et al. 2024, arXiv:2405.18392.
 
-    A user's function multiplies `peak`. Raises ValueError if it fails, or does not return a finite number >= 0.
+    A user's function multiplies `peak`. Raises ValueError if it does not return a finite number >= 0.
     """
     return scheduled(cfg.schedule, step, total_steps, cfg.optimizer.lr)
 
@@ -48,7 +37,7 @@ def scheduled(schedule: ScheduleConfig, step: int, total_steps: int, peak: float
     if step < begin:
         return peak * step / begin
     if shape == "wsd":
-        begin, shape = max(begin, total_steps - num_decay_steps(schedule, total_steps)), schedule.decay_shape
+        begin, shape = first_decay_step(schedule, total_steps), schedule.decay_shape
     t = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
     cosine = (1.0 + math.cos(math.pi * t)) / 2
     falls = {"constant": 1.0, "linear": 1.0 - t, "cosine": cosine, "1-sqrt": 1.0 - math.sqrt(t)}[shape]
@@ -58,16 +47,15 @@ def scheduled(schedule: ScheduleConfig, step: int, total_steps: int, peak: float
 def _own_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
     if stage() is not None:  # a plan runs no user code
         return 1.0
-    at = f"at step {step} of {total_steps}"
     try:
         factor = schedule.function(step, total_steps)
     except Exception as error:
-        place = line_in(Path(schedule.name.rpartition(":")[0]).expanduser().resolve(), error)
-        raise ValueError(f"schedule.name, {at}: {place}: {type(error).__name__}: {error}") from error
-    if not (isinstance(factor, Real) and 0 <= factor < math.inf):
+        error.add_note(f"schedule.name={schedule.name} failed at step {step} of {total_steps}.")
+        raise
+    if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
         raise ValueError(
-            f"schedule.name={schedule.name} returned {factor!r} {at}. Return a finite number >= 0, which multiplies "
-            "optimizer.lr."
+            f"schedule.name={schedule.name} returned {factor!r} at step {step} of {total_steps}. Return a finite number >= 0, "
+            "which multiplies optimizer.lr."
         )
     return float(factor)
 
@@ -77,6 +65,7 @@ def num_warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
     return schedule.warmup_steps or math.ceil(schedule.warmup_ratio * total_steps)
 
 
-def num_decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Number of steps at the end in which wsd decays; `decay_ratio` is rounded up."""
-    return schedule.decay_steps or math.ceil(schedule.decay_ratio * total_steps)
+def first_decay_step(schedule: ScheduleConfig, total_steps: int) -> int:
+    """The step, from 0, after which wsd decays; a fraction is rounded up to a number of decaying steps."""
+    length = schedule.decay if isinstance(schedule.decay, int) else math.ceil(schedule.decay * total_steps)
+    return max(num_warmup_steps(schedule, total_steps), total_steps - length)

@@ -38,7 +38,6 @@ from lean_ft.settings.optimizer import (
 _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
-    "lora": LoRAConfig,
     "memory": MemoryConfig,
     "data": DataConfig,
     "sft_data": SFTDataConfig,
@@ -182,11 +181,6 @@ CONFLICTS = [
             f"{_names(ADAMW_RULES)}.",
         )
         for name in ("betas", "eps")
-    ),
-    Conflict(
-        lambda optimizer, lora: lora.lr_ratio != 1.0 and "lora_B" in optimizer.lr_ratios,
-        "lora.lr_ratio={lora.lr_ratio:g} and the lora_B of optimizer.lr_ratios={optimizer.lr_ratios} are both factors of the "
-        "second matrix's learning rate. Remove one of them.",
     ),
     Conflict(
         lambda optimizer: optimizer.state == "paged" and optimizer.name not in BITSANDBYTES_RULES,

@@ -78,11 +78,13 @@ class OptimizerConfig(Settings):
 class ScheduleConfig(Settings):
     """The learning rate schedule."""
 
-    name: Annotated[Literal["constant", "linear", "cosine", "wsd"] | OwnFunction, AfterValidator(check_function)] = Field(
-        "cosine",
-        description="Shape of the schedule after the warm-up. `wsd` (warm-up, stable, decay) is constant and falls at the "
-        "end. Your own function `my_schedule.py:fn`, called as fn(step, total_steps) with steps from 0, returns the factor "
-        "of optimizer.lr, warm-up included.",
+    name: Annotated[Literal["constant", "linear", "cosine", "wsd"] | OwnFunction, AfterValidator(check_function)] = (
+        Field(
+            "cosine",
+            description="Shape of the schedule after the warm-up. `wsd` (warm-up, stable, decay) is constant and falls at the "
+            "end. Your own function `my_schedule.py:fn`, called as fn(step, total_steps) with steps from 0, returns the factor "
+            "of optimizer.lr, warm-up included.",
+        )
     )
     warmup_steps: NonNegativeInt = Field(
         0, description="Optimizer steps of linear warm-up. The first step has learning rate 0."
@@ -93,10 +95,9 @@ class ScheduleConfig(Settings):
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.0, description="Final learning rate as a fraction of the peak."
     )
-    decay_steps: NonNegativeInt = Field(
-        0, description="wsd: optimizer steps of the decay at the end of the run. 0 uses decay_ratio."
+    decay: NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.1, description="wsd: length of the decay at the end, in optimizer steps or as a fraction of the run's (0.2)."
     )
-    decay_ratio: Fraction = Field(0.1, description="wsd: the decay as a fraction of the run's steps.")
     decay_shape: Literal["1-sqrt", "linear", "cosine"] = Field("1-sqrt", description="wsd: shape of the decay.")
 
     @cached_property
@@ -106,12 +107,11 @@ class ScheduleConfig(Settings):
 
     @model_validator(mode="after")
     def _uses_what_is_set(self) -> "ScheduleConfig":
-        of_wsd, own = ("decay_steps", "decay_ratio", "decay_shape"), is_function_path(self.name)
-        shaping = ("warmup_steps", "warmup_ratio", "min_lr_ratio")
-        for name in (*(of_wsd if self.name != "wsd" else ()), *(shaping if own else ())):
+        unused = () if self.name == "wsd" else ("decay", "decay_shape")
+        unused += ("warmup_steps", "warmup_ratio", "min_lr_ratio") if is_function_path(self.name) else ()
+        for name in unused:
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                needs = "is used only with schedule.name=wsd" if name in of_wsd else "has no effect on your own function"
-                raise ValueError(f"{name}={value} {needs}, and schedule.name={self.name}. Remove {name}.")
+                raise ValueError(f"{name}={value} has no effect with schedule.name={self.name}. Remove {name}.")
         return self
 
     @model_validator(mode="after")
@@ -120,10 +120,5 @@ class ScheduleConfig(Settings):
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both set the length of the "
                 "warm-up. Set one of them to 0."
-            )
-        if self.decay_steps and self.decay_ratio != type(self).model_fields["decay_ratio"].default:
-            raise ValueError(
-                f"decay_steps={self.decay_steps} and decay_ratio={self.decay_ratio:g} both set the length of the decay. "
-                "Remove one of them."
             )
         return self

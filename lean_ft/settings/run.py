@@ -53,10 +53,10 @@ class LogConfig(Settings):
         "into output_dir. `wandb`, `mlflow`, `trackio` and `swanlab` are services, or folders in output_dir with "
         "log.offline. A resumed run continues the same record.",
     )
-    project: str = Field(default="lean_ft", description="Project name in wandb, trackio and swanlab, experiment name in mlflow.")
-    name: str | None = Field(
-        default=None, description="Run name in these services. null: the last part of output_dir."
+    project: str = Field(
+        default="lean_ft", description="Project name in wandb, trackio and swanlab, experiment name in mlflow."
     )
+    name: str | None = Field(default=None, description="Run name in these services. null: the last part of output_dir.")
     offline: bool = Field(
         default=False, description="Write the files of these services into output_dir and use no network."
     )

@@ -17,22 +17,10 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.loggers import as_text, is_number
-from lean_ft.training.metrics import Row, has_diverged, parse_line
+from lean_ft.training.metrics import HEADLINES, Row, has_diverged, parse_line
 from lean_ft.training.run_directory import METRICS_FILE, RUN_FILE, read_starts
 
-# Name in metrics.jsonl -> title of its panel. Other numbers come between these two groups.
-_FIRST = {
-    "reward": "reward",
-    "reward_std": "spread of the reward (standard deviation)",
-    "completion_length": "completion length, tokens",
-    "kl": "KL divergence from the reference, per token",
-    "rewards/accuracies": "share of pairs ranked right",
-    "rewards/margins": "reward margin, chosen minus rejected",
-    "rewards/chosen": "reward of the chosen completion",
-    "rewards/rejected": "reward of the rejected completion",
-    "value_loss": "value loss",
-    "loss": "loss",
-}
+# Name in metrics.jsonl -> title of its panel. The objective's headlines come first, other numbers before these.
 _LAST = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -46,6 +34,7 @@ _SIDE = 1 / 40  # of the longest run: a mean is over the steps that are at most 
 _MOST_MEANS = 500  # points of a bold curve
 _EXACT = ("lr", "memory")  # not smoothed
 _COLUMNS = 3  # of panels
+_HELD_OUT: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 5, "markerfacecolor": "white"}
 
 
 @dataclass(frozen=True)
@@ -89,9 +78,15 @@ class Curves:
         """`results` by column of a table: the reward of a run that has rewards, and the loss of other runs."""
         found = self.results()
         is_online = found["reward"] is not None
-        names = ("reward", "eval_reward", "highest_eval_reward") if is_online else ("loss", "eval_loss", "lowest_eval_loss")
+        names = (
+            ("reward", "eval_reward", "highest_eval_reward") if is_online else ("loss", "eval_loss", "lowest_eval_loss")
+        )
         last, held_out, best = ("-" if found[name] is None else number(found[name]) for name in names)
-        kind, speed, peak = f"{names[0]} " if last != "-" else "", found["tokens_per_second"], found["peak_memory_bytes"]
+        kind, speed, peak = (
+            f"{names[0]} " if last != "-" else "",
+            found["tokens_per_second"],
+            found["peak_memory_bytes"],
+        )
         return {
             "steps": f"{found['steps']:,}",
             "result": f"{kind}{last}{' diverged' if found['diverged'] else ''}",
@@ -235,39 +230,30 @@ def _figure(curves: list[Curves]) -> Any:
     return figure
 
 
-_HELD_OUT: dict[str, Any] = {
-    "linestyle": "--",
-    "linewidth": 1.2,
-    "marker": "o",
-    "markersize": 5,
-    "markerfacecolor": "white",
-}
-
-
 def _metrics(curves: list[Curves]) -> dict[str, str]:
     """Metric of any run -> title of its panel, in the order of the panels. A held-out metric is in the panel of its training
     metric, unless there is none: eval_macro_f1."""
     found = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
     found |= dict.fromkeys(["memory"] if "peak_memory_bytes" in found else [])
     alone = [name for name in found if not (name.startswith("eval_") and name[5:] in found)]
-    known = {**_FIRST, **_LAST}
-    others = {name: name.replace("eval_", "held-out ").replace("_", " ") for name in alone if name not in known}
-    titles = {**_FIRST, **dict(sorted(others.items())), **_LAST}
-    return {name: title for name, title in titles.items() if name in alone and name not in _COUNTS}
+    known = HEADLINES | _LAST
+    order = [*HEADLINES, *sorted(set(alone) - known.keys() - _COUNTS), *_LAST]
+    titles = {name: known.get(name, name.replace("eval_", "held-out ").replace("_", " ")) for name in order}
+    return {name: title for name, title in titles.items() if name in alone}
 
 
 def _as_text(curves: list[Curves], metric: str, title: str) -> str | None:
-    """A line instead of a panel, for a metric whose values are all equal or that has one value per run."""
-    series = [(run, *run.points(name)) for run in curves for name in (metric, f"eval_{metric}")]
-    series = [(run, steps, values) for run, steps, values in series if steps]
-    every = [value for _, _, values in series for value in values]
-    if len(set(every)) == 1 and len(every) > len(curves):
-        return f"{title}: {number(every[0])} throughout"
-    if any(len(values) > 1 for _, _, values in series) or len(series) > len({run.name for run, _, _ in series}):
-        return None
-    names = [f" in {run.name}" if len(curves) > 1 else "" for run, _, _ in series]
-    each = [f"{number(v[0])} at step {steps[0]:,}{name}" for name, (_, steps, v) in zip(names, series, strict=True)]
-    return f"{title}: {', '.join(each)}"
+    """A line instead of a panel, for a metric that has one value, or equal ones, in each run."""
+    found = []
+    for run in curves:
+        for name, kind in ((metric, ""), (f"eval_{metric}", "held-out ")):
+            steps, values = run.points(name)
+            if len(set(values)) > 1:
+                return None
+            place = f" in {run.name}" if len(curves) > 1 else ""
+            when = f"at step {steps[0]:,}" if len(steps) == 1 else "throughout"
+            found += [f"{kind}{number(values[0])} {when}{place}"] if values else []
+    return f"{title}: {', '.join(found)}"
 
 
 def _smoothed(steps: list[int], values: list[float], side: int) -> tuple[list[int], list[float]]:

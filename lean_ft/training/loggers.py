@@ -12,15 +12,14 @@ import importlib
 import json
 import os
 import random
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from lean_ft.settings import LogConfig
 from lean_ft.system.log import say
@@ -102,7 +101,9 @@ class Loggers:
     def _is_local(self, name: str) -> bool:
         """Whether a logger only writes to the disk."""
         return (
-            self._offline or name not in _SERVICES or (name in _SERVERS and not any(map(os.environ.get, _SERVERS[name])))
+            self._offline
+            or name not in _SERVICES
+            or (name in _SERVERS and not any(map(os.environ.get, _SERVERS[name])))
         )
 
     def _in_time(self, name: str, call: Callable[[], T], seconds: int) -> T:
@@ -257,29 +258,30 @@ class _MLflow(_Logger):
 class _Trackio(_Logger):
     """A Trackio run: on the server that a variable names, or in Trackio's folder; with log.offline in the run directory.
 
-    Trackio's threads send the lines. A step that is repeated after a resume is there twice.
+    Trackio's threads write the lines. A step that is repeated after a resume is there twice.
     """
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
-        where = (directory / "trackio").absolute()
-        with _disconnected(where) if cfg.offline else nullcontext():
-            import trackio
+        from huggingface_hub import constants
 
+        where = (directory / "trackio").absolute()
+        known = _records(directory).get("trackio") if start_step else None
+        # Offline, it is opened without the server's name, and does not ask the hub for the user's name.
+        is_offline = cfg.offline or constants.HF_HUB_OFFLINE
+        with patch.dict(os.environ), patch.object(constants, "HF_HUB_OFFLINE", is_offline):
+            if cfg.offline:
+                os.environ["TRACKIO_DIR"] = str(where)  # read once, when Trackio is imported
+                for name in _SERVERS["trackio"]:
+                    os.environ.pop(name, None)
+            trackio = importlib.import_module("trackio")
             if cfg.offline and Path(trackio.utils.TRACKIO_DIR) != where:
                 raise ValueError(
                     f"Trackio has one folder per process, and it is {trackio.utils.TRACKIO_DIR}. Start this run in a new "
                     "process, or set log.offline=false."
                 )
-            known = _records(directory).get("trackio") if start_step else None
-            self._run = trackio.init(
-                project=cfg.project,
-                name=cfg.name,
-                config=settings,
-                resume="allow" if known else "never",
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-                embed=False,
-            )
+            quiet = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
+            resume = "allow" if known else "never"
+            self._run = trackio.init(cfg.project, cfg.name, config=settings, resume=resume, **quiet)
         self._run.id = known or self._run.id  # Trackio resumes the newest run of this name
         _keep_record(directory, "trackio", self._run.id)
 
@@ -288,32 +290,14 @@ class _Trackio(_Logger):
             self._run.log(_numbers(row), step=row["step"])
 
     def write_samples(self, step: int, rows: Sequence[Row]) -> None:
-        import trackio
-
-        data = [list(_flat(row).values()) for row in rows]
-        self._run.log({"samples": trackio.Table(columns=list(rows[0]), data=data)}, step=step)
+        trackio = importlib.import_module("trackio")
+        self._run.log({"samples": trackio.Table(data=[_flat(row) for row in rows])}, step=step)
 
     def close(self, done: bool) -> None:
         self._run.finish()
 
 
-@contextmanager
-def _disconnected(folder: Path) -> Iterator[None]:
-    """Trackio keeps its files in `folder`, ignores servers, and does not ask the hub for the user's name."""
-    from huggingface_hub import constants
-
-    servers = {name: os.environ.pop(name) for name in _SERVERS["trackio"] if name in os.environ}
-    if "trackio" not in sys.modules:  # it reads the variable once
-        os.environ["TRACKIO_DIR"] = str(folder)
-    is_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    try:
-        yield
-    finally:
-        os.environ.update(servers)
-        constants.HF_HUB_OFFLINE = is_offline
-
-
-class _SwanLab(_Logger):
+class _SwanLab(_Trackio):
     """A SwanLab run, resumed under the same id. It gets no command, environment, console output, packages or git remote.
 
     With log.offline, each start writes a folder below `swanlab/` of the run directory, with the same id of the run. SwanLab
@@ -321,11 +305,10 @@ class _SwanLab(_Logger):
     """
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
-        import swanlab
-
+        swanlab = importlib.import_module("swanlab")
         known = _records(directory).get("swanlab") if start_step else None
-        random_state = random.getstate()  # SwanLab draws a color from Python's generator, which the run uses too
         nothing = dict.fromkeys(("hardware", "runtime", "requirements", "git", "swanlab", "monitor"), False)
+        random_state = random.getstate()  # SwanLab draws a color from Python's generator, which the run uses too
         self._run = swanlab.init(
             reinit=True,
             project=cfg.project,
@@ -340,13 +323,8 @@ class _SwanLab(_Logger):
         random.setstate(random_state)
         _keep_record(directory, "swanlab", self._run.id)
 
-    def write(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._run.log(_numbers(row), step=row["step"])
-
     def write_samples(self, step: int, rows: Sequence[Row]) -> None:
-        import swanlab
-
+        swanlab = importlib.import_module("swanlab")
         texts = ["\n".join(f"{name}: {value}" for name, value in _flat(row).items()) for row in rows]
         self._run.log({"samples": [swanlab.Text(text) for text in texts]}, step=step)
 

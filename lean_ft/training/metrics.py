@@ -29,7 +29,7 @@ Row = dict[str, Any]
 # Metrics that show an objective's progress -> short name, in the order of the summary and the plot.
 HEADLINES = {
     "reward": "reward",
-    "reward_std": "spread",  # standard deviation
+    "reward_std": "reward std",
     "completion_length": "length",
     "kl": "kl",
     "rewards/accuracies": "right pairs",

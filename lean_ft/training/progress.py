@@ -81,15 +81,14 @@ class ProgressBar:
 def _state(row: Row) -> str:
     """The objective's progress, the speed and the memory."""
     loss = "- (no targets)" if row.get("target_tokens") == 0 else number(row["loss"])
-    shown = [f"loss {loss}"]
-    if (margin := row.get("rewards/margins")) is not None:
-        shown.append(f"margin {number(margin)}")
-    if (right := row.get("rewards/accuracies")) is not None:
-        shown.append(f"right {right:.0%}")
-    if "completion_length" in row:  # the loss of sampled completions is about 0
-        reward = f"{number(row['reward'])} ± {number(row.get('reward_std'))}" if "reward" in row else "none"
-        first = [f"reward {reward}"]
-        first += [f"{HEADLINES[name]} {number(row[name])}" for name in ("completion_length", "kl") if name in row]
-        shown = first + ([f"value loss {number(row['value_loss'])}"] if "value_loss" in row else shown)
-    shown.append(f"{row['tokens_per_second']:,.0f} tok/s")
-    return "  ".join([*shown, f"peak {gibibytes(row['peak_memory_bytes'])}"])
+    if "completion_length" in row:  # sampled completions, whose policy loss is about 0
+        names = [name for name in HEADLINES if name in row and (name != "loss" or "value_loss" not in row)]
+        shown = [f"{HEADLINES[name]} {loss if name == 'loss' else number(row[name])}" for name in names]
+    else:
+        shown = [f"loss {loss}"]
+        if (margin := row.get("rewards/margins")) is not None:
+            shown.append(f"margin {number(margin)}")
+        if (right := row.get("rewards/accuracies")) is not None:
+            shown.append(f"right {right:.0%}")
+    speed, peak = f"{row['tokens_per_second']:,.0f} tok/s", gibibytes(row["peak_memory_bytes"])
+    return "  ".join([*shown, speed, f"peak {peak}"])

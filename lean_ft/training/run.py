@@ -215,7 +215,9 @@ class Run:
             if self._lacks_evaluation or self._lacks_tasks:
                 self.ranks.on_rank_zero(self._open_loggers)
             return
-        if (schedule := self.cfg.group(ScheduleConfig)) is not None:  # a user's function fails now rather than in an hour
+        if (
+            schedule := self.cfg.group(ScheduleConfig)
+        ) is not None:  # a user's function fails now rather than in an hour
             for step in range(self.start_step, self.total_steps):
                 scheduled(schedule, step, self.total_steps)
         needed_bytes = self._saving.needed_bytes()

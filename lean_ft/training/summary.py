@@ -12,7 +12,7 @@ from torch import nn
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import dropouts
-from lean_ft.optim import num_decay_steps, num_warmup_steps
+from lean_ft.optim import first_decay_step, num_warmup_steps
 from lean_ft.peft import NF4Linear
 from lean_ft.settings import (
     DataConfig,
@@ -82,8 +82,7 @@ def _log_optimizer(run: "Run", optimizer: OptimizerConfig) -> None:
     warmup_steps = 0 if schedule is None else num_warmup_steps(schedule, total_steps)
     warmup = f" after {counted(warmup_steps, 'warm-up steps')}" if warmup_steps else ""
     if schedule is not None and schedule.name == "wsd":
-        first = max(warmup_steps, total_steps - num_decay_steps(schedule, total_steps))
-        warmup += f", constant until step {first:,}, then decays"
+        warmup += f", constant until step {first_decay_step(schedule, total_steps):,}, then decays"
     in_backward = "; updates during backward" if optimizer.in_backward else ""
     state = f"{gibibytes(run.optimizer.state_bytes)} of state{place}"
     say("optimizer", f"{optimizer.name}; lr {optimizer.lr:g}{warmup}; {state}{in_backward}")

@@ -80,7 +80,9 @@ def test_lr_ratios_are_parameter_groups(in_backward: bool) -> None:
 
 
 def test_an_lr_ratio_that_matches_nothing_trained_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"optimizer.lr_ratios: 'embd' matches no trained parameter. Did you mean 'embed'"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.lr_ratios: 'embd' matches no trained parameter. Did you mean 'embed'"
+    ):
         build(TinyModel(), {"lr_ratios": {"embd": 0.1}})
     model = TinyModel()
     model.norm.requires_grad_(False)

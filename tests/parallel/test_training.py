@@ -46,7 +46,7 @@ BITWISE: dict[str, tuple[Config, bool]] = {
     "8 bits, recomputed, tiled": (
         config("adamw_8bit", in_backward=True, memory={"activation_checkpointing": "full", "tile_mlp": 2}),
         False,
-    )
+    ),
 }
 # Sums over ranks are in another order than sums over rows or micro-batches.
 CLOSE: dict[str, tuple[Config, bool]] = {

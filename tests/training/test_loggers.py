@@ -176,7 +176,11 @@ def test_a_service_gets_redacted_lines_of_one_run(name, tmp_path, monkeypatch):
         opened.write([{"step": start_step + 1, "loss": 0.5, "lr": 0.1, "text": TOKEN, "non_finite": {"x": "nan"}}])
         opened.write_samples(start_step + 1, [{"prompt": TOKEN, "rewards": {"length": 1.0}}])
         opened.close(done=start_step == 2)
-    (_, _, first), (_, _, second) = [call for call in standin.calls if call[0] == "init"]
+    first, second = (
+        {**dict(zip(("project", "name"), args, strict=False)), **more}
+        for call, args, more in standin.calls
+        if call == "init"
+    )
     assert (first["project"], first["name"], first["config"]["optimizer.lr"]) == ("lean_ft", "my_run", "0.1")
     assert second["resume"] == "allow" and first["resume"] != "allow"
     lines = [(args[0], kwargs["step"]) for call, args, kwargs in standin.calls if call == "log"]
