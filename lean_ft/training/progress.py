@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Column
 
 from lean_ft.system.log import console, say
 from lean_ft.system.units import duration, gibibytes, number
@@ -45,9 +44,7 @@ class ProgressBar:
 
     def __enter__(self) -> "ProgressBar":
         if console.is_terminal:
-            # A narrow terminal cuts the end off.
-            state = TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            columns = (BarColumn(bar_width=12), MofNCompleteColumn(), state)
+            columns = (BarColumn(bar_width=12), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
             self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
             self._bar.add_task("", total=self._total_steps, completed=self._start_step, state="first step ...")
             self._bar.start()
@@ -62,13 +59,17 @@ class ProgressBar:
         """Show the newest metrics line."""
         step, left, state = row["step"], f"{duration(self._seconds_left(row))} left", _state(row)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, state=f"{left}  {state}", refresh=True)
+            fields = [left, *state]
+            room = console.width - 15 - 2 * len(str(self._total_steps))  # beside the bar and the steps
+            while len("  ".join(fields)) > room and len(fields) > 1:
+                fields.pop()
+            self._bar.update(self._bar.task_ids[0], completed=step, state="  ".join(fields), refresh=True)
             return
         now = time.perf_counter()
         if now - self._last_line >= PLAIN_LINE_SECONDS or step == self._total_steps:
             self._last_line = now
             place = f"{step}/{self._total_steps}  epoch {row['epoch']:.2f}  lr {row['lr']:.2e}"
-            say("step", f"{place}  {state}  {left}")
+            say("step", "  ".join([place, *state, left]))
 
     def _seconds_left(self, row: Row) -> float:
         step, now = row["step"], time.perf_counter()
@@ -78,8 +79,8 @@ class ProgressBar:
         return (now - then) / max(1, step - first_step) * (self._total_steps - step)
 
 
-def _state(row: Row) -> str:
-    """The objective's progress, the speed and the memory."""
+def _state(row: Row) -> list[str]:
+    """The objective's progress, the speed and the memory, the most important first."""
     loss = "- (no targets)" if row.get("target_tokens") == 0 else number(row["loss"])
     if "completion_length" in row:  # sampled completions, whose policy loss is about 0
         names = [name for name in HEADLINES if name in row and (name != "loss" or "value_loss" not in row)]
@@ -90,5 +91,4 @@ def _state(row: Row) -> str:
             shown.append(f"margin {number(margin)}")
         if (right := row.get("rewards/accuracies")) is not None:
             shown.append(f"right {right:.0%}")
-    speed, peak = f"{row['tokens_per_second']:,.0f} tok/s", gibibytes(row["peak_memory_bytes"])
-    return "  ".join([*shown, speed, f"peak {peak}"])
+    return [*shown, f"{row['tokens_per_second']:,.0f} tok/s", f"peak {gibibytes(row['peak_memory_bytes'])}"]
