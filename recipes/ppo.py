@@ -47,7 +47,7 @@ def main(cfg: Config) -> None:
     log_probs = TokenLogProbs(model, cfg)  # of sampled tokens; logits exist one chunk at a time
     value = ValueModel(cfg, model, ranks)  # predicts the reward still to come before each token
     reference = load_policy_reference(cfg, model, log_probs, ranks)  # the initial policy; None if it is not needed
-    ratios = lr_ratios(cfg.lora) | {f"value.{name}": cfg.value.lr_ratio for name, _ in value.named_parameters()}
+    ratios = lr_ratios(cfg.lora) | {"value.*": cfg.value.lr_ratio}
     optimizer = build_optimizer(nn.ModuleDict({"policy": model, "value": value}), cfg, lr_ratios=ratios, ranks=ranks)
     rollouts = ValuedRollouts(cfg, prompts, tokenizer.pad_id, ranks, shares_prompts(cfg))  # a round's completions
     run = Run(

@@ -25,7 +25,11 @@ def ls(
     """List recipes and presets, or the presets and required settings of one recipe."""
     if recipe is None:
         recipes = {**catalog.recipes(), **catalog.aliases()}
-        print_rows("Recipes", {name: catalog.summary(file) for name, file in recipes.items()})
+        summaries = {name: catalog.summary(file) for name, file in recipes.items()}
+        uses = {name: summaries.pop(name) for name in catalog.TRAIN_NOTHING if name in summaries}
+        print_rows("Recipes", summaries)
+        if uses:
+            print_rows("With a trained model", uses)
         _print_presets("Presets", catalog.presets())
         return
     file = catalog.find_recipe(recipe)
@@ -57,7 +61,7 @@ def _print_presets(title: str, presets: Mapping[str, Path]) -> None:
         print_rows(title, {})
         return
     stdout().print(Text(title, style="bold"))
-    columns = ("  preset", "recipe", ">parameters", ">card", ">peak", "")
+    columns = ("  preset", "recipe", ">parameters", ">card", ">planned peak", "")
     shown = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
     print_table(columns[:shown], [row[:shown] for row in rows])
     stdout().print()

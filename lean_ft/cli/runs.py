@@ -1,6 +1,7 @@
 """`leanft runs`: print a table of runs."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,8 @@ import typer
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import print_table, stdout
 
-_NARROW_COLUMNS = 100  # narrower terminals omit speed and memory
-_SHOWN_CHARACTERS = 40  # of a setting's value
+_PIPE_COLUMNS = 100  # width of a table that goes to a pipe or a file
+_RUN_CHARACTERS, _SETTING_CHARACTERS = 40, 24  # of a run's name (its end) and of a setting's value (its start)
 
 
 def runs(
@@ -20,9 +21,10 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with all digits.")] = False,
     debug: Debug = False,
 ) -> None:
-    """List runs: settings that differ between them, steps, losses, peak memory and speed.
+    """List runs: settings that differ between them, steps, losses or rewards, peak memory and speed.
 
-    Runs under way are included. `leanft plot RUN...` draws their curves.
+    Columns that fit are printed, settings with the most values first. Runs under way are included. `leanft plot RUN...` draws
+    their curves.
     """
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}. Pass the folder that holds your runs: leanft runs DIR.")
@@ -43,14 +45,36 @@ def runs(
     if not found:
         typer.echo(f"no runs in {folder}")
         return
-    rows = []
-    for run in found:
-        results = run.results_as_text()
-        del results["tokens"]
-        settings = [f"{key}={as_text(run.settings[key])[:_SHOWN_CHARACTERS]}" for key in keys if key in run.settings]
-        rows.append([run.name, *results.values(), " ".join(settings)])
-    columns = ("run", ">steps", ">loss", ">held-out", ">lowest", ">tokens/s", ">peak", "settings")
-    shown = [
-        i for i, name in enumerate(columns) if stdout().width >= _NARROW_COLUMNS or name not in (">tokens/s", ">peak")
+    console = stdout()
+    width = console.width if console.is_terminal else _PIPE_COLUMNS
+    results = [run.results_as_text() for run in found]
+    settings = {key: [_cut(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in found] for key in keys}
+    columns = {"run": [_cut(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in found], **settings}
+    columns |= {f">{name}": [result[name] for result in results] for name in results[0]}
+    most_values = sorted(settings, key=lambda key: -len(set(settings[key])))
+    by_importance = [
+        "run",
+        ">steps",
+        ">result",
+        ">held-out",
+        *most_values[:2],
+        ">best",
+        ">peak",
+        ">tokens/s",
+        *most_values[2:],
     ]
-    print_table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    shown, left = set(), width
+    for name in by_importance:
+        needed = 2 + max(map(len, [name.removeprefix(">"), *columns[name]]))
+        if needed <= left:
+            shown, left = {*shown, name}, left - needed
+    order = [name for name in columns if name in shown]
+    print_table(order, list(zip(*(columns[name] for name in order), strict=True)))
+    if left_out := [name.removeprefix(">") for name in columns if name not in shown]:
+        names = ", ".join(left_out[:5]) + f" and {len(left_out) - 5} more" * (len(left_out) > 5)
+        note = f"not shown, to fit {width} characters: {names}. For all columns, run leanft runs {folder} --json"
+        typer.echo(textwrap.fill(note, width), err=True)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

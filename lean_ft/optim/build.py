@@ -22,6 +22,7 @@ from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
 from lean_ft.settings.optimizer import BITSANDBYTES_RULES, MATRIX_RULES
 from lean_ft.system.environment import bitsandbytes_problem
+from lean_ft.system.parameter_names import matched_parameters
 from lean_ft.system.shapes_only import device_type
 from lean_ft.system.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
 
@@ -40,8 +41,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of a recipe's settings over the parameters of `model` that require gradients.
 
-    `lr_ratios` multiplies the learning rates of parameters whose names end in its keys. Raises ValueError for settings
-    that contradict each other, the model, or its sharding over `ranks`.
+    `lr_ratios` are factors of the learning rate by patterns of names, besides those of `optimizer.lr_ratios`. A parameter
+    that several patterns match gets the product. Raises ValueError for settings that contradict each other, the model, or
+    its sharding over `ranks`.
     """
     cfg, loss_scaling = recipe_cfg.optimizer, recipe_cfg.model.dtype == "float16"
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -69,12 +71,24 @@ def build_optimizer(
         rule,
         in_backward=cfg.in_backward,
         by_layer=recipe_cfg.compile and on_gpu,
-        lr_ratios=lr_ratios,
+        lr_ratios=_ratios_by_name([name for name, _ in trainable], lr_ratios, cfg.lr_ratios),
         loss_scaling=loss_scaling,
         streamed=stream_state(trainable[0][1].device) if cfg.state == "streamed" and trainable else None,
         notes=[PAGED_WITHOUT_CUDA] if paged and not on_gpu else [],
         ranks=ranks,
     )
+
+
+def _ratios_by_name(
+    names: list[str], of_recipe: Mapping[str, float], of_settings: Mapping[str, float]
+) -> dict[str, float]:
+    """The product of the ratios of all patterns that match a parameter. A pattern of the settings must match one."""
+    ratios = dict.fromkeys(names, 1.0)
+    for patterns, setting in ((of_recipe, None), (of_settings, "optimizer.lr_ratios")):
+        for pattern, ratio in patterns.items():
+            for name in matched_parameters(names, pattern, setting):
+                ratios[name] *= ratio
+    return ratios
 
 
 def _refuse_what_cannot_be_cut(

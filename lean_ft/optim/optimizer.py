@@ -44,7 +44,7 @@ class Optimizer:
     """Updates named parameters by a rule; with `in_backward`, from hooks during backward.
 
     `rule` is one rule for all parameters, or a function from a parameter to its rule. Frozen parameters are left out, and
-    a tied parameter counts once. `lr_ratios` multiplies a parameter's learning rate, by the end of its name.
+    a tied parameter counts once. `lr_ratios` multiplies learning rates, by the names of parameters.
     `loss_scaling` enables `scaler` for float16. With `streamed`, the state is in host memory. `notes` lists adjustments
     for the device.
 
@@ -87,10 +87,9 @@ class Optimizer:
         self._states: list[ParameterState] = []
         for index, (param, name) in enumerate(trainable.items()):
             own_rule = rule if isinstance(rule, Rule) else rule(param)
-            ratio = next((ratio for end, ratio in lr_ratios.items() if name.endswith(end)), 1.0)
             tensors = own_rule.init_state(local(param))
             tensors = streamed.init_state(tensors) if streamed else tensors
-            self._states.append(ParameterState(name, param, index, own_rule, ratio, tensors, ranks))
+            self._states.append(ParameterState(name, param, index, own_rule, lr_ratios.get(name, 1.0), tensors, ranks))
         self._device = self._states[0].param.device
         self.rules = list(dict.fromkeys(state.rule for state in self._states))
         self._updates_now = False  # whether hooks update in the next backward

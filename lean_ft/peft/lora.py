@@ -178,7 +178,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
     """LoRA+ (Hayou et al. 2024, https://arxiv.org/abs/2402.12354): `lr_ratios` for `build_optimizer`."""
-    return {} if cfg is None or cfg.lr_ratio == 1.0 else {".lora_B": cfg.lr_ratio}
+    return {} if cfg is None or cfg.lr_ratio == 1.0 else {"lora_B": cfg.lr_ratio}
 
 
 def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:

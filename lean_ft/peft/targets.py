@@ -1,7 +1,6 @@
 """Select the layers that get an adapter, by patterns of their names."""
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.system.parameter_names import matches_name
 from lean_ft.system.spelling import did_you_mean
 
 ALL_LINEAR = "all-linear"
@@ -91,11 +91,6 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
         is_layer = name.startswith("model.layers.") and not name.endswith((".mamba.out_proj", ".router.proj"))
         return is_layer and isinstance(module, nn.Linear | NF4Linear | Experts)
     return matches_name(name, pattern)
-
-
-def matches_name(name: str, pattern: str) -> bool:
-    """Whether a pattern equals the name, its last parts, or matches it with wildcards."""
-    return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 
 def _nothing_matched(pattern: str, modules: dict[str, nn.Module]) -> str:

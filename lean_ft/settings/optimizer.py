@@ -1,10 +1,13 @@
 """Settings of the optimizer and the learning rate schedule."""
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from lean_ft.settings.base import Fraction, Settings
+from lean_ft.settings.base import Fraction, OwnFunction, Settings
+from lean_ft.system.user_functions import check_function, is_function_path, load_function
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # rules that keep AdamW's second moment for every tensor
@@ -40,6 +43,11 @@ class OptimizerConfig(Settings):
         "copied to the GPU and back around each parameter's update.",
     )
     lr: NonNegativeFloat = Field(2e-5, description="Peak learning rate.")
+    lr_ratios: dict[str, PositiveFloat] = Field(
+        default_factory=dict,
+        description="Factors of the learning rate by parameters, named as in `freeze`: {embed_tokens: 0.1, lora_B: 16}. A "
+        "parameter that several names match gets the product, also with lora.lr_ratio and value.lr_ratio.",
+    )
     betas: tuple[Fraction, Fraction] = Field(
         (0.9, 0.999),
         description="AdamW: decay rates of the two moments. Rules that leave some parameters to AdamW use them too.",
@@ -70,8 +78,13 @@ class OptimizerConfig(Settings):
 class ScheduleConfig(Settings):
     """The learning rate schedule."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="Shape of the schedule after the warm-up."
+    name: Annotated[Literal["constant", "linear", "cosine", "wsd"] | OwnFunction, AfterValidator(check_function)] = (
+        Field(
+            "cosine",
+            description="Shape of the schedule after the warm-up. `wsd` (warm-up, stable, decay) is constant and falls at the "
+            "end. Your own function `my_schedule.py:fn`, called as fn(step, total_steps) with steps from 0, returns the factor "
+            "of optimizer.lr, warm-up included.",
+        )
     )
     warmup_steps: NonNegativeInt = Field(
         0, description="Optimizer steps of linear warm-up. The first step has learning rate 0."
@@ -82,6 +95,24 @@ class ScheduleConfig(Settings):
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.0, description="Final learning rate as a fraction of the peak."
     )
+    decay: NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.1, description="wsd: length of the decay at the end, in optimizer steps or as a fraction of the run's (0.2)."
+    )
+    decay_shape: Literal["1-sqrt", "linear", "cosine"] = Field("1-sqrt", description="wsd: shape of the decay.")
+
+    @cached_property
+    def function(self) -> Callable[[int, int], Any]:
+        """The user's function that `name` names. It stays the same for the whole run, also if its file is edited."""
+        return load_function(self.name)
+
+    @model_validator(mode="after")
+    def _uses_what_is_set(self) -> "ScheduleConfig":
+        unused = () if self.name == "wsd" else ("decay", "decay_shape")
+        unused += ("warmup_steps", "warmup_ratio", "min_lr_ratio") if is_function_path(self.name) else ()
+        for name in unused:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value} has no effect with schedule.name={self.name}. Remove {name}.")
+        return self
 
     @model_validator(mode="after")
     def _has_one_warmup(self) -> "ScheduleConfig":

@@ -36,7 +36,7 @@ from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 
 DEFAULT_OUTPUT_DIR = Path("runs/<model>_<recipe>")
-LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # name -> module
+LOGGER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")}  # name -> module
 
 
 def _have_their_packages(names: list[str]) -> list[str]:
@@ -50,19 +50,20 @@ class LogConfig(Settings):
     """Loggers of the run, in addition to metrics.jsonl."""
 
     to: Annotated[
-        list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow"]], AfterValidator(_have_their_packages)
+        list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "trackio", "swanlab"]],
+        AfterValidator(_have_their_packages),
     ] = Field(
         default=["jsonl"],
         description="Loggers beside metrics.jsonl. `csv` writes metrics.csv and `tensorboard` writes event files, both "
-        "into output_dir. `wandb` and `mlflow` are services, or folders in output_dir with log.offline. A "
-        "resumed run continues the same record.",
+        "into output_dir. `wandb`, `mlflow`, `trackio` and `swanlab` are services, or folders in output_dir with "
+        "log.offline. A resumed run continues the same record.",
     )
-    project: str = Field(default="lean_ft", description="Project name in wandb, experiment name in mlflow.")
-    name: str | None = Field(
-        default=None, description="Run name in wandb and mlflow. null: the last part of output_dir."
+    project: str = Field(
+        default="lean_ft", description="Project name in wandb, trackio and swanlab, experiment name in mlflow."
     )
+    name: str | None = Field(default=None, description="Run name in these services. null: the last part of output_dir.")
     offline: bool = Field(
-        default=False, description="Write wandb's and mlflow's files into output_dir and use no network."
+        default=False, description="Write the files of these services into output_dir and use no network."
     )
 
 

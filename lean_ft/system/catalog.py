@@ -33,6 +33,8 @@ _ALIASES: dict[str, tuple[str, str | None]] = {
     "lora_dpo_distributed": ("dpo", "lora"),
 }
 
+TRAIN_NOTHING = ("chat", "evaluate", "generate", "quantize")  # recipes that use a trained model
+
 Found = TypeVar("Found")
 
 

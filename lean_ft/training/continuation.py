@@ -64,6 +64,7 @@ LOGGED = {
     "device",
     "clip_grad_norm",
     "optimizer.lr",
+    "optimizer.lr_ratios",
     "lora.lr_ratio",
     "data.validation_source",
     "neftune_alpha",

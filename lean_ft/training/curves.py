@@ -1,26 +1,26 @@
 """Curves of runs, drawn by matplotlib, the `plots` extra; and the results and settings of runs, for tables.
 
-There is a panel for each metric in metrics.jsonl: loss, held-out loss, the objective's own metrics (`rewards/margins`), learning
-rate, memory, speed.
+There is a panel for each metric in metrics.jsonl, with its held-out values: the objective's progress first (rewards, or the
+loss), then its other metrics, learning rate, memory and speed. A metric with a single value becomes a line of text.
 """
 
 import io
-import math
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.loggers import as_text, is_number
-from lean_ft.training.metrics import Row, has_diverged, parse_line
+from lean_ft.training.metrics import HEADLINES, Row, has_diverged, parse_line
 from lean_ft.training.run_directory import METRICS_FILE, RUN_FILE, read_starts
 
-# Name in metrics.jsonl -> title of its panel. Other numbers come between these two groups.
-_FIRST = {"loss": "loss", "eval_loss": "held-out loss"}
+# Name in metrics.jsonl -> title of its panel. The objective's headlines come first, other numbers before these.
 _LAST = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -29,15 +29,17 @@ _LAST = {
 }
 _COUNTS = {"step", "epoch", "tokens", "target_tokens", "target_tokens_per_second", "step_seconds", "skipped"}
 _COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes"}
-_SMOOTHED_POINTS = 40  # a panel with a longer curve shows pale curves with running means on top
-_WINDOWS = 20  # the longest run has so many windows of the running mean; all runs have the same window
+_SMOOTHED_POINTS = 40  # a panel with a longer curve shows pale curves with means on top
+_SIDE = 1 / 40  # of the longest run: a mean is over the steps that are at most so far away, in all runs
+_MOST_MEANS = 500  # points of a bold curve
 _EXACT = ("lr", "memory")  # not smoothed
-_COLUMNS = 2  # of panels
+_COLUMNS = 3  # of panels
+_HELD_OUT: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 5, "markerfacecolor": "white"}
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A run's name, its lines of metrics.jsonl, and the settings of its last start."""
+    """A run's name, its lines of metrics.jsonl, and the recipe and settings of its last start."""
 
     name: str
     rows: list[Row]
@@ -52,35 +54,47 @@ class Curves:
         return [step for step, _ in found], [value for _, value in found]
 
     def results(self) -> dict[str, Any]:
-        """Steps, losses, tokens, mean speed and peak memory; None if not measured."""
+        """Steps, losses, rewards, tokens, mean speed and peak memory; None if not measured."""
         steps = [row for row in self.rows if is_number(row.get("tokens"))]
         seconds = sum(row.get("step_seconds") or 0.0 for row in steps)
         tokens = sum(row["tokens"] for row in steps)
         losses, held_out = self.points("loss")[1], self.points("eval_loss")[1]
+        rewards, held_out_rewards = self.points("reward")[1], self.points("eval_reward")[1]
         return {
             "steps": max((row["step"] for row in self.rows), default=0),
             "loss": losses[-1] if losses else None,
-            "diverged": not self.points("reward")[0] and bool(losses) and has_diverged(losses[0], losses),
+            "diverged": not rewards and bool(losses) and has_diverged(losses[0], losses),
             "eval_loss": held_out[-1] if held_out else None,
             "lowest_eval_loss": min(held_out, default=None),
+            "reward": rewards[-1] if rewards else None,
+            "eval_reward": held_out_rewards[-1] if held_out_rewards else None,
+            "highest_eval_reward": max(held_out_rewards, default=None),
             "tokens": tokens,
             "tokens_per_second": tokens / seconds if seconds else None,
             "peak_memory_bytes": max((row.get("peak_memory_bytes") or 0 for row in steps), default=0) or None,
         }
 
     def results_as_text(self) -> dict[str, str]:
-        """`results` as text for a table."""
-        written = {"steps": "{:,}", "tokens": "{:,}", "tokens_per_second": "{:,.0f}"}
-
-        def text(name: str, value: Any) -> str:
-            if name in written:
-                return written[name].format(value)
-            return gibibytes(value) if name == "peak_memory_bytes" else number(value)
-
-        results = self.results()
-        diverged = " diverged" if results.pop("diverged") else ""
-        shown = {name: "-" if value is None else text(name, value) for name, value in results.items()}
-        return {**shown, "loss": shown["loss"] + diverged}
+        """`results` by column of a table: the reward of a run that has rewards, and the loss of other runs."""
+        found = self.results()
+        is_online = found["reward"] is not None
+        names = (
+            ("reward", "eval_reward", "highest_eval_reward") if is_online else ("loss", "eval_loss", "lowest_eval_loss")
+        )
+        last, held_out, best = ("-" if found[name] is None else number(found[name]) for name in names)
+        kind, speed, peak = (
+            f"{names[0]} " if last != "-" else "",
+            found["tokens_per_second"],
+            found["peak_memory_bytes"],
+        )
+        return {
+            "steps": f"{found['steps']:,}",
+            "result": f"{kind}{last}{' diverged' if found['diverged'] else ''}",
+            "held-out": held_out,
+            "best": best,
+            "peak": "-" if peak is None else gibibytes(peak),
+            "tokens/s": "-" if speed is None else f"{speed:,.0f}",
+        }
 
 
 def read_curves(runs: Sequence[Path]) -> list[Curves]:
@@ -113,7 +127,8 @@ def _read_run(folder: Path, name: str) -> Curves:
     lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     rows = [row for row in map(parse_line, lines) if row is not None]
     starts = read_starts(folder)
-    return Curves(name, rows, starts[-1]["settings"] if starts else {})
+    recipe = {"recipe": starts[-1]["recipe"]} if starts and "recipe" in starts[-1] else {}
+    return Curves(name, rows, recipe | starts[-1]["settings"] if starts else {})
 
 
 def find_runs(folder: Path) -> list[Curves]:
@@ -168,63 +183,90 @@ def draw_curves(runs: Sequence[Path], picture: Path) -> None:
 def _figure(curves: list[Curves]) -> Any:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise ValueError("pictures need matplotlib. Run pip install 'lean-ft[plots]'.") from None
 
-    metrics = _metrics(curves)
-    num_rows = -(-len(metrics) // _COLUMNS)
-    window = max(run.rows[-1]["step"] for run in curves) / _WINDOWS
-    has_means = False
-    figure = Figure(figsize=(5.5 * _COLUMNS, 2.9 * num_rows + 0.4 * len(curves)), layout="constrained")
-    for place, (metric, title) in enumerate(metrics.items(), start=1):
+    metrics, side = _metrics(curves), max(3, round(_SIDE * max(run.rows[-1]["step"] for run in curves)))
+    lines = {name: line for name in metrics if (line := _as_text(curves, name, metrics[name])) is not None}
+    panels = [name for name in metrics if name not in lines]
+    num_rows = -(-len(panels) // _COLUMNS)
+    height = 2.7 * num_rows + 0.2 * (len(curves) + len(lines)) + 0.6
+    figure = Figure(figsize=(4.4 * _COLUMNS, height), layout="constrained")
+    legend = [Line2D([], [], color=f"C{i % 10}", label=run.name) for i, run in enumerate(curves)]
+    has_means = has_held_out = False
+    for place, metric in enumerate(panels, start=1):
         axes = figure.add_subplot(num_rows, _COLUMNS, place, sharex=figure.axes[0] if figure.axes else None)
-        axes.set_title(title, fontsize="medium", loc="left")
+        axes.set_title(metrics[metric], fontsize="medium", loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         most_points = max(len(run.points(metric)[0]) for run in curves)
         is_smoothed = most_points > _SMOOTHED_POINTS and metric not in _EXACT
         has_means |= is_smoothed
-        for number_of_run, run in enumerate(curves):
+        for i, run in enumerate(curves):
             steps, values = run.points(metric)
-            color, label = f"C{number_of_run % 10}", run.name
+            color = f"C{i % 10}"
             if is_smoothed:
                 axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-                values = _smoothed(steps, values, window)
+                steps, values = _smoothed(steps, values, side)
             marker = "o" if len(values) <= 12 else None
-            axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker=marker, markersize=3)
+            axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, markersize=3)
+            held_out = run.points(f"eval_{metric}")
+            has_held_out |= bool(held_out[0])
+            axes.plot(*held_out, color=color, **_HELD_OUT)
         if metric in ("memory", "tokens_per_second"):
             axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
-        if place > len(metrics) - _COLUMNS:
+        if place > len(panels) - _COLUMNS:
             axes.set_xlabel("optimizer step")
-    figure.axes[0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    means = f"pale: every step; bold: running mean over about {window:.0f} steps, the same for all runs"
+    if figure.axes:
+        figure.axes[0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    if has_held_out:
+        legend.append(Line2D([], [], color="gray", label="held-out", **_HELD_OUT))
+    means = f"pale: every step; bold: mean of the {2 * side + 1} steps around each, of fewer near the ends"
     title = means if has_means else None
-    figure.legend(handles, labels, loc="outside upper left", ncols=1, frameon=False, title=title, alignment="left")
+    figure.legend(handles=legend, loc="outside upper left", frameon=False, title=title, alignment="left")
+    figure.supxlabel("\n".join(lines.values()), x=0.01, ha="left", fontsize="medium")
     return figure
 
 
 def _metrics(curves: list[Curves]) -> dict[str, str]:
-    """Metric of any run -> title of its panel, in the order of the panels."""
+    """Metric of any run -> title of its panel, in the order of the panels. A held-out metric is in the panel of its training
+    metric, unless there is none: eval_macro_f1."""
     found = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
-    own = [name for name in found if name not in _COUNTS and name not in _FIRST and name not in _LAST]
-    # A held-out metric follows its training metric: rewards/margins, eval_rewards/margins.
-    own.sort(key=lambda name: (name.removeprefix("eval_"), name.startswith("eval_")))
-    titles = {name: f"held-out {name[5:]}" if name.startswith("eval_") else name for name in own}
-    titles = {name: title.replace("_", " ") for name, title in titles.items()}
-    return {
-        name: title
-        for name, title in {**_FIRST, **titles, **_LAST}.items()
-        if any(run.points(name)[0] for run in curves)
-    }
+    found |= dict.fromkeys(["memory"] if "peak_memory_bytes" in found else [])
+    alone = [name for name in found if not (name.startswith("eval_") and name[5:] in found)]
+    known = HEADLINES | _LAST
+    order = [*HEADLINES, *sorted(set(alone) - known.keys() - _COUNTS), *_LAST]
+    titles = {name: known.get(name, name.replace("eval_", "held-out ").replace("_", " ")) for name in order}
+    return {name: title for name, title in titles.items() if name in alone}
 
 
-def _smoothed(steps: list[int], values: list[float], window: float) -> list[float]:
-    """The exponential mean over `window` steps, corrected for the start."""
-    mean, weight, before, smooth = 0.0, 0.0, steps[0] - 1 if steps else 0, []
-    for step, value in zip(steps, values, strict=True):
-        keep, before = math.exp(-(step - before) / window), step
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        smooth.append(mean / weight)
-    return smooth
+def _as_text(curves: list[Curves], metric: str, title: str) -> str | None:
+    """A line instead of a panel, for a metric that has one value, or equal ones, in each run."""
+    found = []
+    for run in curves:
+        for name, kind in ((metric, ""), (f"eval_{metric}", "held-out ")):
+            steps, values = run.points(name)
+            if len(set(values)) > 1:
+                return None
+            place = f" in {run.name}" if len(curves) > 1 else ""
+            when = f"at step {steps[0]:,}" if len(steps) == 1 else "throughout"
+            found += [f"{kind}{number(values[0])} {when}{place}"] if values else []
+    return f"{title}: {', '.join(found)}"
+
+
+def _smoothed(steps: list[int], values: list[float], side: int) -> tuple[list[int], list[float]]:
+    """Centered means: of a point and as many points before as after it, at most `side` steps away.
+
+    So the curve does not lag. It leaves out points that have less than half of the neighbors, where it would follow the
+    noise: at the ends and next to gaps. A long curve has means at some of its points.
+    """
+    reaches = [
+        min(i - bisect_left(steps, step - side), bisect_right(steps, step + side) - 1 - i)
+        for i, step in enumerate(steps)
+    ]
+    least = max(reaches, default=0) / 2
+    places = [i for i, reach in enumerate(reaches) if reach >= least]
+    places = places[:: max(1, len(places) // _MOST_MEANS)]
+    return [steps[i] for i in places], [fmean(values[i - reaches[i] : i + reaches[i] + 1]) for i in places]

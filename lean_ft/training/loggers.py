@@ -1,15 +1,17 @@
-"""Metrics loggers besides metrics.jsonl: a CSV file, TensorBoard, Weights & Biases, MLflow.
+"""Metrics loggers besides metrics.jsonl: a CSV file, TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab.
 
 Each logger gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the run's settings. All
 but CSV also get the samples of online runs. All that a logger gets is redacted here, and no logger records the command. A resumed run continues the same record: the service's id of the run is kept in
 `loggers.json` of the run directory. A logger that fails during the run (a lost network) is disabled with one log line; the
-metrics that it misses are in metrics.jsonl. The packages come with the extras `tensorboard`, `wandb` and `mlflow`.
+metrics that it misses are in metrics.jsonl. The packages come with the extras `tensorboard`, `wandb`, `mlflow`, `trackio` and
+`swanlab`.
 """
 
 import csv
 import importlib
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from lean_ft.settings import LogConfig
 from lean_ft.system.log import say
@@ -27,7 +30,10 @@ from lean_ft.training.checkpoint import write_json
 T = TypeVar("T")
 Row = dict[str, Any]
 CONNECT_SECONDS, CLOSE_SECONDS = 10, 60  # time limits for a service to answer, and to take the last data
-_SERVICES = {"wandb": "wandb", "mlflow": "mlflow.tracking"}  # service -> module
+# service -> module
+_SERVICES = {"wandb": "wandb", "mlflow": "mlflow.tracking", "trackio": "trackio", "swanlab": "swanlab"}
+# service -> variables, one of which sends the metrics to a server; without them the service writes to the disk
+_SERVERS = {"mlflow": ("MLFLOW_TRACKING_URI",), "trackio": ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")}
 RECORDS_FILE = "loggers.json"  # service -> its id of this run
 MLFLOW_FILE = "mlflow.db"
 
@@ -95,7 +101,9 @@ class Loggers:
     def _is_local(self, name: str) -> bool:
         """Whether a logger only writes to the disk."""
         return (
-            self._offline or name not in _SERVICES or (name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"))
+            self._offline
+            or name not in _SERVICES
+            or (name in _SERVERS and not any(map(os.environ.get, _SERVERS[name])))
         )
 
     def _in_time(self, name: str, call: Callable[[], T], seconds: int) -> T:
@@ -247,11 +255,90 @@ class _MLflow(_Logger):
         self._client.set_terminated(self._id, status="FINISHED" if done else "KILLED")
 
 
+class _Trackio(_Logger):
+    """A Trackio run: on the server that a variable names, or in Trackio's folder; with log.offline in the run directory.
+
+    Trackio's threads write the lines. A step that is repeated after a resume is there twice.
+    """
+
+    def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
+        from huggingface_hub import constants
+
+        where = (directory / "trackio").absolute()
+        known = _records(directory).get("trackio") if start_step else None
+        # Offline, it is opened without the server's name, and does not ask the hub for the user's name.
+        is_offline = cfg.offline or constants.HF_HUB_OFFLINE
+        with patch.dict(os.environ), patch.object(constants, "HF_HUB_OFFLINE", is_offline):
+            if cfg.offline:
+                os.environ["TRACKIO_DIR"] = str(where)  # read once, when Trackio is imported
+                for name in _SERVERS["trackio"]:
+                    os.environ.pop(name, None)
+            trackio = importlib.import_module("trackio")
+            if cfg.offline and Path(trackio.utils.TRACKIO_DIR) != where:
+                raise ValueError(
+                    f"Trackio has one folder per process, and it is {trackio.utils.TRACKIO_DIR}. Start this run in a new "
+                    "process, or set log.offline=false."
+                )
+            quiet = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
+            resume = "allow" if known else "never"
+            self._run = trackio.init(cfg.project, cfg.name, config=settings, resume=resume, **quiet)
+        self._run.id = known or self._run.id  # Trackio resumes the newest run of this name
+        _keep_record(directory, "trackio", self._run.id)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._run.log(_numbers(row), step=row["step"])
+
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
+        trackio = importlib.import_module("trackio")
+        self._run.log({"samples": trackio.Table(data=[_flat(row) for row in rows])}, step=step)
+
+    def close(self, done: bool) -> None:
+        self._run.finish()
+
+
+class _SwanLab(_Trackio):
+    """A SwanLab run, resumed under the same id. It gets no command, environment, console output, packages or git remote.
+
+    With log.offline, each start writes a folder below `swanlab/` of the run directory, with the same id of the run. SwanLab
+    writes the last lines when the run ends; if it is killed, only metrics.jsonl has them.
+    """
+
+    def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
+        swanlab = importlib.import_module("swanlab")
+        known = _records(directory).get("swanlab") if start_step else None
+        nothing = dict.fromkeys(("hardware", "runtime", "requirements", "git", "swanlab", "monitor"), False)
+        random_state = random.getstate()  # SwanLab draws a color from Python's generator, which the run uses too
+        self._run = swanlab.init(
+            reinit=True,
+            project=cfg.project,
+            name=cfg.name,
+            id=known,
+            resume="allow" if known else None,
+            log_dir=str(directory / "swanlab"),
+            config=settings,
+            mode="offline" if cfg.offline else None,
+            settings=swanlab.Settings(interactive=False, probe=nothing, terminal={"proxy_type": "none"}),
+        )
+        random.setstate(random_state)
+        _keep_record(directory, "swanlab", self._run.id)
+
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
+        swanlab = importlib.import_module("swanlab")
+        texts = ["\n".join(f"{name}: {value}" for name, value in _flat(row).items()) for row in rows]
+        self._run.log({"samples": [swanlab.Text(text) for text in texts]}, step=step)
+
+    def close(self, done: bool) -> None:
+        self._run.finish(state="success" if done else "aborted")
+
+
 _OPENED: dict[str, Callable[[LogConfig, Path, dict[str, str], int], _Logger]] = {
     "csv": _Csv,
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
     "mlflow": _MLflow,
+    "trackio": _Trackio,
+    "swanlab": _SwanLab,
 }
 
 

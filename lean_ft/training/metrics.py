@@ -26,6 +26,17 @@ from lean_ft.training.loggers import Loggers
 from lean_ft.training.process_memory import own_rss_bytes, peak_memory_bytes, rss_bytes
 
 Row = dict[str, Any]
+# Metrics that show an objective's progress -> short name, in the order of the summary and the plot.
+HEADLINES = {
+    "reward": "reward",
+    "reward_std": "reward std",
+    "completion_length": "length",
+    "kl": "kl",
+    "rewards/accuracies": "right pairs",
+    "rewards/margins": "margin",
+    "value_loss": "value loss",
+    "loss": "loss",
+}
 DIVERGED_STEPS = 10  # last steps, whose median loss is compared with the first loss
 DIVERGED_RATIO = 1.5
 SETTLED_STEPS = 10  # after so many steps nothing happens for the first time, and a run's memory should stop growing

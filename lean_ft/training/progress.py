@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lean_ft.system.log import console, say
 from lean_ft.system.units import duration, gibibytes, number
-from lean_ft.training.metrics import Row
+from lean_ft.training.metrics import HEADLINES, Row
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class ProgressBar:
 
     def __enter__(self) -> "ProgressBar":
         if console.is_terminal:
-            columns = (BarColumn(bar_width=12), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))  # within 80
+            columns = (BarColumn(bar_width=12), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
             self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
             self._bar.add_task("", total=self._total_steps, completed=self._start_step, state="first step ...")
             self._bar.start()
@@ -57,29 +57,38 @@ class ProgressBar:
 
     def update(self, row: Row) -> None:
         """Show the newest metrics line."""
-        step, state = row["step"], self._state(row)
+        step, left, state = row["step"], f"{duration(self._seconds_left(row))} left", _state(row)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, state=state, refresh=True)
+            fields = [left, *state]
+            room = console.width - 15 - 2 * len(str(self._total_steps))  # beside the bar and the steps
+            while len("  ".join(fields)) > room and len(fields) > 1:
+                fields.pop()
+            self._bar.update(self._bar.task_ids[0], completed=step, state="  ".join(fields), refresh=True)
             return
         now = time.perf_counter()
         if now - self._last_line >= PLAIN_LINE_SECONDS or step == self._total_steps:
             self._last_line = now
             place = f"{step}/{self._total_steps}  epoch {row['epoch']:.2f}  lr {row['lr']:.2e}"
-            say("step", f"{place}  {state}")
+            say("step", "  ".join([place, *state, left]))
 
-    def _state(self, row: Row) -> str:
+    def _seconds_left(self, row: Row) -> float:
         step, now = row["step"], time.perf_counter()
         first_step, then = self._since
-        left = (now - then) / max(1, step - first_step) * (self._total_steps - step)
         if first_step == self._start_step:
             self._since = (step, now)
-        loss = "- (no targets)" if row.get("target_tokens") == 0 else number(row["loss"])
-        reward = f"reward {number(row['reward'])}  " if "reward" in row else ""
+        return (now - then) / max(1, step - first_step) * (self._total_steps - step)
+
+
+def _state(row: Row) -> list[str]:
+    """The objective's progress, the speed and the memory, the most important first."""
+    loss = "- (no targets)" if row.get("target_tokens") == 0 else number(row["loss"])
+    if "completion_length" in row:  # sampled completions, whose policy loss is about 0
+        names = [name for name in HEADLINES if name in row and (name != "loss" or "value_loss" not in row)]
+        shown = [f"{HEADLINES[name]} {loss if name == 'loss' else number(row[name])}" for name in names]
+    else:
+        shown = [f"loss {loss}"]
         if (margin := row.get("rewards/margins")) is not None:
-            loss += f"  margin {number(margin)}"
+            shown.append(f"margin {number(margin)}")
         if (right := row.get("rewards/accuracies")) is not None:
-            loss += f"  right {right:.0%}"
-        return (
-            f"{reward}loss {loss}  {row['tokens_per_second']:,.0f} tok/s  "
-            f"peak {gibibytes(row['peak_memory_bytes'])}  {duration(left)} left"
-        )
+            shown.append(f"right {right:.0%}")
+    return [*shown, f"{row['tokens_per_second']:,.0f} tok/s", f"peak {gibibytes(row['peak_memory_bytes'])}"]

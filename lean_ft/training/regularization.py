@@ -7,8 +7,7 @@ Shapes: B batch, T tokens of a row, D hidden size.
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
-from lean_ft.peft.targets import matches_name
 from lean_ft.settings import RecipeConfig
-from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.parameter_names import matched_parameters
 
 _applied: WeakSet[nn.Module] = WeakSet()
 
@@ -47,31 +45,20 @@ def check_applied(model: nn.Module, cfg: RecipeConfig) -> None:
 def freeze_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[str] = ()) -> None:
     """Freeze the trained parameters that `train` does not match (if it is given) or `freeze` matches.
 
-    A pattern is the end of the name of a parameter or of a module that holds it (`embed_tokens`, `layers.0.mlp`), also with
-    wildcards. Raises ValueError if a pattern matches no trained parameter, or no trained parameter is left.
+    `lean_ft.system.parameter_names` has the rules of patterns. Raises ValueError if a pattern matches no trained parameter,
+    or no trained parameter is left.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for setting, patterns in {"freeze": freeze, "train": train}.items():
-        for pattern in patterns:
-            if not _matched(trained, [pattern]):
-                parts = {part for name in trained for part in name.split(".") if not part.isdigit()}
-                raise ValueError(
-                    f"{setting}: {pattern!r} matches no trained parameter.{did_you_mean(pattern, parts)} Expected "
-                    f"the end of a name, or one with wildcards such as model.layers.0.*, among {', '.join(sorted(parts))}."
-                )
-    kept = _matched(trained, train or ["*"]) - _matched(trained, freeze)
+    kept = _matched(trained, train, "train") if train else set(trained)
+    kept -= _matched(trained, freeze, "freeze")
     if not kept and (freeze or train):
         raise ValueError("freeze and train leave no parameter to train. Remove a pattern from freeze.")
     for name in trained.keys() - kept:
         trained[name].requires_grad_(False)
 
 
-def _matched(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    def matches(name: str) -> bool:
-        holders = accumulate(name.split("."), "{}.{}".format)  # model, model.layers, model.layers.0 ... and itself
-        return any(matches_name(holder, pattern) for holder in holders for pattern in patterns)
-
-    return set(filter(matches, names))
+def _matched(names: Collection[str], patterns: Sequence[str], setting: str) -> set[str]:
+    return {name for pattern in patterns for name in matched_parameters(names, pattern, setting)}
 
 
 def add_embedding_noise(model: Decoder, alpha: float) -> None:

@@ -6,8 +6,8 @@ on a signal. It never calls the loop's parts: `steps()` yields, and the recipe d
 A run has the same bits whether or not it was interrupted, on the same machine with the same settings. A checkpoint holds
 weights, optimizer state, loss scale, position in the data and every random number generator. If an exception or a `break`
 leaves the loop, the complete steps are saved; in the middle of an update there is nothing to save. A run extended by a larger
-`max_steps` or `epochs` equals one that had the larger value from the start if its schedule ignores the total (`constant`).
-`linear` and `cosine` end at the total, so the learning rate of an extended run rises again, which is logged.
+`max_steps` or `epochs` equals one that had the larger value from the start if the learning rates of its steps would have
+been the same: with `constant`, and with `wsd` from a checkpoint before the decay. Otherwise the change is logged.
 
 With several ranks each has its own `Run`. Rank 0 alone writes metrics and locks the directory; all ranks write checkpoints.
 They agree once per step on what to do next: where to resume, a signal to any of them, when to save.
@@ -30,7 +30,7 @@ from lean_ft.data import Batch, Batches
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.memory.host_memory import trim_heap
 from lean_ft.models import Decoder
-from lean_ft.optim import Optimizer
+from lean_ft.optim import Optimizer, scheduled
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig
 from lean_ft.system.interrupts import StopSignals
@@ -217,6 +217,11 @@ class Run:
             if self._lacks_evaluation or self._lacks_tasks:
                 self.ranks.on_rank_zero(self._open_loggers)
             return
+        if (
+            schedule := self.cfg.group(ScheduleConfig)
+        ) is not None:  # a user's function fails now rather than in an hour
+            for step in range(self.start_step, self.total_steps):
+                scheduled(schedule, step, self.total_steps)
         needed_bytes = self._saving.needed_bytes()
 
         def record() -> None:
@@ -285,8 +290,10 @@ class Run:
         for change in changes:
             say("changed", f"{change}. The results will differ from a run that had this value from the start")
         schedule, planned = self.cfg.group(ScheduleConfig), state["total_steps"]
-        uses_total = schedule is not None and (schedule.name != "constant" or schedule.warmup_ratio > 0)
-        if schedule is not None and uses_total and planned != self.total_steps:
+        if schedule is not None and any(
+            scheduled(schedule, step, planned) != scheduled(schedule, step, self.total_steps)
+            for step in range(self.start_step if planned != self.total_steps else 0)
+        ):
             effect = f"schedule.name={schedule.name} uses the new total from now on"
             say("changed", f"total steps: {planned} then, {self.total_steps} now. {effect}")
 
@@ -466,6 +473,7 @@ class Run:
         if "eval_completion_length" in row:
             reward = row.get("eval_reward")
             text = "no held-out completion got a reward" if reward is None else f"held-out reward {number(reward)}"
+            text += f", completion length {number(row['eval_completion_length'])}"
         if (right := row.get("eval_rewards/accuracies")) is not None:
             text += f", {right:.1%} of pairs right"
         if (right := row.get("eval_accuracy")) is not None:

@@ -21,7 +21,7 @@ import safetensors
 import torch
 
 import lean_ft
-from lean_ft.settings import RecipeConfig, recipe_name
+from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
@@ -41,7 +41,12 @@ Settings = dict[str, Any]  # dotted key -> JSON value
 
 def settings_of(cfg: RecipeConfig) -> Settings:
     """All settings by dotted key, as redacted JSON values."""
-    return {key: redact_values(value) for key, value in dotted(json.loads(cfg.model_dump_json())) if value != {}}
+    settings = {key: redact_values(value) for key, value in dotted(json.loads(cfg.model_dump_json())) if value != {}}
+    if (optimizer := cfg.group(OptimizerConfig)) is None:
+        return settings
+    # One value, also if it is empty, so that a pattern that is added or removed counts as a change.
+    settings = {key: value for key, value in settings.items() if not key.startswith("optimizer.lr_ratios.")}
+    return {**settings, "optimizer.lr_ratios": redact_values(optimizer.lr_ratios)}
 
 
 def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:

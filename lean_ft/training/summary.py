@@ -12,7 +12,7 @@ from torch import nn
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import dropouts
-from lean_ft.optim import num_warmup_steps
+from lean_ft.optim import first_decay_step, num_warmup_steps
 from lean_ft.peft import NF4Linear
 from lean_ft.settings import (
     DataConfig,
@@ -27,7 +27,7 @@ from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
 from lean_ft.system.shards import whole_numel
 from lean_ft.system.units import counted, duration, gibibytes, number
-from lean_ft.training.metrics import DIVERGED_STEPS, Row, has_diverged
+from lean_ft.training.metrics import DIVERGED_STEPS, HEADLINES, Row, has_diverged
 
 if TYPE_CHECKING:
     from lean_ft.training.run import Run
@@ -81,6 +81,8 @@ def _log_optimizer(run: "Run", optimizer: OptimizerConfig) -> None:
     schedule, total_steps = run.cfg.group(ScheduleConfig), run.total_steps
     warmup_steps = 0 if schedule is None else num_warmup_steps(schedule, total_steps)
     warmup = f" after {counted(warmup_steps, 'warm-up steps')}" if warmup_steps else ""
+    if schedule is not None and schedule.name == "wsd":
+        warmup += f", constant until step {first_decay_step(schedule, total_steps):,}, then decays"
     in_backward = "; updates during backward" if optimizer.in_backward else ""
     state = f"{gibibytes(run.optimizer.state_bytes)} of state{place}"
     say("optimizer", f"{optimizer.name}; lr {optimizer.lr:g}{warmup}; {state}{in_backward}")
@@ -104,8 +106,8 @@ class Results:
         self._last_losses: deque[float] = deque(maxlen=DIVERGED_STEPS)  # finite ones
 
     def note(self, row: Row) -> None:
-        """Keep the first and the last losses and rewards. Values that are not finite are kept too, missing ones are not."""
-        for name in ("reward", "eval_reward", "loss", "eval_loss"):
+        """Keep the first and the last values of an objective. Values that are not finite are kept too, missing ones are not."""
+        for name in (*HEADLINES, *(f"eval_{name}" for name in HEADLINES)):
             if row.get(name) is not None or name in row.get("non_finite", {}):
                 self._course[name] = [*self._course.get(name, [])[:1], (row["step"], row[name])]
 
@@ -121,7 +123,7 @@ class Results:
             self._last_losses.append(row["loss"])
 
     def log(self, run: "Run", *, seconds: float, steps: int) -> None:
-        """Log a line each about skipped rows, speed, memory, time and the next commands, and the loss last."""
+        """Log a line each about skipped rows, speed, memory, time, the next commands and the objective's metrics."""
         if (left_out := run.batches.report.left_out) is not None:
             say("data", left_out)
         if self._step_seconds > 0:
@@ -141,10 +143,12 @@ class Results:
         written = {"loss": "none: no step had a trained token"}
         for name, course in self._course.items():
             written[name] = ", ".join(f"{number(value)} at step {step}" for step, value in course)
-        for name in ("reward", "loss"):
+        if "value_loss" in written:  # the loss of PPO is the value model's and a policy's, which is about 0
+            del written["loss"]
+        for name, title in HEADLINES.items():
             held_out = f"; held-out {written[f'eval_{name}']}" if f"eval_{name}" in written else ""
             if name in written:
-                say(name, written[name] + held_out)
+                say(title, written[name] + held_out)
         first_loss = self._course.get("loss", [(0, None)])[0][1]
         if has_diverged(first_loss, self._last_losses):
             say(

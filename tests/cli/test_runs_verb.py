@@ -36,10 +36,10 @@ def test_runs_are_listed_with_what_differs(folder, leanft):
     answer = leanft("runs")
     assert answer.code == 0, answer.err
     assert [line.split() for line in answer.out.splitlines()] == [
-        ["run", "steps", "loss", "held-out", "lowest", "tokens/s", "peak", "settings"],
-        ["a", "2", "2", "4", "4", "200", "2.00", "GiB", "lora=null", "optimizer.lr=0.0001"],
-        ["sweep/b", "2", "1.5", "3.5", "3.5", "200", "2.00", "GiB", "optimizer.lr=0.001"],
-        ["sweep/new", "0", "-", "-", "-", "-", "-", "optimizer.lr=0.001"],
+        ["run", "lora", "optimizer.lr", "steps", "result", "held-out", "best", "peak", "tokens/s"],
+        ["a", "null", "0.0001", "2", "loss", "2", "4", "4", "2.00", "GiB", "200"],
+        ["sweep/b", "-", "0.001", "2", "loss", "1.5", "3.5", "3.5", "2.00", "GiB", "200"],
+        ["sweep/new", "-", "0.001", "0", "-", "-", "-", "-", "-"],
     ]
     listed = json.loads(leanft("runs", "runs", "--json").out)
     assert [(run["run"], run["settings"], run["loss"]) for run in listed] == [
@@ -48,6 +48,30 @@ def test_runs_are_listed_with_what_differs(folder, leanft):
         ("sweep/new", {"optimizer.lr": 1e-3}, None),
     ]
     assert [run["run"] for run in json.loads(leanft("runs", "runs/a", "--json").out)] == ["a"]
+
+
+def test_many_runs_with_many_settings_fit_100_columns(tmp_path, monkeypatch, leanft):
+    """The settings with the most values are shown, and the others named."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        run = tmp_path / "runs" / f"a_sweep_with_a_long_name_in_2026/run_{number}"
+        run.mkdir(parents=True)
+        settings = {f"group.some_setting_{i}": "x" * 60 * (number % 2) for i in range(30)}
+        settings |= {"optimizer.lr": number / 1000, "seed": number % 3}
+        (run / "run.json").write_text(json.dumps({"starts": [{"recipe": "grpo", "settings": settings}]}))
+        row = {"step": 1, "loss": 1e-9, "reward": number / 20, "tokens": 100, "step_seconds": 0.5}
+        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"step": 1, "eval_reward": 0.5}) + "\n")
+    answer = leanft("runs")
+    head, *lines = answer.out.splitlines()
+    assert answer.code == 0 and len(lines) == 20
+    assert max(map(len, [head, *lines, *answer.err.splitlines()])) <= 100
+    assert head.split()[:6] == ["run", "optimizer.lr", "seed", "steps", "result", "held-out"]
+    assert any("/run_5 " in line and "reward 0.25 " in line for line in lines)
+    assert all(line.startswith(("a_", "…")) for line in lines)
+    said = " ".join(answer.err.split())
+    assert "group.some_setting_0" in said and "more. For all columns, run leanft runs runs --json" in said
+    listed = json.loads(leanft("runs", "--json").out)
+    assert len(listed[0]["settings"]) == 32 and listed[0]["highest_eval_reward"] == 0.5
 
 
 def test_a_folder_without_runs_says_so(folder, leanft):

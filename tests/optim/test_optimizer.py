@@ -38,6 +38,7 @@ def counting(model: nn.Module, by_layer: bool = False) -> tuple[Optimizer, Count
 
 def test_in_backward_equals_the_plain_step_bitwise(settings: dict[str, Any]) -> None:
     batches = [step[: 1 + 2 * (i % 2)] for i, step in enumerate(make_batches(len(LRS), 3))]  # 1 or 3 micro-batches
+    settings = {**settings, "lr_ratios": {"layers.1": 0.25, "norm": 3.0}}
     plain, in_backward = TinyModel(), TinyModel()
     torch.manual_seed(5)
     plain_norms = train(plain, build(plain, settings), batches, LRS)
@@ -46,6 +47,47 @@ def test_in_backward_equals_the_plain_step_bitwise(settings: dict[str, Any]) -> 
     assert same_weights(plain, in_backward)
     assert torch.equal(torch.stack(norms), torch.stack(plain_norms))
     assert not same_weights(plain, TinyModel())
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_lr_ratios_are_parameter_groups(in_backward: bool) -> None:
+    """Patterns are ends of names of parameters and modules, and wildcards; several that match are multiplied. The weights
+    equal those of one optimizer per parameter bitwise, and torch's within float32's rounding."""
+    ratios = {"layers.0": 0.5, "*.bias": 0.25, "embed": 4.0}
+    expected = {"layers.0.weight": 0.5, "layers.0.bias": 0.125, "embed.weight": 4.0}
+    expected |= dict.fromkeys(("layers.1.bias", "layers.2.bias", "norm.bias"), 0.25)
+    ours, single, theirs = (TinyModel(torch.float32) for _ in range(3))
+    optimizer = build(ours, {"weight_decay": 0.1, "lr_ratios": ratios, "in_backward": in_backward})
+    lrs = {name: 1e-2 * expected.get(name, 1.0) for name, _ in ours.named_parameters()}
+    alone = [(build(nn.ParameterList([p]), {"weight_decay": 0.1}), lrs[name]) for name, p in single.named_parameters()]
+    groups = [
+        {"params": [p], "lr": lrs[name], "weight_decay": 0.1 * (p.ndim > 1)} for name, p in theirs.named_parameters()
+    ]
+    plain = torch.optim.AdamW(groups)
+    for batch in make_batches(4):
+        train(ours, optimizer, [batch], [1e-2])
+        for model in (single, theirs):
+            loss_of(model, batch[0]).backward()
+        for one, lr in alone:
+            one.set_lr(lr)
+            one.step()
+            one.zero_grad()
+        plain.step()
+        plain.zero_grad()
+    assert same_weights(ours, single)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (mine - other).abs().max() <= 3e-7
+
+
+def test_an_lr_ratio_that_matches_nothing_trained_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"optimizer.lr_ratios: 'embd' matches no trained parameter. Did you mean 'embed'"
+    ):
+        build(TinyModel(), {"lr_ratios": {"embd": 0.1}})
+    model = TinyModel()
+    model.norm.requires_grad_(False)
+    with pytest.raises(ValueError, match="'norm' matches no trained parameter"):
+        build(model, {"lr_ratios": {"norm": 0.1}})
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -42,10 +42,11 @@ BITWISE: dict[str, tuple[Config, bool]] = {
     for rule in ("adamw", "sgd", "adamw_8bit", "adamw_4bit")
     for dtype, in_backward, tied in (("float32", False, False), ("bfloat16", True, True))
 } | {
+    "learning rates by name": (config("adamw", lr_ratios={"layers.0": 0.1, "embed_tokens": 4.0}), False),
     "8 bits, recomputed, tiled": (
         config("adamw_8bit", in_backward=True, memory={"activation_checkpointing": "full", "tile_mlp": 2}),
         False,
-    )
+    ),
 }
 # Sums over ranks are in another order than sums over rows or micro-batches.
 CLOSE: dict[str, tuple[Config, bool]] = {

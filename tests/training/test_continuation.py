@@ -60,9 +60,11 @@ def test_how_long_and_how_often_are_free(run, train, capsys):
 
 
 def test_what_moves_the_numbers_is_allowed_and_said(run, train, capsys):
-    restart(train, run, optimizer__lr=0.5, clip_grad_norm=1.0, schedule__warmup_steps=2)
+    ratios = {"optimizer__lr_ratios": "{embed_tokens: 0.1}"}
+    restart(train, run, optimizer__lr=0.5, clip_grad_norm=1.0, schedule__warmup_steps=2, **ratios)
     said = capsys.readouterr().out
-    assert all(f"changed     {name}: " in said for name in ("optimizer.lr", "clip_grad_norm", "schedule.warmup_steps"))
+    changed = ("optimizer.lr", "optimizer.lr_ratios", "clip_grad_norm", "schedule.warmup_steps")
+    assert all(f"changed     {name}: " in said for name in changed)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,16 @@ import csv
 import json
 import logging
 import os
+import sqlite3
 import struct
 import subprocess
 import sys
 import threading
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -82,7 +87,36 @@ def read_mlflow(run: Path) -> dict[int, float]:
     return {metric.step: metric.value for metric in client.get_metric_history(record.info.run_id, "loss")}
 
 
+def read_trackio(run: Path) -> dict[int, float]:
+    with sqlite3.connect(run / "trackio/lean_ft.db") as database:
+        rows = database.execute("select run_id, step, metrics from metrics order by id").fetchall()
+        ((config,),) = database.execute("select config from configs").fetchall()
+    assert json.loads(config)["optimizer.lr"] == "0.01"
+    assert len({run_id for run_id, _, _ in rows}) == 1
+    lines = [(step, json.loads(line)) for _, step, line in rows]
+    return {step: line["loss"] for step, line in lines if "loss" in line}  # a repeated step is there twice
+
+
+def read_swanlab(run: Path) -> dict[int, float]:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record  # pyright: ignore[reportMissingImports]
+    from swanlab.sdk.internal.core_python.store import DataStoreReader  # pyright: ignore[reportMissingImports]
+
+    told, ids = {}, set()
+    for file in sorted(run.glob("swanlab/run-*/*.swanlab")):
+        reader = DataStoreReader()
+        reader.open(file)
+        while (data := reader.scan()) is not None:
+            record = Record.FromString(data)
+            if record.start.id:
+                ids.add(record.start.id)
+            if record.scalar.key == "loss":
+                told[record.scalar.step] = record.scalar.value.number
+    assert len(ids) == 1
+    return told
+
+
 READERS = {"csv": read_csv, "tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow}
+READERS |= {"trackio": read_trackio, "swanlab": read_swanlab}
 MODULES = {name: name for name in READERS} | {"csv": "csv"}
 
 
@@ -90,7 +124,8 @@ MODULES = {name: name for name in READERS} | {"csv": "csv"}
     "name", [pytest.param(name, marks=pytest.mark.long) if name == "mlflow" else name for name in READERS]
 )
 def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, interrupted, tmp_path, monkeypatch):
-    pytest.importorskip(MODULES[name])
+    if find_spec(MODULES[name]) is None:  # Trackio reads its folder when it is imported
+        pytest.skip(f"{name} is not installed")
     monkeypatch.setenv("WANDB_API_KEY", TOKEN)
     settings = {"log__to": f"[{name},jsonl]", "log__offline": "true", "save_every": 2, "eval_every": 5, "epochs": 3}
     whole = train(tmp_path / "whole", epochs=3, save_every=2)
@@ -103,6 +138,66 @@ def test_a_run_cut_up_is_one_record_of_the_same_numbers(name, train, interrupted
     assert READERS[name](run) == pytest.approx(expected, rel=1e-6)
     assert digests(run / "step_00000006") == digests(whole / "step_00000006")  # loggers draw no random numbers
     assert not [file for file in run.rglob("*") if file.is_file() and TOKEN.encode() in file.read_bytes()]
+
+
+class StandIn(ModuleType):
+    """A module like trackio and swanlab: notes all calls of its functions and of its run."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.servers: list[str | None] = []  # as each run begins
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            if name == "init":
+                self.servers.append(os.environ.get("TRACKIO_SPACE_ID"))
+                return SimpleNamespace(id="made", log=self.log, finish=self.finish)
+            return (name, args, kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("name", ["trackio", "swanlab"])
+def test_a_service_gets_redacted_lines_of_one_run(name, tmp_path, monkeypatch):
+    run, standin = tmp_path / "my_run", StandIn(name)
+    run.mkdir()
+    monkeypatch.setitem(sys.modules, name, standin)
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")
+    monkeypatch.setattr(standin, "utils", SimpleNamespace(TRACKIO_DIR=str(run / "trackio")), raising=False)
+    cfg = LogConfig(to=[name], offline=True)  # type: ignore[list-item]
+    for start_step in (0, 2):
+        opened = Loggers(cfg, run, {"data.system": f"Use {TOKEN}", "optimizer.lr": 0.1}, start_step)
+        opened.write([{"step": start_step + 1, "loss": 0.5, "lr": 0.1, "text": TOKEN, "non_finite": {"x": "nan"}}])
+        opened.write_samples(start_step + 1, [{"prompt": TOKEN, "rewards": {"length": 1.0}}])
+        opened.close(done=start_step == 2)
+    first, second = (
+        {**dict(zip(("project", "name"), args, strict=False)), **more}
+        for call, args, more in standin.calls
+        if call == "init"
+    )
+    assert (first["project"], first["name"], first["config"]["optimizer.lr"]) == ("lean_ft", "my_run", "0.1")
+    assert second["resume"] == "allow" and first["resume"] != "allow"
+    lines = [(args[0], kwargs["step"]) for call, args, kwargs in standin.calls if call == "log"]
+    assert lines[0::2] == [({"loss": 0.5, "lr": 0.1}, 1), ({"loss": 0.5, "lr": 0.1}, 3)]
+    assert list(lines[1][0]) == ["samples"]
+    assert TOKEN not in repr(standin.calls)
+    assert json.loads((run / "loggers.json").read_text()) == {name: "made"}
+    if name == "swanlab":
+        assert (first["mode"], first["log_dir"], second["id"]) == ("offline", str(run / "swanlab"), "made")
+        (_, _, private), *_ = [call for call in standin.calls if call[0] == "Settings"]
+        assert not any(private["probe"].values()) and private["terminal"] == {"proxy_type": "none"}
+    else:
+        assert standin.servers == [None, None]
+        monkeypatch.setattr(standin, "utils", SimpleNamespace(TRACKIO_DIR="/elsewhere"))
+        with pytest.raises(ValueError, match="Trackio has one folder per process, and it is /elsewhere"):
+            Loggers(cfg, run, {}, 0)
+    assert os.environ["TRACKIO_SPACE_ID"] == "me/space"
 
 
 SECRETS = {

@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -53,6 +54,36 @@ def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
         for clock[0], step, left in ((20.0, 92, "1 min 20 s left"), (32.0, 94, "36 s left")):
             bar.update(row(step))  # 8 steps of 10 s; 6 steps of 6 s, without the 1st, which compiles
             assert left in file.getvalue()
+
+
+ONLINE = {"reward": 0.5, "reward_std": 0.25, "completion_length": 9.0, "kl": 0.125, "loss": 1e-9}
+
+
+@pytest.mark.parametrize(
+    ("more", "state"),
+    [
+        (ONLINE, "reward 0.5  reward std 0.25  length 9  kl 0.125  loss 1e-09  1,234 tok/s"),
+        (
+            {**ONLINE, "value_loss": 0.75},
+            "reward 0.5  reward std 0.25  length 9  kl 0.125  value loss 0.75  1,234 tok/s",
+        ),
+        ({"completion_length": 9.0, "target_tokens": 0, "loss": None}, "length 9  loss - (no targets)  1,234 tok/s"),
+        ({"rewards/margins": 0.5, "rewards/accuracies": 0.75}, "loss 1.25  margin 0.5  right 75%  1,234 tok/s"),
+    ],
+)
+def test_the_objectives_progress_comes_first_and_fits_a_terminal(more, state, screen):
+    file = screen()
+    with ProgressBar(0, 10) as bar:
+        bar.update({**row(1), **more})
+    assert f"  {state}  peak 3.00 GiB  " in file.getvalue()
+    file = screen(force_terminal=True, width=80)
+    with ProgressBar(0, 10) as bar:
+        bar.update({**row(1), **more})
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).splitlines()
+    (drawn,) = {line.strip() for line in lines if "left  " in line}
+    shown = drawn.partition("left  ")[2]
+    assert len(drawn) <= 80 and "1/10" in drawn
+    assert f"{state}  peak".startswith(f"{shown}  ") or shown == f"{state}  peak 3.00 GiB"
 
 
 def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):

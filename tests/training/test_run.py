@@ -294,6 +294,32 @@ def test_extending_a_schedule_that_ends_is_said(train, tmp_path, capsys):
     assert "6 then, 8 now. schedule.name=cosine" in capsys.readouterr().out
 
 
+def test_a_wsd_run_is_extended_exactly_from_before_its_decay(train, tmp_path, capsys):
+    """8 steps decay from step 6 on. From the checkpoint after step 4, the run to step 12 equals one of 12 steps."""
+    wsd = {"schedule__name": "wsd", "schedule__decay": 2, "schedule__warmup_steps": 2}
+    short = train(tmp_path / "short", max_steps=8, save_every=4, **wsd)
+    capsys.readouterr()
+    long = train(tmp_path / "long", max_steps=12, resume=short / "step_00000004", **wsd)
+    assert "changed" not in capsys.readouterr().out
+    whole = train(tmp_path / "whole", max_steps=12, **wsd)
+    assert digests(long / "step_00000012") == digests(whole / "step_00000012")
+    train(tmp_path / "short", max_steps=12, save_every=4, **wsd)
+    assert "8 then, 12 now. schedule.name=wsd uses the new total" in capsys.readouterr().out
+
+
+def test_a_schedule_of_ones_own_fails_before_the_first_step(train, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def fn(step, total_steps):\n    return 1 / (total_steps - 1 - step)\n")
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "run", schedule__name=f"{tmp_path / 'mine.py'}:fn")
+    assert "began step" not in capsys.readouterr().out
+    (tmp_path / "mine.py").write_text("def fn(step, total_steps):\n    return 0.5 + step\n")
+    run = train(tmp_path / "run", schedule__name=f"{tmp_path / 'mine.py'}:fn")
+    assert [row["lr"] for row in metrics(run) if "lr" in row] == pytest.approx(
+        [0.005 + 0.01 * step for step in range(12)]
+    )
+    assert "mine.py" in (run / "config.yaml").read_text().partition("hash of")[2]
+
+
 def test_metrics_are_trimmed_to_the_checkpoint(whole, train, interrupted, tmp_path):
     """If a run dies after its last checkpoint, resuming removes the lines written since."""
     run = interrupted(tmp_path / "run", 8, save_every=3)
