@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system import catalog
 from lean_ft.system.before_torch import prepare_torch
+from lean_ft.system.user_functions import as_setting, forgotten_functions
 
 
 def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Path | None:
@@ -35,8 +36,9 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
 
     prepare_torch()
     name, preset = (None if one is None else str(one) for one in (recipe, config))
-    module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
-    run_recipe(module, cfg)
+    with forgotten_functions():
+        module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
+        run_recipe(module, cfg)
     return getattr(cfg, "output_dir", None)
 
 
@@ -83,7 +85,12 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping) and value:
             yield from _overrides(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}={to_yaml(json.loads(json.dumps(value, default=str)), flow=True)}"
+            yield f"{prefix}{name}={to_yaml(json.loads(json.dumps(value, default=_plain)), flow=True)}"
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON does not have: a function, a number of numpy, a path or a dtype."""
+    return value.item() if hasattr(value, "item") else str(as_setting(value))
 
 
 def _rows(value: Any, key: str) -> Iterable[Any] | None:

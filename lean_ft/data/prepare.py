@@ -33,7 +33,7 @@ from lean_ft.data.splits import is_sliced
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataConfig, Sources
 from lean_ft.system.shapes_only import stage
-from lean_ft.system.user_functions import file_digest, is_function_path
+from lean_ft.system.user_functions import function_digest, is_function_path
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
@@ -315,7 +315,8 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
 
 
 def source_content(config: DataConfig, source: Sources, folder: Path) -> str | None:
-    """Hash of the content of the files of `source`, in order; None if a part of the source is not stored in files.
+    """Hash of the content of the files of `source`, in order; None if a part of the source is not stored in files, or is
+    converted by a function from Python that cannot be hashed.
 
     The hash includes file suffixes, which determine how CSV is read. Raises ValueError if a file does not exist.
     """
@@ -329,7 +330,9 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
         if not files:
             return None
         contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
-        form = [one.format, file_digest(one.format)] if is_function_path(one.format) else one.format
+        form = [one.format, function_digest(one.format)] if is_function_path(one.format) else one.format
+        if form == [one.format, None]:  # a function from Python whose results may change
+            return None
         parts.append([form, one.columns, part, *contents])
     return hash_of(parts)
 

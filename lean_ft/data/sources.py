@@ -15,7 +15,7 @@ from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import RowsConfig, Source, Sources
 from lean_ft.system.log import slow_calls_reported
-from lean_ft.system.user_functions import file_digest, is_function_path, line_in, load_function
+from lean_ft.system.user_functions import function_digest, is_function_path, line_of, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
 OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # sources inherit these from `data`
@@ -112,7 +112,7 @@ def _read_source(source: Source, digest: Digest | None, *, streaming: bool) -> I
         return rows
     assert source.format is not None
     if digest is not None:
-        digest.update(file_digest(source.format).encode())
+        digest.update((function_digest(source.format) or source.format).encode())
     return _converted(rows, source.format)
 
 
@@ -130,7 +130,7 @@ def _converted(rows: Iterator[Row], name: str) -> Iterator[Row]:
                 made = convert(dict(row.fields))
             except Exception as error:
                 began[0] = math.inf
-                place = line_in(Path(name.rpartition(":")[0]).expanduser().resolve(), error)
+                place = line_of(name, error)
                 yield row._replace(fields={}, problem=f"data.format: {place}: {type(error).__name__}: {error}")
                 continue
             began[0] = math.inf

@@ -105,7 +105,7 @@ def length(
 BUILT_IN: dict[str, Function] = {"exact_answer": exact_answer, "format": format_found, "length": length}
 
 
-def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
+def rewards_of(settings: Sequence[Reward | str | Function]) -> list[Reward]:
     """Each of the settings as a `Reward`. Raises ValueError if there are none."""
     if not settings:
         raise ValueError(
@@ -115,7 +115,8 @@ def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
     found = []
     for one in settings:
         is_model = isinstance(one, str) and one not in BUILT_IN and Path(one).expanduser().is_dir()
-        found.append(Reward.model_validate({"model" if is_model else "function": one}) if isinstance(one, str) else one)
+        is_whole = isinstance(one, Reward)
+        found.append(one if is_whole else Reward.model_validate({"model" if is_model else "function": one}))
     return found
 
 
@@ -134,7 +135,7 @@ class Rewards:
     run: Run | None = None
 
     def __init__(
-        self, settings: Sequence[Reward | str], tokenizer: Tokenizer, device: str = "auto", ranks: Ranks = ALONE
+        self, settings: Sequence[Reward | str | Function], tokenizer: Tokenizer, device: str = "auto", ranks: Ranks = ALONE
     ) -> None:
         """Load functions, and models onto `device`. Rank 0 judges for all `ranks`. Raises ValueError for an invalid
         reward."""
@@ -261,7 +262,10 @@ async def _settled(found: Sequence[Any]) -> list[Any]:
 
 def _taken(name: str, function: Function, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a function names, or all of them if it takes any."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        raise ValueError(f"the reward {name} has no signature, so its arguments are unknown. Wrap it in a function.") from None
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     taken = {one.name: given[one.name] for one in named if one.name in given}
     if any(one.kind is one.VAR_KEYWORD for one in parameters):  # TRL passes no prompt_ids

@@ -2,6 +2,7 @@
 
 config.yaml      the resolved settings, which `leanft run RECIPE --config` reads; facts about the run as comments
 run.json         the same facts for programs, with one entry per start of the run
+functions/       sources of the functions that were passed from Python
 metrics.jsonl    see lean_ft.training.metrics
 step_00000100/   see lean_ft.training.checkpoint
 """
@@ -27,7 +28,7 @@ from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact, redact_values
-from lean_ft.system.user_functions import file_digest, is_function_path
+from lean_ft.system.user_functions import PASSED, function_digest, is_function_path, source_of
 from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_whole
 from lean_ft.training.checkpoint import list_checkpoints, write_json
 
@@ -75,13 +76,22 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
         "git_commit": git_commit(Path.cwd()),
         "data_fingerprint": data_fingerprint,
     }
-    named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
-    for one in [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]:
-        if is_function_path(one) and (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
-            facts[f"hash of {redact(str(file))}"] = file_digest(one)
+    for one in _functions_in(cfg):
+        if one in PASSED:
+            kept = "its source is in this directory" if source_of(one) is not None else "Python does not have its source"
+            facts[one] = f"passed from Python; {kept}, and values that it captures are not recorded"
+        elif (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
+            facts[f"hash of {redact(str(file))}"] = function_digest(one)
     if device.type == "cuda":
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def _functions_in(cfg: RecipeConfig) -> list[str]:
+    """The settings of the form FILE.py:FUNCTION."""
+    named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
+    named = [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]
+    return [one for one in named if is_function_path(one)]
 
 
 def git_commit(folder: Path) -> str | None:
@@ -172,6 +182,12 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
     text = f"# The resolved settings of this run; `leanft run RECIPE --config` reads this file.\n{comments}{settings}"
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    for one in _functions_in(cfg):
+        if one in PASSED and (source := source_of(one)) is not None:
+            file = directory / one.rpartition(":")[0]
+            file.parent.mkdir(exist_ok=True)
+            with write_whole(file) as temporary:
+                temporary.write_text(redact(source), encoding="utf-8")
     starts = read_starts(directory)
     write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]})
 
