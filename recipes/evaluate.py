@@ -56,7 +56,7 @@ class Config(Settings):
     device: Device = "auto"
 
 
-def main(cfg: Config) -> None:
+def main(cfg: Config) -> dict[str, Any]:
     if not cfg.tasks and cfg.data is None:
         raise ValueError("nothing to evaluate: set tasks=[...], data.source=FILE, or both.")
     if cfg.tasks:
@@ -73,6 +73,7 @@ def main(cfg: Config) -> None:
         for task, told in results["tasks"].items():
             say(task, ", ".join(f"{name} {number(value)}" for name, value in told.items()))
     write(cfg, results)
+    return results
 
 
 def ask_file(cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -121,8 +121,8 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def run_recipe(recipe: ModuleType, cfg: BaseModel) -> None:
-    """Pin Hub models to a commit, print the expected memory, and run a recipe with its settings."""
+def run_recipe(recipe: ModuleType, cfg: BaseModel) -> Any:
+    """Pin Hub models to a commit, print the expected memory, and run a recipe with its settings. Return its result."""
     if any(repository_name(path) for path in models_of(cfg).values()):
         from lean_ft.training.continuation import hold_models_to_commits  # here, because it imports torch
 
@@ -131,9 +131,10 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> None:
         _print_expected_memory(recipe, cfg)
     try:
         with without_os_exit():
-            recipe.main(cfg)
+            result = recipe.main(cfg)
         if _is_one_of_many():
             _leave_process_group()
+        return result
     except SystemExit as error:
         if error.code or not is_shipped(recipe):
             raise

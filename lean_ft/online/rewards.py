@@ -115,8 +115,8 @@ def rewards_of(settings: Sequence[Reward | str | Function]) -> list[Reward]:
     found = []
     for one in settings:
         is_model = isinstance(one, str) and one not in BUILT_IN and Path(one).expanduser().is_dir()
-        is_whole = isinstance(one, Reward)
-        found.append(one if is_whole else Reward.model_validate({"model" if is_model else "function": one}))
+        kind = "model" if is_model else "function"
+        found.append(one if isinstance(one, Reward) else Reward.model_validate({kind: one}))
     return found
 
 
@@ -135,7 +135,7 @@ class Rewards:
     run: Run | None = None
 
     def __init__(
-        self, settings: Sequence[Reward | str | Function], tokenizer: Tokenizer, device: str = "auto", ranks: Ranks = ALONE
+        self, settings: Sequence[Reward | str], tokenizer: Tokenizer, device: str = "auto", ranks: Ranks = ALONE
     ) -> None:
         """Load functions, and models onto `device`. Rank 0 judges for all `ranks`. Raises ValueError for an invalid
         reward."""
@@ -262,10 +262,7 @@ async def _settled(found: Sequence[Any]) -> list[Any]:
 
 def _taken(name: str, function: Function, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a function names, or all of them if it takes any."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
-        raise ValueError(f"the reward {name} has no signature, so its arguments are unknown. Wrap it in a function.") from None
+    parameters = inspect.signature(function).parameters.values()
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     taken = {one.name: given[one.name] for one in named if one.name in given}
     if any(one.kind is one.VAR_KEYWORD for one in parameters):  # TRL passes no prompt_ids

@@ -2,19 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from lean_ft.settings.base import Device, PositiveShare, RegularExpression, Settings
+from lean_ft.settings.base import Device, FunctionName, PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
-from lean_ft.system.user_functions import as_setting
 
 # Settings that restrict the tokens to sample from.
 TopK = Annotated[PositiveInt | None, Field(description="Sample from this many likeliest tokens only.")]
@@ -94,13 +85,10 @@ class GenerationConfig(Settings):
         return self.top_k is not None or (self.top_p or 1.0) < 1 or self.min_p is not None
 
 
-RewardName = Annotated[str, BeforeValidator(as_setting)]
-
-
 class Reward(Settings):
     """One of several rewards: a function or a model."""
 
-    function: RewardName | None = Field(
+    function: FunctionName | None = Field(
         None,
         description="Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`.",
     )

@@ -44,11 +44,10 @@ def _is_regular_expression(pattern: str) -> str:
 RegularExpression = Annotated[str, AfterValidator(_is_regular_expression)]
 
 
-# FILE.py:FUNCTION, a user's function; or from Python the function itself. A union with this type needs
-# AfterValidator(check_function).
-OwnFunction = Annotated[
-    str, BeforeValidator(as_setting), Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})
-]
+# Text, or from Python a function, which becomes the text that stands for it.
+FunctionName = Annotated[str, BeforeValidator(as_setting)]
+# FILE.py:FUNCTION, a user's function. A union with this type needs AfterValidator(check_function).
+OwnFunction = Annotated[FunctionName, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
 
 
 class Settings(BaseModel):

@@ -26,7 +26,6 @@ from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import COMMAND_VARIABLE
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
-from lean_ft.system.user_functions import without_hashes
 from lean_ft.training.checkpoint import (
     TRAINING_STATE_FILE,
     check_whole,
@@ -164,7 +163,7 @@ def compare_settings(cfg: RecipeConfig, state: dict[str, Any], folder: Path) -> 
     rows_then, rows_now = (math.prod(settings.get(key, 1) for key in BATCH) for settings in (before, now))
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, UNKNOWN), now.get(key, UNKNOWN)
-        if UNKNOWN in (old, new) or without_hashes(old) == without_hashes(new) or key in FREE | CONTENT or key.startswith(FREE_GROUPS):
+        if old == new or UNKNOWN in (old, new) or key in FREE | CONTENT or key.startswith(FREE_GROUPS):
             continue
         change = _change(key, old, new)
         is_allowed = key in LOGGED or key.startswith(LOGGED_GROUPS) or (key in BATCH and rows_then == rows_now)
@@ -222,7 +221,7 @@ def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
     return [
         _change(key, before[key], now[key])
         for key in keys
-        if key in before.keys() & now.keys() and without_hashes(redact_values(before[key])) != without_hashes(now[key])
+        if key in before.keys() & now.keys() and redact_values(before[key]) != now[key]
     ]
 
 

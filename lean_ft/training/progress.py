@@ -1,7 +1,9 @@
-"""Progress: a bar in a terminal, a plain line every few seconds elsewhere."""
+"""Progress: a bar in a terminal, a bar and a curve in a notebook, a plain line every few seconds elsewhere."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -9,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from lean_ft.system.log import console, say
 from lean_ft.system.units import duration, gibibytes, number
 from lean_ft.training.metrics import Row
+from lean_ft.training.notebook_view import NotebookView, in_notebook
 
 T = TypeVar("T")
 
@@ -34,13 +37,14 @@ def shown(items: Iterable[T], total: int, what: str) -> Iterator[T]:
 class ProgressBar:
     """Shows training steps. Redrawn when metrics lines are written, without a thread."""
 
-    def __init__(self, start_step: int, total_steps: int):
+    def __init__(self, start_step: int, total_steps: int, directory: Path):
         self._start_step = start_step
         self._total_steps = total_steps
         # The time left is computed from here: the start, then the first step shown, which compiles and warms up.
         self._since = (start_step, time.perf_counter())
-        self._last_line = float("-inf")
+        self._next_line = 0.0
         self._bar: Progress | None = None
+        self._view = NotebookView(directory) if in_notebook() else None
 
     def __enter__(self) -> "ProgressBar":
         if console.is_terminal:
@@ -62,8 +66,11 @@ class ProgressBar:
             self._bar.update(self._bar.task_ids[0], completed=step, state=state, refresh=True)
             return
         now = time.perf_counter()
-        if now - self._last_line >= PLAIN_LINE_SECONDS or step == self._total_steps:
-            self._last_line = now
+        if now >= self._next_line or (step == self._total_steps and math.isfinite(self._next_line)):
+            if self._view is not None:
+                self._next_line = now + self._view.show(step, self._total_steps, f"{step}/{self._total_steps}  {state}")
+                return
+            self._next_line = now + PLAIN_LINE_SECONDS
             place = f"{step}/{self._total_steps}  epoch {row['epoch']:.2f}  lr {row['lr']:.2e}"
             say("step", f"{place}  {state}")
 

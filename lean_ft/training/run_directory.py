@@ -8,7 +8,6 @@ step_00000100/   see lean_ft.training.checkpoint
 """
 
 import fcntl
-import json
 import os
 import platform
 import subprocess
@@ -28,7 +27,7 @@ from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact, redact_values
-from lean_ft.system.user_functions import PASSED, function_digest, is_function_path, source_of
+from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
 from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_whole
 from lean_ft.training.checkpoint import list_checkpoints, write_json
 
@@ -42,8 +41,9 @@ Settings = dict[str, Any]  # dotted key -> JSON value
 
 
 def settings_of(cfg: RecipeConfig) -> Settings:
-    """All settings by dotted key, as redacted JSON values."""
-    return {key: redact_values(value) for key, value in dotted(json.loads(cfg.model_dump_json())) if value != {}}
+    """All settings by dotted key, as redacted JSON values. An edited function from Python is the same setting."""
+    settings = dotted(without_hashes(cfg.model_dump(mode="json")))
+    return {key: redact_values(value) for key, value in settings if value != {}}
 
 
 def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:
@@ -78,10 +78,10 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
     }
     for one in _functions_in(cfg):
         if one in PASSED:
-            kept = "its source is in this directory" if source_of(one) is not None else "Python does not have its source"
-            facts[one] = f"passed from Python; {kept}, and values that it captures are not recorded"
+            source = "Its source is in this directory." if PASSED[one].source else "Python does not have its source."
+            facts[one] = f"passed from Python. {source} Values that it captures are not recorded."
         elif (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
-            facts[f"hash of {redact(str(file))}"] = function_digest(one)
+            facts[f"hash of {redact(str(file))}"] = file_digest(one)
     if device.type == "cuda":
         facts["cuda"] = torch.version.cuda
     return facts
@@ -89,7 +89,8 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
 
 def _functions_in(cfg: RecipeConfig) -> list[str]:
     """The settings of the form FILE.py:FUNCTION."""
-    named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
+    values = [value for _, value in dotted(cfg.model_dump(mode="json"))]
+    named = [one for value in values for one in (value if isinstance(value, list) else [value])]
     named = [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]
     return [one for one in named if is_function_path(one)]
 
@@ -183,7 +184,7 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     for one in _functions_in(cfg):
-        if one in PASSED and (source := source_of(one)) is not None:
+        if one in PASSED and (source := PASSED[one].source):
             file = directory / one.rpartition(":")[0]
             file.parent.mkdir(exist_ok=True)
             with write_whole(file) as temporary:

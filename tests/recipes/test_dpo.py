@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lean_ft.data import PairBatch, preference_batches
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.system.user_functions import function_digest
+from lean_ft.system.user_functions import file_digest
 from lean_ft.tokenizers import load_tokenizer
 from tests.data.pair_texts import texts_of
 from tests.recipes.conftest import PAIRS, Train, config_of, planned, update
@@ -141,4 +141,4 @@ def test_a_user_defined_loss_equals_the_built_in_one(train: Train, tmp_path: Any
     own = train(f"loss.name={tmp_path / 'own.py'}:mine", "max_steps=2", output="own")
     assert numbers(own) == numbers(train("max_steps=2"))
     config = (tmp_path / "own" / "config.yaml").read_text()
-    assert f"own.py: {function_digest(f'{tmp_path}/own.py:mine')}\n" in config and "own.py:mine\n" in config
+    assert f"own.py: {file_digest(f'{tmp_path}/own.py:mine')}\n" in config and "own.py:mine\n" in config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_ft.system.user_functions import check_function, function_digest, is_function_path, load_function
+from lean_ft.system.user_functions import check_function, file_digest, is_function_path, load_function
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def test_one_that_is_not_there(own: str, name: str, message: str) -> None:
 
 
 def test_an_edit_is_another_function(own: str) -> None:
-    file, before = Path(own[:-1]), function_digest(own + "f")
+    file, before = Path(own[:-1]), file_digest(own + "f")
     file.write_text("def f(x): return -x\n")
     os.utime(file, ns=(1, 1))
     assert load_function(own + "f")(4) == -4
-    assert function_digest(own + "f") != before
+    assert file_digest(own + "f") != before
     file.write_text("def f(x: return\n")
     with pytest.raises(ValueError, match="own.py cannot be run: SyntaxError"):
         load_function(own + "f")
