@@ -305,7 +305,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
         writer.about["report"] = asdict(parts.report)
         if content is not None and source_content(config, source, folder) != content:
             raise ValueError(
-                f"rows of {source} changed while they were read. Start again when the files are complete. Your own function in "
+                f"a file of {source} changed while it was read. Start again when it is complete. Your own function in "
                 "data.format must return the same for the same row."
             )
 

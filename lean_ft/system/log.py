@@ -11,7 +11,7 @@ from rich.console import Console
 from lean_ft.system.redaction import printable
 from lean_ft.system.whole_files import open_in_place
 
-console = Console(highlight=False, markup=False, soft_wrap=True)
+console = Console(highlight=False, markup=False, soft_wrap=True, force_jupyter=False)  # a notebook joins plain lines
 
 
 def log_to(path: Path) -> None:

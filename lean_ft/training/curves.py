@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +155,6 @@ def figure_of(runs: Sequence[Path]) -> Any:
     return figure
 
 
-def live_picture(run: Path) -> bytes | None:
-    """The reward or the loss of a run until now, beside its held-out value, as a PNG.
-
-    None without matplotlib, and before the run has two lines.
-    """
-    curves = _read_run(run, run.name)
-    name = "reward" if curves.points("reward")[0] else "loss"
-    metrics = {one: title for one, title in _metrics([curves]).items() if one in (name, f"eval_{name}")}
-    if len(curves.rows) < 2 or not metrics or find_spec("matplotlib") is None:
-        return None
-    _figure([curves], metrics).savefig(drawn := io.BytesIO(), format="png", dpi=80)
-    return drawn.getvalue()
-
-
 def draw_curves(runs: Sequence[Path], picture: Path) -> None:
     """Draw the runs into `picture`, a PNG.
 
@@ -180,22 +165,20 @@ def draw_curves(runs: Sequence[Path], picture: Path) -> None:
         figure.savefig(part, format="png", dpi=150)
 
 
-def _figure(curves: list[Curves], metrics: dict[str, str] | None = None) -> Any:
-    """The figure of `metrics`, or of all: name in metrics.jsonl -> title of its panel."""
+def _figure(curves: list[Curves]) -> Any:
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise ValueError("pictures need matplotlib. Run pip install 'lean-ft[plots]'.") from None
 
-    metrics = metrics or _metrics(curves)
-    num_columns = min(_COLUMNS, len(metrics))
-    num_rows = -(-len(metrics) // num_columns)
+    metrics = _metrics(curves)
+    num_rows = -(-len(metrics) // _COLUMNS)
     window = max(run.rows[-1]["step"] for run in curves) / _WINDOWS
     has_means = False
-    figure = Figure(figsize=(5.5 * num_columns, 2.9 * num_rows + 0.4 * len(curves)), layout="constrained")
+    figure = Figure(figsize=(5.5 * _COLUMNS, 2.9 * num_rows + 0.4 * len(curves)), layout="constrained")
     for place, (metric, title) in enumerate(metrics.items(), start=1):
-        axes = figure.add_subplot(num_rows, num_columns, place, sharex=figure.axes[0] if figure.axes else None)
+        axes = figure.add_subplot(num_rows, _COLUMNS, place, sharex=figure.axes[0] if figure.axes else None)
         axes.set_title(title, fontsize="medium", loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -212,7 +195,7 @@ def _figure(curves: list[Curves], metrics: dict[str, str] | None = None) -> Any:
             axes.plot(steps, values, color=color, label=label, linewidth=1.6, marker=marker, markersize=3)
         if metric in ("memory", "tokens_per_second"):
             axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
-        if place > len(metrics) - num_columns:
+        if place > len(metrics) - _COLUMNS:
             axes.set_xlabel("optimizer step")
     figure.axes[0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     handles, labels = figure.axes[0].get_legend_handles_labels()

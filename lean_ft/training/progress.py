@@ -1,6 +1,5 @@
 """Progress: a bar in a terminal, a bar and a curve in a notebook, a plain line every few seconds elsewhere."""
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -42,7 +41,7 @@ class ProgressBar:
         self._total_steps = total_steps
         # The time left is computed from here: the start, then the first step shown, which compiles and warms up.
         self._since = (start_step, time.perf_counter())
-        self._next_line = 0.0
+        self._last_line = float("-inf")
         self._bar: Progress | None = None
         self._view = NotebookView(directory) if in_notebook() else None
 
@@ -65,12 +64,12 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, state=state, refresh=True)
             return
+        if self._view is not None:
+            self._view.update(step, self._total_steps, state)
+            return
         now = time.perf_counter()
-        if now >= self._next_line or (step == self._total_steps and math.isfinite(self._next_line)):
-            if self._view is not None:
-                self._next_line = now + self._view.show(step, self._total_steps, f"{step}/{self._total_steps}  {state}")
-                return
-            self._next_line = now + PLAIN_LINE_SECONDS
+        if now - self._last_line >= PLAIN_LINE_SECONDS or step == self._total_steps:
+            self._last_line = now
             place = f"{step}/{self._total_steps}  epoch {row['epoch']:.2f}  lr {row['lr']:.2e}"
             say("step", f"{place}  {state}")
 
