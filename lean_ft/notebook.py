@@ -149,8 +149,8 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON does not have: a function, a number of numpy, a path or a dtype."""
-    return value.item() if hasattr(value, "item") else str(as_setting(value))
+    """Return a number or array of numpy or torch as Python's, a function as the text that stands for it, others as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(as_setting(value))
 
 
 def _rows(value: Any, key: str) -> Iterable[Any] | None:

@@ -3,7 +3,6 @@
 import html
 import io
 import math
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,24 +15,19 @@ LEAST_SECONDS = 2.0  # between two updates
 SHARE_OF_TIME = 0.02  # that updates take of the run, at most
 
 
-def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
 class NotebookView:
     """Shows a run's steps and its reward or loss. An error while drawing ends the view, never the run."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._displays: list[Any] = []  # the bar, and the curve if matplotlib is installed
-        self._next = 0.0
+        self._next = 0.0  # infinity after an error
+        self._newest: tuple[int, int, str] | None = None
 
     def update(self, step: int, total_steps: int, state: str) -> None:
         """Show the newest step, unless it is too soon."""
-        started = time.perf_counter()
-        if started < self._next and (step < total_steps or self._next == math.inf):
+        started, self._newest = time.perf_counter(), (step, total_steps, state)
+        if started < self._next:
             return
         text = f"{step}/{total_steps}  {state}"
         bar = f'<progress value="{step}" max="{total_steps}"></progress> <code>{html.escape(text)}</code>'
@@ -47,6 +41,12 @@ class NotebookView:
         except Exception as error:
             self._next = math.inf
             say("notebook", f"the bar and the curve stop here: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Show the last step, and an evaluation after it."""
+        if self._newest is not None and self._next < math.inf:
+            self._next = 0.0
+            self.update(*self._newest)
 
     def _display(self, outputs: list[dict[str, Any]]) -> None:
         from IPython.display import display
@@ -66,7 +66,8 @@ def _curve(run: Path) -> bytes:
     figure = Figure(figsize=(6, 2.6), layout="constrained")
     axes = figure.add_subplot(title=name, xlabel="optimizer step")
     axes.plot(*curves.points(name), label="training")
-    axes.plot(*curves.points(f"eval_{name}"), "o--", label="held-out")
-    axes.legend(frameon=False)
+    if (held_out := curves.points(f"eval_{name}"))[0]:
+        axes.plot(*held_out, "o--", label="held-out")
+        axes.legend(frameon=False)
     figure.savefig(drawn := io.BytesIO(), format="png", dpi=80)
     return drawn.getvalue()

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from lean_ft.system.log import console, say
+from lean_ft.system.log import console, in_notebook, say
 from lean_ft.system.units import duration, gibibytes, number
 from lean_ft.training.metrics import Row
-from lean_ft.training.notebook_view import NotebookView, in_notebook
+from lean_ft.training.notebook_view import NotebookView
 
 T = TypeVar("T")
 
@@ -54,6 +54,8 @@ class ProgressBar:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._view is not None:
+            self._view.close()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
