@@ -8,7 +8,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import lean_ft
@@ -85,7 +84,6 @@ def test_rows_in_memory_of_any_kind_are_the_same_file() -> None:
         ({"model": {"path": "null"}, "data": {"source": "1e-5"}}, {"model.path": "null", "data.source": "1e-5"}),
         ({"model.path": "[a]", "clip_grad_norm": None}, {"model.path": "[a]", "clip_grad_norm": None}),
         ({"epochs": 3, "compile": True, "optimizer.lr": 1e-05}, {"epochs": 3, "compile": True, "optimizer.lr": 1e-5}),
-        ({"epochs": np.int64(3), "optimizer.lr": np.float64(1e-5)}, {"epochs": 3, "optimizer.lr": 1e-5}),
         ({"optimizer": {"betas": (0.5, 0.9)}}, {"optimizer.betas": (0.5, 0.9), "optimizer.lr": 2e-5}),
         ({"data.columns": {"prompt": "a: b", "text": "#"}}, {"data.columns": {"prompt": "a: b", "text": "#"}}),
         ({"model": {"path": "é 🙂 \x7f\n'"}, "lora": None}, {"model.path": "é 🙂 \x7f\n'", "lora": None}),

@@ -36,7 +36,7 @@ def shown(items: Iterable[T], total: int, what: str) -> Iterator[T]:
 class ProgressBar:
     """Shows training steps. Redrawn when metrics lines are written, without a thread."""
 
-    def __init__(self, start_step: int, total_steps: int, directory: Path):
+    def __init__(self, start_step: int, total_steps: int, directory: Path = Path()):
         self._start_step = start_step
         self._total_steps = total_steps
         # The time left is computed from here: the start, then the first step shown, which compiles and warms up.

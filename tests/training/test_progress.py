@@ -1,6 +1,5 @@
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -37,7 +36,7 @@ def test_without_a_terminal_lines_come_now_and_then(screen, monkeypatch):
     file = screen()
     clock = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
-    with ProgressBar(0, 100, Path()) as bar:
+    with ProgressBar(0, 100) as bar:
         for step in range(1, 101):
             clock[0] += 1
             bar.update(row(step))
@@ -51,7 +50,7 @@ def test_without_a_terminal_lines_come_now_and_then(screen, monkeypatch):
 def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
     file, clock = screen(), [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
-    with ProgressBar(90, 100, Path()) as bar:
+    with ProgressBar(90, 100) as bar:
         for clock[0], step, left in ((20.0, 92, "1 min 20 s left"), (32.0, 94, "36 s left")):
             bar.update(row(step))  # 8 steps of 10 s; 6 steps of 6 s, without the 1st, which compiles
             assert left in file.getvalue()
@@ -59,7 +58,7 @@ def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
 
 def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     file = screen(force_terminal=True, width=150)
-    with ProgressBar(0, 10, Path()) as bar:
+    with ProgressBar(0, 10) as bar:
         bar.update(row(4, loss=None))
         log.say("saved", "somewhere")
     shown = file.getvalue()
