@@ -3,32 +3,48 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lean_ft.export import export_adapter, export_folder, export_gguf, merge
     from lean_ft.generation import generate, open_model
+    from lean_ft.hub.upload import push
     from lean_ft.models.hf_format import load_model, save_model
-    from lean_ft.notebook import load_recipe, plot, read_metrics, run
+    from lean_ft.notebook import evaluate, load_recipe, plan_run, plot, read_metrics, run
     from lean_ft.tokenizers import load_tokenizer
 
 __version__ = "0.2.0"
 __all__ = [
     "__version__",
+    "evaluate",
+    "export_adapter",
+    "export_folder",
+    "export_gguf",
     "generate",
     "load_model",
     "load_recipe",
     "load_tokenizer",
+    "merge",
     "open_model",
+    "plan_run",
     "plot",
+    "push",
     "read_metrics",
     "run",
     "save_model",
 ]
 
 _HOMES = {
+    "evaluate": "notebook",
+    "export_adapter": "export",
+    "export_folder": "export",
+    "export_gguf": "export",
     "generate": "generation",
     "load_model": "models.hf_format",
     "load_recipe": "notebook",
     "load_tokenizer": "tokenizers",
+    "merge": "export",
     "open_model": "generation",
+    "plan_run": "notebook",
     "plot": "notebook",
+    "push": "hub.upload",
     "read_metrics": "notebook",
     "run": "notebook",
     "save_model": "models.hf_format",

@@ -1,4 +1,4 @@
-"""Functions for notebooks and Python programs: run recipes, read metrics and plot curves.
+"""Functions for notebooks and Python programs: run, plan and evaluate recipes, read metrics and plot curves.
 
 Settings are those of `leanft run`, with groups as dicts, and are validated by the same code. Rows in memory are written
 to a file in the cache, named by a hash of its content.
@@ -10,13 +10,19 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system import catalog
 from lean_ft.system.before_torch import prepare_torch
+from lean_ft.system.units import parse_bytes
+from lean_ft.system.user_functions import PASSED, as_setting
+
+if TYPE_CHECKING:
+    from lean_ft.plan.rehearsal import Rehearsal
+    from lean_ft.plan.search import Candidate
 
 
 def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Any:
@@ -29,7 +35,8 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
     A group of settings is a dict or its pydantic model: `run("finetune", model={"path": "tiny"}, ...)`. Dotted keys
     work too (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source`
     may be rows in memory: a list of dicts, a generator, a datasets.Dataset or a pandas.DataFrame. A dict with `path` is
-    a source, not a row.
+    a source, not a row. A setting of the form FILE.py:FUNCTION may be the function itself, an object with `__call__`,
+    or its class. In a notebook, a bar and a curve show the progress.
 
     Raises ValueError for an invalid setting, and the errors of the recipe. A run stopped by a signal saves its state
     and raises SystemExit.
@@ -39,8 +46,62 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
 
     prepare_torch()
     name, preset = (None if one is None else str(one) for one in (recipe, config))
+    known = PASSED.copy()
+    try:
+        module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
+        return run_recipe(module, cfg)
+    finally:  # the functions of this run may hold models in memory
+        PASSED.clear()
+        PASSED.update(known)
+
+
+def evaluate(source: str | Path, /, **settings: Any) -> dict[str, Any]:
+    """Evaluate a run, a checkpoint or another model with the settings of `leanft run evaluate`: `data`, `tasks`, ...
+
+    Returns `{"answers": {"exact_match", "num_right", "num_questions"}, "tasks": {task: {metric: value}}}`, each if asked for;
+    exact_match is a share from 0 to 1. Raises ValueError for an invalid setting, and if there is nothing to evaluate.
+    """
+    return run("evaluate", **{"model.path": source, **settings})
+
+
+class Plan(NamedTuple):
+    """One optimizer step as the planner predicts it, and the settings that fit a budget, the fastest first."""
+
+    step: "Rehearsal"
+    """peak_bytes, peak.bytes_by_label, reserved_bytes, step_seconds, tokens_per_second and num_parameters."""
+    fitting: "list[Candidate]"
+    """peak_bytes, tokens_per_second and `overrides`, which are arguments of `run`."""
+
+
+def plan_run(
+    recipe: str | Path | None = None,
+    config: str | Path | None = None,
+    *,
+    device_name: str | None = None,
+    budget: str | None = None,
+    **settings: Any,
+) -> Plan:
+    """Predict the memory and the time of a run on one device, as `leanft plan` does, with the arguments of `run`.
+
+    device_name: card to plan for, such as `RTX 4090`; None is this machine's device. budget: amount of memory, such as
+    `24GiB`, to search settings for. Needs the model's config.json, and no weights, data or GPU.
+
+    Raises ValueError for an invalid setting or an unknown card, and NotSimulatedError for user code that needs values.
+    """
+    from lean_ft.cli.arguments import load_run
+    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, choose_device, measured_cpu
+    from lean_ft.plan.rehearsal import rehearse
+    from lean_ft.plan.search import search
+
+    name, preset = (None if one is None else str(one) for one in (recipe, config))
     module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
-    return run_recipe(module, cfg)
+    device = choose_device(device_name, cfg.device)
+    device = measured_cpu() if device.is_cpu else device
+    step = rehearse(module, cfg, device)
+    if budget is None:
+        return Plan(step, [])
+    room_bytes = parse_bytes(budget, "budget") - (0 if device.is_cpu else CUDA_CONTEXT_BYTES)
+    return Plan(step, search(module, cfg, device, room_bytes, own=step).fitting)
 
 
 def load_recipe(name_or_path: str | Path) -> ModuleType:
@@ -90,8 +151,8 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or array of numpy or torch as Python's, and anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    """Return a number or array of numpy or torch as Python's, a function as the text that stands for it, others as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(as_setting(value))
 
 
 def _rows(value: Any, key: str) -> Iterable[Any] | None:

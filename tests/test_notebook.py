@@ -6,15 +6,20 @@ import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 
 import lean_ft
-from lean_ft.hub.paths import resolve_data_path
+from lean_ft.data.documents import FEW_ROWS
 from lean_ft.notebook import _overrides
+from lean_ft.plan.beforehand import _rehearse_apart
+from lean_ft.plan.devices import choose_device
 from lean_ft.settings import LoRAConfig, Source
 from lean_ft.settings.text import load_config
+from lean_ft.system.user_functions import PASSED, as_setting
+from lean_ft.training.bad_steps import TrainingFailed
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
 ROWS = [{"prompt": "a \"b\" 'c'\n", "completion": "日本 🙂"}]
@@ -25,9 +30,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the blocks of the page ran, in a process of their own and without the command line."""
     folder = tmp_path_factory.mktemp("notebook")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 10
+    assert max(map(len, "".join(blocks).splitlines())) <= 76, "the site's column"
     blocks.append(
-        "json.dump({'answers': answers, 'drawn': drawn, 'shape': logits.shape, 'losses': losses}, open('out.json', 'w'))\n"
+        "json.dump({'answers': answers, 'drawn': drawn, 'shape': logits.shape, 'losses': losses, 'results': results}, open('out.json', 'w'))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", "import json\n" + "\n".join(blocks)],
@@ -45,10 +51,12 @@ def test_what_the_page_says_is_so(workplace: Path) -> None:
     said = (workplace / "stdout").read_text()
     assert "['It has 5.', 'It has 3.']" in said
     assert "optimizer.rl: no such setting. Did you mean 'optimizer.lr'?" in said
+    assert "'weights':" in said and "to letters-merged: 885,888 parameters" in said
     assert "It has 7.<|end|>" in said
     out = json.loads((workplace / "out.json").read_text())
     assert out["answers"][1:] == ["It has 7."] * 2
     assert len(out["drawn"]) == 1
+    assert out["results"] == {"answers": {"exact_match": 1.0, "num_right": 3, "num_questions": 3}}
     assert out["shape"][0] == 1 and len(out["shape"]) == 3
     assert [line["step"] for line in out["losses"]] == list(range(1, 61))
     assert (workplace / "letters.png").read_bytes().startswith(b"\x89PNG")
@@ -113,6 +121,101 @@ def test_what_cannot_be_is_one_message(settings: dict, message: str, tmp_path: P
         lean_ft.run("finetune", **given)
 
 
+PROMPTS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+GRPO = {"data": {"source": PROMPTS}, "generation": {"num_answers": 2, "max_new_tokens": 4}, "batch_size": 4}
+
+
+class Brief:
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [-self.weight * len(one) for one in completions]
+
+
+def half_right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [0.5 * said.strip().startswith(expected) for said, expected in zip(completions, answer, strict=True)]
+
+
+def run_tiny(recipe: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    model = {"path": "tiny", "dtype": "float32"}
+    return lean_ft.read_metrics(lean_ft.run(recipe, model=model, output_dir=folder, plan=False, **settings))
+
+
+def test_rewards_are_functions_classes_and_objects(tmp_path: Path) -> None:
+    number = 3.0
+    several = [lambda completions, **_: [number] * len(completions), lambda completions, **_: [None] * len(completions)]
+    several += [Brief, Brief(0.0), {"function": half_right, "weight": 0.0}, "length"]
+    kept = {*PASSED}
+    run_tiny("grpo", tmp_path / "a", rewards=several, max_steps=1, **GRPO)
+    assert {*PASSED} == kept, "a run that is over holds no function"
+    config, files = (tmp_path / "a" / "config.yaml").read_text(), sorted((tmp_path / "a" / "functions").iterdir())
+    assert [file.name.partition("-")[0] for file in files] == ["Brief", "Brief", "half_right", "lambda", "lambda"]
+    assert all(f"#   functions/{file.name}:" in config for file in files)
+    source = (tmp_path / "a" / "functions" / files[2].name).read_text()
+    assert source.startswith("def half_right(") and "0.5 * said" in source
+    with pytest.raises(ValueError, match="no such file: functions/.*An earlier program passed"):
+        run_tiny("grpo", tmp_path / "b", config=tmp_path / "a" / "config.yaml")
+    with pytest.raises(ValueError, match="max_steps: expected whole number"):
+        run_tiny("grpo", tmp_path / "b", rewards=Brief, max_steps=len, **GRPO)
+
+
+def test_an_edited_reward_resumes_and_other_settings_do_not(tmp_path: Path) -> None:
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        raise KeyError("answer")
+
+    with pytest.raises(TrainingFailed, match=r"the reward functions/judge-\w+\.py:judge failed at .*KeyError"):
+        run_tiny("grpo", tmp_path / "a", rewards=judge, max_steps=2, **GRPO)
+
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(one)) for one in completions]
+
+    assert run_tiny("grpo", tmp_path / "a", rewards=judge, max_steps=1, **GRPO)[0]["reward"] > 0
+    assert len(run_tiny("grpo", tmp_path / "a", rewards=judge, max_steps=2, **GRPO)) == 2
+    with pytest.raises(ValueError, match="rewards"):
+        run_tiny("grpo", tmp_path / "a", rewards=Brief, max_steps=3, **GRPO)
+
+
+def test_a_loss_from_python_is_called_in_each_step(tmp_path: Path) -> None:
+    calls = []
+
+    def loss(pairs: Any, beta: float) -> Any:
+        calls.append(beta)
+        return -beta * (pairs.chosen - pairs.rejected)
+
+    dpo = lean_ft.load_recipe("dpo")
+    pairs = {"source": "tiny/pairs_train.jsonl", "format": lambda row: row, "max_length": 256}
+    cfg = dpo.Config(model={"path": "tiny"}, data=pairs, loss={"name": loss}, max_steps=2, output_dir=tmp_path / "a")
+    assert cfg.loss.name == as_setting(loss)
+    dpo.main(cfg)
+    assert calls == [0.1, 0.1]
+    outlook = _rehearse_apart(dpo, cfg, choose_device(None, "cpu"), None)  # in a process that has no such function
+    assert outlook is not None and outlook["peak_bytes"] > 2**20
+
+
+def test_prepared_rows_are_those_that_the_function_returns_now(tmp_path: Path) -> None:
+    rows, end, calls = [{"q": f"{i}?", "a": "one"} for i in range(FEW_ROWS + 1)], ".", []
+
+    def convert(row: dict[str, str]) -> dict[str, str]:
+        calls.append(row)
+        return {"prompt": row["q"], "completion": row["a"] + end}
+
+    def lengths(folder: str, convert: Any = convert) -> int:
+        data = {"source": rows, "format": convert, "num_processes": 2, "cache_dir": tmp_path / "cache"}
+        run_tiny("full_finetune_single_device", tmp_path / folder, data=data, max_steps=1)
+        return len([*(tmp_path / "cache").glob("documents-*")])
+
+    assert (lengths("a"), lengths("b")) == (1, 1), "the same rows are read from the cache"
+    end = " and more."
+    assert lengths("c") == 2
+    with pytest.raises(ValueError, match="data fingerprint"):
+        lengths("a")
+    with pytest.raises(ValueError, match=r"data.format must return the same for the same row"):
+        lengths("d", lambda row: {"text": f"{row} {len(calls)} {calls.append(row)}"})
+    with pytest.raises(ValueError, match=r"line 1: data.format: .*test_notebook.py, line \d+: KeyError: 'no'"):
+        lengths("d", lambda row: row["no"])
+
+
 def test_names_are_listed_without_torch_and_found() -> None:
     code = "import lean_ft, sys; print(*dir(lean_ft)); assert not {'torch', 'typer'} & sys.modules.keys()"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -125,17 +228,46 @@ def test_names_are_listed_without_torch_and_found() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+# A cell that checks what a notebook's other cells have computed.
+CHECKS = {
+    "sft_lora": "before, after = (results[one]['answers']['num_right'] for one in results)\nassert before == 0 and after > 60",
+    "dpo": "assert abs(float(values[1]) - 0.1 * (after - before)) < 0.006 and float(values[0]) > 0.7",
+    "grpo": "rewards = [line['eval_reward'] for line in lines if 'eval_reward' in line]\nassert rewards[0] + 0.4 < rewards[-1]",
+}
+
+
+def outputs_of(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_notebook_is_kept_with_outputs_that_any_machine_has(name: str) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    file = PAGE.parent / "notebooks" / f"{name}.ipynb"
+    notebook = nbformat.read(file, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run scripts/run_notebooks.py"
+    assert "google.colab" in code[0].source and f"blob/main/docs/notebooks/{name}.ipynb" in notebook.cells[0].source
+    assert max(map(len, "\n".join(cell.source for cell in code).splitlines())) <= 76
+    kinds = [kind for output in outputs_of(notebook) for kind in output.get("data", {})]
+    assert kinds.count("text/html") == 1 and kinds.count("image/png") in (1, 2)
+    assert not re.search(r"/tmp/|/home/|/root|/work|site-packages|Traceback", file.read_text())
+    assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs_of(notebook))
+
+
 @pytest.mark.long
-def test_the_notebook_runs_and_the_model_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_notebook_runs_and_the_model_learns(name: str, tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    notebook = nbformat.read(PAGE.parent / "notebooks" / "first_finetune.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)  # what is kept is what anybody gets
-    notebook.cells.append(nbformat.v4.new_code_cell("print(json.dumps([before, after, losses]))"))
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    before, after, losses = json.loads(notebook.cells[-1].outputs[0].text)
-    rows = resolve_data_path("tiny/train.jsonl").read_text().splitlines()[:3]
-    right = [json.loads(row)["messages"][-1]["content"] for row in rows]
-    assert losses[-1] < 0.3 * losses[0]
-    assert sum(answer.strip() == told for answer, told in zip(after, right, strict=True)) > 0
-    assert not any(answer.strip() == told for answer, told in zip(before, right, strict=True))
-    assert (tmp_path / "runs" / "first" / "config.yaml").is_file()
+    notebook = nbformat.read(PAGE.parent / "notebooks" / f"{name}.ipynb", as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
+    places = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=900, resources=places, coalesce_streams=True).execute()
+    (run,) = (cell.outputs for cell in notebook.cells if "lean_ft.run(" in cell.source and cell.cell_type == "code")
+    shown = [sorted(output.data) for output in run if output.output_type == "display_data"]
+    assert shown == [["text/html", "text/plain"], ["image/png", "text/plain"]], "one bar and one curve"
+    total = re.search(r"(\d+)/(\d+)  ", run[-2].data["text/plain"])
+    assert total is not None and total[1] == total[2]

@@ -28,12 +28,12 @@ from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
 from lean_ft.data.report import DataReport
-from lean_ft.data.sources import files_of, list_sources
+from lean_ft.data.sources import files_of, list_sources, read_rows
 from lean_ft.data.splits import is_sliced
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataConfig, Sources
 from lean_ft.system.shapes_only import stage
-from lean_ft.system.user_functions import file_digest, is_function_path
+from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
@@ -132,7 +132,7 @@ def prepare_batches(
 
     # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
     most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
-    settings = config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT)
+    settings = without_hashes(config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT))
     settings = {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)}
     arrangement: list[int] = [share_prompts] if share_prompts else []
     if config.packing in ("bfd", "bfd_split"):
@@ -295,7 +295,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
         digest = hashlib.blake2b(digest_size=16)
     else:
         settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
-        objective = [settings_class(config).__name__, settings]
+        objective = [settings_class(config).__name__, without_hashes(settings)]
         key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective)}"
 
     def write(writer: EntryWriter) -> None:
@@ -304,7 +304,10 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
             writer.append({name: getattr(part, name) for name in ARRAYS})
         writer.about["report"] = asdict(parts.report)
         if content is not None and source_content(config, source, folder) != content:
-            raise ValueError(f"a file of {source} changed while it was read. Start again when it is complete.")
+            raise ValueError(
+                f"a file of {source} changed while it was read. Start again when it is complete. Your own function in "
+                "data.format must return the same for the same row."
+            )
 
     arrays, about = load_entry(folder, key, write)
     documents = Documents.of(*(arrays[name] for name in ARRAYS))
@@ -317,7 +320,8 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
 def source_content(config: DataConfig, source: Sources, folder: Path) -> str | None:
     """Hash of the content of the files of `source`, in order; None if a part of the source is not stored in files.
 
-    The hash includes file suffixes, which determine how CSV is read. Raises ValueError if a file does not exist.
+    The hash includes file suffixes, which determine how CSV is read, and the results of a function from Python. Raises
+    ValueError if a file does not exist.
     """
     parts: list[Any] = []
     for one in list_sources(source, config):
@@ -329,7 +333,14 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
         if not files:
             return None
         contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
-        form = [one.format, file_digest(one.format)] if is_function_path(one.format) else one.format
+        form: Any = one.format
+        if one.format in PASSED:
+            digest = hashlib.blake2b(digest_size=16)
+            for _ in read_rows([one], digest, config):
+                pass
+            form = digest.hexdigest()
+        elif is_function_path(one.format):
+            form = [one.format, file_digest(one.format)]
         parts.append([form, one.columns, part, *contents])
     return hash_of(parts)
 

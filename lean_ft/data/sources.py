@@ -1,6 +1,7 @@
 """Read the rows of `data.source`, in order: files, globs and Hugging Face datasets."""
 
 import glob
+import json
 import math
 import re
 import time
@@ -8,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
 from lean_ft.data.rows import Digest, Row, kind
@@ -16,7 +18,7 @@ from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import RowsConfig, Source, Sources
 from lean_ft.system.log import slow_calls_reported
-from lean_ft.system.user_functions import file_digest, is_function_path, line_in, load_function
+from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, line_in, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
 OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # sources inherit these from `data`
@@ -115,13 +117,15 @@ def _read_source(source: Source, digest: Digest | None, *, streaming: bool) -> I
     if not is_function_path(source.format):
         return rows
     assert source.format is not None
-    if digest is not None:
+    is_passed = source.format in PASSED  # its results may follow from values outside its source, so they count
+    if digest is not None and not is_passed:
         digest.update(file_digest(source.format).encode())
-    return _converted(rows, source.format)
+    return _converted(rows, source.format, digest if is_passed else None)
 
 
-def _converted(rows: Iterator[Row], name: str) -> Iterator[Row]:
-    """Apply the user's function to each row. It returns fields, a text, messages, or None to skip the row."""
+def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> Iterator[Row]:
+    """Apply the user's function to each row. It returns fields, a text, messages, or None to skip the row. Update `digest` with
+    the results."""
     with slow_calls_reported(f"data.format={name}") as began:
         convert = load_function(name)
         began[0] = math.inf
@@ -134,10 +138,13 @@ def _converted(rows: Iterator[Row], name: str) -> Iterator[Row]:
                 made = convert(dict(row.fields))
             except Exception as error:
                 began[0] = math.inf
-                place = line_in(Path(name.rpartition(":")[0]).expanduser().resolve(), error)
+                file = Path(name.rpartition(":")[0]).expanduser().resolve()
+                place = line_in(Path(PASSED[name].file) if name in PASSED else file, error)
                 yield row._replace(fields={}, problem=f"data.format: {place}: {type(error).__name__}: {error}")
                 continue
             began[0] = math.inf
+            if digest is not None:
+                digest.update(json.dumps(made, default=_plain, skipkeys=True).encode() + b"\n")
             if made is None:
                 continue
             fields = {"text": made} if isinstance(made, str) else {"messages": made} if isinstance(made, list) else made
@@ -148,6 +155,10 @@ def _converted(rows: Iterator[Row], name: str) -> Iterator[Row]:
                     f"data.format={name} returned {kind(made)}; expected a dict of fields, a text, messages or None"
                 )
                 yield row._replace(fields={}, problem=problem)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)  # the text of a long array leaves numbers out
 
 
 def _rows_as_stored(source: Source, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:

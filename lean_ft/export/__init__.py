@@ -1,7 +1,7 @@
 """Export a trained model: a Hugging Face folder, one GGUF file for llama.cpp, or a folder of PyTorch's DCP."""
 
 from lean_ft.export.dcp import export_dcp
-from lean_ft.export.folder import export_adapter, export_folder
+from lean_ft.export.folder import export_adapter, export_folder, merge
 from lean_ft.export.gguf_adapter import export_gguf_adapter
 from lean_ft.export.gguf_file import GGUF_KINDS, export_gguf
 from lean_ft.export.places import Exported
@@ -14,4 +14,5 @@ __all__ = [
     "export_folder",
     "export_gguf",
     "export_gguf_adapter",
+    "merge",
 ]

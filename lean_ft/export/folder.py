@@ -93,6 +93,13 @@ def export_folder(
     return Exported(folder, destination, details, merged)
 
 
+def merge(
+    source: str | Path, destination: str | Path, dtype: str | None = None, force: bool = False, base: str | None = None
+) -> Exported:
+    """Merge an adapter (a run, a checkpoint or a folder) into its base model: `export_folder` with `merge=True`."""
+    return export_folder(source, destination, dtype, force=force, merge=True, base=base)
+
+
 def export_adapter(source: str | Path, destination: str | Path, force: bool = False) -> Path:
     """Copy the adapter of a run, a checkpoint or a folder, with its tokenizer, to the new folder `destination`.
 

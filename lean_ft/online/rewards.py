@@ -24,6 +24,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -105,7 +106,7 @@ def length(
 BUILT_IN: dict[str, Function] = {"exact_answer": exact_answer, "format": format_found, "length": length}
 
 
-def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
+def rewards_of(settings: Sequence[Reward | str | Function]) -> list[Reward]:
     """Each of the settings as a `Reward`. Raises ValueError if there are none."""
     if not settings:
         raise ValueError(
@@ -115,7 +116,8 @@ def rewards_of(settings: Sequence[Reward | str]) -> list[Reward]:
     found = []
     for one in settings:
         is_model = isinstance(one, str) and one not in BUILT_IN and Path(one).expanduser().is_dir()
-        found.append(Reward.model_validate({"model" if is_model else "function": one}) if isinstance(one, str) else one)
+        kind = "model" if is_model else "function"
+        found.append(one if isinstance(one, Reward) else Reward.model_validate({kind: one}))
     return found
 
 
@@ -198,7 +200,7 @@ class Rewards:
                 found.append(calls[-1](slice(None)))
         waiting = [name for name, value in zip(names, found, strict=True) if inspect.isawaitable(value)]
         with self._watched(" or ".join(waiting), seed):
-            found = self._loop.run(_settled(found))
+            found = self._settle(found)
         for name, call, value in zip(names, calls, found, strict=True):
             if isinstance(value, BaseException):
                 raise TrainingFailed(
@@ -207,10 +209,21 @@ class Rewards:
                 ) from value
         return [_checked(name, values, prompts) for name, values in zip(names, found, strict=True)]
 
+    def _settle(self, found: Sequence[Any]) -> Sequence[Any]:
+        """Wait for those that are awaitable: in another thread if this one runs a loop already, as in a notebook."""
+        if not any(map(inspect.isawaitable, found)):
+            return found
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._loop.run(_settled(found))
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._loop.run, _settled(found)).result()
+
     def _failing(self, call: Callable[[slice], Any], prompts: Sequence[Prompt]) -> str:
         """The place of the first row for which the function fails alone."""
         for i, prompt in enumerate(prompts):
-            if isinstance(self._loop.run(_settled([call(slice(i, i + 1))]))[0], BaseException):
+            if isinstance(self._settle([call(slice(i, i + 1))])[0], BaseException):
                 return prompt.place
         return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
 

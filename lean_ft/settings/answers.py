@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from lean_ft.settings.base import Device, PositiveShare, RegularExpression, Settings
+from lean_ft.settings.base import Device, FunctionName, PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
 
 # Settings that restrict the tokens to sample from.
@@ -88,7 +88,7 @@ class GenerationConfig(Settings):
 class Reward(Settings):
     """One of several rewards: a function or a model."""
 
-    function: str | None = Field(
+    function: FunctionName | None = Field(
         None,
         description="Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`.",
     )

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 
+from lean_ft.system.user_functions import as_setting
+
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -42,8 +44,10 @@ def _is_regular_expression(pattern: str) -> str:
 RegularExpression = Annotated[str, AfterValidator(_is_regular_expression)]
 
 
+# Text, or from Python a function, which becomes the text that stands for it.
+FunctionName = Annotated[str, BeforeValidator(as_setting)]
 # FILE.py:FUNCTION, a user's function. A union with this type needs AfterValidator(check_function).
-OwnFunction = Annotated[str, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
+OwnFunction = Annotated[FunctionName, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
 
 
 class Settings(BaseModel):

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from lean_ft.settings.answers import GenerationConfig, Reward
-from lean_ft.settings.base import Device, Every, GroupT, RegularExpression, Settings
+from lean_ft.settings.base import Device, Every, FunctionName, GroupT, RegularExpression, Settings
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
@@ -267,7 +267,7 @@ class OnlineConfig(AnswersConfig):
     """Settings of recipes that train on sampled completions, except for the loss."""
 
     data: PromptDataConfig
-    rewards: list[Reward | str] = Field(
+    rewards: list[Reward | FunctionName] = Field(
         description="Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, "
         "`format`, `length`), or a reward model's folder. Use {function or model, weight, pattern} to set "
         "more."

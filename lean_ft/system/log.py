@@ -1,5 +1,6 @@
 """The log of a run: lines that begin with a label."""
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,16 @@ from rich.console import Console
 from lean_ft.system.redaction import printable
 from lean_ft.system.whole_files import open_in_place
 
-console = Console(highlight=False, markup=False, soft_wrap=True)
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+# A notebook claims to be a terminal. It joins plain lines into one output, and not those that rich would display.
+_plain = {"force_jupyter": False, "force_terminal": False if in_notebook() else None}
+console = Console(highlight=False, markup=False, soft_wrap=True, **_plain)
 
 
 def log_to(path: Path) -> None:

@@ -1,19 +1,80 @@
-"""Load user code: a recipe's file, or a function that a setting names as FILE.py:FUNCTION."""
+"""Load user code: a recipe's file, or a function that a setting names as FILE.py:FUNCTION.
 
+A function that is passed from Python becomes such a text too, `functions/NAME-HASH.py:NAME`, because settings are text in
+files and in other processes. The run directory gets its source, and this process keeps the function.
+"""
+
+import inspect
+import json
 import os
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import count
 from pathlib import Path
 from symtable import symtable
 from types import ModuleType
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lean_ft.system.shapes_only import stage
+
+
+class Passed(NamedTuple):
+    """A function that was passed from Python."""
+
+    function: Callable[..., Any]
+    source: str | None = None  # its own, or that of its class; None if Python does not have it
+    file: str = ""  # its file or the notebook's cell; the name of a class
+
+
+PASSED: dict[str, Passed] = {}
+"""By the texts that stand for them."""
+_HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
+
+
+def as_setting(value: Any) -> Any:
+    """Return the text that stands for a function, a callable object or a class in settings. Return other values unchanged.
+
+    Raises ValueError for a class that needs arguments, or whose objects cannot be called.
+    """
+    if not callable(value):
+        return value
+    if isinstance(value, type):
+        kind = value.__name__
+        try:
+            value = value()
+        except TypeError as error:
+            raise ValueError(f"{kind} is a class that needs arguments ({error}). Pass an object of it.") from None
+        if not callable(value):
+            raise ValueError(f"{kind} is a class whose objects cannot be called. Pass a function, or add __call__.")
+    owner = value
+    while isinstance(owner, partial):
+        owner = owner.func
+    owner = inspect.unwrap(getattr(owner, "__func__", owner))
+    owner = owner if inspect.isroutine(owner) else type(owner)
+    try:
+        source = textwrap.dedent(inspect.getsource(owner))
+    except (OSError, TypeError):
+        source = None
+    code = getattr(owner, "__code__", None)
+    passed = Passed(value, source, code.co_filename if code else owner.__name__)
+    name = re.sub(r"\W+", "_", owner.__name__).strip("_")
+    start = f"functions/{name}-{blake2b((source or '').encode(), digest_size=4).hexdigest()}"
+    for number in count(1):  # objects of a class and lambdas of a line have the same source
+        text = f"{start}-{number}.py:{name}" if number > 1 else f"{start}.py:{name}"
+        if PASSED.setdefault(text, passed).function is value:
+            return text
+
+
+def without_hashes(value: Any) -> Any:
+    """A setting's JSON value without the hashes of functions that were passed from Python."""
+    return json.loads(_HASH.sub(r"\1", json.dumps(value)))
 
 
 def is_function_path(value: Any) -> TypeGuard[str]:
@@ -23,7 +84,7 @@ def is_function_path(value: Any) -> TypeGuard[str]:
 
 def check_function(value: str) -> str:
     """Return `value`. Raises ValueError if it is FILE.py:FUNCTION without such a function; does not run the file."""
-    if is_function_path(value):
+    if is_function_path(value) and value not in PASSED:
         file, name = _file_and_name(value)
         source = file.read_text(encoding="utf-8", errors="replace")
         try:
@@ -44,6 +105,8 @@ def load_function(value: str, planned: Callable[..., Any] | None = None) -> Call
     if stage() is not None:
         check_function(value)
         return planned  # pyright: ignore[reportReturnType]
+    if value in PASSED:
+        return PASSED[value].function
     file, name = _file_and_name(value)
     found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
     if not callable(found.get(name)):
@@ -103,7 +166,8 @@ def _file_and_name(value: str) -> tuple[Path, str]:
     path, _, name = value.rpartition(":")
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"no such file: {file}. Expected FILE.py:FUNCTION, found {value}.")
+        passed = f" An earlier program passed {name} from Python. Pass it again." if _HASH.search(value) else ""
+        raise ValueError(f"no such file: {file}. Expected FILE.py:FUNCTION, found {value}.{passed}")
     return file, name
 
 

@@ -1,14 +1,16 @@
-"""Progress: a bar in a terminal, a plain line every few seconds elsewhere."""
+"""Progress: a bar in a terminal, a bar and a curve in a notebook, a plain line every few seconds elsewhere."""
 
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from lean_ft.system.log import console, say
+from lean_ft.system.log import console, in_notebook, say
 from lean_ft.system.units import duration, gibibytes, number
 from lean_ft.training.metrics import HEADLINES, Row
+from lean_ft.training.notebook_view import NotebookView
 
 T = TypeVar("T")
 
@@ -34,13 +36,14 @@ def shown(items: Iterable[T], total: int, what: str) -> Iterator[T]:
 class ProgressBar:
     """Shows training steps. Redrawn when metrics lines are written, without a thread."""
 
-    def __init__(self, start_step: int, total_steps: int):
+    def __init__(self, start_step: int, total_steps: int, directory: Path = Path()):
         self._start_step = start_step
         self._total_steps = total_steps
         # The time left is computed from here: the start, then the first step shown, which compiles and warms up.
         self._since = (start_step, time.perf_counter())
         self._last_line = float("-inf")
         self._bar: Progress | None = None
+        self._view = NotebookView(directory) if in_notebook() else None
 
     def __enter__(self) -> "ProgressBar":
         if console.is_terminal:
@@ -51,6 +54,8 @@ class ProgressBar:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._view is not None:
+            self._view.close()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -64,6 +69,9 @@ class ProgressBar:
             while len("  ".join(fields)) > room and len(fields) > 1:
                 fields.pop()
             self._bar.update(self._bar.task_ids[0], completed=step, state="  ".join(fields), refresh=True)
+            return
+        if self._view is not None:
+            self._view.update(step, self._total_steps, "  ".join([left, *state]))
             return
         now = time.perf_counter()
         if now - self._last_line >= PLAIN_LINE_SECONDS or step == self._total_steps:

@@ -330,7 +330,7 @@ class Run:
         try:
             with (
                 self._signals as signals,
-                ProgressBar(self.start_step, self.total_steps) as self._progress,
+                ProgressBar(self.start_step, self.total_steps, self.directory) as self._progress,
                 profiled(self.cfg, self.model, self.device, writes=self.writes) as profiler,
             ):
                 if self._random_state is not None:

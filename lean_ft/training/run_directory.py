@@ -2,12 +2,12 @@
 
 config.yaml      the resolved settings, which `leanft run RECIPE --config` reads; facts about the run as comments
 run.json         the same facts for programs, with one entry per start of the run
+functions/       sources of the functions that were passed from Python
 metrics.jsonl    see lean_ft.training.metrics
 step_00000100/   see lean_ft.training.checkpoint
 """
 
 import fcntl
-import json
 import os
 import platform
 import subprocess
@@ -26,7 +26,7 @@ from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact, redact_values
-from lean_ft.system.user_functions import file_digest, is_function_path
+from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
 from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_whole
 from lean_ft.training.checkpoint import list_checkpoints, write_json
 
@@ -40,8 +40,9 @@ Settings = dict[str, Any]  # dotted key -> JSON value
 
 
 def settings_of(cfg: RecipeConfig) -> Settings:
-    """All settings by dotted key, as redacted JSON values."""
-    settings = {key: redact_values(value) for key, value in dotted(json.loads(cfg.model_dump_json())) if value != {}}
+    """All settings by dotted key, as redacted JSON values. An edited function from Python is the same setting."""
+    values = without_hashes(cfg.model_dump(mode="json"))
+    settings = {key: redact_values(value) for key, value in dotted(values) if value != {}}
     if (optimizer := cfg.group(OptimizerConfig)) is None:
         return settings
     # One value, also if it is empty, so that a pattern that is added or removed counts as a change.
@@ -72,13 +73,23 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
         "git_commit": git_commit(Path.cwd()),
         "data_fingerprint": data_fingerprint,
     }
-    named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
-    for one in [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]:
-        if is_function_path(one) and (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
+    for one in _functions_in(cfg):
+        if one in PASSED:
+            source = "Its source is in this directory." if PASSED[one].source else "Python does not have its source."
+            facts[one] = f"passed from Python. {source} Values that it captures are not recorded."
+        elif (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
             facts[f"hash of {redact(str(file))}"] = file_digest(one)
     if device.type == "cuda":
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def _functions_in(cfg: RecipeConfig) -> list[str]:
+    """The settings of the form FILE.py:FUNCTION."""
+    values = [value for _, value in dotted(cfg.model_dump(mode="json"))]
+    named = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    named = [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]
+    return [one for one in named if is_function_path(one)]
 
 
 def git_commit(folder: Path) -> str | None:
@@ -177,6 +188,12 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
     text = f"# The resolved settings of this run; `leanft run RECIPE --config` reads this file.\n{comments}{settings}"
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    for one in _functions_in(cfg):
+        if one in PASSED and (source := PASSED[one].source):
+            file = directory / one.rpartition(":")[0]
+            file.parent.mkdir(exist_ok=True)
+            with write_whole(file) as temporary:
+                temporary.write_text(redact(source), encoding="utf-8")
     starts = read_starts(directory)
     write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]})
 

@@ -1,5 +1,6 @@
 """Reward functions: the run continues with their numbers, or ends with one error message."""
 
+import asyncio
 import os
 import random
 import sys
@@ -133,6 +134,19 @@ def test_async_functions_run_together_and_keep_their_connections(tmp_path: Path)
     score = rewards.Rewards([f"{tmp_path}/waiting.py:{name}" for name in "fg"], load_tokenizer("tiny"))
     for _ in range(2):
         assert score([Prompt([1], "a", {}, "row 1")], [Sample([5])]).each == [[1.0, 1.0]]
+
+
+def test_functions_run_in_a_notebook_whose_own_loop_runs() -> None:
+    async def waits(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float("14" in said) for said in completions]
+
+    async def cell() -> list[Any]:
+        return score([Prompt([1], "a", {}, "row 1")], [Sample(tokenizer.encode("14"))]).each
+
+    tokenizer = load_tokenizer("tiny")
+    score = rewards.Rewards([waits, lambda completions: [2.0]], tokenizer)
+    assert [asyncio.run(cell()) for _ in range(2)] == [[[1.0, 2.0]]] * 2
 
 
 def test_a_slow_function_is_reported(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -1,11 +1,24 @@
-"""User functions are loaded from files, again after an edit, and identified by the content of their file."""
+"""User functions are loaded from files, again after an edit, and identified by the content of their file. Functions that are
+passed from Python become texts of the same form."""
 
 import os
+import subprocess
+import sys
+from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lean_ft.system.user_functions import check_function, file_digest, is_function_path, load_function
+from lean_ft.system.user_functions import (
+    PASSED,
+    as_setting,
+    check_function,
+    file_digest,
+    is_function_path,
+    load_function,
+    without_hashes,
+)
 
 
 @pytest.fixture
@@ -49,3 +62,76 @@ def test_an_edit_is_another_function(own: str) -> None:
     file.write_text("\nf = 1 / 0\n")
     with pytest.raises(ValueError, match="own.py, line 2 cannot be run: ZeroDivisionError"):
         load_function(own + "f")
+
+
+class Adds:
+    """Adds a number."""
+
+    def __init__(self, number: int = 10) -> None:
+        self.number = number
+
+    def __call__(self, x: int) -> int:
+        return x + self.number
+
+    def method(self, x: int) -> int:
+        return x - self.number
+
+
+def plus(x: int, number: int = 1) -> int:
+    return x + number
+
+
+@wraps(plus)
+def wrapped(x: int) -> int:
+    return 2 * plus(x)
+
+
+def test_functions_from_python_are_texts_that_lead_back_to_them() -> None:
+    number = 5
+    two = [lambda x: x * 2, lambda x: x * 3]  # of one line
+    functions: list[Any] = [
+        *two,
+        lambda x: x + number,
+        plus,
+        wrapped,
+        partial(plus, number=4),
+        Adds,
+        Adds(3),
+        Adds(2).method,
+        abs,
+    ]
+    texts = [as_setting(one) for one in functions]
+    assert [load_function(check_function(text))(7) for text in texts] == [14, 21, 12, 8, 16, 11, 17, 10, 5, 7]
+    assert all(map(is_function_path, texts)) and len({*texts}) == len(texts)
+    assert [as_setting(one) for one in functions[:6]] == texts[:6], "the same object is the same text"
+    names = ["lambda", "lambda", "lambda", "plus", "plus", "plus", "Adds", "Adds", "method", "abs"]
+    assert without_hashes(texts) == [f"functions/{name}.py:{name}" for name in names]
+    sources = [PASSED[text].source for text in texts]
+    assert all(name in (source or "abs") for name, source in zip(names, sources, strict=True))
+    assert sources[3] == "def plus(x: int, number: int = 1) -> int:\n    return x + number\n" and sources[-1] is None
+    assert [as_setting(one) for one in ("a.py:b", 3, None, ["a"])] == ["a.py:b", 3, None, ["a"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            type("Needs", (Adds,), {"__init__": lambda self, a: None}),
+            "Needs is a class that needs arguments .*Pass an object",
+        ),
+        (dict, "dict is a class whose objects cannot be called. Pass a function"),
+    ],
+)
+def test_a_class_that_is_no_function(given: type, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_setting(given)
+
+
+def test_another_program_has_the_function() -> None:
+    code = "from lean_ft.system.user_functions import as_setting as a; print(a(lambda x: x))"
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    for act in (check_function, load_function):
+        with pytest.raises(
+            ValueError, match=r"no such file: functions/lambda.*passed lambda from Python. Pass it again"
+        ):
+            act(text)

@@ -1,4 +1,5 @@
 import io
+import json
 import re
 
 import pytest
@@ -96,3 +97,50 @@ def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     assert "loss not finite" in shown
     assert "saved       somewhere" in shown
     assert shown.rstrip("\r\n").endswith(("\x1b[2K", "\x1b[?25h"))  # the bar is cleared and the cursor visible
+
+
+@pytest.fixture
+def notebook(screen, monkeypatch):
+    """The outputs of a notebook's cell, each as the list of its versions."""
+    outputs = []
+
+    class Handle:
+        def __init__(self, versions):
+            self.update = lambda output, raw: versions.append(output)
+
+    def display(output, raw, display_id):
+        assert raw and display_id
+        outputs.append([output])
+        return Handle(outputs[-1])
+
+    ipython = pytest.importorskip("IPython.display")
+    monkeypatch.setattr(ipython, "display", display)
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    return outputs
+
+
+def test_in_a_notebook_one_bar_and_one_curve_are_updated(notebook, monkeypatch, tmp_path):
+    clock, lines = [0.0], tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    with ProgressBar(0, 100, tmp_path) as bar:
+        for step in range(1, 51):  # ended early
+            clock[0] += 0.5
+            with lines.open("a") as file:
+                file.write(json.dumps({**row(step), "reward": step / 9, "eval_reward": 1.0}) + "\n")
+            bar.update(row(step))
+    bars, curves = notebook
+    steps = [output["text/plain"].split("/")[0] for output in bars]
+    assert steps == ["1", *map(str, range(5, 50, 4)), "50"], "every 2 s, and at the end"
+    assert all('<progress value="' in output["text/html"] for output in bars)
+    assert bars[-1]["text/html"].startswith('<progress value="50" max="100"></progress> <code>50/100  loss 1.25')
+    assert len({output["image/png"] for output in curves}) == len(curves) == len(bars)
+    assert all(output["image/png"].startswith(b"\x89PNG") for output in curves)
+
+
+def test_what_fails_to_draw_ends_the_drawing_and_not_the_run(notebook, capsys, screen, tmp_path):
+    file = screen()
+    with ProgressBar(0, 3, tmp_path / "none") as bar:
+        for step in (1, 2, 3):
+            bar.update(row(step))
+    assert notebook == []
+    assert file.getvalue().count("notebook    the bar and the curve stop here: ValueError") == 1
