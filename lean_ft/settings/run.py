@@ -30,6 +30,7 @@ from lean_ft.settings.losses import (
 )
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
+from lean_ft.system.installation import install_command
 
 LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # name -> module
 
@@ -37,7 +38,7 @@ LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "ml
 def _have_their_packages(names: list[str]) -> list[str]:
     for name in names:
         if name in LOGGER_PACKAGES and importlib.util.find_spec(LOGGER_PACKAGES[name]) is None:
-            raise ValueError(f"{name} is not installed here: pip install 'lean-ft[{name}]', or leave it out.")
+            raise ValueError(f"{name} is not installed here. Run {install_command(name)}, or leave it out.")
     return names
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lean_ft.system.installation import install_command
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
 from lean_ft.system.whole_files import write_whole
@@ -170,7 +171,7 @@ def _figure(curves: list[Curves]) -> Any:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        raise ValueError("pictures need matplotlib. Run pip install 'lean-ft[plots]'.") from None
+        raise ValueError(f"pictures need matplotlib. Run {install_command('plots')}") from None
 
     metrics = _metrics(curves)
     num_rows = -(-len(metrics) // _COLUMNS)
