@@ -20,9 +20,7 @@ from lean_ft.settings import (
     PromptRowsConfig,
     RecipeConfig,
     RowsConfig,
-    Settings,
 )
-from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.system.units import gibibytes
 
@@ -59,10 +57,7 @@ RECIPES_OF_ROWS = (
 DataOrRecipe = Annotated[
     str | None,
     typer.Argument(
-        metavar="FILE|RECIPE",
-        help="A data file, a glob, a Hub data set (org/name), or a recipe with its settings.",
-        show_default=False,
-        autocompletion=lambda incomplete: [name for name in catalog.recipes() if name.startswith(incomplete)],
+        metavar="FILE|RECIPE", help="Data file, glob, Hub data set (org/name), or a run's recipe.", show_default=False
     ),
 ]
 
@@ -211,10 +206,6 @@ def _names_data(word: str) -> bool:
     return bool({*"/.*?["} & {*word}) or Path(word).exists()
 
 
-class _RowsOfFile(Settings):
-    data: RowsConfig
-
-
 def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
     """Return the recipe that the first rows of a file are for (None with a preset, which names it), and the settings of a run
     on it. Print what was chosen.
@@ -228,7 +219,8 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     from lean_ft.data.sources import first_rows
 
     of_rows = tuple(f"data.{name}" for name in RowsConfig.model_fields)
-    data = load_config(_RowsOfFile, None, [word for word in settings if word.startswith(of_rows)]).data
+    of_file = [word for word in settings if word.startswith(of_rows)]
+    data = load_run("finetune", None, ["model.path=tiny", *of_file], writes=False)[1].data
     rows = first_rows(data.source, NUM_ROWS_TO_DETECT, data)
     fields = next((list(row.fields) for row in rows if row.problem is None), [])
     names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}

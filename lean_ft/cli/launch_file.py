@@ -26,14 +26,12 @@ from lean_ft.system.redaction import redact
 from lean_ft.system.user_functions import is_function_path
 
 TEMPLATES = Path(__file__).parents[1] / "assets" / "launch"
-
-
-# kind -> template, default GPU, form of a GPU and of a volume, each a regular expression
 KINDS = {
-    "skypilot": ("skypilot.yaml", "H100:1", r"[\w.-]+(?::(?P<number>[1-9]\d*))?", r"[\w.-]+"),
-    "modal": ("modal.py", "H100:1", r"[\w-]+!?(?::(?P<number>[1-9]\d*))?", r"[\w.-]+"),
-    "hf-jobs": ("hf-jobs.sh", "a100-large", r"[a-z0-9-]+?(?:x(?P<number>[1-9]\d*))?", r"[\w.-]+/[\w.-]+"),
+    "skypilot": ("skypilot.yaml", "H100:1"),
+    "modal": ("modal.py", "H100:1"),
+    "hf-jobs": ("hf-jobs.sh", "a100-large"),
 }
+"""Kind of job -> its template and the GPU by default."""
 
 
 def launch_file(
@@ -52,7 +50,6 @@ def launch_file(
         list[str] | None,
         typer.Option(metavar="VARIABLE", help="Environment variable to pass, such as HF_TOKEN. The file has no value."),
     ] = None,
-    hours: Annotated[int, typer.Option(min=1, max=24, help="Time limit of modal and hf-jobs.")] = 24,
     source: Annotated[
         str,
         typer.Option(
@@ -68,17 +65,16 @@ def launch_file(
     Checks the settings first. output_dir becomes a folder of the volume, so a preempted job resumes by itself.
     Files that the settings name must be in the current folder: the job uploads them. `leanft slurm` is for Slurm.
     """
-    template, default_gpu, gpu_form, volume_form = KINDS[kind]
-    if (parts := re.fullmatch(gpu_form, gpu := gpu or default_gpu)) is None:
+    template, default_gpu = KINDS[kind]
+    if (parts := re.fullmatch(r"[\w.!-]+?(?:[:x]([1-9]\d*))?", gpu := gpu or default_gpu)) is None:
         raise ValueError(f"--gpu {gpu}: expected a GPU of {kind}, such as {default_gpu}.")
-    num_gpus = int(parts["number"] or 1)
-    if not re.fullmatch(volume_form, volume):
+    num_gpus = int(parts[1] or 1)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+" if kind == "hf-jobs" else r"[\w.-]+", volume):
         form = "ACCOUNT/BUCKET" if kind == "hf-jobs" else "NAME"
         raise ValueError(f"--volume {volume or 'is missing'}: expected {form}, a bucket or volume to keep the run in.")
-    if wrong := next(
-        (name for name in secret or [] if not re.fullmatch(r"[A-Za-z_]\w*", name) or redact(name) != name), None
-    ):
-        raise ValueError(f"--secret expects the name of a variable, such as HF_TOKEN, found {redact(wrong)}.")
+    for name in secret or []:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or redact(name) != name:
+            raise ValueError(f"--secret expects the name of a variable, such as HF_TOKEN, found {redact(name)}.")
     cfg, words = words_of_job(recipe, config, overrides, num_gpus)
     if not isinstance(cfg, RecipeConfig):
         raise ValueError("this recipe writes no run directory, so a job would lose its result. Run it on your machine.")
@@ -87,7 +83,10 @@ def launch_file(
     wheel = source if source.endswith(".whl") and "://" not in source else None
     if wheel is not None and not Path(wheel).is_file():
         raise ValueError(f"--source {wheel}: no such file.")
-    packages = [f"torch=={metadata.version('torch').partition('+')[0]}", _requirement(cfg, source, wheel)]
+    extras = ",".join(_extras_of(cfg))
+    name = f"./{Path(wheel).name}" if wheel else installation.DISTRIBUTION
+    name = (f"{name}[{extras}]" if extras else name) + ("" if wheel else f" @ {source}")
+    packages = [f"torch=={metadata.version('torch').partition('+')[0]}", name]
     many = ["--nproc-per-node", str(num_gpus), "--max-restarts", "3"] if num_gpus > 1 else []
     words = [word for word in words if not word.startswith("output_dir=")]
     output = output or Path(f"leanft_{template.replace('-', '_')}")
@@ -101,7 +100,6 @@ def launch_file(
         gpu=gpu,
         image=image,
         volume=volume,
-        hours=hours,
         secrets=secret or [],
         packages=packages,
         wheel=wheel,
@@ -152,16 +150,12 @@ def render(template: str, **facts: Any) -> str:
 def _files_of(cfg: RecipeConfig, recipe: str | None, config: str | None) -> Iterator[str]:
     """Yield the files and folders that the settings name, relative to the current folder. Raise ValueError for others, which
     would have another path on the job's machine."""
-    from lean_ft.data.sources import source_files
-
     models = {".".join(place) for place in models_of(cfg)}
     for key, text in [("RECIPE", recipe or ""), ("--config", config or ""), *_texts(cfg)]:
         path = os.path.normpath(text.rpartition(":")[0] if is_function_path(text) else text)
         found = glob.glob(os.path.expanduser(path)) if key in models or re.search(r"\w[./]|/\w", path) else []
         if not found and os.path.isabs(path):
             typer.echo(f"note: {key}: {path} is not on this machine. The job expects it on its own.", err=True)
-        elif not found and re.match(r"data\.\w*source", key):
-            source_files(text)  # raises ValueError if it is no data set of the Hub
         for one in found:
             if os.path.isabs(one) or one.startswith(".."):
                 raise ValueError(
@@ -171,25 +165,19 @@ def _files_of(cfg: RecipeConfig, recipe: str | None, config: str | None) -> Iter
             yield one
 
 
+def _extras_of(cfg: RecipeConfig) -> list[str]:
+    """Return the extras of lean_ft that the settings need. Raise ValueError if a relative path of data does not exist."""
+    from lean_ft.data.sources import source_files
+
+    data = [text for key, text in _texts(cfg) if re.match(r"data\.\w*source", key) and not os.path.isabs(text)]
+    needs_datasets = [source_files(text) is None or text.endswith(".parquet") for text in data]
+    loggers = [name for name in cfg.log.to if name in LOGGER_PACKAGES]
+    return [*loggers, *(["datasets"] if any(needs_datasets) else []), *(["eval"] if cfg.eval_tasks else [])]
+
+
 def _texts(cfg: RecipeConfig) -> Iterator[tuple[str, str]]:
     """Yield all texts in the settings with their key, also those inside lists."""
     for key, value in dotted(cfg.model_dump(mode="json", exclude={"output_dir"})):
         for item in value if isinstance(value, list) else [value]:
-            yield from (
-                (key, text) for text in (item.values() if isinstance(item, dict) else [item]) if isinstance(text, str)
-            )
-
-
-def _requirement(cfg: RecipeConfig, source: str, wheel: str | None) -> str:
-    """Return the requirement of lean_ft, with the extras that the settings need."""
-    from lean_ft.data.sources import source_files
-
-    sources = [text for key, text in _texts(cfg) if re.match(r"data\.\w*source", key)]
-    needed = {
-        **{name: name in cfg.log.to for name in LOGGER_PACKAGES},
-        "datasets": any(text.endswith(".parquet") or source_files(text) is None for text in sources),
-        "eval": bool(cfg.eval_tasks),
-    }
-    extras = ",".join(name for name, is_needed in needed.items() if is_needed)
-    extras = f"[{extras}]" if extras else ""
-    return f"./{Path(wheel).name}{extras}" if wheel else f"{installation.DISTRIBUTION}{extras} @ {source}"
+            inner = item.values() if isinstance(item, dict) else [item]
+            yield from ((key, text) for text in inner if isinstance(text, str))

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,8 +61,10 @@ def source_elsewhere() -> str:
 
 def _git(folder: Path, *words: str) -> str:
     """Return what a git command prints; empty if it fails."""
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words]  # fsmonitor may name a program to run
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return ""
 
 
 def _pip_install() -> list[str]:

@@ -83,9 +83,9 @@ def test_modal(leanft, folder, monkeypatch):
     modal.App.return_value.function.return_value = modal.App.return_value.local_entrypoint.return_value = lambda f: f
     monkeypatch.setitem(sys.modules, "modal", modal)
     module = {"__name__": "job"}
-    exec(compile(written(leanft, "modal", "--gpu", "H100:2", "--hours", "3"), "job", "exec"), module)
+    exec(compile(written(leanft, "modal", "--gpu", "H100:2"), "job", "exec"), module)
     function = modal.App.return_value.function.call_args.kwargs
-    assert (function["gpu"], function["timeout"], list(function["volumes"])) == ("H100:2", 3 * 3600, ["/runs"])
+    assert (function["gpu"], function["timeout"], list(function["volumes"])) == ("H100:2", 24 * 3600, ["/runs"])
     modal.Volume.from_name.assert_called_once_with("my-runs", create_if_missing=True)
     modal.Secret.from_local_environ.assert_called_once_with(["HF_TOKEN"])
     added = [call.args for call in modal.Image.mock_calls if call[0].endswith(("add_local_file", "add_local_dir"))]

@@ -1,6 +1,7 @@
 """The printed commands that add optional packages, and the source of this installation for other machines."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -22,7 +23,7 @@ OURS = str(Path(sys.executable).parent)
 
 @pytest.fixture(autouse=True)
 def activated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", OURS)
+    monkeypatch.setenv("PATH", f"{OURS}:{os.environ['PATH']}")
 
 
 def test_a_clone_is_named_and_other_installations_name_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +71,6 @@ def test_another_machine_installs_the_pushed_commit_of_a_clone(tmp_path: Path, m
 
 def test_another_machine_installs_what_pip_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "checkout", lambda: None)
-    origin: dict = {}
-    installed = SimpleNamespace(read_text=lambda _: json.dumps(origin))
-    monkeypatch.setattr(metadata, "distribution", lambda _: installed)
     (wheel := tmp_path / "lean_ft.whl").write_text("")
     for origin, expected in (
         ({"url": "https://example.org/r", "vcs_info": {"commit_id": "abc"}}, "git+https://example.org/r@abc"),
@@ -81,6 +79,8 @@ def test_another_machine_installs_what_pip_installed(tmp_path: Path, monkeypatch
         ({"url": f"file://{tmp_path}/gone.whl", "archive_info": {}}, None),
         ({}, None),
     ):
+        installed = SimpleNamespace(read_text=lambda _, origin=origin: json.dumps(origin))
+        monkeypatch.setattr(metadata, "distribution", lambda _, installed=installed: installed)
         if expected is None:
             with pytest.raises(ValueError, match="--source is missing"):
                 source_elsewhere()
