@@ -29,7 +29,7 @@ from lean_ft.settings.text import describe, load_config
 from lean_ft.system import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONG = (
     "index.md",
     "coming_from_trl.md",
@@ -161,6 +161,7 @@ SUBSTITUTES = [
 NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
+    ".venv/bin/python -m pytest ": "runs the tests",
     "leanft plan ": "takes a minute; the long test below",
     "leanft check ": "takes a minute; tests/cli/test_check_verb.py and tests/test_check.py",
     "leanft chat ": "interactive; tests/recipes/test_chat.py tests it",
@@ -259,6 +260,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
     }.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "lean_ft-0.2.0-py3-none-any.whl").touch()
     text = "".join(document.read_text() for document in DOCUMENTS)
     presets = set(re.findall(r"--config ([^\s`]+)", text)) - {"NAME", "...", "mine.yaml"}
     text += "".join(catalog.find_preset(name).read_text() for name in presets)
@@ -315,7 +317,7 @@ def test_a_document_names_only_what_is_there(document):
     for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z_]+(?:-[a-z]+)*)", text, re.MULTILINE)):
         assert verb in commands or verb in catalog.recipes(), verb
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"lean-ft\[(\w+)\]", text)) <= extras.keys()
+    assert set(re.findall(r"(?:lean-ft|-e '\.)\[(\w+)\]", text)) <= extras.keys()
     targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
     for name in re.findall(r"(?:python |`|\]\()((?:benchmarks|scripts|docs|lean_ft|recipes|tests)/[\w/.+-]*)", text):
@@ -331,7 +333,7 @@ def test_the_documents_are_a_site(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert {page.parent.name for page in tmp_path.glob("*/index.html")} == {
-        page.stem for page in DOCUMENTS if page.stem not in ("README", "index")
+        page.stem for page in DOCUMENTS if page.stem not in ("README", "AGENTS", "index")
     }
     reference = (tmp_path / "api" / "index.html").read_text()
     for package in re.findall(r"^::: (lean_ft(?:\.[a-z]+)?)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE):
