@@ -83,10 +83,10 @@ def launch_file(
     wheel = source if source.endswith(".whl") and "://" not in source else None
     if wheel is not None and not Path(wheel).is_file():
         raise ValueError(f"--source {wheel}: no such file.")
-    extras = ",".join(_extras_of(cfg))
-    name = f"./{Path(wheel).name}" if wheel else installation.DISTRIBUTION
-    name = (f"{name}[{extras}]" if extras else name) + ("" if wheel else f" @ {source}")
-    packages = [f"torch=={metadata.version('torch').partition('+')[0]}", name]
+    loggers = [name for name in cfg.log.to if name in LOGGER_PACKAGES]
+    extras = ",".join(["datasets", *loggers, *(["eval"] if cfg.eval_tasks else [])])
+    lean_ft = f"./{Path(wheel).name}[{extras}]" if wheel else f"{installation.DISTRIBUTION}[{extras}] @ {source}"
+    packages = [f"torch=={metadata.version('torch').partition('+')[0]}", lean_ft]
     many = ["--nproc-per-node", str(num_gpus), "--max-restarts", "3"] if num_gpus > 1 else []
     words = [word for word in words if not word.startswith("output_dir=")]
     output = output or Path(f"leanft_{template.replace('-', '_')}")
@@ -150,12 +150,16 @@ def render(template: str, **facts: Any) -> str:
 def _files_of(cfg: RecipeConfig, recipe: str | None, config: str | None) -> Iterator[str]:
     """Yield the files and folders that the settings name, relative to the current folder. Raise ValueError for others, which
     would have another path on the job's machine."""
+    from lean_ft.data.sources import source_files
+
     models = {".".join(place) for place in models_of(cfg)}
     for key, text in [("RECIPE", recipe or ""), ("--config", config or ""), *_texts(cfg)]:
         path = os.path.normpath(text.rpartition(":")[0] if is_function_path(text) else text)
         found = glob.glob(os.path.expanduser(path)) if key in models or re.search(r"\w[./]|/\w", path) else []
         if not found and os.path.isabs(path):
             typer.echo(f"note: {key}: {path} is not on this machine. The job expects it on its own.", err=True)
+        elif not found and re.match(r"data\.\w*source", key):
+            source_files(text)  # raises ValueError if it is no Hub data set
         for one in found:
             if os.path.isabs(one) or one.startswith(".."):
                 raise ValueError(
@@ -163,16 +167,6 @@ def _files_of(cfg: RecipeConfig, recipe: str | None, config: str | None) -> Iter
                     "the folder that has the file, and give its relative path."
                 )
             yield one
-
-
-def _extras_of(cfg: RecipeConfig) -> list[str]:
-    """Return the extras of lean_ft that the settings need. Raise ValueError if a relative path of data does not exist."""
-    from lean_ft.data.sources import source_files
-
-    data = [text for key, text in _texts(cfg) if re.match(r"data\.\w*source", key) and not os.path.isabs(text)]
-    needs_datasets = [source_files(text) is None or text.endswith(".parquet") for text in data]
-    loggers = [name for name in cfg.log.to if name in LOGGER_PACKAGES]
-    return [*loggers, *(["datasets"] if any(needs_datasets) else []), *(["eval"] if cfg.eval_tasks else [])]
 
 
 def _texts(cfg: RecipeConfig) -> Iterator[tuple[str, str]]:

@@ -51,11 +51,9 @@ def validate(
         notes += _rehearse(module, cfg)
     if problems:
         raise ValueError("\n".join(problems))
-    text, num_others = (dump(cfg), 0) if everything else dump_chosen(cfg)
-    if num_others:
-        notes.append(f"{num_others} other settings have their defaults: --all prints them")
+    text = dump(cfg) if everything else dump_chosen(cfg)
     name = f"recipe: {Path(module.__file__ or '').stem}\n" if is_shipped(module) else ""
-    ok = "ok: the settings are valid."
+    ok = "ok: the settings are valid." if everything else "ok: the settings are valid. --all prints the others too."
     typer.echo(name + redact(text) + "\n".join(f"# {line}" for line in (*notes, ok)))
 
 

@@ -31,7 +31,7 @@ COMMAND_LINE = "command line"
 MAX_PROBLEMS = 20  # listed in one message
 RECIPE = "recipe"  # key of a preset that is not a setting
 # Settings that people change first, in this order. A recipe has about ten of them.
-COMMON = (
+COMMON = [
     "loss.name",
     "generation.num_answers",
     "generation.max_new_tokens",
@@ -45,7 +45,7 @@ COMMON = (
     "data.packing",
     "memory.activation_checkpointing",
     "output_dir",
-)
+]
 
 
 def load_config(
@@ -109,11 +109,11 @@ def dump(config: BaseModel) -> str:
     return to_yaml(config.model_dump(mode="json"))
 
 
-def dump_chosen(config: BaseModel) -> tuple[str, int]:
-    """Return as YAML the settings that are required, common, or not at their default, and the number of the others.
-    `load_config` reads the YAML back into an equal config."""
-    values, settings, chosen, num_others = config.model_dump(mode="json"), _settings(type(config)), dict[str, Any](), 0
-    for setting in _in_reading_order(settings):
+def dump_chosen(config: BaseModel) -> str:
+    """Return as YAML the settings that are required, common, or not at their default. `load_config` reads them back into an
+    equal config."""
+    values, chosen = config.model_dump(mode="json"), dict[str, Any]()
+    for setting in _in_reading_order(_settings(type(config))):
         *groups, name = setting.key.split(".")
         inside, into = values, chosen
         for group in groups:
@@ -129,9 +129,7 @@ def dump_chosen(config: BaseModel) -> tuple[str, int]:
             for group in groups:
                 into = into.setdefault(group, {})
             into[name] = {} if setting.group else inside[name]
-        elif not setting.group:
-            num_others += 1
-    return to_yaml(chosen), num_others
+    return to_yaml(chosen)
 
 
 # Descriptions of settings ------------------------------------------------------------------------------------
@@ -231,20 +229,16 @@ def one_line_each(config_class: type[BaseModel]) -> str:
 def _in_reading_order(settings: dict[str, Setting]) -> list[Setting]:
     """Return settings and groups with those first that are required or have a required setting, then common ones, then groups,
     and engine settings last."""
+    first = [key for key, setting in settings.items() if setting.required]
+    first += [key for key in COMMON if key in settings]
     numbers = {key: number for number, key in enumerate(settings)}
 
-    def rank(key: str) -> tuple[int, int, int]:
-        if any(setting.required and _is_in(other, key) for other, setting in settings.items()):
-            return 0, 0, numbers[key]
-        place = next((place for place, common in enumerate(COMMON) if common in settings and _is_in(common, key)), None)
-        return (3 - (settings[key].group is not None), 0, numbers[key]) if place is None else (1, place, numbers[key])
+    def ranks(key: str) -> list[tuple[int, int]]:
+        above, last = key.rpartition(".")[0], len(first) + (settings[key].group is None)
+        place = next((place for place, one in enumerate(first) if _is_in(one, key)), last)
+        return [*(ranks(above) if above else []), (place, numbers[key])]
 
-    ranks = {key: rank(key) for key in settings}
-    parents = {key: key.split(".") for key in settings}
-    return sorted(
-        settings.values(),
-        key=lambda s: [ranks[".".join(parents[s.key][:count])] for count in range(1, len(parents[s.key]) + 1)],
-    )
+    return sorted(settings.values(), key=lambda setting: ranks(setting.key))
 
 
 def _is_in(key: str, group: str) -> bool:

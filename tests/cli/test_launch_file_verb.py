@@ -69,7 +69,7 @@ def test_skypilot(leanft, folder, tmp_path, monkeypatch, gpu: str):
     mounts = task["file_mounts"]
     assert mounts.pop("/runs") == {"name": "my-runs", "mode": "MOUNT_CACHED"}
     assert mounts == {f"~/job/{file}": file for file in [*FILES, "w.whl"]} and task["secrets"] == {"HF_TOKEN": None}
-    assert shlex.split(task["setup"].splitlines()[-1])[-1] == "./w.whl"
+    assert shlex.split(task["setup"].splitlines()[-1])[-1] == "./w.whl[datasets]"
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "job").mkdir()
     (tmp_path / "leanft" / "bin").mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_hugging_face_jobs(leanft, folder, tmp_path):
     script = run[-1].replace("/runs/leanft", f"{tmp_path}/leanft")
     assert subprocess.run(["bash", "-c", script], timeout=20).returncode == 0
     assert calls()[-1] == ["leanft", "run", *OF_TWO, *JOB]
-    assert calls()[-2][-1] == "./w.whl"
+    assert calls()[-2][-1] == "./w.whl[datasets]"
     client = Path(sys.executable).with_name("hf")
     checked = subprocess.run(
         [client, "jobs", "run", "--dry-run", "--namespace", "me", *run[3:]], capture_output=True, text=True, timeout=60
@@ -156,6 +156,6 @@ def test_extras_of_the_settings_are_installed(leanft, folder, monkeypatch):
     source = "git+https://example.org/lean_ft@abc"
     answer = leanft("launch-file", "modal", "finetune", "model.path=org/m", "data.source=org/rows", "log.to=[tensorboard]", "output_dir=o", "--volume", "r", "--source", source)  # fmt: skip
     assert answer.code == 0, answer.err
-    assert f"'lean-ft[tensorboard,datasets] @ {source}'" in answer.out and "uploads   no files" in answer.out
+    assert f"'lean-ft[datasets,tensorboard] @ {source}'" in answer.out and "uploads   no files" in answer.out
     absent = leanft("launch-file", "modal", "finetune", "model.path=/runs/base", "data.source=org/rows", "output_dir=o", "--volume", "r", "--source", source, "--force")  # fmt: skip
     assert "model.path: /runs/base is not on this machine" in absent.err
