@@ -54,7 +54,7 @@ $(VENV)/torch: constraints.txt
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
-	$(PIP) install --quiet -c constraints.txt -e .
+	$(PIP) install --quiet -c constraints.txt -e '.[plots]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -26,7 +26,7 @@ grpo: one prompt per step, of half the length, with completions of a fixed lengt
 time for sampling and rewards is also reported.
 
 The order of the sides is reversed in every second round. Ratios are computed per round; the median is reported. TRL is in the extra `compare`:
-pip install 'lean-ft[compare]'.
+pip install -e '.[compare]'.
 
 Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_` or `grpo_` before the shape.
 """
@@ -476,7 +476,7 @@ def main(
         raise typer.BadParameter(f"expected one of {expected}, came {only!r}", param_hint="--only")
     sides = {name: [s for s in (OURS, *COMPARISONS[name].peers) if side in ("", s)] for name in wanted}
     if any({TRL, CAREFUL} & set(of_one) for of_one in sides.values()) and importlib.util.find_spec("trl") is None:
-        console.print("TRL is not installed, so there is nothing to compare with: pip install 'lean-ft[compare]'")
+        console.print("TRL is not installed, so there is nothing to compare with: pip install -e '.[compare]'")
         raise typer.Exit(2)
     hardware = require_hardware(device)
     batch_size = batch_size or (4 if objective in (Objective.dpo, Objective.distill) else 8)

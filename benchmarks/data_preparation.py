@@ -182,7 +182,7 @@ def main(
         raise typer.BadParameter(f"expected ours or trl, came {only!r}", param_hint="--only")
     sides = [only] if only else list(SIDES)
     if "trl" in sides and importlib.util.find_spec("trl") is None:
-        console.print("TRL is not installed, so there is nothing to compare with: pip install 'lean-ft[compare]'")
+        console.print("TRL is not installed, so there is nothing to compare with: pip install -e '.[compare]'")
         raise typer.Exit(2)
     data = data or find_gsm8k()
     if data is None or not data.is_file():

@@ -31,7 +31,7 @@ from lean_ft.system import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONG = (
     "index.md",
     "coming_from_trl.md",
@@ -165,6 +165,7 @@ NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
     "python benchmarks/": "takes minutes; tests/benchmarks",
     "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
+    ".venv/bin/python -m pytest ": "runs the tests",
     "leanft plan ": "takes a minute; the long test below",
     "leanft check ": "takes a minute; tests/cli/test_check_verb.py and tests/test_check.py",
     "leanft chat ": "interactive; tests/recipes/test_chat.py tests it",
@@ -267,6 +268,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
     }.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "lean_ft-0.2.0-py3-none-any.whl").touch()
     text = "".join(document.read_text() for document in DOCUMENTS)
     presets = set(re.findall(r"--config ([^\s`]+)", text)) - {"NAME", "...", "mine.yaml"}
     text += "".join(catalog.find_preset(name).read_text() for name in presets)
@@ -369,7 +371,7 @@ def test_the_documents_are_a_site(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert {page.parent.name for page in tmp_path.glob("*/index.html")} == {
-        page.stem for page in DOCUMENTS if page.stem not in ("README", "index")
+        page.stem for page in DOCUMENTS if page.stem not in ("README", "AGENTS", "index")
     }
     notebooks = {notebook.stem for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
     assert {page.parent.name for page in tmp_path.glob("notebooks/*/index.html")} == notebooks

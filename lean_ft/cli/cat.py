@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import BaseModel
 
 from lean_ft.cli.arguments import Debug, RecipeOrPreset
-from lean_ft.settings.text import commented_yaml, config_schema, one_line_each
+from lean_ft.settings.text import COMMON, commented_yaml, config_schema, describe, one_line_each
 from lean_ft.system import catalog
 
 
@@ -38,10 +39,17 @@ def cat(
     if schema:
         typer.echo(json.dumps(config_schema(config_class), indent=2, ensure_ascii=False))
     else:
-        typer.echo(
-            f"# {file.stem if isinstance(file, Path) else file.name}: {catalog.summary(file)}\n\n{commented_yaml(config_class, only=only or ())}",
-            nl=False,
-        )
+        name = file.stem if isinstance(file, Path) else file.name
+        typer.echo(f"# {name}: {catalog.summary(file)}\n{'' if only else _first_read(config_class)}")
+        typer.echo(commented_yaml(config_class, only=only or ()), nl=False)
+
+
+def _first_read(config_class: type[BaseModel]) -> str:
+    """Return comment lines with the names of the required and the common settings."""
+    is_required = {setting.key: setting.required for setting in describe(config_class)}
+    required = [key for key in is_required if is_required[key]]
+    common = [key for key in COMMON if is_required.get(key) is False]
+    return f"# required: {', '.join(required) or 'none'}\n# often changed: {', '.join(common) or 'none'}\n"
 
 
 def help_of_recipe(name: str) -> str:
@@ -50,5 +58,5 @@ def help_of_recipe(name: str) -> str:
     return (
         f"leanft run {name} [--config NAME|PATH] [KEY=VALUE ...]\n\n{catalog.summary(found)}\n\n"
         f"{one_line_each(catalog.load_recipe(found).Config)}\n"
-        f"`leanft cat {name} optimizer` explains the settings of a group, `leanft run --help` the options."
+        f"`leanft cat {name}` explains the settings, `leanft run --help` the options."
     )

@@ -11,9 +11,17 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
+from lean_ft.cli.arguments import Debug, Overrides, Preset, load_run
 from lean_ft.cli.output import print_table, progress, stdout
-from lean_ft.settings import ClassificationDataConfig, DataConfig, PromptDataConfig, PromptRowsConfig, RecipeConfig
+from lean_ft.settings import (
+    ClassificationDataConfig,
+    DataConfig,
+    PromptDataConfig,
+    PromptRowsConfig,
+    RecipeConfig,
+    RowsConfig,
+)
+from lean_ft.system import catalog
 from lean_ft.system.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
@@ -39,6 +47,20 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 </html>
 """
 
+# Recipes that train on rows with these fields. The first that fits shows a file; others are for finetune.
+RECIPES_OF_ROWS = (
+    ("dpo", "preference", ("chosen", "rejected")),
+    ("kto", "unpaired", ("prompt", "completion", "label")),
+    ("classify", "classification", ("text", "label")),
+    ("classify", "classification", ("text", "labels")),
+)
+DataOrRecipe = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="FILE|RECIPE", help="Data file, glob, Hub data set (org/name), or a run's recipe.", show_default=False
+    ),
+]
+
 app = typer.Typer(
     help="Inspect the data of a run: sequence lengths, or rows as the model sees them.",
     invoke_without_command=True,
@@ -54,7 +76,7 @@ def data(context: typer.Context) -> None:
 
 @app.command()
 def stats(
-    recipe: Recipe = None,
+    recipe: DataOrRecipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     peak: Annotated[
@@ -62,8 +84,9 @@ def stats(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Print the lengths of a run's rows, and the cost of each maximum length.
+    """Print the lengths of a file's or a run's rows, and the cost of each maximum length.
 
+    For a FILE, the fields of its rows decide the recipe, and model.path=tiny is the default.
     RECIPE and settings are the same as for `leanft run`.
     """
     module, cfg = _settings(recipe, config, overrides)
@@ -95,6 +118,7 @@ def stats(
         for length in candidates
     ]
     peaks = _peaks(module, cfg, cfg.data, candidates) if peak else {}
+    is_stand_in = cfg.model.path == "tiny"  # its short context says nothing about the user's model
     column = (">peak",) if peak else ()
     print_table(
         (">max_length", ">rows cut", ">tokens lost", ">padding", ">packed rows", ">packed full", *column, ""),
@@ -107,7 +131,7 @@ def stats(
                 f"{row.packed_rows:,}",
                 f"{row.packing_efficiency:.2%}",
                 *((peaks[row.max_length],) if peak else ()),
-                _remark(row.max_length, cfg.data.max_length, tokenizer.context_length),
+                _remark(row.max_length, cfg.data.max_length, None if is_stand_in else tokenizer.context_length),
             )
             for row in rows
         ],
@@ -119,7 +143,7 @@ def stats(
 
 @app.command()
 def preview(
-    recipe: Recipe = None,
+    recipe: DataOrRecipe = None,
     overrides: Overrides = None,
     config: Preset = None,
     rows: Annotated[int, typer.Option("--rows", "-n", min=1, metavar="N", help="Number of rows to show.")] = 3,
@@ -128,8 +152,9 @@ def preview(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Print the first rows of a run as the model sees them: trained tokens, masked tokens and control tokens.
+    """Print the first rows of a file or a run as the model sees them: trained, masked and control tokens.
 
+    For a FILE, the fields of its rows decide the recipe, and model.path=tiny is the default.
     RECIPE and settings are the same as for `leanft run`.
     """
     _, cfg = _settings(recipe, config, overrides)
@@ -158,6 +183,8 @@ def _remark(length: int, set_length: int, context_length: int | None) -> str:
 
 def _settings(recipe: str | None, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
     """Return the recipe and the settings of the run. Raise ValueError if the recipe has no data."""
+    if recipe is not None and _names_data(recipe):
+        recipe, overrides = _run_on_file(recipe, config, overrides or [])
     module, cfg = load_run(recipe, config, overrides)
     data: Any = getattr(cfg, "data", None)
     data = data.rows if isinstance(data, PromptDataConfig) else data
@@ -170,6 +197,51 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
 
         data = with_labels(data)
     return module, cfg.model_copy(update={"data": data})
+
+
+def _names_data(word: str) -> bool:
+    """Whether the first word is data and not a recipe."""
+    if "=" in word or word.endswith(".py") or word in {*catalog.recipes(), *catalog.aliases(), *catalog.presets()}:
+        return False
+    return bool({*"/.*?["} & {*word}) or Path(word).exists()
+
+
+def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
+    """Return the recipe that the first rows of a file are for (None with a preset, which names it), and the settings of a run
+    on it. Print what was chosen.
+
+    Raises ValueError if the rows cannot be read.
+    """
+    settings = [f"data.source={file}", *overrides]
+    if config is not None:
+        return None, settings
+    from lean_ft.data.formats import NUM_ROWS_TO_DETECT
+    from lean_ft.data.sources import first_rows
+
+    of_rows = tuple(f"data.{name}" for name in RowsConfig.model_fields)
+    of_file = [word for word in settings if word.startswith(of_rows)]
+    data = load_run("finetune", None, ["model.path=tiny", *of_file], writes=False)[1].data
+    rows = first_rows(data.source, NUM_ROWS_TO_DETECT, data)
+    fields = next((list(row.fields) for row in rows if row.problem is None), [])
+    names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
+    recipe = "grpo" if "prompt" in names and names.isdisjoint({"completion", "messages"}) else "finetune"
+    recipe = next((one for one, name, needed in RECIPES_OF_ROWS if name == data.format or names >= {*needed}), recipe)
+    if recipe == "grpo":
+        settings.append("rewards=[exact_answer]")  # required, and not used: no completion is sampled
+    if recipe == "classify" and "label" not in names:
+        settings.append("data.multi_label=true")
+    typer.echo(
+        f"note: shown as the recipe {recipe} reads the rows. For another: leanft data preview RECIPE data.source={file}",
+        err=True,
+    )
+    if not any(word.startswith("model.path=") for word in overrides):
+        settings.append("model.path=tiny")
+        typer.echo(
+            "note: tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many tokens as a large "
+            "model. To see those of your model, add model.path=MODEL",
+            err=True,
+        )
+    return recipe, settings
 
 
 def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: list[int]) -> dict[int, str]:

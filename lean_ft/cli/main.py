@@ -20,6 +20,7 @@ from lean_ft.cli import (
     download,
     env,
     export,
+    launch_file,
     ls,
     plan,
     plot,
@@ -61,6 +62,7 @@ VERBS = (
     download,
     export,
     push,
+    launch_file,
     slurm,
     env,
 )

@@ -5,6 +5,9 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
+from lean_ft.cli.output import print_table
+from lean_ft.hub.paths import repository_name
+from lean_ft.system.units import gibibytes
 
 
 def push(
@@ -23,12 +26,39 @@ def push(
     public: Annotated[
         bool, typer.Option("--public", help="Create a public repository. Without it, a new repository is private.")
     ] = False,
+    license: Annotated[
+        str | None,
+        typer.Option("--license", metavar="ID", help="License for the card, such as apache-2.0 or llama3.2."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files and the card, upload nothing, and use no network.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Upload a model or an adapter to the Hugging Face Hub with a card: data, losses, curves, settings and versions.
 
     Needs a token with write access: run `hf auth login` or set the variable HF_TOKEN.
     """
+    from lean_ft.hub.upload import prepare
     from lean_ft.hub.upload import push as upload
 
-    typer.echo(f"pushed  {upload(source, repo, public=public)}")
+    if not dry_run:
+        typer.echo(f"pushed  {upload(source, repo, public=public, license=license)}")
+        return
+    if repository_name(source) is not None:
+        raise ValueError(
+            f"{source} is not a folder here, and --dry-run uses no network. Run `leanft download {source}` first."
+        )
+    planned = prepare(source, repo, license)
+    sizes = {
+        path: len(file) if isinstance(file, bytes) else file.stat().st_size for path, file in planned.files.items()
+    }
+    access = "public" if public else "private"
+    typer.echo(f"from  {planned.folder}")
+    typer.echo(f"to    {repo}, created as a {access} repository if it does not exist. One commit adds or replaces:\n")
+    total = (f"{len(sizes)} files", gibibytes(sum(sizes.values())))
+    print_table(("", ">"), [*((path, gibibytes(size)) for path, size in sizes.items()), total])
+    typer.echo(f"\nREADME.md:\n\n{planned.card}")
+    for remark in planned.remarks:
+        typer.echo(f"note: {remark}")
+    typer.echo("dry run: nothing was uploaded.")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
+from lean_ft.system.installation import install_command
 
 
 def serve(
@@ -52,7 +53,7 @@ def serve(
     try:
         from lean_ft.generation.server import ChatServer
     except ModuleNotFoundError as error:
-        raise ValueError(f"leanft serve needs the package {error.name}: pip install 'lean-ft[serve]'.") from None
+        raise ValueError(f"leanft serve needs the package {error.name}. Run {install_command('serve')}") from None
     from lean_ft.system.log import say
 
     model, tokenizer = open_model(checkpoint, adapter or (), device, dtype)

@@ -5,30 +5,8 @@ from typing import Annotated
 
 import typer
 
-from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, batches_of, load_run
-from lean_ft.settings import RecipeConfig
-from lean_ft.system.redaction import redact
-
-# srun starts one agent per machine, which starts the machine's processes. Before the time limit, Slurm signals only the
-# script (B:). The script forwards the signal to the agents and requeues the job after they have saved.
-_SCRIPT = """\
-#!/bin/bash
-{directives}
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-warned=
-trap 'warned=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
-
-srun --kill-on-bad-exit=1 {command} &
-step=$!
-wait $step
-code=$?
-if [ -n "$warned" ]; then
-    wait $step  # the first wait ended with the signal
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
-fi
-exit $code
-"""
+from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe
+from lean_ft.cli.launch_file import render, words_of_job
 
 
 def slurm(
@@ -53,19 +31,7 @@ def slurm(
     The run then resumes from the newest checkpoint.
     output_dir must be on a disk that all machines share.
     """
-    # Report invalid settings now instead of when the job starts.
-    _, cfg = load_run(recipe, config, overrides, processes=(num_processes := nodes * gpus_per_node))
-    if isinstance(cfg, RecipeConfig) and num_processes > 1:
-        from lean_ft.training.device import refuse_on_many  # here, because it imports torch
-
-        refuse_on_many(cfg, num_processes)
-    given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
-    given += batches_of(cfg, given) if num_processes > 1 else []
-    if secret := next((word for word in given if "[token]" in redact(word)), None):
-        raise ValueError(
-            f"{secret.partition('=')[0]} holds a secret, which the job script would keep. Put this setting into a preset that "
-            "only you can read, and pass --config PATH."
-        )
+    _, given = words_of_job(recipe, config, overrides, nodes * gpus_per_node)
     directives = [
         "--job-name=leanft",
         f"--nodes={nodes}",
@@ -81,4 +47,4 @@ def slurm(
     flags = ["--nproc-per-node", str(gpus_per_node), "--nnodes", str(nodes), "--max-restarts", str(max_restarts)]
     meeting = f'--rdzv-endpoint "$head:{port}" --rdzv-id "$SLURM_JOB_ID"'
     command = f"leanft run {shlex.join(flags)} {meeting} {shlex.join(given)}"
-    print(_SCRIPT.format(directives="\n".join(f"#SBATCH {line}" for line in directives), command=command), end="")
+    print(render("slurm.sh", directives=directives, command=command), end="")

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import BaseModel
@@ -23,7 +24,7 @@ from lean_ft.settings import (
     RecipeConfig,
     Source,
 )
-from lean_ft.settings.text import dump
+from lean_ft.settings.text import dump, dump_chosen
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.redaction import redact
 from lean_ft.system.user_functions import is_function_path
@@ -32,10 +33,17 @@ if TYPE_CHECKING:
     from lean_ft.tokenizers import Tokenizer
 
 
-def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset = None, debug: Debug = False) -> None:
+def validate(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    config: Preset = None,
+    everything: Annotated[bool, typer.Option("--all", help="Print the settings at their defaults too.")] = False,
+    debug: Debug = False,
+) -> None:
     """Check a run's settings, files, first rows, device, output_dir and LoRA targets without running it.
 
-    Prints the resolved settings. Runs none of your functions, only a recipe's file that you name.
+    Prints a preset of the run: required and common settings, and those that are not at their default. Runs none of your
+    functions, only a recipe's file that you name.
     """
     module, cfg = load_run(recipe, config, overrides)
     if isinstance(cfg, RecipeConfig) and "output_dir" not in cfg.model_fields_set:
@@ -47,8 +55,10 @@ def validate(recipe: Recipe = None, overrides: Overrides = None, config: Preset 
         notes += _rehearse(module, cfg)
     if problems:
         raise ValueError("\n".join(problems))
-    ok = "ok: the settings are valid."
-    typer.echo(redact(dump(cfg)) + "\n".join(f"# {line}" for line in (*notes, ok)))
+    text = dump(cfg) if everything else dump_chosen(cfg)
+    name = f"recipe: {Path(module.__file__ or '').stem}\n" if is_shipped(module) else ""
+    ok = "ok: the settings are valid." if everything else "ok: the settings are valid. --all prints the others too."
+    typer.echo(name + redact(text) + "\n".join(f"# {line}" for line in (*notes, ok)))
 
 
 def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:

@@ -17,6 +17,7 @@ from uuid import UUID
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.splits import is_sliced, rows_of_split
 from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
+from lean_ft.system.installation import install_command
 
 ROWS_AT_A_TIME = 1024
 MANY_ROWS = 100_000
@@ -40,7 +41,9 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ValueError(f"{path} is a Parquet file, which needs a package: pip install 'lean-ft[datasets]'.") from None
+        raise ValueError(
+            f"{path} is a Parquet file, which needs a package. Run {install_command('datasets')}"
+        ) from None
     if digest is not None:
         with path.open("rb") as file:
             while some := file.read(HASHED_BYTES_AT_A_TIME):
@@ -173,7 +176,7 @@ def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
         import datasets  # noqa: F401
     except ImportError:
         raise ValueError(
-            f"data source {name} is a Hugging Face dataset, which needs a package: pip install 'lean-ft[datasets]'."
+            f"data source {name} is a Hugging Face dataset, which needs a package. Run {install_command('datasets')}"
         ) from None
     try:
         yield

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lean_ft.data.rows import Digest, Row, kind
+from lean_ft.system.installation import install_command
 
 _HEADER_BYTES = 2**16  # enough for column names, and below csv's limit for one cell
 BOM = b"\xef\xbb\xbf"
@@ -215,7 +216,7 @@ def open_decompressed(path: Path) -> IO[bytes]:
         except ImportError:
             file.close()
             raise ValueError(
-                f"{path} is compressed with zstd, which needs a package: pip install 'lean-ft[zstd]'."
+                f"{path} is compressed with zstd, which needs a package. Run {install_command('zstd')}"
             ) from None
         begin = zstandard.ZstdDecompressor().decompressobj
         return io.BufferedReader(_Archive(file, begin, zstandard.ZstdError))

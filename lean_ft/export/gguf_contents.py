@@ -19,6 +19,7 @@ from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.gguf_layouts import Step, store
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS
+from lean_ft.system.installation import install_command
 
 _STANDSTILL = 1e30  # a divisor that makes a frequency 0
 
@@ -28,7 +29,7 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ValueError("GGUF files need the package gguf. Install it: pip install 'lean-ft[gguf]'") from None
+        raise ValueError(f"GGUF files need the package gguf. Run {install_command('gguf')}") from None
     return gguf
 
 

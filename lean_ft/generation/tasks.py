@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.models import Decoder
+from lean_ft.system.installation import install_command
 from lean_ft.tokenizers import Tokenizer
 
 Results = dict[str, dict[str, float]]  # task -> metric -> value
@@ -18,7 +19,7 @@ def find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     Raises ValueError if a task does not exist or the harness is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("tasks need lm-evaluation-harness. Run pip install 'lean-ft[eval]', or remove the tasks.")
+        raise ValueError(f"tasks need lm-evaluation-harness. Run {install_command('eval')}, or remove the tasks.")
     from lm_eval.tasks import TaskManager
 
     files = {task: Path(task).expanduser().resolve() for task in tasks if task.endswith((".yaml", ".yml"))}

@@ -7,6 +7,7 @@ repository never has a partial upload. The client uploads (Xet or LFS) and reads
 
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lean_ft.hub.errors import DownloadFailed, explained
 from lean_ft.hub.paths import repository_name
 from lean_ft.peft import is_adapter
 from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.system.installation import install_command
 from lean_ft.system.redaction import redact
 from lean_ft.system.units import gibibytes, number
 from lean_ft.training.curves import draw_curves
@@ -25,60 +27,101 @@ _CARD, _PICTURE = "README.md", "curves.png"
 _FACTS = ("lean_ft", "torch", "python", "device", "processes", "git_commit", "data_fingerprint", "started")
 
 
-def push(source: str | Path, repo: str, *, public: bool = False) -> str:
+@dataclass(frozen=True)
+class Upload:
+    """The files of an upload, and what a person may want to change before it."""
+
+    repo: str
+    folder: Path
+    files: dict[str, Path | bytes]
+    """Path in the repository -> file on disk, or its content."""
+    card: str
+    remarks: list[str]
+
+
+def push(source: str | Path, repo: str, *, public: bool = False, license: str | None = None) -> str:
     """Upload the model of a run, a checkpoint or a folder to the repository `repo` (org/name), and return the commit's URL.
 
-    A new repository is private unless `public`. Raises ValueError if the source is not complete, the name is invalid, or no
-    token may write to the repository, and DownloadFailed for other failures of the network or the Hub.
+    A new repository is private unless `public`. `license` is the Hub's id of the model's license, for the card. Raises
+    ValueError if the source is not complete, the name is invalid, or no token may write to the repository, and DownloadFailed
+    for other failures of the network or the Hub.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    name = repository_name(repo)
-    if name is None or name.revision is not None or name.file:
-        raise ValueError(f"{repo} is not the name of a repository; expected org/name.")
-    folder = find_finished(source)
-    run = folder.parent if (folder.parent / METRICS_FILE).is_file() else None
+    upload = prepare(source, repo, license)
     if get_token() is None:
         raise ValueError("push needs a token that may write: `hf auth login`, or the variable HF_TOKEN.")
-    with tempfile.TemporaryDirectory() as temporary:
-        picture = Path(temporary) / _PICTURE
-        if run is not None:
-            try:
-                draw_curves([run], picture)
-            except ValueError:  # without matplotlib the card has no picture
-                picture.unlink(missing_ok=True)
-        card = model_card(folder, run, repo, has_picture=picture.exists())
-        files: dict[str, Any] = {_CARD: card.encode()} | ({_PICTURE: str(picture)} if picture.exists() else {})
-        files = {file.relative_to(folder).as_posix(): str(file) for file in files_of_model(folder)} | files
-        operations = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=file) for path, file in files.items()]
-        hub = HfApi()
-        try:
-            hub.create_repo(repo, private=not public, exist_ok=True)
-            return hub.create_commit(repo, operations, commit_message=f"{folder.name}, by lean_ft").commit_url
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            if status in (401, 403):
-                raise ValueError(
-                    f"your token may not write to {repo} (error {status}). Use a token that may: `hf auth login`, or the variable "
-                    "HF_TOKEN."
-                ) from None
-            raise DownloadFailed(
-                f"the Hugging Face Hub answered with error {status}; {repo} is unchanged. Repeat the command later."
+    operations = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=file) for path, file in upload.files.items()]
+    hub = HfApi()
+    try:
+        hub.create_repo(repo, private=not public, exist_ok=True)
+        return hub.create_commit(repo, operations, commit_message=f"{upload.folder.name}, by lean_ft").commit_url
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise ValueError(
+                f"your token may not write to {repo} (error {status}). Use a token that may: `hf auth login`, or the variable "
+                "HF_TOKEN."
             ) from None
-        except Exception:
-            with explained(repo, None):
-                raise
+        raise DownloadFailed(
+            f"the Hugging Face Hub answered with error {status}; {repo} is unchanged. Repeat the command later."
+        ) from None
+    except Exception:
+        with explained(repo, None):
+            raise
     raise AssertionError
 
 
-def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool) -> str:
+def prepare(source: str | Path, repo: str, license: str | None = None) -> Upload:
+    """Return what `push` uploads. Raises ValueError if the source is not complete or the name is invalid."""
+    from huggingface_hub import get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    name = repository_name(repo)
+    if name is None or name.revision is not None or name.file:
+        raise ValueError(f"{repo} is not the name of a repository; expected org/name.")
+    try:
+        validate_repo_id(repo)
+    except ValueError as error:  # of a subclass, which would show its traceback
+        raise ValueError(f"{error}") from None
+    folder = find_finished(source)
+    run = folder.parent if (folder.parent / METRICS_FILE).is_file() else None
+    picture = _picture(run) if run is not None else None
+    card = model_card(folder, run, repo, has_picture=picture is not None, license=license)
+    files: dict[str, Path | bytes] = {file.relative_to(folder).as_posix(): file for file in files_of_model(folder)}
+    files |= {_CARD: card.encode()} | ({_PICTURE: picture} if picture is not None else {})
+    remarks = {
+        "no token was found. Before the push, run `hf auth login` or set HF_TOKEN.": get_token() is None,
+        "the card has no license. Read the license of the base model, and pass --license ID.": license is None,
+        "the card names no base model, because the run did not start from a model of the Hub.": "base_model:"
+        not in card,
+        "the card has no results, because the folder is not part of a run.": run is None,
+        f"the card has no curves. Run {install_command('plots')}": run is not None and picture is None,
+    }
+    return Upload(repo, folder, files, card, [remark for remark, applies in remarks.items() if applies])
+
+
+def _picture(run: Path) -> bytes | None:
+    """Return the PNG of a run's curves, or None without matplotlib."""
+    with tempfile.TemporaryDirectory() as temporary:
+        picture = Path(temporary) / _PICTURE
+        try:
+            draw_curves([run], picture)
+        except ValueError:
+            return None
+        return picture.read_bytes()
+
+
+def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, license: str | None = None) -> str:
     """Return the model card of `folder`, a checkpoint of `run`: results, data, settings and versions, redacted."""
     starts = read_starts(run) if run is not None else []
     settings: dict[str, Any] = starts[-1]["settings"] if starts else {}
     base, adapter = settings.get("model.path"), is_adapter(folder)
     base_name = repository_name(base) if base else None
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["lean_ft"]}
+    if license is not None:
+        head["license"] = license
     if base_name is not None:
         head |= {"base_model": base_name.repo, "base_model_relation": "adapter" if adapter else "finetune"}
     if not settings.get("loss.per_token") and "centering" not in "".join(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lean_ft.plan.labels import LABELS
 from lean_ft.plan.rehearsal import Rehearsal
+from lean_ft.system.installation import install_command
 from lean_ft.system.units import GIB, gibibytes
 
 _SMALLEST_SHOWN = 0.002  # of the peak; a smaller label would have a legend entry and no visible area
@@ -17,7 +18,7 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("--png needs matplotlib; install it with: pip install 'lean-ft[plots]'") from None
+        raise ValueError(f"--png needs matplotlib. Run {install_command('plots')}") from None
     seconds, alive = zip(*rehearsal.timeline, strict=True)
     most = {label: max(moment.get(label, 0) for moment in alive) for label in {*LABELS, *alive[-1]}}
     # The longest-lived memory (weights, states) is lowest, so changes are visible above flat areas.

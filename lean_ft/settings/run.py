@@ -34,6 +34,7 @@ from lean_ft.settings.losses import (
 )
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
+from lean_ft.system.installation import install_command
 
 DEFAULT_OUTPUT_DIR = Path("runs/<model>_<recipe>")
 LOGGER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")}  # name -> module
@@ -42,7 +43,7 @@ LOGGER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "tr
 def _have_their_packages(names: list[str]) -> list[str]:
     for name in names:
         if name in LOGGER_PACKAGES and importlib.util.find_spec(LOGGER_PACKAGES[name]) is None:
-            raise ValueError(f"{name} is not installed here: pip install 'lean-ft[{name}]', or leave it out.")
+            raise ValueError(f"{name} is not installed here. Run {install_command(name)}, or leave it out.")
     return names
 
 

@@ -30,6 +30,22 @@ Schema = dict[str, Any]  # JSON schema of a setting or a group
 COMMAND_LINE = "command line"
 MAX_PROBLEMS = 20  # listed in one message
 RECIPE = "recipe"  # key of a preset that is not a setting
+# Settings that people change first, in this order. A recipe has about ten of them.
+COMMON = [
+    "loss.name",
+    "generation.num_answers",
+    "generation.max_new_tokens",
+    "lora.rank",
+    "optimizer.lr",
+    "epochs",
+    "max_steps",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "data.max_length",
+    "data.packing",
+    "memory.activation_checkpointing",
+    "output_dir",
+]
 
 
 def load_config(
@@ -93,6 +109,29 @@ def dump(config: BaseModel) -> str:
     return to_yaml(config.model_dump(mode="json"))
 
 
+def dump_chosen(config: BaseModel) -> str:
+    """Return as YAML the settings that are required, common, or not at their default. `load_config` reads them back into an
+    equal config."""
+    values, chosen = config.model_dump(mode="json"), dict[str, Any]()
+    for setting in _in_reading_order(_settings(type(config))):
+        *groups, name = setting.key.split(".")
+        inside, into = values, chosen
+        for group in groups:
+            inside = inside and inside[group]
+        if inside is None:  # the group is off
+            continue
+        is_changed = inside[name] != setting.default
+        if (
+            setting.required
+            or (is_changed and setting.is_off)
+            or (not setting.group and (is_changed or setting.is_common))
+        ):
+            for group in groups:
+                into = into.setdefault(group, {})
+            into[name] = {} if setting.group else inside[name]
+    return to_yaml(chosen)
+
+
 # Descriptions of settings ------------------------------------------------------------------------------------
 
 
@@ -125,6 +164,15 @@ class Setting:
     schema: Schema = field(repr=False)
     group: Schema | None = field(repr=False)  # schema of the group's settings; None for a single setting
 
+    @property
+    def is_off(self) -> bool:
+        """Whether this is a group that is off by default."""
+        return self.group is not None and self.default is None and not self.required
+
+    @property
+    def is_common(self) -> bool:
+        return self.key in COMMON
+
 
 def describe(config_class: type[BaseModel]) -> list[Setting]:
     """Return all settings of a recipe in declaration order."""
@@ -132,8 +180,8 @@ def describe(config_class: type[BaseModel]) -> list[Setting]:
 
 
 def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequence[str] = ()) -> str:
-    """Return all settings as YAML, each with its meaning above and its type after it. Groups that are off by default are
-    commented out. `only` selects settings and groups.
+    """Return all settings as YAML, each with its meaning above and its type after it. Required and common settings come
+    first, and groups that are off by default are commented out. `only` selects settings and groups.
 
     Raise ValueError with the nearest name for an unknown name in `only`.
     """
@@ -142,18 +190,17 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequen
         if name not in settings:
             raise ValueError(f"no setting and no group is called '{name}'.{did_you_mean(name, settings)}")
     off = ""  # the current group, if it is off
-    for setting in settings.values():
+    for setting in _in_reading_order(settings):
         if only and not any(f"{one}.".startswith(f"{setting.key}.") or _is_in(setting.key, one) for one in only):
             continue
         *groups, name = setting.key.split(".")
         if lines and not groups:
             lines.append("")
-        is_off = setting.group is not None and setting.default is None and not setting.required
-        off = off if off and _is_in(setting.key, off) else setting.key if is_off else ""
+        off = off if off and _is_in(setting.key, off) else setting.key if setting.is_off else ""
         indent = f"{'# ' if off else ''}{'  ' * len(groups)}"
         comment = textwrap.wrap(setting.description, width - len(f"{indent}# "), break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in comment]
-        if is_off:
+        if setting.is_off:
             lines.append(f"{indent}{name}:  # off by default: any of its settings, or {{}}, turns it on")
         elif setting.group:
             lines.append(f"{indent}{name}:")
@@ -165,9 +212,33 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequen
 
 
 def one_line_each(config_class: type[BaseModel]) -> str:
-    """Return a line per setting: `key=default`, or `key=...` for a required setting, and its type in words."""
-    found = [(s.key, "..." if s.required else to_yaml(s.default, flow=True), s.type) for s in describe(config_class)]
-    return "".join(f"  {f'{key}={default}':<44} {kind_of}\n" for key, default, kind_of in found)
+    """Return a line per setting: `key=default`, or `key=...` for a required setting, and its type in words. Required settings
+    come first, then common ones, then the others by group."""
+    parts: dict[str, list[str]] = {"Required": [], "Often changed": []}
+    settings = _settings(config_class)
+    for s in _in_reading_order(settings):
+        if s.group is None:
+            group = s.key.rpartition(".")[0].partition(".")[0] or "Others"
+            is_off = group in settings and settings[group].is_off
+            title = "Required" if s.required else "Often changed" if s.is_common else group
+            text = f"{s.key}={'...' if s.required else to_yaml(s.default, flow=True)}"
+            parts.setdefault(title, []).append(f"  {text:<44} {s.type}{' (off unless set)' if is_off else ''}\n")
+    return "\n".join(f"{title}\n{''.join(lines)}" for title, lines in parts.items() if lines)
+
+
+def _in_reading_order(settings: dict[str, Setting]) -> list[Setting]:
+    """Return settings and groups with those first that are required or have a required setting, then common ones, then groups,
+    and engine settings last."""
+    first = [key for key, setting in settings.items() if setting.required]
+    first += [key for key in COMMON if key in settings]
+    numbers = {key: number for number, key in enumerate(settings)}
+
+    def ranks(key: str) -> list[tuple[int, int]]:
+        above, last = key.rpartition(".")[0], len(first) + (settings[key].group is None)
+        place = next((place for place, one in enumerate(first) if _is_in(one, key)), last)
+        return [*(ranks(above) if above else []), (place, numbers[key])]
+
+    return sorted(settings.values(), key=lambda setting: ranks(setting.key))
 
 
 def _is_in(key: str, group: str) -> bool:

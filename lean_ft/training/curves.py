@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lean_ft.system.installation import install_command
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
 from lean_ft.system.whole_files import write_whole
@@ -186,7 +187,7 @@ def _figure(curves: list[Curves]) -> Any:
         from matplotlib.lines import Line2D
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        raise ValueError("pictures need matplotlib. Run pip install 'lean-ft[plots]'.") from None
+        raise ValueError(f"pictures need matplotlib. Run {install_command('plots')}") from None
 
     metrics, side = _metrics(curves), max(3, round(_SIDE * max(run.rows[-1]["step"] for run in curves)))
     lines = {name: line for name in metrics if (line := _as_text(curves, name, metrics[name])) is not None}

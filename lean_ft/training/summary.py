@@ -24,6 +24,7 @@ from lean_ft.settings import (
 )
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
+from lean_ft.system.installation import install_command
 from lean_ft.system.log import say
 from lean_ft.system.shards import whole_numel
 from lean_ft.system.units import counted, duration, gibibytes, number
@@ -138,7 +139,7 @@ class Results:
         if run.checkpoint is not None:
             say("checkpoint", str(run.checkpoint))
             say("next", shlex.join(["leanft", *_command_that_tries(run, run.checkpoint)]))
-            needs = "" if find_spec("matplotlib") else ": pip install 'lean-ft[plots]'"
+            needs = "" if find_spec("matplotlib") else f": {install_command('plots')}"
             say("", shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}")
         written = {"loss": "none: no step had a trained token"}
         for name, course in self._course.items():

@@ -1,16 +1,19 @@
 """`leanft push`, with the Hub's client and a server on loopback."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from lean_ft.hub import download as hub
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
+from lean_ft.system.units import gibibytes
 from tests.hub.hub_server import SIGNATURE, TOKEN, HubServer
 
 IDS = torch.arange(20)[None]
@@ -79,6 +82,29 @@ def test_an_adapter_goes_as_peft_reads_it(leanft, runs: Path, server: HubServer)
     assert files["adapter_model.safetensors"] == weights.read_bytes()
 
 
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_a_dry_run_prints_what_a_push_uploads_and_sends_nothing(
+    leanft, runs: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+    answer = leanft("push", runs / "full", "me/mine", "--license", "apache-2.0", "--dry-run")
+    assert (answer.code, answer.err, server.requests) == (0, "", [])
+    assert ("no token was found" in answer.out) == (token is None)
+    assert "names no base model" in answer.out and "no license" not in answer.out and TOKEN not in answer.out
+    assert "created as a private repository" in answer.out and answer.out.endswith("nothing was uploaded.\n")
+    assert "the card has no license" in leanft("push", runs / "full", "me/mine", "--dry-run").out
+    remote = leanft("push", "org/model", "me/mine", "--dry-run")
+    assert (remote.code, server.requests) == (2, []) and "leanft download org/model" in remote.err
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert leanft("push", runs / "full", "me/mine", "--license", "apache-2.0").code == 0
+    files = files_of(server, "me/mine")
+    listed = dict(re.findall(r"^(\S+) +([\d.]+ \w?i?B)$", answer.out, re.MULTILINE))
+    assert listed == {name: gibibytes(len(content)) for name, content in files.items()}
+    assert files["README.md"].decode() in answer.out
+    assert yaml.safe_load(files["README.md"].decode().split("---")[1])["license"] == "apache-2.0"
+
+
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
@@ -86,6 +112,7 @@ def test_an_adapter_goes_as_peft_reads_it(leanft, runs: Path, server: HubServer)
         ({"token": "hf_AnotherTokenThatIsWrong1"}, 2, "your token may not write to me/mine (error 401)"),
         ({"token_may_write": False}, 2, "your token may not write to me/mine (error 403)"),
         ({"failing_status": 500}, 1, "answered with error 500; me/mine is unchanged"),
+        ({"repo": "me/" + "a" * 97}, 2, "a" * 97),
         ({"repo": "mine"}, 2, "mine is not the name of a repository; expected org/name"),
         ({"source": "nowhere"}, 2, "model path 'nowhere' does not exist"),
     ],

@@ -8,26 +8,44 @@ import pytest
 import yaml
 
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings.text import load_config
+from lean_ft.settings.text import describe, dump_chosen, load_config, preset_recipe, preset_values
 from lean_ft.system import catalog
 from tests.parallel.processes import needs_parts
 
+SET = ["lora.dora=true", "data.columns.prompt=prompt", "optimizer.betas=[0.8,0.9]"]
 
-def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_path):
+
+@pytest.mark.parametrize("option", [[], ["--all"]])
+@pytest.mark.parametrize("overrides", [[], SET], ids=["defaults", "set"])
+def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_path, option, overrides):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    overrides = [
+    given = [
         "model.path=tiny",
         f"data.source=[{tmp_path}/rows.jsonl]",
         "data.max_length=8",
         f"output_dir={tmp_path}/run",
+        *overrides,
     ]
-    answer = leanft("validate", "finetune", *overrides)
+    answer = leanft("validate", "finetune", *given, *option)
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.splitlines()[-1].startswith("# ok")
+    lines = answer.out.splitlines()
+    assert lines[-1].startswith("# ok") and (len(lines) > 90 if option else len(lines) < 30)
     preset = tmp_path / "printed.yaml"
     preset.write_text(answer.out)
     config = catalog.load_recipe(catalog.find_recipe("finetune")).Config
-    assert load_config(config, preset, []) == load_config(config, None, overrides)
+    assert load_config(config, preset, []) == load_config(config, None, given)
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.presets() if name.startswith("tiny/")])
+def test_the_chosen_settings_of_every_recipe_give_the_same_run(tmp_path, name):
+    preset = catalog.presets()[name]
+    module = catalog.load_recipe(catalog.find_recipe(preset_recipe(preset) or ""))
+    required = [s.key for s in describe(module.Config) if s.required and s.key not in preset_values(preset)]
+    cfg = load_config(module.Config, preset, [f"{key}=x" for key in required])
+    text = dump_chosen(cfg)
+    (tmp_path / "chosen.yaml").write_text(text)
+    assert load_config(module.Config, tmp_path / "chosen.yaml") == cfg
+    assert len(text.splitlines()) < 50 < len(describe(module.Config))
 
 
 ROWS = {
@@ -199,7 +217,7 @@ def test_another_source_takes_the_presets_held_out_rows_back(leanft, arguments, 
     own = [*arguments()[:2], f"output_dir={tmp_path}/run", *(one.replace("DIR", str(tmp_path)) for one in overrides)]
     answer = leanft("validate", *own)
     assert answer.code == 0, answer.err
-    settings = yaml.safe_load(answer.out)
+    settings = yaml.safe_load(leanft("validate", "--all", *own).out)
     expected = None if kept[0] == "null" else kept[0].replace("DIR", str(tmp_path))
     assert (settings["data"]["validation_source"], settings["eval_answers"]) == (expected, kept[1])
     assert ("of the preset, because data.source is set" in answer.err) == (kept[0] == "null")

@@ -126,7 +126,7 @@ def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch):
     with pytest.raises(ValueError, match=r"rows.parquet has no rows"):
         list(read_rows(str(path)))
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"pip install 'lean-ft\[datasets\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e .*\[datasets\]"):
         list(read_rows(str(path)))
 
 
@@ -200,7 +200,7 @@ def test_a_dataset_that_is_not_there(hub: str):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"org/name is a Hugging Face dataset.*pip install 'lean-ft\[datasets\]'"):
+    with pytest.raises(ValueError, match=r"org/name is a Hugging Face dataset.*pip install -e .*\[datasets\]"):
         list(read_rows("org/name"))
 
 

@@ -328,7 +328,7 @@ class TestRefusals:
 
     def test_a_missing_package(self, folder, file, monkeypatch):
         monkeypatch.setitem(sys.modules, "gguf", None)
-        with pytest.raises(ValueError, match=r"pip install 'lean-ft\[gguf\]'"):
+        with pytest.raises(ValueError, match=r"pip install -e .*\[gguf\]"):
             export_gguf(folder, file)
 
     def test_unsupported_families(self, folder, file, monkeypatch):

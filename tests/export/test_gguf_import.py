@@ -429,7 +429,7 @@ class TestWrongFiles:
             load_model(folder)
         copy.write_bytes(good.read_bytes()[:-64])
         monkeypatch.setitem(sys.modules, "gguf", None)
-        with pytest.raises(ValueError, match=r"pip install 'lean-ft\[gguf\]'"):
+        with pytest.raises(ValueError, match=r"pip install -e .*\[gguf\]"):
             resolve_model_path(copy)
 
     def test_a_strangers_folder_cannot_name_a_file(self, good, qwen_folder, tmp_path):

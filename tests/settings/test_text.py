@@ -24,7 +24,16 @@ from lean_ft.settings import (
     SFTDataConfig,
     Source,
 )
-from lean_ft.settings.text import commented_yaml, config_schema, describe, dump, load_config, preset_fits, preset_values
+from lean_ft.settings.text import (
+    commented_yaml,
+    config_schema,
+    describe,
+    dump,
+    load_config,
+    one_line_each,
+    preset_fits,
+    preset_values,
+)
 from lean_ft.system.catalog import find_recipe, load_recipe, recipes
 
 
@@ -382,6 +391,21 @@ def test_the_commented_yaml_is_a_preset_of_the_defaults(write):
         words = " ".join(line.strip().removeprefix("# ") for line in text.splitlines())
         assert " ".join(setting.description.split()) in words
     assert max(len(line) for line in text.splitlines() if line.lstrip().startswith("#")) <= 60
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_required_settings_come_first_then_common_ones_then_the_others(name):
+    config_class = load_recipe(find_recipe(name)).Config
+    helped = re.findall(r"^  ([\w.]+)=", one_line_each(config_class), re.MULTILINE)
+    settings = {setting.key: setting for setting in describe(config_class)}
+    assert sorted(helped) == sorted(settings)
+    kinds = [0 if settings[key].required else 1 if settings[key].is_common else 2 for key in helped]
+    assert kinds == sorted(kinds) and kinds.count(1) <= 11
+    groups = list(dict.fromkeys(key.rpartition(".")[0] for key, kind in zip(helped, kinds, strict=True) if kind == 2))
+    assert groups[-1] == "" or "" not in groups  # settings without a group are last
+    top = [line.partition(":")[0] for line in commented_yaml(config_class).splitlines() if re.match(r"\w+:", line)]
+    needed = {key.partition(".")[0] for key in settings if settings[key].required} & {*top}  # others are commented out
+    assert set(top[: len(needed)]) == needed
 
 
 def test_the_schema_knows_every_key_and_requires_none():

@@ -283,7 +283,7 @@ def test_one_that_fails_is_left_out_and_the_run_goes_on(tmp_path, capsys):
 
 def test_a_package_that_is_missing_is_said_before_anything_starts(config, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"wandb is not installed here: pip install 'lean-ft\[wandb\]'"):
+    with pytest.raises(ValueError, match=r"wandb is not installed here. Run .*pip install -e .*\[wandb\]"):
         config(tmp_path / "run", log__to="[wandb]")
 
 

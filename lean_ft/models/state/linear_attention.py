@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.layers import wide_dtype
+from lean_ft.system.installation import install_command
 from lean_ft.system.log import say
 
 CHUNK = 64
@@ -352,6 +353,6 @@ def has_kernels() -> bool:
     if not found:
         say(
             "WARNING",
-            "recurrent layers are slow without their CUDA kernels; install them: pip install 'lean-ft[hybrid]'",
+            f"recurrent layers are slow without their CUDA kernels. Run {install_command('hybrid')}",
         )
     return found
