@@ -73,7 +73,9 @@ def plan(
     from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device, measured_cpu
     from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
     from lean_ft.plan.search import search
+    from lean_ft.plan.shipped_configs import with_shipped_configs
 
+    path, cfg = cfg.model.path, with_shipped_configs(cfg)
     names = [None] if device_name is None else device_name.split(",")
     devices, machines = [choose_device(name, cfg.device) for name in names], Machines(gpus or 1, nodes)
     device, prices = devices[0], _prices(price, len(devices))
@@ -110,7 +112,7 @@ def plan(
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
 
-        draw_timeline(own, png, f"{cfg.model.path} on {device.name}", budget_bytes)
+        draw_timeline(own, png, f"{path} on {device.name}", budget_bytes)
         typer.echo(f"\ndrawn: {png}")
     if found is not None and budget_bytes is not None:
         typer.echo("")
