@@ -16,8 +16,8 @@ from lean_ft.system.units import counted, duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
     from lean_ft.plan.devices import Device, Machines
-    from lean_ft.plan.rehearsal import Rehearsal
-    from lean_ft.plan.search import Search
+    from lean_ft.plan.result import Rehearsal
+    from lean_ft.plan.search import Adapter, Search
     from lean_ft.settings import RecipeConfig
 
 _ASSUMED = "A100 80GB"  # for --gpus, if this machine has no GPU and none is named
@@ -70,19 +70,20 @@ def plan(
     module, cfg = load_run(recipe, config, overrides, writes=False, processes=(gpus or 1) * nodes)
 
     # Imported here because torch is slow to import and most verbs do not need it.
-    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device, measured_cpu
-    from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
-    from lean_ft.plan.search import search
+    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device
+    from lean_ft.plan.known_plans import known_or_new, todays_cpu
+    from lean_ft.plan.result import NotSimulatedError
+    from lean_ft.plan.search import search, search_adapters
     from lean_ft.plan.shipped_configs import with_shipped_configs
 
-    path, cfg = cfg.model.path, with_shipped_configs(cfg)
+    given, cfg = cfg, with_shipped_configs(cfg)
     names = [None] if device_name is None else device_name.split(",")
     devices, machines = [choose_device(name, cfg.device) for name in names], Machines(gpus or 1, nodes)
     device, prices = devices[0], _prices(price, len(devices))
     if gpus is not None and device.is_cpu and cfg.device != "cpu":
         device = DEVICES[_ASSUMED]
     if device.is_cpu:
-        device = measured_cpu()
+        device = todays_cpu()
     if len(devices) > 1 and (png is not None or ledger):
         raise ValueError("--png and --ledger show one card, and --device-name has several. Name one card.")
     if machines.num_devices > 1 and cfg.group(ParallelConfig) is None:
@@ -95,28 +96,33 @@ def plan(
     if len(devices) > 1:
         _compare(module, cfg, devices, prices, machines, None if budget is None else budget_bytes)
         return
-    started, found = time.perf_counter(), None
+    started, found, adapters = time.perf_counter(), None, []
     with progress() as tell:
         tell("simulating a step on shapes")
         try:
-            own = rehearse(module, cfg, device, machines)
+            own = known_or_new(module, cfg, device, machines, needs_timeline=png is not None)
         except NotSimulatedError as error:
             raise ValueError(f"{error}") from error
         if budget_bytes is not None:
             peak = f"peak {gibibytes(own.peak_bytes)} with the given settings; simulating "
-            found = search(module, cfg, device, budget_bytes - context_bytes, lambda s: tell(peak + s), own, machines)
+            room_bytes = budget_bytes - context_bytes
+            found = search(module, cfg, device, room_bytes, lambda s: tell(peak + s), own, machines)
+            adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(peak + s), machines)
     _print_rehearsal(own, device, time.perf_counter() - started)
+    if cfg != given:
+        typer.echo("The model is not on this machine: this is the plan for the config.json that ships with its preset.")
     _print_time(own, cfg.max_steps, prices[0])
     if ledger:
         _print_ledger(own)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
 
-        draw_timeline(own, png, f"{path} on {device.name}", budget_bytes)
+        draw_timeline(own, png, f"{given.model.path} on {device.name}", budget_bytes)
         typer.echo(f"\ndrawn: {png}")
     if found is not None and budget_bytes is not None:
         typer.echo("")
         _print_search(found, own, budget_bytes, context_bytes)
+        _print_adapters(adapters, own, is_gpu=context_bytes > 0)
 
 
 def _prices(text: str | None, num_cards: int) -> list[float | None]:
@@ -163,7 +169,7 @@ def _print_time(rehearsal: "Rehearsal", max_steps: int | None, price: float | No
 
 
 def _print_ledger(rehearsal: "Rehearsal") -> None:
-    from lean_ft.plan.trace import Launches
+    from lean_ft.plan.result import Launches
 
     rows = sorted(rehearsal.ledger.items(), key=lambda row: -row[1].seconds)
     rest, total = Launches(), Launches()
@@ -202,14 +208,15 @@ def _compare(
 ) -> None:
     """Print a row per card."""
     from lean_ft.plan.devices import CUDA_CONTEXT_BYTES
-    from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
+    from lean_ft.plan.known_plans import known_or_new
+    from lean_ft.plan.result import NotSimulatedError
 
     rows, counted = [], ""
     with progress() as tell:
         for device, price in zip(devices, prices, strict=True):
             tell(f"simulating a step on {device.name}")
             try:
-                own = rehearse(module, cfg, device, machines)
+                own = known_or_new(module, cfg, device, machines)
             except NotSimulatedError as error:
                 raise ValueError(f"{error}") from error
             room = (device.memory_bytes if budget_bytes is None else budget_bytes) or 0
@@ -287,3 +294,21 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, co
     fastest = found.fitting[0].command_line or "nothing, the given settings are the fastest"
     console.print(f"\nto use the fastest, add: {fastest}", highlight=False)
     console.print("Speeds are estimates relative to the given settings.")
+
+
+def _print_adapters(adapters: "list[Adapter]", rehearsal: "Rehearsal", is_gpu: bool) -> None:
+    if not adapters:
+        return
+    rows, console = [], stdout()
+    for adapter in adapters:
+        if (found := adapter.candidate) is not None:
+            sizes = [gibibytes(found.peak_bytes), *([gibibytes(found.reserved_bytes)] if is_gpu else [])]
+            speed = f"{found.tokens_per_second / rehearsal.tokens_per_second:.2f}x"
+            rows.append((adapter.name, "yes" if adapter.fits else "no", *sizes, speed, adapter.command_line))
+    console.print("\nan adapter instead, with the frozen weights as they are (LoRA) or in 4 bits (QLoRA):")
+    if rows:
+        print_table(("", "fits", ">peak", *([">reserved"] if is_gpu else []), ">speed", "recipe and overrides"), rows)
+    for adapter in adapters:
+        if adapter.candidate is None:
+            console.print(f"{adapter.name} is not supported here: {adapter.reason}", highlight=False)
+    console.print("Adapters need a higher optimizer.lr than full fine-tuning, such as 2e-4.")

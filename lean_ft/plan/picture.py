@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lean_ft.plan.labels import LABELS
-from lean_ft.plan.rehearsal import Rehearsal
+from lean_ft.plan.result import Rehearsal
 from lean_ft.system.units import GIB, gibibytes
 
 _SMALLEST_SHOWN = 0.002  # of the peak; a smaller label would have a legend entry and no visible area

@@ -16,15 +16,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel
 
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
-from lean_ft.plan.rehearsal import Rehearsal, rehearse
+from lean_ft.plan.known_plans import known_or_new
+from lean_ft.plan.result import Rehearsal
 from lean_ft.settings import LoRAConfig, OptimizerConfig, RecipeConfig, RewardLossConfig
 from lean_ft.settings.conflicts import check_conflicts
+from lean_ft.system.catalog import load_recipe, recipes
 
 Overrides = dict[str, Any]
 
@@ -76,8 +79,11 @@ class _Rehearsals:
         device: Device,
         progress: Callable[[str], None],
         machines: Machines = ONE_DEVICE,
+        always: Overrides | None = None,
     ) -> None:
+        """`always`: overrides that `cfg` has already, for `progress`."""
         self.recipe, self.cfg, self.device, self.progress, self.machines = recipe, cfg, device, progress, machines
+        self.always = always or {}
         self.found: dict[str, Candidate] = {}
         self.refused: dict[str, str] = {}
 
@@ -86,13 +92,25 @@ class _Rehearsals:
         overrides = {key: value for key, value in wanted.items() if attrgetter(key)(self.cfg) != value}
         name = str(overrides)
         if name not in self.found and name not in self.refused:
-            self.progress(_command_line(overrides) or "the given settings")
+            self.progress(_command_line(self.always | overrides) or "the given settings")
             try:
-                rehearsal = rehearse(self.recipe, with_overrides(self.cfg, overrides), self.device, self.machines)
+                rehearsal = known_or_new(self.recipe, with_overrides(self.cfg, overrides), self.device, self.machines)
                 self.found[name] = Candidate(overrides, rehearsal)
             except ValueError as error:
                 self.refused[name] = str(error)
         return self.found.get(name)
+
+    def first_that_fits(self, rungs: list[Overrides], budget_bytes: int) -> int:
+        """Bisect `rungs`, ordered from the most memory to the least. Returns their number if none fits."""
+        first, beyond = 0, len(rungs)
+        while first < beyond:
+            middle = (first + beyond) // 2
+            candidate = self.of(rungs[middle])
+            if candidate is not None and candidate.reserved_bytes <= budget_bytes:
+                beyond = middle
+            else:
+                first = middle + 1
+        return first
 
 
 def search(
@@ -121,13 +139,7 @@ def search(
         if not is_alone and not fits(rehearsals.of({**ladder[-1], **all_states[-1], **layout})):
             continue
         rungs = [{**rung, **states, **layout} for rung in ladder]
-        first, beyond = 0, len(rungs)
-        while first < beyond:
-            middle = (first + beyond) // 2
-            if fits(rehearsals.of(rungs[middle])):
-                beyond = middle
-            else:
-                first = middle + 1
+        first = rehearsals.first_that_fits(rungs, budget_bytes)
         if first < len(rungs):
             for chunk in _larger_chunks(cfg):
                 if not fits(rehearsals.of({**rungs[first], **chunk})):
@@ -143,6 +155,62 @@ def search(
         sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.reserved_bytes),
         rehearsals.refused,
     )
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA or QLoRA in place of the given training: the fastest settings found that fit, else the smallest."""
+
+    name: str
+    recipe: str
+    overrides: Overrides  # of the adapter
+    candidate: Candidate | None  # None if the recipe refuses the adapter
+    reason: str = ""  # why it does
+    fits: bool = False
+
+    @property
+    def command_line(self) -> str:
+        memory = {} if self.candidate is None else self.candidate.overrides
+        return f"{self.recipe} {_command_line(self.overrides | memory)}"
+
+
+def search_adapters(
+    recipe: ModuleType,
+    cfg: RecipeConfig,
+    device: Device,
+    budget_bytes: int,
+    progress: Callable[[str], None] = lambda settings: None,
+    machines: Machines = ONE_DEVICE,
+) -> list[Adapter]:
+    """Rehearse the recipe with LoRA and QLoRA: as given, and if that does not fit, with techniques that save memory.
+
+    full_finetune_single_device becomes finetune, which does the same with an adapter. There are none for other recipes without
+    `lora` settings, and only QLoRA for a recipe that trains an adapter already.
+    """
+    if Path(recipe.__file__ or "") == recipes()["full_finetune_single_device"]:
+        recipe = load_recipe(recipes()["finetune"])
+        cfg = recipe.Config(**dict(cfg))
+    given, found = getattr(cfg, "lora", None), []
+    if "lora" not in type(cfg).model_fields or (given is not None and given.quantize != "none"):
+        return []
+    own = {} if given is not None else {"lora.rank": LoRAConfig().rank}
+    for name, overrides in (("LoRA", own), ("QLoRA", own | {"lora.quantize": "nf4"})):
+        if not overrides:
+            continue
+        lora = (given or LoRAConfig()).model_copy(update={key.partition(".")[2]: overrides[key] for key in overrides})
+        rehearsals = _Rehearsals(recipe, cfg.model_copy(update={"lora": lora}), device, progress, machines, overrides)
+        rungs: list[Overrides] = _ladder(rehearsals.cfg, device, machines.num_devices == 1)
+        candidate = rehearsals.of({})
+        if candidate is not None and candidate.reserved_bytes > budget_bytes:
+            rehearsals.first_that_fits(rungs, budget_bytes)
+        candidates = list(rehearsals.found.values())
+        if fitting := [one for one in candidates if one.reserved_bytes <= budget_bytes]:
+            candidate = max(fitting, key=lambda one: one.tokens_per_second)
+        elif candidates:
+            candidate = min(candidates, key=lambda one: one.reserved_bytes)
+        name_of_recipe, reason = Path(recipe.__file__ or "").stem, rehearsals.refused.get(str({}), "")
+        found.append(Adapter(name, name_of_recipe, overrides, candidate, reason, bool(fitting)))
+    return found
 
 
 def with_overrides(cfg: RecipeConfig, overrides: Overrides) -> RecipeConfig:

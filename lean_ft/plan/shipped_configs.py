@@ -14,7 +14,11 @@ def with_shipped_configs(cfg: RecipeConfig) -> RecipeConfig:
     updates = {}
     for (group, name), path in models_of(cfg).items():
         settings, repository = updates.get(group, getattr(cfg, group)), repository_name(path)
-        if repository is None or getattr(settings, "new_tokens", ()) or find_cached(repository, weights=False) is not None:
+        if (
+            repository is None
+            or getattr(settings, "new_tokens", ())
+            or find_cached(repository, weights=False) is not None
+        ):
             continue
         if (folder := shipped_config(path)) is not None:
             updates[group] = settings.model_copy(update={name: str(folder)})
