@@ -17,7 +17,7 @@ from lean_ft.system.units import counted, duration, gibibytes, parse_bytes
 if TYPE_CHECKING:
     from lean_ft.plan.devices import Device, Machines
     from lean_ft.plan.result import Rehearsal
-    from lean_ft.plan.search import Adapter, Search
+    from lean_ft.plan.search import Search
     from lean_ft.settings import RecipeConfig
 
 _ASSUMED = "A100 80GB"  # for --gpus, if this machine has no GPU and none is named
@@ -74,9 +74,7 @@ def plan(
     from lean_ft.plan.known_plans import known_or_new, todays_cpu
     from lean_ft.plan.result import NotSimulatedError
     from lean_ft.plan.search import search, search_adapters
-    from lean_ft.plan.shipped_configs import with_shipped_configs
 
-    given, cfg = cfg, with_shipped_configs(cfg)
     names = [None] if device_name is None else device_name.split(",")
     devices, machines = [choose_device(name, cfg.device) for name in names], Machines(gpus or 1, nodes)
     device, prices = devices[0], _prices(price, len(devices))
@@ -96,7 +94,7 @@ def plan(
     if len(devices) > 1:
         _compare(module, cfg, devices, prices, machines, None if budget is None else budget_bytes)
         return
-    started, found, adapters = time.perf_counter(), None, []
+    started, found, adapters = time.perf_counter(), None, {}
     with progress() as tell:
         tell("simulating a step on shapes")
         try:
@@ -109,15 +107,13 @@ def plan(
             found = search(module, cfg, device, room_bytes, lambda s: tell(peak + s), own, machines)
             adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(peak + s), machines)
     _print_rehearsal(own, device, time.perf_counter() - started)
-    if cfg != given:
-        typer.echo("The model is not on this machine: this is the plan for the config.json that ships with its preset.")
     _print_time(own, cfg.max_steps, prices[0])
     if ledger:
         _print_ledger(own)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
 
-        draw_timeline(own, png, f"{given.model.path} on {device.name}", budget_bytes)
+        draw_timeline(own, png, f"{cfg.model.path} on {device.name}", budget_bytes)
         typer.echo(f"\ndrawn: {png}")
     if found is not None and budget_bytes is not None:
         typer.echo("")
@@ -296,19 +292,18 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, co
     console.print("Speeds are estimates relative to the given settings.")
 
 
-def _print_adapters(adapters: "list[Adapter]", rehearsal: "Rehearsal", is_gpu: bool) -> None:
+def _print_adapters(adapters: "dict[str, Search]", rehearsal: "Rehearsal", is_gpu: bool) -> None:
     if not adapters:
         return
-    rows, console = [], stdout()
-    for adapter in adapters:
-        if (found := adapter.candidate) is not None:
-            sizes = [gibibytes(found.peak_bytes), *([gibibytes(found.reserved_bytes)] if is_gpu else [])]
-            speed = f"{found.tokens_per_second / rehearsal.tokens_per_second:.2f}x"
-            rows.append((adapter.name, "yes" if adapter.fits else "no", *sizes, speed, adapter.command_line))
-    console.print("\nan adapter instead, with the frozen weights as they are (LoRA) or in 4 bits (QLoRA):")
-    if rows:
-        print_table(("", "fits", ">peak", *([">reserved"] if is_gpu else []), ">speed", "recipe and overrides"), rows)
-    for adapter in adapters:
-        if adapter.candidate is None:
-            console.print(f"{adapter.name} is not supported here: {adapter.reason}", highlight=False)
-    console.print("Adapters need a higher optimizer.lr than full fine-tuning, such as 2e-4.")
+    rows, refused = [], []
+    for command, found in adapters.items():
+        name = "QLoRA" if "nf4" in command else "LoRA"
+        if candidates := [*found.fitting, *found.too_large]:
+            best, speed = candidates[0], f"{candidates[0].tokens_per_second / rehearsal.tokens_per_second:.2f}x"
+            reserved = [gibibytes(best.reserved_bytes)] if is_gpu else []
+            fits = "yes" if found.fitting else "no"
+            rows.append((name, fits, gibibytes(best.peak_bytes), *reserved, speed, f"{command} {best.command_line}"))
+        refused += [f"{name} is refused: {reason}" for reason in found.refused.values() if not candidates]
+    stdout().print("\nwith an adapter instead, whose frozen weights are as they are (LoRA) or in 4 bits (QLoRA):")
+    print_table(("", "fits", ">peak", *([">reserved"] if is_gpu else []), ">speed", "recipe and overrides"), rows)
+    stdout().print("\n".join([*refused, "An adapter needs a higher optimizer.lr than full fine-tuning, such as 2e-4."]))

@@ -91,9 +91,9 @@ class _Kernels:
     def __call__(self, arguments: list[Any]) -> Any:
         trace, values = self._trace, {}
         trace.write(arguments)  # a graph writes only to its arguments
-        inputs = (trace.longest_document, *(_kind(argument, trace) for argument in arguments))
-        is_new = inputs not in self._known
-        known = self._known.setdefault(inputs, _Known())
+        shapes = [(x.shape, x.stride(), x.dtype, trace.counts(x)) if isinstance(x, Tensor) else x for x in arguments]
+        is_new = (key := (trace.longest_document, *shapes)) not in self._known
+        known = self._known.setdefault(key, _Known())
         placeholders = (node for node in self._nodes if node.op == "placeholder")
         for node, value in zip(placeholders, arguments, strict=True):
             values[node] = value
@@ -111,24 +111,23 @@ class _Kernels:
                     values[node] = values[viewed]  # keeps its memory alive
                 trace.pay(known.costs.get(node))
             elif node.op == "call_function":
+                is_exchange = getattr(node.target, "namespace", None) == "_c10d_functional"
                 with trace.uncounted():
                     if node in known.made:
-                        values[node] = known.make(node)
+                        values[node] = known.made[node]()
                     else:
                         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
                         assert callable(node.target)
                         values[node] = node.target(*args, **kwargs)
-                        if is_new:
-                            known.add(node, values)
+                        if is_new and not is_exchange:
+                            known.add(node, values, trace)
                 if node in self._stored:
                     if node in self._written_over:
                         trace.overwrite(values[self._written_over[node]], values[node])
-                    if is_new and trace.counts(values[node]):
-                        known.counted.add(node)
                     trace.note(values[node])
                     if not self._is_tuned and not _is_opaque(node):
                         trace.tune()
-                    if getattr(node.target, "namespace", None) == "_c10d_functional":
+                    if is_exchange:
                         trace.exchange(node.target, args)
                     else:
                         if is_new:
@@ -138,7 +137,7 @@ class _Kernels:
                 values.pop(dead, None)
         self._is_tuned = True
         if is_new:
-            known.skip_unneeded(self._nodes, self._stored, self._written_over)
+            known.skip_unneeded(self._nodes, self._stored | set(self._written_over.values()))
         return result
 
     def _cost(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> Cost | None:
@@ -153,51 +152,36 @@ class _Kernels:
 
 
 class _Known:
-    """A graph's kernels and tensors for inputs of one shape.
-
-    Layers of the same shape share a graph. The first layer runs all operations on shapes; the others only make the tensors that
-    take memory.
-    """
+    """What a graph does with inputs of one shape. Layers of the same shape share a graph: the first layer runs all operations on
+    shapes, and the others only make the tensors that take memory."""
 
     def __init__(self) -> None:
-        self.made: dict[fx.Node, list[Callable[[], Tensor] | None]] = {}  # of nodes that make new tensors
+        self.made: dict[fx.Node, Callable[[], Tensor]] = {}  # nodes with a new tensor -> how to make it
+        self.viewed: dict[fx.Node, fx.Node] = {}  # views -> a node with the same memory
+        self.elements: set[fx.Node] = set()  # views of one of several tensors
+        self.counted: set[fx.Node] = set()  # views of memory that is counted already
         self.costs: dict[fx.Node, Cost | None] = {}
-        self.viewed: dict[fx.Node, fx.Node] = {}  # views -> what they are views of
-        self.counted: set[fx.Node] = set()  # stored values in memory that is counted already
-        self.skipped: set[fx.Node] = set()  # nodes without new memory
-        self._is_single: set[fx.Node] = set()  # nodes with one tensor, not a sequence
+        self.skipped: set[fx.Node] = set()
 
-    def make(self, node: fx.Node) -> Any:
-        """The node's tensors, without running its operation."""
-        tensors = [None if new is None else new() for new in self.made[node]]
-        return tensors[0] if node in self._is_single else tensors
-
-    def add(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
-        """Remember whether the node's value is a view of an argument, or how to make it, if it is new tensors."""
-        storages = _storages(values[node])
+    def add(self, node: fx.Node, values: dict[fx.Node, Any], trace: Trace) -> None:
+        """Note what the value of a node is."""
+        value, storages = values[node], _storages(values[node])
         for source in node.all_input_nodes:
-            if storages & _storages(values[source]):
+            if storages & (given := _storages(values[source])):
                 self.viewed[node] = source
+                if storages != given:
+                    self.elements.add(node)
+                elif trace.counts(value):
+                    self.counted.add(node)
                 return
-        value = values[node]
-        tensors = list(value) if isinstance(value, tuple | list) else [value]
-        made = [
-            partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
-            if type(t) is FakeTensor
-            else None
-            for t in tensors
-        ]
-        if not storages or not all(type(t) is FakeTensor or t is None for t in tensors):
-            return
-        sizes = [t.untyped_storage().nbytes() for t in tensors if t is not None]
-        if len(storages) == len(sizes) and sizes == [new().untyped_storage().nbytes() for new in made if new]:
-            self.made[node] = made
-            if value is tensors[0]:
-                self._is_single.add(node)
+        if type(value) is FakeTensor:
+            make = partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            if make().untyped_storage().nbytes() == value.untyped_storage().nbytes():
+                self.made[node] = make
 
-    def skip_unneeded(self, nodes: list[fx.Node], stored: set[fx.Node], written_over: dict[fx.Node, fx.Node]) -> None:
-        """Skip nodes whose values take no memory, and that no value which does is a view of."""
-        needed = stored - self.counted | {n for item in written_over.items() for n in item}
+    def skip_unneeded(self, nodes: list[fx.Node], needed: set[fx.Node]) -> None:
+        """From now on, skip nodes whose value takes no memory, unless the value of a `needed` node is a view of it."""
+        needed = needed - self.counted | self.elements
         for node in reversed(nodes):
             if node.op == "output" or (node in needed and node not in self.made):
                 needed.update(node.all_input_nodes)
@@ -206,13 +190,6 @@ class _Known:
 
 def _storages(value: Any) -> set[int]:
     return {storage_key(tensor.untyped_storage()) for tensor in tree_iter(value) if isinstance(tensor, Tensor)}
-
-
-def _kind(argument: Any, trace: Trace) -> Any:
-    """Everything about a graph's input that the counted memory and time depend on."""
-    if not isinstance(argument, Tensor):
-        return argument
-    return type(argument), argument.shape, argument.stride(), argument.dtype, trace.counts(argument)
 
 
 def _module(node: fx.Node) -> str:

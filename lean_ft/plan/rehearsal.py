@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.memory import wants_host_pool
+from lean_ft.models.source import source_of
 from lean_ft.optim.rule import ParameterState
 from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
 from lean_ft.plan.fusion import fusing_backend
@@ -94,6 +95,7 @@ def rehearse(
         sent_away_bytes=int(trace.spent.sent_away_bytes),
         exchange_seconds=trace.spent.exchange_seconds,
         ledger=trace.spent.ledger,
+        model_files=stage.model_files,
     )
 
 
@@ -137,6 +139,7 @@ class WatchedStage:
         self.trace, self.num_sharing, self._takes_step = trace, num_sharing, takes_step
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
+        self.model_files: list[str] = []
         self.num_ranks = trace.machines.num_devices
         self.ranks_type = PlannedRanks
         self.device_type = "cpu" if trace.device.is_cpu else "cuda"  # the planned device; tensors are on the CPU
@@ -167,6 +170,8 @@ class WatchedStage:
     def watch(self, model: nn.Module) -> None:
         """Count what the model's forward pass allocates as activations."""
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
+        if (folder := source_of(model).folder) is not None:
+            self.model_files.append(str(folder / "config.json"))
         self.trace.module_names |= {id(module): name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 

@@ -48,6 +48,7 @@ class Rehearsal:
     sent_away_bytes: int = 0  # by each device, to other machines
     exchange_seconds: float = 0.0  # of communication that overlaps with computation
     ledger: dict[tuple[str, str], Launches] = field(default_factory=dict, repr=False)  # by module and operation
+    model_files: list[str] = field(default_factory=list, repr=False)  # each model's config.json
 
     @property
     def tokens_per_second(self) -> float:

@@ -79,11 +79,8 @@ class _Rehearsals:
         device: Device,
         progress: Callable[[str], None],
         machines: Machines = ONE_DEVICE,
-        always: Overrides | None = None,
     ) -> None:
-        """`always`: overrides that `cfg` has already, for `progress`."""
         self.recipe, self.cfg, self.device, self.progress, self.machines = recipe, cfg, device, progress, machines
-        self.always = always or {}
         self.found: dict[str, Candidate] = {}
         self.refused: dict[str, str] = {}
 
@@ -92,7 +89,7 @@ class _Rehearsals:
         overrides = {key: value for key, value in wanted.items() if attrgetter(key)(self.cfg) != value}
         name = str(overrides)
         if name not in self.found and name not in self.refused:
-            self.progress(_command_line(self.always | overrides) or "the given settings")
+            self.progress(_command_line(overrides) or "the given settings")
             try:
                 rehearsal = known_or_new(self.recipe, with_overrides(self.cfg, overrides), self.device, self.machines)
                 self.found[name] = Candidate(overrides, rehearsal)
@@ -111,6 +108,16 @@ class _Rehearsals:
             else:
                 first = middle + 1
         return first
+
+    def result(self, budget_bytes: int) -> Search:
+        """What was rehearsed so far."""
+        found = sorted(self.found.values(), key=lambda candidate: candidate.reserved_bytes)
+        fitting = [candidate for candidate in found if candidate.reserved_bytes <= budget_bytes]
+        return Search(
+            sorted(fitting, key=lambda c: (-c.tokens_per_second, bool(c.overrides), c.reserved_bytes)),
+            found[len(fitting) :],
+            self.refused,
+        )
 
 
 def search(
@@ -149,29 +156,7 @@ def search(
         for batch in _smaller_batches(cfg):
             if fits(rehearsals.of(leanest.overrides | batch)):
                 break
-    found = list(rehearsals.found.values())
-    return Search(
-        sorted(filter(fits, found), key=lambda c: (-c.tokens_per_second, bool(c.overrides), c.reserved_bytes)),
-        sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.reserved_bytes),
-        rehearsals.refused,
-    )
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """LoRA or QLoRA in place of the given training: the fastest settings found that fit, else the smallest."""
-
-    name: str
-    recipe: str
-    overrides: Overrides  # of the adapter
-    candidate: Candidate | None  # None if the recipe refuses the adapter
-    reason: str = ""  # why it does
-    fits: bool = False
-
-    @property
-    def command_line(self) -> str:
-        memory = {} if self.candidate is None else self.candidate.overrides
-        return f"{self.recipe} {_command_line(self.overrides | memory)}"
+    return rehearsals.result(budget_bytes)
 
 
 def search_adapters(
@@ -181,35 +166,30 @@ def search_adapters(
     budget_bytes: int,
     progress: Callable[[str], None] = lambda settings: None,
     machines: Machines = ONE_DEVICE,
-) -> list[Adapter]:
-    """Rehearse the recipe with LoRA and QLoRA: as given, and if that does not fit, with techniques that save memory.
+) -> dict[str, Search]:
+    """Rehearse the recipe with LoRA and with QLoRA: as given, and if that does not fit, with techniques that save memory.
 
-    full_finetune_single_device becomes finetune, which does the same with an adapter. There are none for other recipes without
-    `lora` settings, and only QLoRA for a recipe that trains an adapter already.
+    Keys are the recipe with the overrides that turn the adapter on. full_finetune_single_device becomes finetune, which does the
+    same with an adapter. Empty for other recipes without `lora` settings, and for settings with an adapter.
     """
     if Path(recipe.__file__ or "") == recipes()["full_finetune_single_device"]:
         recipe = load_recipe(recipes()["finetune"])
         cfg = recipe.Config(**dict(cfg))
-    given, found = getattr(cfg, "lora", None), []
-    if "lora" not in type(cfg).model_fields or (given is not None and given.quantize != "none"):
-        return []
-    own = {} if given is not None else {"lora.rank": LoRAConfig().rank}
-    for name, overrides in (("LoRA", own), ("QLoRA", own | {"lora.quantize": "nf4"})):
-        if not overrides:
-            continue
-        lora = (given or LoRAConfig()).model_copy(update={key.partition(".")[2]: overrides[key] for key in overrides})
-        rehearsals = _Rehearsals(recipe, cfg.model_copy(update={"lora": lora}), device, progress, machines, overrides)
-        rungs: list[Overrides] = _ladder(rehearsals.cfg, device, machines.num_devices == 1)
-        candidate = rehearsals.of({})
-        if candidate is not None and candidate.reserved_bytes > budget_bytes:
-            rehearsals.first_that_fits(rungs, budget_bytes)
-        candidates = list(rehearsals.found.values())
-        if fitting := [one for one in candidates if one.reserved_bytes <= budget_bytes]:
-            candidate = max(fitting, key=lambda one: one.tokens_per_second)
-        elif candidates:
-            candidate = min(candidates, key=lambda one: one.reserved_bytes)
-        name_of_recipe, reason = Path(recipe.__file__ or "").stem, rehearsals.refused.get(str({}), "")
-        found.append(Adapter(name, name_of_recipe, overrides, candidate, reason, bool(fitting)))
+    if getattr(cfg, "lora", cfg) is not None:
+        return {}
+    found = {}
+    for quantize in ("none", "nf4"):
+        lora = LoRAConfig.model_validate({"quantize": quantize})
+        adapter = {"lora.rank": lora.rank, **({"lora.quantize": quantize} if quantize != "none" else {})}
+        rehearsals = _Rehearsals(
+            *(recipe, cfg.model_copy(update={"lora": lora}), device),
+            lambda settings, adapter=adapter: progress(f"{_command_line(adapter)}: {settings}"),
+            machines,
+        )
+        own = rehearsals.of({})
+        if own is not None and own.reserved_bytes > budget_bytes:
+            rehearsals.first_that_fits(_ladder(rehearsals.cfg, device, machines.num_devices == 1), budget_bytes)
+        found[f"{Path(recipe.__file__ or '').stem} {_command_line(adapter)}"] = rehearsals.result(budget_bytes)
     return found
 
 
