@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.shapes import num_parameters, write_model_folder
 from lean_ft.hub import download as hub
+from lean_ft.hub.paths import planned_model_path
 from lean_ft.plan.devices import find_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings.text import describe, load_config, preset_recipe, preset_values
@@ -101,4 +102,29 @@ def test_a_preset_validates_without_a_network(name, hub_server):
     answer = CliRunner().invoke(app, ["validate", recipe_name(name), "--config", name])
     assert answer.exit_code == 0, answer.output
     assert "# ok" in answer.output
+    assert hub_server.requests == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_planned_from_the_config_json_next_to_it_until_the_model_is_here(
+    name, hub_server, monkeypatch, tmp_path
+):
+    file = catalog.find_preset(name)
+    path = preset_values(file)["model.path"]
+    assert planned_model_path(path) == file.parent
+    assert hub_server.requests == []
+    monkeypatch.setattr(hub, "find_cached", lambda name, weights: tmp_path)
+    monkeypatch.setattr(hub, "model_folder", lambda name, weights: tmp_path)
+    assert planned_model_path(path) == tmp_path
+
+
+def test_a_plan_needs_no_network(hub_server):
+    from typer.testing import CliRunner
+
+    from lean_ft.cli.main import app
+
+    command = ["plan", "--config", "smollm2_135m/full", "device=cpu", "compile=false", "data.max_length=128"]
+    answer = CliRunner().invoke(app, command)
+    assert answer.exit_code == 0, answer.output
+    assert "134,515,008 parameters" in answer.output
     assert hub_server.requests == []

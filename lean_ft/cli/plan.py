@@ -16,7 +16,7 @@ from lean_ft.system.units import counted, duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
     from lean_ft.plan.devices import Device, Machines
-    from lean_ft.plan.rehearsal import Rehearsal
+    from lean_ft.plan.result import Rehearsal
     from lean_ft.plan.search import Search
     from lean_ft.settings import RecipeConfig
 
@@ -70,9 +70,10 @@ def plan(
     module, cfg = load_run(recipe, config, overrides, processes=(gpus or 1) * nodes)
 
     # Imported here because torch is slow to import and most verbs do not need it.
-    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device, measured_cpu
-    from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
-    from lean_ft.plan.search import search
+    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, DEVICES, Machines, choose_device
+    from lean_ft.plan.known_plans import known_or_new, todays_cpu
+    from lean_ft.plan.result import NotSimulatedError
+    from lean_ft.plan.search import search, search_adapters
 
     names = [None] if device_name is None else device_name.split(",")
     devices, machines = [choose_device(name, cfg.device) for name in names], Machines(gpus or 1, nodes)
@@ -80,7 +81,7 @@ def plan(
     if gpus is not None and device.is_cpu and cfg.device != "cpu":
         device = DEVICES[_ASSUMED]
     if device.is_cpu:
-        device = measured_cpu()
+        device = todays_cpu()
     if len(devices) > 1 and (png is not None or ledger):
         raise ValueError("--png and --ledger show one card, and --device-name has several. Name one card.")
     if machines.num_devices > 1 and cfg.group(ParallelConfig) is None:
@@ -93,16 +94,18 @@ def plan(
     if len(devices) > 1:
         _compare(module, cfg, devices, prices, machines, None if budget is None else budget_bytes)
         return
-    started, found = time.perf_counter(), None
+    started, found, adapters = time.perf_counter(), None, {}
     with progress() as tell:
         tell("simulating a step on shapes")
         try:
-            own = rehearse(module, cfg, device, machines)
+            own = known_or_new(module, cfg, device, machines, needs_timeline=png is not None)
         except NotSimulatedError as error:
             raise ValueError(f"{error}") from error
         if budget_bytes is not None:
             peak = f"peak {gibibytes(own.peak_bytes)} with the given settings; simulating "
-            found = search(module, cfg, device, budget_bytes - context_bytes, lambda s: tell(peak + s), own, machines)
+            room_bytes = budget_bytes - context_bytes
+            found = search(module, cfg, device, room_bytes, lambda s: tell(peak + s), own, machines)
+            adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(peak + s), machines)
     _print_rehearsal(own, device, time.perf_counter() - started)
     _print_time(own, cfg.max_steps, prices[0])
     if ledger:
@@ -115,6 +118,7 @@ def plan(
     if found is not None and budget_bytes is not None:
         typer.echo("")
         _print_search(found, own, budget_bytes, context_bytes)
+        _print_adapters(adapters, own, is_gpu=context_bytes > 0)
 
 
 def _prices(text: str | None, num_cards: int) -> list[float | None]:
@@ -161,7 +165,7 @@ def _print_time(rehearsal: "Rehearsal", max_steps: int | None, price: float | No
 
 
 def _print_ledger(rehearsal: "Rehearsal") -> None:
-    from lean_ft.plan.trace import Launches
+    from lean_ft.plan.result import Launches
 
     rows = sorted(rehearsal.ledger.items(), key=lambda row: -row[1].seconds)
     rest, total = Launches(), Launches()
@@ -200,14 +204,15 @@ def _compare(
 ) -> None:
     """Print a row per card."""
     from lean_ft.plan.devices import CUDA_CONTEXT_BYTES
-    from lean_ft.plan.rehearsal import NotSimulatedError, rehearse
+    from lean_ft.plan.known_plans import known_or_new
+    from lean_ft.plan.result import NotSimulatedError
 
     rows, counted = [], ""
     with progress() as tell:
         for device, price in zip(devices, prices, strict=True):
             tell(f"simulating a step on {device.name}")
             try:
-                own = rehearse(module, cfg, device, machines)
+                own = known_or_new(module, cfg, device, machines)
             except NotSimulatedError as error:
                 raise ValueError(f"{error}") from error
             room = (device.memory_bytes if budget_bytes is None else budget_bytes) or 0
@@ -285,3 +290,20 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, co
     fastest = found.fitting[0].command_line or "nothing, the given settings are the fastest"
     console.print(f"\nto use the fastest, add: {fastest}", highlight=False)
     console.print("Speeds are estimates relative to the given settings.")
+
+
+def _print_adapters(adapters: "dict[str, Search]", rehearsal: "Rehearsal", is_gpu: bool) -> None:
+    if not adapters:
+        return
+    rows, refused = [], []
+    for command, found in adapters.items():
+        name = "QLoRA" if "nf4" in command else "LoRA"
+        if candidates := [*found.fitting, *found.too_large]:
+            best, speed = candidates[0], f"{candidates[0].tokens_per_second / rehearsal.tokens_per_second:.2f}x"
+            reserved = [gibibytes(best.reserved_bytes)] if is_gpu else []
+            fits = "yes" if found.fitting else "no"
+            rows.append((name, fits, gibibytes(best.peak_bytes), *reserved, speed, f"{command} {best.command_line}"))
+        refused += [f"{name} is refused: {reason}" for reason in found.refused.values() if not candidates]
+    stdout().print("\nwith an adapter instead, whose frozen weights are as they are (LoRA) or in 4 bits (QLoRA):")
+    print_table(("", "fits", ">peak", *([">reserved"] if is_gpu else []), ">speed", "recipe and overrides"), rows)
+    stdout().print("\n".join([*refused, "An adapter needs a higher optimizer.lr than full fine-tuning, such as 2e-4."]))

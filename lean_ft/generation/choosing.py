@@ -15,8 +15,9 @@ Shapes: B rows, V vocabulary.
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def choose(logits: Tensor, keys: Tensor | None, sampling: Sampling, compile: boo
     kernels instead of about 40 passes over the logits.
     """
     if compile and logits.is_cuda:
-        return _compiled(logits, keys, sampling)
+        return _compiled()(logits, keys, sampling)
     rows = max(1, CPU_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     parts = [
         _choose(logits[start : start + rows], None if keys is None else keys[start : start + rows], sampling)
@@ -107,7 +108,9 @@ def _choose(logits: Tensor, keys: Tensor | None, sampling: Sampling) -> tuple[Te
     return chosen[:, 0], log_probs[:, 0]
 
 
-_compiled = torch.compile(_choose, dynamic=True)
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_choose, dynamic=True)  # imports the compiler, which takes a second
 
 
 def _leave_out(weights: Tensor, sampling: Sampling) -> None:

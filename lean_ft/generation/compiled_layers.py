@@ -6,7 +6,8 @@ lengths. Some layers stay uncompiled: layers that share keys and values with oth
 state, a mixture of experts or latent attention, which would be recompiled for each number of rows.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,11 +53,13 @@ def _forward(layer: nn.Module, *args: Any, **others: Any) -> Any:
     # Create the mask before the first of the layers that share it.
     kept.owner.visible(attention.scoring.window, attention.scoring.chunk)
     with dynamo.config.patch(recompile_limit=MOST_KINDS):
-        return _compiled(layer, *args, **others)
+        return _compiled()(layer, *args, **others)
 
 
 def _run(layer: nn.Module, *args: Any, **others: Any) -> Any:
     return type(layer).forward(layer, *args, **others)  # without the wrapper of activation checkpointing
 
 
-_compiled = torch.compile(_run, dynamic=True)
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(_run, dynamic=True)  # imports the compiler, which takes a second

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lean_ft.hub import download as hub
 from lean_ft.hub import errors as hub_errors
+from lean_ft.system.catalog import shipped_config
 from lean_ft.system.environment import user_cache
 from lean_ft.system.spelling import did_you_mean
 
@@ -44,6 +45,14 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     with _mentioning_folders(path):
         found = hub.model_folder(name, weights)
     return _open_gguf(found / name.file, path) if name.file else found
+
+
+def planned_model_path(path: str | Path) -> Path:
+    """As `resolve_model_path`, for a plan: if the model is not on this machine and a preset uses it, the folder of the
+    config.json that ships with the preset."""
+    name = repository_name(path)
+    missing = name is not None and hub.find_cached(name, weights=False) is None
+    return (shipped_config(str(path)) if missing else None) or resolve_model_path(path, weights=False)
 
 
 def _open_gguf(file: Path, path: str | Path) -> Path:

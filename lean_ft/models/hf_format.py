@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.hub.download import home_of_links
-from lean_ft.hub.paths import resolve_model_path
+from lean_ft.hub.paths import planned_model_path, resolve_model_path
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import (
     MAX_LAYERS,
@@ -108,7 +108,7 @@ def load_model(
     if watcher is None:
         use_float32_products()
     random_init = random_init or watcher is not None  # a planner computes shapes only
-    folder = resolve_model_path(path, weights=not random_init)
+    folder = resolve_model_path(path, weights=not random_init) if watcher is None else planned_model_path(path)
     model = _meta_model(folder, dtype, router_aux_loss_coef, scores, new_ids)
     fill = _random_weights(model.config) if random_init else _stored_weights(folder, model)
     if torch.device(device).type == "meta":
@@ -190,7 +190,7 @@ def empty_model(
 ) -> Decoder:
     """The model that `load_model` would return, on the meta device and without reading weights. `is_quantized` ignores the
     quantization in config.json, which `load_model` checks."""
-    folder = resolve_model_path(path, weights=False)
+    folder = resolve_model_path(path, weights=False) if stage() is None else planned_model_path(path)
     return _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized)
 
 

@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +26,8 @@ from lean_ft.data.objective import objective_of
 from lean_ft.data.prepare import prepare_batches
 from lean_ft.models import Decoder, empty_model
 from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
+from lean_ft.plan.known_plans import known, known_or_new
+from lean_ft.plan.result import Rehearsal
 from lean_ft.settings import (
     DataConfig,
     GenerationConfig,
@@ -177,10 +181,12 @@ def _recomputes(cfg: RecipeConfig) -> bool:
 def _rehearse_apart(
     recipe: ModuleType, cfg: RecipeConfig, device: Device, room_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Rehearse a step in a fresh process without a GPU. Return the facts for `Outlook`; None if it raises ValueError.
+    """Rehearse a step in a fresh process without a GPU, unless the plan is known. Return the facts for `Outlook`; None if it raises ValueError.
 
     Raises RuntimeError if it raises another error, dies, or takes too long.
     """
+    with suppress(LookupError):
+        return _facts(recipe, cfg, device, room_bytes, known)
     question = {
         "recipe": recipe.__file__,
         "settings": cfg.model_dump(mode="json", round_trip=True),
@@ -232,16 +238,20 @@ def answer_a_question() -> None:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    from lean_ft.plan.rehearsal import rehearse
-    from lean_ft.plan.search import with_overrides
-
     recipe = load_recipe(Path(question["recipe"]))
     PASSED.update(dict.fromkeys(question["functions"], Passed(print)))  # never called
     try:  # validated from JSON text, where strict settings accept text for a path and a list for a tuple
         cfg = recipe.Config.model_validate_json(json.dumps(question["settings"]), strict=True)
     except ValueError as error:
         raise RuntimeError(f"the settings changed on the way to the other process: {error}") from None
-    device, room_bytes = Device(**question["device"]), question["room_bytes"]
+    return _facts(recipe, cfg, Device(**question["device"]), question["room_bytes"], known_or_new)
+
+
+def _facts(
+    recipe: ModuleType, cfg: RecipeConfig, device: Device, room_bytes: int | None, rehearse: Callable[..., Rehearsal]
+) -> dict[str, Any]:
+    from lean_ft.plan.search import with_overrides
+
     found = rehearse(recipe, cfg, device)
     names = ("peak_bytes", "pinned_bytes", "reserved_bytes")
     facts = {"where": found.peak.where} | {name: getattr(found, name) for name in names}

@@ -15,17 +15,20 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from lean_ft.plan.devices import Kernel
-from lean_ft.plan.trace import Trace, short_name
+from lean_ft.plan.trace import Cost, Trace, short_name
 from lean_ft.torch_private import (
+    FakeTensor,
     OpOverload,
     aot_autograd,
     decompose_auto_functionalized,
     donated_inputs,
     min_cut_partition,
     reinplace_operations,
+    storage_key,
     tree_iter,
 )
 
@@ -83,49 +86,110 @@ class _Kernels:
         own = self._stored - returned | {inputs[i] for i in donated}
         self._written_over = {} if trace.device.is_cpu else _written_over(self._dead_after, self._reads, own, together)
         self._is_tuned = False
+        self._known: dict[Any, _Known] = {}  # by the shapes of the inputs
 
     def __call__(self, arguments: list[Any]) -> Any:
         trace, values = self._trace, {}
         trace.write(arguments)  # a graph writes only to its arguments
+        shapes = [(x.shape, x.stride(), x.dtype, trace.counts(x)) if isinstance(x, Tensor) else x for x in arguments]
+        is_new = (key := (trace.longest_document, *shapes)) not in self._known
+        known = self._known.setdefault(key, _Known())
         placeholders = (node for node in self._nodes if node.op == "placeholder")
         for node, value in zip(placeholders, arguments, strict=True):
             values[node] = value
         arguments.clear()
         result: Any = None
         for node in self._nodes:
+            args = kwargs = None  # frees dead values
             if node.op == "get_attr":
                 values[node] = getattr(self._module, str(node.target))
             elif node.op == "output":
                 result = fx.map_arg(node.args[0], lambda n: values[n])
                 trace.note(result)
+            elif node in known.skipped:
+                if (viewed := known.viewed.get(node)) in values:
+                    values[node] = values[viewed]  # keeps its memory alive
+                trace.pay(known.costs.get(node))
             elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-                assert callable(node.target)
+                is_exchange = getattr(node.target, "namespace", None) == "_c10d_functional"
                 with trace.uncounted():
-                    values[node] = node.target(*args, **kwargs)
+                    if node in known.made:
+                        values[node] = known.made[node]()
+                    else:
+                        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+                        assert callable(node.target)
+                        values[node] = node.target(*args, **kwargs)
+                        if is_new and not is_exchange:
+                            known.add(node, values, trace)
                 if node in self._stored:
                     if node in self._written_over:
                         trace.overwrite(values[self._written_over[node]], values[node])
                     trace.note(values[node])
                     if not self._is_tuned and not _is_opaque(node):
                         trace.tune()
-                    self._charge(node, args, kwargs, values)
-                    args = kwargs = None
+                    if is_exchange:
+                        trace.exchange(node.target, args)
+                    else:
+                        if is_new:
+                            known.costs[node] = self._cost(node, args, kwargs, values)
+                        trace.pay(known.costs[node])
             for dead in self._dead_after.get(node, ()):
-                del values[dead]
+                values.pop(dead, None)
         self._is_tuned = True
+        if is_new:
+            known.skip_unneeded(self._nodes, self._stored | set(self._written_over.values()))
         return result
 
-    def _charge(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> None:
-        if getattr(node.target, "namespace", None) == "_c10d_functional":
-            self._trace.exchange(node.target, args)
-        elif _is_opaque(node):
-            self._trace.charge(node.target, args, kwargs, values[node], _module(node))
-        elif not getattr(node.target, "is_view", False):
-            tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])
-            moved = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-            name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
-            self._trace.spend(Kernel(0.0, moved), f"fused {name}", _module(node))
+    def _cost(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> Cost | None:
+        if _is_opaque(node):
+            return self._trace.cost(node.target, args, kwargs, values[node], _module(node))
+        if getattr(node.target, "is_view", False):
+            return None
+        tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])
+        moved = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+        name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
+        return Cost(Kernel(0.0, moved), f"fused {name}", _module(node))
+
+
+class _Known:
+    """What a graph does with inputs of one shape. Layers of the same shape share a graph: the first layer runs all operations on
+    shapes, and the others only make the tensors that take memory."""
+
+    def __init__(self) -> None:
+        self.made: dict[fx.Node, Callable[[], Tensor]] = {}  # nodes with a new tensor -> how to make it
+        self.viewed: dict[fx.Node, fx.Node] = {}  # views -> a node with the same memory
+        self.elements: set[fx.Node] = set()  # views of one of several tensors
+        self.counted: set[fx.Node] = set()  # views of memory that is counted already
+        self.costs: dict[fx.Node, Cost | None] = {}
+        self.skipped: set[fx.Node] = set()
+
+    def add(self, node: fx.Node, values: dict[fx.Node, Any], trace: Trace) -> None:
+        """Note what the value of a node is."""
+        value, storages = values[node], _storages(values[node])
+        for source in node.all_input_nodes:
+            if storages & (given := _storages(values[source])):
+                self.viewed[node] = source
+                if storages != given:
+                    self.elements.add(node)
+                elif trace.counts(value):
+                    self.counted.add(node)
+                return
+        if type(value) is FakeTensor:
+            make = partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            if make().untyped_storage().nbytes() == value.untyped_storage().nbytes():
+                self.made[node] = make
+
+    def skip_unneeded(self, nodes: list[fx.Node], needed: set[fx.Node]) -> None:
+        """From now on, skip nodes whose value takes no memory, unless the value of a `needed` node is a view of it."""
+        needed = needed - self.counted | self.elements
+        for node in reversed(nodes):
+            if node.op == "output" or (node in needed and node not in self.made):
+                needed.update(node.all_input_nodes)
+        self.skipped = {node for node in nodes if node.op == "call_function"} - needed
+
+
+def _storages(value: Any) -> set[int]:
+    return {storage_key(tensor.untyped_storage()) for tensor in tree_iter(value) if isinstance(tensor, Tensor)}
 
 
 def _module(node: fx.Node) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lean_ft.plan.labels import LABELS
-from lean_ft.plan.rehearsal import Rehearsal
+from lean_ft.plan.result import Rehearsal
 from lean_ft.system.installation import install_command
 from lean_ft.system.units import GIB, gibibytes
 

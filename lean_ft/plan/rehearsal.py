@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -21,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.memory import wants_host_pool
+from lean_ft.models.source import source_of
 from lean_ft.optim.rule import ParameterState
 from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.labels import ACTIVATIONS, BATCH, GRADIENTS, STATES, WORKSPACE
 from lean_ft.plan.ranks import PlannedRanks, pretended_ranks
-from lean_ft.plan.trace import Launches, Moment, Trace, short_name
+from lean_ft.plan.result import NotSimulatedError, Rehearsal
+from lean_ft.plan.trace import Trace, short_name
 from lean_ft.settings import MemoryConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import memory_bytes
@@ -36,38 +37,6 @@ from lean_ft.system.shapes_only import StepTaken, shapes_only
 from lean_ft.torch_private import FakeTensorMode, functorch_config, unset_fake_temporarily
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """Memory and time of one optimizer step, on each device."""
-
-    peak: Moment
-    step_seconds: float  # estimated; docs/speed_tables.md compares it with published figures
-    tokens: int  # over all micro-batches and devices, including padding
-    num_parameters: int
-    timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
-    planning_seconds: float = 0.0
-    pinned_bytes: int = 0  # of host memory
-    reserved_bytes: int = 0  # taken from the driver for the peak; on a CPU the peak
-    machines: Machines = ONE_DEVICE
-    sent_bytes: int = 0  # by each device, to devices of its machine
-    sent_away_bytes: int = 0  # by each device, to other machines
-    exchange_seconds: float = 0.0  # of communication that overlaps with computation
-    ledger: dict[tuple[str, str], Launches] = field(default_factory=dict, repr=False)  # by module and operation
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.step_seconds
-
-    @property
-    def share_at_limit(self) -> float:
-        """Time of all kernels at the device's published rates, as a share of the step."""
-        return sum(launches.limit_seconds for launches in self.ledger.values()) / self.step_seconds
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.peak.total_bytes
 
 
 def rehearse(
@@ -126,6 +95,7 @@ def rehearse(
         sent_away_bytes=int(trace.spent.sent_away_bytes),
         exchange_seconds=trace.spent.exchange_seconds,
         ledger=trace.spent.ledger,
+        model_files=stage.model_files,
     )
 
 
@@ -140,10 +110,6 @@ def _quiet() -> Iterator[None]:
     finally:
         logging.disable(before[0])
         console.quiet = before[1]
-
-
-class NotSimulatedError(RuntimeError):
-    """A line of user code needs the values of tensors, which a plan does not have."""
 
 
 def _raise_with_line(recipe: ModuleType, error: Exception) -> None:
@@ -173,6 +139,7 @@ class WatchedStage:
         self.trace, self.num_sharing, self._takes_step = trace, num_sharing, takes_step
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = 0
+        self.model_files: list[str] = []
         self.num_ranks = trace.machines.num_devices
         self.ranks_type = PlannedRanks
         self.device_type = "cpu" if trace.device.is_cpu else "cuda"  # the planned device; tensors are on the CPU
@@ -203,6 +170,8 @@ class WatchedStage:
     def watch(self, model: nn.Module) -> None:
         """Count what the model's forward pass allocates as activations."""
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
+        if (folder := source_of(model).folder) is not None:
+            self.model_files.append(str(folder / "config.json"))
         self.trace.module_names |= {id(module): name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 

@@ -16,15 +16,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel
 
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
-from lean_ft.plan.rehearsal import Rehearsal, rehearse
+from lean_ft.plan.known_plans import known_or_new
+from lean_ft.plan.result import Rehearsal
 from lean_ft.settings import LoRAConfig, OptimizerConfig, RecipeConfig, RewardLossConfig
 from lean_ft.settings.conflicts import check_conflicts
+from lean_ft.system.catalog import load_recipe, recipes
 
 Overrides = dict[str, Any]
 
@@ -88,11 +91,33 @@ class _Rehearsals:
         if name not in self.found and name not in self.refused:
             self.progress(_command_line(overrides) or "the given settings")
             try:
-                rehearsal = rehearse(self.recipe, with_overrides(self.cfg, overrides), self.device, self.machines)
+                rehearsal = known_or_new(self.recipe, with_overrides(self.cfg, overrides), self.device, self.machines)
                 self.found[name] = Candidate(overrides, rehearsal)
             except ValueError as error:
                 self.refused[name] = str(error)
         return self.found.get(name)
+
+    def first_that_fits(self, rungs: list[Overrides], budget_bytes: int) -> int:
+        """Bisect `rungs`, ordered from the most memory to the least. Returns their number if none fits."""
+        first, beyond = 0, len(rungs)
+        while first < beyond:
+            middle = (first + beyond) // 2
+            candidate = self.of(rungs[middle])
+            if candidate is not None and candidate.reserved_bytes <= budget_bytes:
+                beyond = middle
+            else:
+                first = middle + 1
+        return first
+
+    def result(self, budget_bytes: int) -> Search:
+        """What was rehearsed so far."""
+        found = sorted(self.found.values(), key=lambda candidate: candidate.reserved_bytes)
+        fitting = [candidate for candidate in found if candidate.reserved_bytes <= budget_bytes]
+        return Search(
+            sorted(fitting, key=lambda c: (-c.tokens_per_second, bool(c.overrides), c.reserved_bytes)),
+            found[len(fitting) :],
+            self.refused,
+        )
 
 
 def search(
@@ -121,13 +146,7 @@ def search(
         if not is_alone and not fits(rehearsals.of({**ladder[-1], **all_states[-1], **layout})):
             continue
         rungs = [{**rung, **states, **layout} for rung in ladder]
-        first, beyond = 0, len(rungs)
-        while first < beyond:
-            middle = (first + beyond) // 2
-            if fits(rehearsals.of(rungs[middle])):
-                beyond = middle
-            else:
-                first = middle + 1
+        first = rehearsals.first_that_fits(rungs, budget_bytes)
         if first < len(rungs):
             for chunk in _larger_chunks(cfg):
                 if not fits(rehearsals.of({**rungs[first], **chunk})):
@@ -137,12 +156,41 @@ def search(
         for batch in _smaller_batches(cfg):
             if fits(rehearsals.of(leanest.overrides | batch)):
                 break
-    found = list(rehearsals.found.values())
-    return Search(
-        sorted(filter(fits, found), key=lambda c: (-c.tokens_per_second, bool(c.overrides), c.reserved_bytes)),
-        sorted((c for c in found if not fits(c)), key=lambda candidate: candidate.reserved_bytes),
-        rehearsals.refused,
-    )
+    return rehearsals.result(budget_bytes)
+
+
+def search_adapters(
+    recipe: ModuleType,
+    cfg: RecipeConfig,
+    device: Device,
+    budget_bytes: int,
+    progress: Callable[[str], None] = lambda settings: None,
+    machines: Machines = ONE_DEVICE,
+) -> dict[str, Search]:
+    """Rehearse the recipe with LoRA and with QLoRA: as given, and if that does not fit, with techniques that save memory.
+
+    Keys are the recipe with the overrides that turn the adapter on. full_finetune_single_device becomes finetune, which does the
+    same with an adapter. Empty for other recipes without `lora` settings, and for settings with an adapter.
+    """
+    if Path(recipe.__file__ or "") == recipes()["full_finetune_single_device"]:
+        recipe = load_recipe(recipes()["finetune"])
+        cfg = recipe.Config(**dict(cfg))
+    if getattr(cfg, "lora", cfg) is not None:
+        return {}
+    found = {}
+    for quantize in ("none", "nf4"):
+        lora = LoRAConfig.model_validate({"quantize": quantize})
+        adapter = {"lora.rank": lora.rank, **({"lora.quantize": quantize} if quantize != "none" else {})}
+        rehearsals = _Rehearsals(
+            *(recipe, cfg.model_copy(update={"lora": lora}), device),
+            lambda settings, adapter=adapter: progress(f"{_command_line(adapter)}: {settings}"),
+            machines,
+        )
+        own = rehearsals.of({})
+        if own is not None and own.reserved_bytes > budget_bytes:
+            rehearsals.first_that_fits(_ladder(rehearsals.cfg, device, machines.num_devices == 1), budget_bytes)
+        found[f"{Path(recipe.__file__ or '').stem} {_command_line(adapter)}"] = rehearsals.result(budget_bytes)
+    return found
 
 
 def with_overrides(cfg: RecipeConfig, overrides: Overrides) -> RecipeConfig:

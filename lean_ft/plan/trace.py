@@ -28,7 +28,7 @@ import re
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ from lean_ft.models.float32_products import block_bytes, slow_dtypes
 from lean_ft.plan.allocator import Block, CachingAllocator
 from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
 from lean_ft.plan.labels import LOSS, label_of_caller
+from lean_ft.plan.result import Launches, Moment
 from lean_ft.system.shards import local
 from lean_ft.torch_private import (
     FakeTensor,
@@ -66,29 +67,13 @@ WAITS_FOR_OTHERS = LOSS  # collectives under this label do not overlap with comp
 FREED = "freed, not given back"  # the label of free memory on a CPU's heap
 
 
-@dataclass
-class Moment:
-    """Memory at one time: bytes by label, and the place in the step."""
+class Cost(NamedTuple):
+    """A launch, and the sizes of temporary tensors inside it. module: None for the one that runs now."""
 
-    where: str = ""
-    bytes_by_label: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.bytes_by_label.values())
-
-
-class Launches(NamedTuple):
-    """Sums over launches of one operation. limit_seconds: at the device's published rates."""
-
-    count: float = 0
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    seconds: float = 0.0
-    limit_seconds: float = 0.0
-
-    def plus(self, other: "Launches", times: float = 1) -> "Launches":
-        return Launches(*(own + times * more for own, more in zip(self, other, strict=True)))
+    kernel: Kernel | None
+    name: str
+    module: str | None
+    temporary: Sequence[int] = ()
 
 
 @dataclass
@@ -175,7 +160,7 @@ class Trace(TorchDispatchMode):
             elif not func.is_view:
                 self.write(_written(func, args, kwargs or {}))
                 if not is_empty:
-                    self.charge(func, args, kwargs or {}, result)
+                    self.pay(self.cost(func, args, kwargs or {}, result))
         return result
 
     @property
@@ -214,6 +199,10 @@ class Trace(TorchDispatchMode):
             allocator.free(known.block)
             known.block = allocator.allocate(num_bytes)
         self._count(known, resident_bytes)
+
+    def counts(self, tensors: Any) -> bool:
+        """Whether the storage of each tensor is counted already."""
+        return all(self._known(tensor) is not None for tensor in tree_iter(tensors) if isinstance(tensor, Tensor))
 
     def write(self, tensors: Any) -> None:
         """Count data written to known storages. A part written twice counts as two parts."""
@@ -266,7 +255,7 @@ class Trace(TorchDispatchMode):
             if not self.device.is_cpu:
                 self._allocators[self.stream].free(storage.block)
 
-    def _occupy(self, sizes: list[int]) -> None:
+    def _occupy(self, sizes: Sequence[int]) -> None:
         """Count memory that is allocated and freed at once."""
         allocator = self._allocators[self.stream]
         label = self.current[0]
@@ -327,22 +316,30 @@ class Trace(TorchDispatchMode):
 
     # Time -----------------------------------------------------------------------------------------------------------
 
-    def charge(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> None:
+    def pay(self, cost: Cost | None) -> None:
         """Add the time and the temporary memory of one operation."""
-        self._occupy(self._inside(func, args))
+        if cost is not None:
+            self._occupy(cost.temporary)
+            if cost.kernel is not None:
+                self.spend(cost.kernel, cost.name, cost.module)
+
+    def cost(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> Cost:
+        """The kernel and the temporary memory of one operation."""
+        temporary = self._inside(func, args)
         name = str(func.overloadpacket).removeprefix("aten.")
         read = args[1:] if name in _GATHERING else args
         moved = sum(_num_bytes(tensor) for tensor in tree_iter((read, result)) if isinstance(tensor, Tensor))
         flops = self._flops(func, args, kwargs, result)
         if not moved and not flops:
-            return  # no kernel
+            return Cost(None, name, module, temporary)
         is_attention = any(part in name for part in ("attention", "flash"))
         shape, product = (0, 0, 0), result
         if flops and not is_attention and (factors := [t for t in args if isinstance(t, Tensor) and t.ndim >= 2][-2:]):
             rows, inner = factors[0].shape[-2:]
             shape = (rows, int(flops / (2 * rows * inner)) if rows * inner else 0, inner)
             product = factors[0] if _has_dtype(args) else result
-        self.spend(Kernel(flops, moved, self._product_itemsize(product), is_attention, shape), name, module)
+        kernel = Kernel(flops, moved, self._product_itemsize(product), is_attention, shape)
+        return Cost(kernel, name, module, temporary)
 
     def spend(self, kernel: Kernel, name: str, module: str | None = None) -> None:
         """Add a kernel's time. The ledger lists it under `name` and `module`; the default is the module that runs now."""

@@ -75,6 +75,13 @@ def presets() -> dict[str, Path]:
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
+def shipped_config(model: str) -> Path | None:
+    """Return the folder with the config.json that ships with the presets of a Hub model, or None."""
+    named = re.compile(rf"^  path: {re.escape(model)}$", re.MULTILINE)
+    files = (file for name, file in presets().items() if not name.startswith("tiny/"))
+    return next((file.parent for file in files if named.search(file.read_text(encoding="utf-8"))), None)
+
+
 def find_recipe(name_or_path: str) -> Path | Alias:
     """Return a recipe's file or alias, given by name or path. Raises ValueError with the nearest name."""
     return _find(name_or_path, {**recipes(), **aliases()}, what="recipe", suffixes=(".py",))

@@ -35,6 +35,19 @@ def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes
     assert re.search(r"\n +peak +reserved +speed  overrides\n", answer.out)
 
 
+def test_adapters_are_listed_and_the_same_plan_is_not_made_again(leanft, monkeypatch):
+    command = ("plan", "--config", "tiny/full", "data.max_length=48", "--device-name", "RTX 4090")
+    first = leanft(*command)
+    assert first.code == 0, first.err
+    table = first.out.partition("with an adapter instead")[2]
+    assert re.search(r"\nLoRA +yes .* finetune lora\.rank=16\n", table)
+    assert re.search(r"\nQLoRA +yes .* finetune lora\.rank=16 lora\.quantize=nf4\n", table)
+    monkeypatch.setattr("lean_ft.plan.rehearsal.rehearse", None)
+    again = leanft(*command)
+    assert again.code == 0, again.err
+    assert again.out.partition(" in ")[2].partition("\n")[2] == first.out.partition(" in ")[2].partition("\n")[2]
+
+
 def test_a_line_that_needs_values_is_named(leanft, tmp_path):
     assert leanft("cp", "full_finetune_single_device", f"{tmp_path}/mine.py").code == 0
     text, line = (tmp_path / "mine.py").read_text(), "picked = batch.labels[batch.labels != -100]"

@@ -27,7 +27,7 @@ def test_layers_are_compiled_once_for_texts_of_all_lengths_and_any_number_of_row
 
     torch.compiler.reset()
     compiled = torch.compile(compiled_layers._run, backend=as_captured, dynamic=True, fullgraph=True)
-    monkeypatch.setattr(compiled_layers, "_compiled", compiled)
+    monkeypatch.setattr(compiled_layers, "_compiled", lambda: compiled)
     model = load_model(make_checkpoint(case)[0], dtype=dtype)
     counts = []
     for prompts in (PROMPTS, [prompt * 2 for prompt in PROMPTS + PROMPTS[:2]]):
@@ -50,7 +50,7 @@ def test_what_the_compiler_makes_of_it_draws_the_same_tokens(make_checkpoint):
 
 
 def test_how_layers_are_compiled_and_checkpointed_for_training_has_no_part_in_it(make_checkpoint, monkeypatch):
-    monkeypatch.setattr(compiled_layers, "_compiled", compiled_layers._run)
+    monkeypatch.setattr(compiled_layers, "_compiled", lambda: compiled_layers._run)
     model, calls = load_model(make_checkpoint("qwen2")[0]), []
 
     def checkpointed(layer, *args):

@@ -8,11 +8,11 @@ import pytest
 from lean_ft.plan import search as search_module
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import Rehearsal
-from lean_ft.plan.search import search
+from lean_ft.plan.search import search, search_adapters
 from lean_ft.plan.trace import Moment
-from lean_ft.settings import MemoryConfig, OptimizerConfig, RecipeConfig, SFTDataConfig
+from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, RecipeConfig, SFTDataConfig
 
-RECIPE = SimpleNamespace()
+RECIPE = SimpleNamespace(__file__="mine.py")
 # Saved bytes per row of the batch, and its time.
 HOLES = 0  # free bytes between the tensors
 ACTIVATIONS = {"none": (100, 1.0), "every_n": (60, 1.15), "selective": (30, 1.25), "full": (20, 1.3)}
@@ -50,7 +50,7 @@ def rehearsed(monkeypatch):
         peak = Moment("loss", {"weights": 200, "rest": cfg.batch_size * kept + states + gradients + sums})
         return Rehearsal(peak, seconds, 1000, 100, [], reserved_bytes=peak.total_bytes + cfg.batch_size * HOLES)
 
-    monkeypatch.setattr(search_module, "rehearse", rehearse)
+    monkeypatch.setattr(search_module, "known_or_new", rehearse)
     return settings
 
 
@@ -97,14 +97,14 @@ def test_clipping_keeps_the_step_out_of_backward(cfg, rehearsed):
 
 
 def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, monkeypatch):
-    rehearse = search_module.rehearse
+    rehearse = search_module.known_or_new
 
     def refusing(recipe, cfg, device, machines=None):
         if cfg.memory.activation_checkpointing == "full":
             raise ValueError("not here")
         return rehearse(recipe, cfg, device)
 
-    monkeypatch.setattr(search_module, "rehearse", refusing)
+    monkeypatch.setattr(search_module, "known_or_new", refusing)
     found = search(RECIPE, cfg, CPU, 650)
     assert found.fitting[0].overrides["memory.activation_checkpointing"] == "selective"
     assert set(found.refused.values()) == {"not here"}
@@ -112,7 +112,7 @@ def test_settings_that_the_recipe_refuses_are_passed_over_with_the_reason(cfg, m
 
 def test_what_fits_as_it_is_comes_first_and_larger_chunks_of_the_loss_are_tried(cfg, rehearsed):
     cfg = cfg.model_copy(update={"data": SFTDataConfig(source="unread", max_length=4096)})
-    own = search_module.rehearse(RECIPE, cfg, CPU)
+    own = search_module.known_or_new(RECIPE, cfg, CPU)
     found = search(RECIPE, cfg, CPU, 2000, own=own)
     assert found.fitting[0].overrides == {}
     assert found.fitting[0].rehearsal is own
@@ -121,8 +121,25 @@ def test_what_fits_as_it_is_comes_first_and_larger_chunks_of_the_loss_are_tried(
 
 def test_slower_settings_that_fit_as_given_come_after_the_faster_ones(cfg, rehearsed):
     cfg = search_module.with_overrides(cfg, {"memory.activation_checkpointing": "full"})
-    found = search(RECIPE, cfg, CPU, 2000, own=search_module.rehearse(RECIPE, cfg, CPU))
+    found = search(RECIPE, cfg, CPU, 2000, own=search_module.known_or_new(RECIPE, cfg, CPU))
     assert found.fitting[0].overrides, "the given settings are not the fastest"
     speeds = [candidate.tokens_per_second for candidate in found.fitting]
     assert speeds == sorted(speeds, reverse=True)
     assert any(candidate.overrides == {} for candidate in found.fitting)
+
+
+class Adaptable(Config):
+    lora: LoRAConfig | None = None
+
+
+@pytest.mark.parametrize(("budget", "techniques"), [(10_000, ["none"]), (300, ["none", "selective", "full"])])
+def test_a_full_recipe_is_rehearsed_with_adapters_too(cfg, rehearsed, budget, techniques):
+    without_adapters, cfg = cfg, Adaptable(**dict(cfg))
+    found = search_adapters(RECIPE, cfg, CPU, budget)
+    assert list(found) == ["mine lora.rank=16", "mine lora.rank=16 lora.quantize=nf4"]
+    assert [settings.lora.quantize for settings in rehearsed[:: len(rehearsed) // 2]] == ["none", "nf4"]
+    tried = [settings.memory.activation_checkpointing for settings in rehearsed]
+    assert list(dict.fromkeys(tried)) == techniques, "the given settings, and more only if they do not fit"
+    assert all(bool(adapter.fitting) is (budget == 10_000) for adapter in found.values())
+    assert search_adapters(RECIPE, Adaptable(**{**dict(cfg), "lora": LoRAConfig()}), CPU, budget) == {}
+    assert search_adapters(RECIPE, without_adapters, CPU, budget) == {}
