@@ -57,7 +57,7 @@ from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.peft_format import read_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig
-from lean_ft.settings.from_torchtune import convert_config
+from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug, run_command
-from lean_ft.settings.from_torchtune import convert_config as convert
+from lean_ft.settings.from_other_tools import convert_config as convert
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.system.whole_files import write_whole

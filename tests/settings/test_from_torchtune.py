@@ -11,7 +11,7 @@ import yaml
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings.from_torchtune import convert_config
+from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 

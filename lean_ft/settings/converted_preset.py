@@ -1,0 +1,150 @@
+"""A preset that is converted from another tool's configuration: settings by assets/other_tools.yaml, and remarks on the rest."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from lean_ft.settings.base import spelled_out
+from lean_ft.settings.strict_yaml import Plain, parse_yaml, to_yaml
+from lean_ft.settings.text import RECIPE, as_text, describe, dotted
+from lean_ft.system import catalog
+from lean_ft.system.other_tools import VALUE, VERDICTS, Answer, answer, filled, tools
+
+Values = dict[str, Any]  # dotted key -> value
+MAX_REMARKS, MAX_CHARACTERS = 200, 1000
+
+
+@cache
+def _defaults(recipe: str) -> dict[str, Any]:
+    return {s.key: s.default for s in describe(catalog.load_recipe(catalog.recipes()[recipe]).Config)}
+
+
+@dataclass
+class Preset:
+    """A converted configuration: a recipe, its settings, and remarks on the other keys."""
+
+    tool: str  # as in other_tools.yaml
+    recipe: str = "finetune"
+    settings: Values = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)  # their keys
+
+    def remark(self, text: str) -> None:
+        if len(self.remarks) < MAX_REMARKS:
+            self.remarks.append(_one_line(text))
+
+    def take_defaults(self, left: Values) -> None:
+        """Add the tool's defaults that differ from lean_ft's and are not set."""
+        for key, value in tools()[self.tool]["defaults"].items():
+            if left.get(key) is None:
+                left[key] = Plain(value).value()
+
+    def take_all(self, left: Values, first: Iterable[str] = ()) -> None:
+        """Convert settings, `first` those that choose the recipe. Remark on those that cannot be converted, and list those
+        that need no setting. Null and false need no remark."""
+        needless = list[str]()
+        for key in sorted(left, key=lambda key: key not in first):
+            one = answer(self.tool, key, as_text(left[key]))
+            if one is not None and not one.verdict:
+                self._assign(key, one, left[key])
+            elif left[key] is None or left[key] is False:
+                continue
+            elif one is None:
+                if len(self.remarks) < MAX_REMARKS:
+                    self.remark(f"{key}: {to_yaml(left[key], flow=True)} has no equivalent.")
+            elif one.verdict == VERDICTS[0]:
+                needless.append(key)
+            else:
+                self.remark(f"{key}: {one.verdict}: {one.note}.")
+        if needless:
+            self.remark(f"not needed in lean_ft: {', '.join(needless)}")
+        if self.settings.get("lora", {}) is None:
+            self.settings = {key: value for key, value in self.settings.items() if not f"{key}.".startswith("lora.")}
+        if isinstance(steps := self.settings.get("schedule.warmup_steps"), float) and 0 < steps < 1:
+            self.settings["schedule.warmup_ratio"] = self.settings.pop("schedule.warmup_steps")
+        if isinstance(size := self.settings.get("data.validation_fraction"), int | float) and size >= 1:
+            del self.settings["data.validation_fraction"]
+            self.remark(f"data.validation_fraction: a number of rows ({size}) has no equivalent. Set a fraction below 1.")
+
+    def set_sources(self, key: str, sources: list[Values]) -> None:
+        """Set data.source or data.validation_source to a list of sources, or to the settings of a single one."""
+        if key == "data.source" and len(sources) == 1:
+            self.settings[key] = sources[0].pop("path")
+            self.settings |= {f"data.{name}": value for name, value in sources[0].items()}
+        elif sources:
+            self.settings[key] = sources
+            self.settings.pop("data.format", None)
+
+    def component(self, key: str, name: str, uses: str) -> Values | None:
+        """Return the settings for a component by its name. If there are none, remark what the preset uses instead."""
+        one = answer(self.tool, f"{key}._component_", name or "null")
+        if one is None or one.verdict or VALUE in one.alternatives[0].values():
+            self.remark(f"{key}: {name} has no equivalent. {uses}" if name else f"{key}: not set. {uses}")
+            return None
+        if one.note:
+            self.remark(f"{key}: {one.note}.")
+        return {ours: _value(text, name) for ours, text in one.alternatives[0].items()}
+
+    def _assign(self, key: str, one: Answer, value: Any) -> None:
+        known = {RECIPE, *_defaults(self.recipe)}
+        known |= {setting.partition(".")[0] for setting in known}
+        meant = next((ours for ours in one.alternatives if RECIPE in ours or ours.keys() <= known), None)
+        if meant is None:
+            if value is not None and value is not False:
+                self.remark(f"{key}: {to_yaml(value, flow=True)} has no equivalent in the recipe {self.recipe}.")
+            return
+        for ours, text in meant.items():
+            if ours == RECIPE:
+                self.recipe = text
+            elif value is not None or VALUE not in text:
+                found, before = _value(text, value), self.settings.get(ours)
+                found = spelled_out(found) if ours == "model.dtype" else found
+                self.settings[ours] = before | found if isinstance(before, dict) and isinstance(found, dict) else found
+        self.converted.append(key)
+        if one.note:
+            self.remark(f"{key}: {one.note}.")
+
+    def text(self, source: str) -> str:
+        """Return the preset as YAML without default values. Remarks become comments."""
+        defaults, nested = _defaults(self.recipe), {RECIPE: self.recipe}
+        for key, value in self.settings.items():
+            if value is not None and (key == "optimizer.lr" or defaults.get(key) != value):
+                inside: Any = nested
+                for group in key.split(".")[:-1]:
+                    inside = inside.setdefault(group, {})
+                last = key.rpartition(".")[2]
+                inside[last] = inside.get(last, {}) if value == {} else value
+        title = tools()[self.tool]["title"]
+        lines = (_one_line(f"From {title}'s {source}."), *self.remarks)
+        return "".join(f"# {line}\n" for line in lines) + to_yaml(nested)
+
+
+def flat(values: Values) -> Values:
+    """Return nested values by dotted key, without empty groups. Lists stay lists."""
+    return {key: plain(value) for key, value in dotted(values) if value != {}}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [flat(item) if isinstance(item, dict) else plain(item) for item in value]
+    return value.value() if isinstance(value, Plain) else value
+
+
+def _value(text: str, theirs: Any) -> Any:
+    """Return a value of ours, such as `[VALUE]`, for a value of theirs."""
+
+    def put(one: Any) -> Any:
+        if isinstance(one, list | dict):
+            return [put(item) for item in one] if isinstance(one, list) else {name: put(item) for name, item in one.items()}
+        if VALUE in one:
+            return theirs if one == VALUE else filled(one, as_text(theirs))
+        return plain(one)
+
+    computed = filled(text, as_text(theirs)) if text != VALUE and not text.startswith(("[", "{")) else text
+    return plain(Plain(computed)) if computed != text else put(parse_yaml(text)[0])
+
+
+def _one_line(text: str) -> str:
+    """Escape line breaks, which would end a comment, and other control characters."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[:MAX_CHARACTERS])

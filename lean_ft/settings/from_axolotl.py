@@ -1,0 +1,64 @@
+"""Conversion of axolotl's configurations into lean_ft presets."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lean_ft.settings.converted_preset import Preset, Values, flat
+from lean_ft.system.other_tools import by_name, table
+
+_SOURCES = {
+    "datasets": "data.source",
+    "pretraining_dataset": "data.source",
+    "test_datasets": "data.validation_source",
+}
+
+
+def convert_axolotl(read: Values, file: Path) -> Preset:
+    """Convert supervised fine-tuning, DPO and its variants, KTO and reward models. Raise ValueError for a wrong value."""
+    preset, left = Preset("axolotl"), flat({key: value for key, value in read.items() if key not in _SOURCES})
+    lists = {key: flat({key: read[key]}).get(key, flat({"": read[key]})) for key in _SOURCES if read.get(key)}
+    preset.take_defaults(left)
+    betas = [left.pop("adam_beta1", None) or 0.9, left.pop("adam_beta2", None) or 0.999]
+    preset.settings["optimizer.betas"] = betas
+    preset.take_all(left, first=("rl", "reward_model", "kd_trainer"))
+    for key, given in lists.items():
+        entries = given if isinstance(given, list) else [given]
+        if not all(isinstance(one, dict) for one in entries):
+            raise ValueError(f"{file}: {key} is {repr(given)[:100]}; expected a list of data sets, each with a path.")
+        sources = [source for one in entries for source in _sources(key, one, preset)]
+        preset.set_sources(_SOURCES[key], sources)
+    return preset
+
+
+def _sources(key: str, theirs: Values, preset: Preset) -> list[Values]:
+    """Convert a data set into entries of data.source: one for each of its files."""
+    theirs = {name.lstrip("."): value for name, value in theirs.items()}
+    if key == "pretraining_dataset":
+        theirs.setdefault("type", "pretrain")
+    kinds = by_name(table("axolotl")["datasets.type"])  # pyright: ignore[reportArgumentType]
+    kind = str(theirs.pop("type", None) or "")
+    is_sharegpt = theirs.get("message_property_mappings.role") == "from" or theirs.get("message_field_role") == "from"
+    one = Preset("axolotl", preset.recipe)
+    if kind:
+        theirs = {"type": kind if kind in kinds else re.split("[.:]", kind)[0]} | theirs
+    group = "pretraining_dataset" if key == "pretraining_dataset" else "datasets"
+    one.take_all({f"{'datasets' if name == 'type' else group}.{name}": value for name, value in theirs.items()})
+    settings: Values = {name.removeprefix("data."): value for name, value in one.settings.items()}
+    columns = settings.pop("columns", {})
+    if is_sharegpt:
+        settings["format"] = "sharegpt"
+        columns = {"conversations" if ours == "messages" else ours: field for ours, field in columns.items()}
+    if preset.recipe != "finetune":
+        settings.pop("format", None)
+        columns = {"prompt" if ours == "messages" else ours: field for ours, field in columns.items()}
+    columns = {ours: field for ours, field in columns.items() if ours != field}
+    for text in one.remarks:
+        if text not in preset.remarks:
+            preset.remark(text)
+    for name in [name for name in settings if name not in ("source", "format", "split", "subset")]:
+        preset.settings[f"data.{name}"] = settings.pop(name)
+    paths: Any = theirs.get("data_files") or theirs.get("path") or ""
+    entry = {name: value for name, value in settings.items() if name != "source" and value not in (None, "auto")}
+    entry |= {"columns": columns} if columns else {}
+    return [{"path": path} | entry for path in (paths if isinstance(paths, list) else [paths])]
