@@ -15,9 +15,9 @@ from typing import Any
 
 import typer
 
+from lean_ft.settings.other_tools import VALUE, assigned, replacement
 from lean_ft.settings.text import describe
 from lean_ft.system import catalog
-from lean_ft.system.other_tools import assigned, replacement
 from lean_ft.system.redaction import redact
 from lean_ft.system.spelling import did_you_mean, nearest
 from lean_ft.system.whole_files import open_in_place
@@ -115,24 +115,24 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
     takes_settings = any(parameter.name == "overrides" for parameter in parameters)
     hint = did_you_mean(option, [name for name in options if name.startswith(option)])
     hint = hint or (_as_setting(option, arguments) if takes_settings else "") or did_you_mean(option, options)
-    if not hint and takes_settings:
-        hint = _as_setting(option, arguments, nearest)
+    hint = hint or (_as_setting(option, arguments, or_nearest=True) if takes_settings else "")
     return f"{command} has no option {option}.{hint or f' See: {command} --help'}"
 
 
-def _as_setting(option: str, arguments: Sequence[str], near: Callable[..., str | None] | None = None) -> str:
-    """Return a hint on the recipe's setting that an option stands for, such as `optimizer.lr=1e-4` for `--lr 1e-4`. `near`
-    may choose another name if no tool has a setting with this one."""
+def _as_setting(option: str, arguments: Sequence[str], or_nearest: bool = False) -> str:
+    """Return a hint on the setting that an option stands for, such as `optimizer.lr=1e-4` for `--lr 1e-4`. With `or_nearest`,
+    the nearest name is one too."""
     name, recipes = option.lstrip("-").replace("-", "_"), {**catalog.recipes(), **catalog.aliases()}
     recipe = next((word for word in arguments if word in recipes or word.endswith(".py")), "finetune")
     keys = list[str]()
     with contextlib.suppress(ValueError, OSError):
         keys = [setting.key for setting in describe(catalog.load_recipe(catalog.find_recipe(recipe)).Config)]
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    value = next((after for word, after in itertools.pairwise(words) if word == option), "VALUE")
-    value = "VALUE" if value.startswith("--") else value
-    settings, sentence = replacement(name, value, {*keys, *(key.partition(".")[0] for key in keys)})
-    if name in keys or near is not None:
-        settings, sentence = {name if name in keys else near(name, keys) or name: value}, ""
+    value = next((after for word, after in itertools.pairwise(words) if word == option), "--")
+    value = VALUE if value.startswith("--") else value
+    if name in keys or or_nearest:
+        settings, sentence = {name if name in keys else nearest(name, keys) or name: VALUE}, ""
+    else:
+        settings, sentence = replacement(name, value, {*keys, *(key.partition(".")[0] for key in keys)})
     meant = assigned(settings, value, is_whole=True)
     return (f" Settings take no dashes: {meant}" if meant else "") + (f" {sentence}" if sentence else "")

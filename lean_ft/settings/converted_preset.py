@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 from lean_ft.settings.base import spelled_out
+from lean_ft.settings.other_tools import VALUE, VERDICTS, Answer, answer, filled, table, tools
 from lean_ft.settings.strict_yaml import Plain, parse_yaml, to_yaml
 from lean_ft.settings.text import RECIPE, as_text, describe, dotted
 from lean_ft.system import catalog
-from lean_ft.system.other_tools import VALUE, VERDICTS, Answer, answer, filled, tools
 
 Values = dict[str, Any]  # dotted key -> value
 MAX_REMARKS, MAX_CHARACTERS = 200, 1000
@@ -43,29 +43,60 @@ class Preset:
     def take_all(self, left: Values, first: Iterable[str] = ()) -> None:
         """Convert settings, `first` those that choose the recipe. Remark on those that cannot be converted, and list those
         that need no setting. Null and false need no remark."""
-        needless = list[str]()
+        verdicts: dict[str, list[str]] = {}  # sentence -> keys
         for key in sorted(left, key=lambda key: key not in first):
-            one = answer(self.tool, key, as_text(left[key]))
+            value, named, one = left[key], key, self._answer(key, left[key])
+            while one is None and "." in named:  # a part of a setting for which there is a verdict
+                named = named.rpartition(".")[0]
+                one = self._answer(named, value)
+                one = (
+                    one if one and (one.verdict or one.alternatives == [{"data.chat_template_kwargs": VALUE}]) else None
+                )
             if one is not None and not one.verdict:
-                self._assign(key, one, left[key])
-            elif left[key] is None or left[key] is False:
+                self._assign(key, key.removeprefix(named), one, value)
+            elif value is None or value is False:
                 continue
             elif one is None:
                 if len(self.remarks) < MAX_REMARKS:
-                    self.remark(f"{key}: {to_yaml(left[key], flow=True)} has no equivalent.")
-            elif one.verdict == VERDICTS[0]:
-                needless.append(key)
+                    self.remark(f"{key}: {to_yaml(value, flow=True)} has no equivalent.")
+            elif key in first and one.verdict == VERDICTS[1]:
+                raise ValueError(f"{key}: {to_yaml(value, flow=True)} is not supported: {one.note}.")
             else:
-                self.remark(f"{key}: {one.verdict}: {one.note}.")
+                keys = verdicts.setdefault("" if one.verdict == VERDICTS[0] else f"{one.verdict}: {one.note}.", [])
+                keys.append(named) if named not in keys else None
+        needless = verdicts.pop("", [])
+        for sentence, keys in verdicts.items():
+            self.remark(f"{', '.join(keys)}: {sentence}")
         if needless:
             self.remark(f"not needed in lean_ft: {', '.join(needless)}")
+        self._adjust()
+
+    def _answer(self, key: str, value: Any) -> Answer | None:
+        return answer(self.tool, key, as_text(value))
+
+    def _adjust(self) -> None:
+        """Adjust settings that depend on each other, or whose units depend on the number."""
         if self.settings.get("lora", {}) is None:
             self.settings = {key: value for key, value in self.settings.items() if not f"{key}.".startswith("lora.")}
         if isinstance(steps := self.settings.get("schedule.warmup_steps"), float) and 0 < steps < 1:
             self.settings["schedule.warmup_ratio"] = self.settings.pop("schedule.warmup_steps")
         if isinstance(size := self.settings.get("data.validation_fraction"), int | float) and size >= 1:
             del self.settings["data.validation_fraction"]
-            self.remark(f"data.validation_fraction: a number of rows ({size}) has no equivalent. Set a fraction below 1.")
+            self.remark(
+                f"data.validation_fraction: a number of rows ({size}) has no equivalent. Set a fraction below 1."
+            )
+        if self.recipe == "kto" and self.settings.get("batch_size") == 1:
+            steps = self.settings.get("gradient_accumulation_steps")
+            self.settings["gradient_accumulation_steps"] = -(-steps // 2) if isinstance(steps, int) else 1
+            self.settings["batch_size"] = 2
+            self.remark("batch_size: kto compares the completions of a micro-batch, so the preset has 2 in each.")
+
+    def remark_on_processes(self, theirs: Values) -> None:
+        if any(theirs.get(key) for key in ("deepspeed", "fsdp", "fsdp_version", "dp_shard_size", "dp_replicate_size")):
+            title = tools()[self.tool]["title"]
+            self.remark(
+                f"gradient_accumulation_steps: {title} counts per process. Multiply it by the number of processes."
+            )
 
     def set_sources(self, key: str, sources: list[Values]) -> None:
         """Set data.source or data.validation_source to a list of sources, or to the settings of a single one."""
@@ -86,7 +117,7 @@ class Preset:
             self.remark(f"{key}: {one.note}.")
         return {ours: _value(text, name) for ours, text in one.alternatives[0].items()}
 
-    def _assign(self, key: str, one: Answer, value: Any) -> None:
+    def _assign(self, key: str, entry: str, one: Answer, value: Any) -> None:
         known = {RECIPE, *_defaults(self.recipe)}
         known |= {setting.partition(".")[0] for setting in known}
         meant = next((ours for ours in one.alternatives if RECIPE in ours or ours.keys() <= known), None)
@@ -100,9 +131,10 @@ class Preset:
             elif value is not None or VALUE not in text:
                 found, before = _value(text, value), self.settings.get(ours)
                 found = spelled_out(found) if ours == "model.dtype" else found
-                self.settings[ours] = before | found if isinstance(before, dict) and isinstance(found, dict) else found
+                found = before | found if isinstance(before, dict) and isinstance(found, dict) else found
+                self.settings[ours + entry] = found
         self.converted.append(key)
-        if one.note:
+        if one.note and isinstance(table(self.tool).get(key), dict):  # what only this value needs
             self.remark(f"{key}: {one.note}.")
 
     def text(self, source: str) -> str:
@@ -136,11 +168,17 @@ def _value(text: str, theirs: Any) -> Any:
 
     def put(one: Any) -> Any:
         if isinstance(one, list | dict):
-            return [put(item) for item in one] if isinstance(one, list) else {name: put(item) for name, item in one.items()}
+            return (
+                [put(item) for item in one]
+                if isinstance(one, list)
+                else {name: put(item) for name, item in one.items()}
+            )
         if VALUE in one:
             return theirs if one == VALUE else filled(one, as_text(theirs))
         return plain(one)
 
+    if text == f"[{VALUE}]" and isinstance(theirs, list):
+        return theirs
     computed = filled(text, as_text(theirs)) if text != VALUE and not text.startswith(("[", "{")) else text
     return plain(Plain(computed)) if computed != text else put(parse_yaml(text)[0])
 

@@ -1,11 +1,10 @@
 """Conversion of axolotl's configurations into lean_ft presets."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from lean_ft.settings.converted_preset import Preset, Values, flat
-from lean_ft.system.other_tools import by_name, table
+from lean_ft.settings.other_tools import by_name, table
 
 _SOURCES = {
     "datasets": "data.source",
@@ -14,21 +13,29 @@ _SOURCES = {
 }
 
 
-def convert_axolotl(read: Values, file: Path) -> Preset:
+def convert_axolotl(read: Values) -> Preset:
     """Convert supervised fine-tuning, DPO and its variants, KTO and reward models. Raise ValueError for a wrong value."""
     preset, left = Preset("axolotl"), flat({key: value for key, value in read.items() if key not in _SOURCES})
     lists = {key: flat({key: read[key]}).get(key, flat({"": read[key]})) for key in _SOURCES if read.get(key)}
     preset.take_defaults(left)
     betas = [left.pop("adam_beta1", None) or 0.9, left.pop("adam_beta2", None) or 0.999]
     preset.settings["optimizer.betas"] = betas
+    rewards = left.get("trl.reward_funcs")
+    if isinstance(rewards, list):  # module.function
+        left["trl.reward_funcs"] = [re.sub(r"^([\w.]+)\.(\w+)$", _as_file, str(name)) for name in rewards]
     preset.take_all(left, first=("rl", "reward_model", "kd_trainer"))
+    preset.remark_on_processes(left)
     for key, given in lists.items():
         entries = given if isinstance(given, list) else [given]
         if not all(isinstance(one, dict) for one in entries):
-            raise ValueError(f"{file}: {key} is {repr(given)[:100]}; expected a list of data sets, each with a path.")
+            raise ValueError(f"{key} is {repr(given)[:100]}; expected a list of data sets, each with a path.")
         sources = [source for one in entries for source in _sources(key, one, preset)]
         preset.set_sources(_SOURCES[key], sources)
     return preset
+
+
+def _as_file(name: re.Match[str]) -> str:
+    return f"{name[1].replace('.', '/')}.py:{name[2]}"
 
 
 def _sources(key: str, theirs: Values, preset: Preset) -> list[Values]:
@@ -38,7 +45,6 @@ def _sources(key: str, theirs: Values, preset: Preset) -> list[Values]:
         theirs.setdefault("type", "pretrain")
     kinds = by_name(table("axolotl")["datasets.type"])  # pyright: ignore[reportArgumentType]
     kind = str(theirs.pop("type", None) or "")
-    is_sharegpt = theirs.get("message_property_mappings.role") == "from" or theirs.get("message_field_role") == "from"
     one = Preset("axolotl", preset.recipe)
     if kind:
         theirs = {"type": kind if kind in kinds else re.split("[.:]", kind)[0]} | theirs
@@ -46,8 +52,7 @@ def _sources(key: str, theirs: Values, preset: Preset) -> list[Values]:
     one.take_all({f"{'datasets' if name == 'type' else group}.{name}": value for name, value in theirs.items()})
     settings: Values = {name.removeprefix("data."): value for name, value in one.settings.items()}
     columns = settings.pop("columns", {})
-    if is_sharegpt:
-        settings["format"] = "sharegpt"
+    if settings.get("format") == "sharegpt":
         columns = {"conversations" if ours == "messages" else ours: field for ours, field in columns.items()}
     if preset.recipe != "finetune":
         settings.pop("format", None)

@@ -28,18 +28,21 @@ def convert_llama_factory(read: Values, file: Path) -> Preset:
     names = {key: left.pop(key, None) for key in ("dataset", "eval_dataset")}
     max_samples = left.pop("max_samples", None)
     preset.take_all(left, first=("stage",))
+    preset.remark_on_processes(left)
     for key, ours in (("dataset", "data.source"), ("eval_dataset", "data.validation_source")):
         given = names[key] or []
         listed = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-            raise ValueError(f"{file}: {key} is {repr(given)[:100]}; expected names separated by commas.")
+            raise ValueError(f"{key} is {repr(given)[:100]}; expected names separated by commas.")
         sources = [_source(name, folder, file, preset) for name in listed]
         if max_samples is not None and key == "dataset":
             for source in sources:
                 source["split"] = f"{source.get('split', 'train')}[:{max_samples}]"
         preset.set_sources(ours, sources)
     if preset.recipe == "ppo":
-        preset.remark("rewards: set a reward model, a run of `reward` or a folder. LLaMA-Factory's adapter of one is not read.")
+        preset.remark(
+            "rewards: set a reward model, a run of `reward` or a folder. LLaMA-Factory's adapter of one is not read."
+        )
     return preset
 
 
@@ -67,9 +70,15 @@ def _source(name: str, folder: str, file: Path, preset: Preset) -> Values:
     if "kto_tag" in columns:
         columns["label"], format_ = columns.pop("kto_tag"), "unpaired"
     if given.get("num_samples") is not None:
-        preset.remark(f"dataset: {name} has num_samples={given['num_samples']}, which has no equivalent. Use a slice in split.")
+        preset.remark(
+            f"dataset: {name} has num_samples={given['num_samples']}, which has no equivalent. Use a slice in split."
+        )
     repository = given.get("hf_hub_url") or given.get("ms_hub_url")
-    place = str(info.parent / str(given.get("file_name"))) if info and given.get("file_name") and not repository else repository
+    place = (
+        str(info.parent / str(given.get("file_name")))
+        if info and given.get("file_name") and not repository
+        else repository
+    )
     source = {"path": str(place or name), "format": format_, "subset": given.get("subset"), "split": given.get("split")}
     source["columns"] = {ours: field for ours, field in columns.items() if ours != field} or None
     return {key: plain(value) for key, value in source.items() if value is not None}

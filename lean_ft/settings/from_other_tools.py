@@ -16,10 +16,12 @@ def convert_config(file: Path) -> Preset:
     keys = read.keys() if isinstance(read, dict) else set[str]()
     if {"optimizer", "checkpointer", "model", "dataset"} <= keys:
         return convert_torchtune(read, file)
-    if "base_model" in keys:
-        return convert_axolotl(read, file)
-    if "model_name_or_path" in keys and {"stage", "finetuning_type", "template", "cutoff_len", "dataset"} & keys:
-        return convert_llama_factory(read, file)
+    is_llama_factory = {"stage", "finetuning_type", "template", "cutoff_len", "dataset"} & keys
+    if "base_model" in keys or ("model_name_or_path" in keys and is_llama_factory):
+        try:
+            return convert_axolotl(read) if "base_model" in keys else convert_llama_factory(read, file)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
     raise ValueError(
         f"{file} is not a training configuration of torchtune (model, checkpointer, dataset and optimizer), axolotl "
         "(base_model) or LLaMA-Factory (model_name_or_path and stage). Images and PPO of torchtune are not supported. For "

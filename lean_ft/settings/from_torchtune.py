@@ -7,7 +7,6 @@ Keys that are null or false are ignored. Every other key without an exact equiva
 import re
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from lean_ft.settings.converted_preset import MAX_CHARACTERS, Preset, Values, flat
 from lean_ft.settings.text import RECIPE, preset_values

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
+from lean_ft.settings.other_tools import assigned, other_spelling, replacement, value_replacement
 from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
-from lean_ft.system.other_tools import assigned, other_spelling, replacement, value_replacement
 from lean_ft.system.spelling import did_you_mean
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

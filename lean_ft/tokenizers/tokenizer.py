@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lean_ft.system.other_tools import table
+from lean_ft.settings.other_tools import table
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks

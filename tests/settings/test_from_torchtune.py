@@ -87,7 +87,7 @@ CASES = {
         "# tune run --nproc_per_node 4 full_finetune_distributed\nfsdp_cpu_offload: True\ntensor_parallel_dim: 2\n"
         "max_steps_per_epoch: 50\nsave_every_n_steps: 20\noptimizer_in_bwd: False",
         {"parallel.tensor": 2, "max_steps": 100, "save_every": 20, "optimizer.in_backward": None},
-        "fsdp_cpu_offload: true has no equivalent|gradient_accumulation_steps: torchtune counts per process|not of each epoch",
+        "fsdp_cpu_offload: not supported: optimizer.state=streamed|gradient_accumulation_steps: torchtune counts per process|not of each epoch",
     ),
     "lora": (
         f"{LORA}\n{ADAMW}\n{COSINE}",

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from lean_ft.settings.strict_yaml import parse_yaml
 
 FILE = Path(__file__).resolve().parents[1] / "assets" / "other_tools.yaml"
 VALUE = "VALUE"  # stands for their value
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 @cache
 def _file() -> dict[str, Any]:
-    return yaml.load(FILE.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # all scalars are text
+    return parse_yaml(FILE.read_text(encoding="utf-8"), FILE)[0]  # all scalars are text
 
 
 def tools() -> dict[str, dict[str, Any]]:
@@ -47,7 +47,9 @@ def table(part: str) -> dict[str, Row]:
     rows = _file()[part]
     if "version" not in rows:
         return by_name(rows)
-    grouped = {f"{group}.{name}": row for group, of in rows.get("groups", {}).items() for name, row in table(of).items()}
+    grouped = {
+        f"{group}.{name}": row for group, of in rows.get("groups", {}).items() for name, row in table(of).items()
+    }
     inherited = table(rows["extends"]) if "extends" in rows else {}
     return inherited | grouped | by_name(rows["rest"]) | by_name(rows["common"])
 
@@ -100,7 +102,9 @@ def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings
 
     known: the recipe's settings and groups.
     """
-    found = list(_answers(name, value, known))
+    found, group = list(_answers(name, value, known)), name.partition(".")[0]
+    if group != name and (name in table("recipes") or group not in known) and (owner := _owner(name)):
+        return {}, f"The recipe {owner} has {name if name in table('recipes') else f'the group {group}'}."
     for one in found:
         for settings in one.alternatives:
             if RECIPE in settings:
@@ -108,8 +112,10 @@ def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings
                 return {}, f"Use the recipe {settings[RECIPE]}{' with ' if others else ''}{assigned(others, value)}."
             if all(key in known for key in settings):
                 return settings, _sentence(one.note)
-    for settings in (*(settings for one in found for settings in one.alternatives), {name: VALUE}):
-        if owner := next(filter(None, (_owner(key, known) for key in settings)), None):
+    named = [settings for one in found for settings in one.alternatives]
+    for settings in (*named, {name: VALUE}):
+        owners = [_owner(key) for key in settings if key not in known]
+        if owner := next(filter(None, owners), "finetune" if settings in named else None):
             return {}, f"The recipe {owner} has {assigned(settings, value)}."
     return {}, next((_sentence(f"{one.verdict}: {one.note}") for one in found if one.verdict), "")
 
@@ -141,23 +147,24 @@ def _answers(name: str, value: str, known: Collection[str]) -> Iterator[Answer]:
     """Yield what the file says of a name, or of names with the same last part."""
     group, _, last = name.rpartition(".")
     parts = ("values", "words", *tools())
-    if exact := [one for part in parts if (one := answer(part, name, value)) is not None]:
+    if exact := [one for part in parts if name in table(part) and (one := answer(part, name, value)) is not None]:
         yield from exact
         return
     for part in parts[1:]:
         for ending in (one for one in table(part) if one != name and one.rpartition(".")[2] == last):
             one = answer(part, ending, value)
-            same_group = one is not None and any(f"{group}." in key for settings in one.alternatives for key in settings)
+            same_group = one is not None and any(
+                f"{group}." in key for settings in one.alternatives for key in settings
+            )
             if one is not None and (group not in known or same_group):
                 yield one
 
 
-def _owner(key: str, known: Collection[str]) -> str | None:
-    """Return a recipe that has a setting which this recipe does not have."""
+def _owner(key: str) -> str | None:
+    """Return a recipe that has a setting which not all have."""
     recipes, names = table("recipes"), key.split(".")
     prefixes = (".".join(names[:count]) for count in range(len(names), 0, -1))
-    prefix = next((prefix for prefix in prefixes if prefix in recipes), None)
-    return None if prefix is None or prefix in known else str(recipes[prefix])
+    return next((str(recipes[prefix]) for prefix in prefixes if prefix in recipes), None)
 
 
 def _sentence(text: str) -> str:
