@@ -256,6 +256,9 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
             }
         ],
+        "my_axolotl.yaml": [
+            {"base_model": "tiny", "datasets": [{"path": "my_chats.jsonl"}], "learning_rate": 1e-4, "output_dir": "runs/axolotl"}
+        ],
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
     }.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -6,7 +6,18 @@ from functools import cache
 from typing import Any
 
 from lean_ft.settings.base import spelled_out
-from lean_ft.settings.other_tools import VALUE, VERDICTS, Answer, answer, filled, table, tools
+from lean_ft.settings.other_tools import (
+    NEEDLESS,
+    UNSUPPORTED,
+    VALUE,
+    Answer,
+    answer,
+    are_in,
+    by_name,
+    filled,
+    table,
+    tools,
+)
 from lean_ft.settings.strict_yaml import Plain, parse_yaml, to_yaml
 from lean_ft.settings.text import RECIPE, as_text, describe, dotted
 from lean_ft.system import catalog
@@ -29,50 +40,52 @@ class Preset:
     settings: Values = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)  # their keys
+    assumed: set[str] = field(default_factory=set)  # their keys that are not set
 
     def remark(self, text: str) -> None:
         if len(self.remarks) < MAX_REMARKS:
             self.remarks.append(_one_line(text))
-
-    def take_defaults(self, left: Values) -> None:
-        """Add the tool's defaults that differ from lean_ft's and are not set."""
-        for key, value in tools()[self.tool]["defaults"].items():
-            if left.get(key) is None:
-                left[key] = Plain(value).value()
 
     def take_all(self, left: Values, first: Iterable[str] = ()) -> None:
         """Convert settings, `first` those that choose the recipe. Remark on those that cannot be converted, and list those
         that need no setting. Null and false need no remark."""
         verdicts: dict[str, list[str]] = {}  # sentence -> keys
         for key in sorted(left, key=lambda key: key not in first):
-            value, named, one = left[key], key, self._answer(key, left[key])
-            while one is None and "." in named:  # a part of a setting for which there is a verdict
-                named = named.rpartition(".")[0]
-                one = self._answer(named, value)
-                one = (
-                    one if one and (one.verdict or one.alternatives == [{"data.chat_template_kwargs": VALUE}]) else None
-                )
+            value, row = left[key], table(self.tool).get(key)
+            if value is None and not (isinstance(row, dict) and "null" in by_name(row)):
+                continue
+            named, one = self._answer(key, value)
             if one is not None and not one.verdict:
                 self._assign(key, key.removeprefix(named), one, value)
-            elif value is None or value is False:
-                continue
-            elif one is None:
-                if len(self.remarks) < MAX_REMARKS:
-                    self.remark(f"{key}: {to_yaml(value, flow=True)} has no equivalent.")
-            elif key in first and one.verdict == VERDICTS[1]:
+            elif one is not None and one.verdict == UNSUPPORTED and key in first:
                 raise ValueError(f"{key}: {to_yaml(value, flow=True)} is not supported: {one.note}.")
-            else:
-                keys = verdicts.setdefault("" if one.verdict == VERDICTS[0] else f"{one.verdict}: {one.note}.", [])
-                keys.append(named) if named not in keys else None
-        needless = verdicts.pop("", [])
-        for sentence, keys in verdicts.items():
-            self.remark(f"{', '.join(keys)}: {sentence}")
-        if needless:
-            self.remark(f"not needed in lean_ft: {', '.join(needless)}")
+            elif one is not None and value is not None and value is not False:
+                sentence = "" if one.verdict == NEEDLESS else f"{one.verdict}: {one.note}."
+                verdicts.setdefault(sentence, []).append(named)
+            elif one is None and value is not False and len(self.remarks) < MAX_REMARKS:
+                self.remark(f"{key}: {to_yaml(value, flow=True)} has no equivalent.")
+        for sentence, keys in sorted(verdicts.items(), reverse=True):
+            names = ", ".join(dict.fromkeys(keys))
+            self.remark(f"{names}: {sentence}" if sentence else f"not needed in lean_ft: {names}")
         self._adjust()
 
-    def _answer(self, key: str, value: Any) -> Answer | None:
-        return answer(self.tool, key, as_text(value))
+    def take_defaults(self, left: Values) -> None:
+        """Convert the tool's defaults that differ from lean_ft's, for settings that are not set."""
+        rows = tools()[self.tool]["defaults"].items()
+        missing = {key: Plain(value).value() for key, value in rows if left.get(key) is None}
+        shown = ", ".join(f"{key}={to_yaml(value, flow=True)}" for key, value in missing.items() if value is not None)
+        if shown:
+            self.remark(f"defaults of {tools()[self.tool]['title']}: {shown}")
+        left |= missing
+        self.assumed |= missing.keys()
+
+    def _answer(self, key: str, value: Any) -> tuple[str, Answer | None]:
+        """Return what replaces a setting. A part of a group takes the verdict on the group, or is an entry of our setting."""
+        if (one := answer(self.tool, key, as_text(value))) is not None or "." not in key:
+            return key, one
+        named, one = self._answer(key.rpartition(".")[0], value)
+        is_entry = one is not None and one.alternatives == [{"data.chat_template_kwargs": VALUE}]
+        return named, one if one is not None and (one.verdict or is_entry) else None
 
     def _adjust(self) -> None:
         """Adjust settings that depend on each other, or whose units depend on the number."""
@@ -120,7 +133,7 @@ class Preset:
     def _assign(self, key: str, entry: str, one: Answer, value: Any) -> None:
         known = {RECIPE, *_defaults(self.recipe)}
         known |= {setting.partition(".")[0] for setting in known}
-        meant = next((ours for ours in one.alternatives if RECIPE in ours or ours.keys() <= known), None)
+        meant = next((ours for ours in one.alternatives if RECIPE in ours or are_in(known, ours)), None)
         if meant is None:
             if value is not None and value is not False:
                 self.remark(f"{key}: {to_yaml(value, flow=True)} has no equivalent in the recipe {self.recipe}.")
@@ -129,11 +142,9 @@ class Preset:
             if ours == RECIPE:
                 self.recipe = text
             elif value is not None or VALUE not in text:
-                found, before = _value(text, value), self.settings.get(ours)
-                found = spelled_out(found) if ours == "model.dtype" else found
-                found = before | found if isinstance(before, dict) and isinstance(found, dict) else found
-                self.settings[ours + entry] = found
-        self.converted.append(key)
+                found = _value(text, value)
+                self.settings[ours + entry] = spelled_out(found) if ours == "model.dtype" else found
+        self.converted += [] if key in self.assumed else [key]
         if one.note and isinstance(table(self.tool).get(key), dict):  # what only this value needs
             self.remark(f"{key}: {one.note}.")
 

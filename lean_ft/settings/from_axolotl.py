@@ -51,12 +51,12 @@ def _sources(key: str, theirs: Values, preset: Preset) -> list[Values]:
     group = "pretraining_dataset" if key == "pretraining_dataset" else "datasets"
     one.take_all({f"{'datasets' if name == 'type' else group}.{name}": value for name, value in theirs.items()})
     settings: Values = {name.removeprefix("data."): value for name, value in one.settings.items()}
-    columns = settings.pop("columns", {})
-    if settings.get("format") == "sharegpt":
-        columns = {"conversations" if ours == "messages" else ours: field for ours, field in columns.items()}
+    columns = {name.removeprefix("columns."): settings.pop(name) for name in [*settings] if name.startswith("columns.")}
+    chat = "conversations" if settings.get("format") == "sharegpt" else "messages"
     if preset.recipe != "finetune":
         settings.pop("format", None)
-        columns = {"prompt" if ours == "messages" else ours: field for ours, field in columns.items()}
+        chat = "prompt"
+    columns = {chat if ours == "messages" else ours: field for ours, field in columns.items()}
     columns = {ours: field for ours, field in columns.items() if ours != field}
     for text in one.remarks:
         if text not in preset.remarks:

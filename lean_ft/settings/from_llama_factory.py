@@ -1,17 +1,22 @@
 """Conversion of LLaMA-Factory's configurations into lean_ft presets."""
 
 from pathlib import Path
-from typing import Any
 
-from lean_ft.settings.converted_preset import Preset, Values, flat, plain
+from lean_ft.settings.converted_preset import Preset, Values, flat
 from lean_ft.settings.strict_yaml import read_yaml_file
 
-# Their name of a column -> ours, for rows of instructions and for chats, and its default.
-_COLUMNS = {
-    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
-    "sharegpt": {"messages": "conversations"},
+_INSTRUCTIONS = {"prompt": "instruction", "query": "input", "response": "output"}  # their columns -> our fields
+_ALWAYS = {name: name for name in ("system", "tools", "history", "chosen", "rejected")} | {"kto_tag": "label"}
+# Tags of messages that lean_ft reads.
+_TAGS = {
+    "role_tag": ("from", "role"),
+    "content_tag": ("value", "content"),
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",),
+    "system_tag": ("system",),
 }
-_ALWAYS = ("system", "tools", "history", "chosen", "rejected", "kto_tag")
 
 
 def convert_llama_factory(read: Values, file: Path) -> Preset:
@@ -27,7 +32,7 @@ def convert_llama_factory(read: Values, file: Path) -> Preset:
     folder = str(left.get("dataset_dir") or "data")
     names = {key: left.pop(key, None) for key in ("dataset", "eval_dataset")}
     max_samples = left.pop("max_samples", None)
-    preset.take_all(left, first=("stage",))
+    preset.take_all(left, first=("stage", "finetuning_type"))
     preset.remark_on_processes(left)
     for key, ours in (("dataset", "data.source"), ("eval_dataset", "data.validation_source")):
         given = names[key] or []
@@ -55,30 +60,29 @@ def _source(name: str, folder: str, file: Path, preset: Preset) -> Values:
     if not isinstance(one, dict):
         preset.remark(f"dataset: no {info or places[0]} describes {name}. Set data.source to its path or repository.")
         return {"path": name}
-    given: Any = flat(one)
-    formatting = str(given.get("formatting", "alpaca"))
-    columns = {ours: str(given.get(f"columns.{theirs}", ours)) for theirs, ours in _COLUMNS.get(formatting, {}).items()}
-    columns |= {ours: str(given[f"columns.{ours}"]) for ours in _ALWAYS if given.get(f"columns.{ours}")}
-    format_ = formatting
-    if given.get("tags.role_tag") == "role":
-        columns["messages"], format_ = columns.pop("conversations"), "messages"
+    given, is_chat = flat(one), one.get("formatting") == "sharegpt"
+    has_roles = given.get("tags.role_tag") == "role"
+    for tag in [f"tags.{tag}" for tag, known in _TAGS.items() if given.get(f"tags.{tag}") in known] + ["formatting"]:
+        given.pop(tag, None)
+    format_ = ("messages" if has_roles else "sharegpt") if is_chat else "alpaca"
+    fields = {"messages": "messages" if has_roles else "conversations"} if is_chat else dict(_INSTRUCTIONS)
     if preset.settings.get("data.format") == "text":
-        columns, format_ = {"text": str(given.get("columns.prompt", "text"))}, "text"
-    if given.get("ranking") or preset.recipe in ("dpo", "reward"):
-        columns.pop("output", None)
+        format_, fields = "text", {"prompt": "text"}
+    elif given.pop("ranking", False) or preset.recipe in ("dpo", "reward"):
         format_ = "preference"
-    if "kto_tag" in columns:
-        columns["label"], format_ = columns.pop("kto_tag"), "unpaired"
-    if given.get("num_samples") is not None:
-        preset.remark(
-            f"dataset: {name} has num_samples={given['num_samples']}, which has no equivalent. Use a slice in split."
-        )
-    repository = given.get("hf_hub_url") or given.get("ms_hub_url")
-    place = (
-        str(info.parent / str(given.get("file_name")))
-        if info and given.get("file_name") and not repository
-        else repository
-    )
-    source = {"path": str(place or name), "format": format_, "subset": given.get("subset"), "split": given.get("split")}
+    elif preset.recipe == "kto":
+        format_, fields = "unpaired", {"prompt": "prompt", "response": "completion"}
+    elif preset.recipe == "ppo":
+        format_, fields = None, {"messages": "messages"} if is_chat else {"prompt": "prompt"}
+    defaults = _INSTRUCTIONS | {"messages": "conversations"}
+    columns = {ours: given.pop(f"columns.{theirs}", defaults[theirs]) for theirs, ours in fields.items()}
+    columns |= {ours: field for theirs, ours in _ALWAYS.items() if (field := given.pop(f"columns.{theirs}", None))}
+    if format_ == "preference":
+        columns.pop("output", None)
+    repository, file_name = given.pop("hf_hub_url", None), given.pop("file_name", None)
+    place = repository or (info and file_name and str(info.parent / str(file_name))) or name
+    source = {"path": place, "format": format_, "subset": given.pop("subset", None), "split": given.pop("split", None)}
     source["columns"] = {ours: field for ours, field in columns.items() if ours != field} or None
-    return {key: plain(value) for key, value in source.items() if value is not None}
+    if given:
+        preset.remark(f"dataset: {name}: these keys of {info} have no equivalent: {', '.join(given)}.")
+    return {key: value for key, value in source.items() if value is not None}

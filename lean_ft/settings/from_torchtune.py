@@ -158,7 +158,7 @@ def _source(theirs: Values, preset: Preset) -> Values:
             f"dataset: torchtune's {name} adds the Alpaca prompt ('Below is an instruction ...'). lean_ft uses the instruction and "
             "the input alone. docs/coming_from_torchtune.md has a data.format with the Alpaca prompt."
         )
-    columns = dict(found.get("columns", {}))
+    columns = {key.removeprefix("columns."): found.pop(key) for key in [*found] if key.startswith("columns.")}
     for key in [key for key in theirs if key.startswith("column_map.")]:
         ours = key.removeprefix("column_map.")
         columns[_INSTRUCT_COLUMNS.get(ours, ours) if name == "instruct_dataset" else ours] = theirs.pop(key)

@@ -12,7 +12,7 @@ from lean_ft.settings.strict_yaml import parse_yaml
 FILE = Path(__file__).resolve().parents[1] / "assets" / "other_tools.yaml"
 VALUE = "VALUE"  # stands for their value
 RECIPE = "recipe"  # key of an answer that is not a setting
-VERDICTS = ("not needed", "not supported")
+NEEDLESS, UNSUPPORTED = "not needed", "not supported"
 
 Row = str | dict[str, str]  # an answer, or one for each value
 Settings = dict[str, str]  # our settings -> values as text, in which VALUE may stand
@@ -70,7 +70,7 @@ def _by_value(row: dict[str, str]) -> dict[str, str]:
 
 def read_answer(text: str) -> Answer:
     target, _, note = text.partition("; ")
-    if target in VERDICTS:
+    if target in (NEEDLESS, UNSUPPORTED):
         return Answer([], target, note)
     split = [re.split(r"\s+(?=[\w.]+=)", alternative) for alternative in target.split(" or ")]
     pairs = [[one.partition("=") for one in alternative] for alternative in split]
@@ -110,7 +110,7 @@ def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings
             if RECIPE in settings:
                 others = {key: text for key, text in settings.items() if key != RECIPE}
                 return {}, f"Use the recipe {settings[RECIPE]}{' with ' if others else ''}{assigned(others, value)}."
-            if all(key in known for key in settings):
+            if are_in(known, settings):
                 return settings, _sentence(one.note)
     named = [settings for one in found for settings in one.alternatives]
     for settings in (*named, {name: VALUE}):
@@ -118,6 +118,11 @@ def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings
         if owner := next(filter(None, owners), "finetune" if settings in named else None):
             return {}, f"The recipe {owner} has {assigned(settings, value)}."
     return {}, next((_sentence(f"{one.verdict}: {one.note}") for one in found if one.verdict), "")
+
+
+def are_in(known: Collection[str], settings: Settings) -> bool:
+    """Whether a recipe has all settings. `data.columns.prompt` is an entry of `data.columns`."""
+    return all(key in known or (key.count(".") == 2 and key.rpartition(".")[0] in known) for key in settings)
 
 
 def value_replacement(key: str, value: str) -> tuple[Settings, str]:

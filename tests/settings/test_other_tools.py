@@ -3,7 +3,9 @@
 import dataclasses
 import importlib.metadata
 import inspect
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from lean_ft.settings.other_tools import RECIPE, VALUE, Answer, answer, by_name,
 from lean_ft.settings.text import describe, load_config
 from lean_ft.system import catalog
 
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = [name for name in catalog.recipes() if name != "full_finetune_single_device"]
 
 
@@ -136,6 +139,15 @@ def test_every_setting_of_torchtunes_configurations_is_in_the_file():
     assert missing("torchtune", sorted(found)) == []
 
 
+def test_the_tables_of_the_pages_are_current():
+    script = runpy.run_path(str(ROOT / "scripts" / "make_other_tools_tables.py"))
+    pages = [*(ROOT / "docs").glob("coming_from_*.md"), ROOT / "docs" / "other_tools.md"]
+    marks = "".join(page.read_text() for page in pages)
+    assert all(f"<!-- settings: {tool} {section} -->" in marks for tool in tools() for section in ("common", "rest"))
+    for page in pages:
+        assert script["filled"](page.read_text()) == page.read_text(), f"{page.name}: run the script"
+
+
 # Messages -------------------------------------------------------------------------------------------------------------
 
 MEANT = {  # recipe -> what is typed -> what the message says
@@ -199,7 +211,10 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "reward_funcs=f.py:g": "Did you mean 'rewards=[f.py:g]'?",
         "loss.name=sapo": "Not supported: use dapo,",
     },
-    "ppo": {"reward_model_path=m": "Did you mean 'rewards=[{model: m}]'?", "lmbda=0.9": "Did you mean 'loss.gae_lambda'?"},
+    "ppo": {
+        "reward_model_path=m": "Did you mean 'rewards=[{model: m}]'?",
+        "lmbda=0.9": "Did you mean 'loss.gae_lambda'?",
+    },
     "distill": {"lmbda=0.5": "Did you mean 'distill.on_policy'?", "teacher_model=x": "Did you mean 'distill.teacher'?"},
 }
 
@@ -210,7 +225,9 @@ def test_a_name_or_value_of_another_tool_is_answered(recipe, typed):
 
 
 def test_resume_has_the_values_of_other_tools():
-    read = [load_config(config_class("finetune"), None, [*REQUIRED, f"resume={x}"]).resume for x in ("true", "false", "p")]
+    read = [
+        load_config(config_class("finetune"), None, [*REQUIRED, f"resume={x}"]).resume for x in ("true", "false", "p")
+    ]
     assert read == ["auto", "never", "p"]
 
 
