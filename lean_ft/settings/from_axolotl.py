@@ -17,14 +17,10 @@ def convert_axolotl(read: Values) -> Preset:
     """Convert supervised fine-tuning, DPO and its variants, KTO and reward models. Raise ValueError for a wrong value."""
     preset, left = Preset("axolotl"), flat({key: value for key, value in read.items() if key not in _SOURCES})
     lists = {key: flat({key: read[key]}).get(key, flat({"": read[key]})) for key in _SOURCES if read.get(key)}
-    preset.take_defaults(left)
-    betas = [left.pop("adam_beta1", None) or 0.9, left.pop("adam_beta2", None) or 0.999]
-    preset.settings["optimizer.betas"] = betas
     rewards = left.get("trl.reward_funcs")
     if isinstance(rewards, list):  # module.function
         left["trl.reward_funcs"] = [re.sub(r"^([\w.]+)\.(\w+)$", _as_file, str(name)) for name in rewards]
-    preset.take_all(left, first=("rl", "reward_model", "kd_trainer"))
-    preset.remark_on_processes(left)
+    preset.take_training(left, first=("rl", "reward_model", "kd_trainer"))
     for key, given in lists.items():
         entries = given if isinstance(given, list) else [given]
         if not all(isinstance(one, dict) for one in entries):

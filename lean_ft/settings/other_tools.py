@@ -143,11 +143,6 @@ def value_replacement(key: str, value: str) -> tuple[Settings, str]:
     return {}, ""
 
 
-def other_spelling(value: str) -> str | None:
-    """Return how lean_ft writes a value that means the same for every setting, such as `None` or `yes`."""
-    return table("spellings").get(value.lower())  # pyright: ignore[reportReturnType]
-
-
 def _answers(name: str, value: str, known: Collection[str]) -> Iterator[Answer]:
     """Yield what the file says of a name, or of names with the same last part."""
     group, _, last = name.rpartition(".")
