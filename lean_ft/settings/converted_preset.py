@@ -52,14 +52,15 @@ class Preset:
         verdicts: dict[str, list[str]] = {}  # sentence -> keys
         for key in sorted(left, key=lambda key: key not in first):
             value, row = left[key], table(self.tool).get(key)
-            if value is None and not (isinstance(row, dict) and "null" in by_name(row)):
+            is_named = isinstance(row, dict) and as_text(value).lower() in by_name(row)
+            if value is None and not is_named:
                 continue
             named, one = self._answer(key, value)
             if one is not None and not one.verdict:
                 self._assign(key, key.removeprefix(named), one, value)
             elif one is not None and one.verdict == UNSUPPORTED and key in first:
                 raise ValueError(f"{key}: {to_yaml(value, flow=True)} is not supported: {one.note}.")
-            elif one is not None and value is not None and value is not False:
+            elif one is not None and ((one.verdict == UNSUPPORTED and is_named) or value not in (None, False)):
                 sentence = "" if one.verdict == NEEDLESS else f"{one.verdict}: {one.note}."
                 verdicts.setdefault(sentence, []).append(named)
             elif one is None and value is not False and len(self.remarks) < MAX_REMARKS:
@@ -108,14 +109,30 @@ class Preset:
             self.settings["batch_size"] = 2
             self.remark("batch_size: kto compares the completions of a micro-batch, so the preset has 2 in each.")
 
+    def source(self, group: str, theirs: Values) -> tuple[Values, Values]:
+        """Convert a data set. Return its entry of data.source, and its other settings of `data`, which are for all rows."""
+        one = Preset(self.tool, self.recipe)
+        one.take_all({f"{group}.{name}": value for name, value in theirs.items()})
+        for text in one.remarks:
+            if text not in self.remarks:
+                self.remark(text)
+        found = {key.removeprefix("data."): value for key, value in one.settings.items() if value not in (None, "auto")}
+        columns = {key.removeprefix("columns."): found.pop(key) for key in [*found] if key.startswith("columns.")}
+        names = [name for name in ("format", "subset", "split") if name in found]
+        entry = {"path": found.pop("source", ""), **{name: found.pop(name) for name in names}, "columns": columns}
+        return entry, found
+
     def set_sources(self, key: str, sources: list[Values]) -> None:
         """Set data.source or data.validation_source to a list of sources, or to the settings of a single one."""
+        for source in sources:
+            source["columns"] = {ours: field for ours, field in source.get("columns", {}).items() if ours != field}
+        sources = [{name: value for name, value in source.items() if value not in (None, {})} for source in sources]
         if key == "data.source" and len(sources) == 1:
             self.settings[key] = sources[0].pop("path")
             self.settings |= {f"data.{name}": value for name, value in sources[0].items()}
         elif sources:
             self.settings[key] = sources
-            self.settings.pop("data.format", None)
+            self.settings.pop("data.format" if key == "data.source" else "", None)
 
     def component(self, key: str, name: str, uses: str) -> Values | None:
         """Return the settings for a component by its name. If there are none, remark what the preset uses instead."""

@@ -43,7 +43,7 @@ def convert_llama_factory(read: Values, file: Path) -> Preset:
         sources = [_source(name, folder, file, preset) for name in listed]
         if max_samples is not None and key == "dataset":
             for source in sources:
-                source["split"] = f"{source.get('split', 'train')}[:{max_samples}]"
+                source["split"] = f"{source.get('split') or 'train'}[:{max_samples}]"
         preset.set_sources(ours, sources)
     return preset
 
@@ -78,7 +78,6 @@ def _source(name: str, folder: str, file: Path, preset: Preset) -> Values:
     repository, file_name = given.pop("hf_hub_url", None), given.pop("file_name", None)
     place = repository or (info and file_name and str(info.parent / str(file_name))) or name
     source = {"path": place, "format": format_, "subset": given.pop("subset", None), "split": given.pop("split", None)}
-    source["columns"] = {ours: field for ours, field in columns.items() if ours != field} or None
     if given:
         preset.remark(f"dataset: {name}: these keys of {info} have no equivalent: {', '.join(given)}.")
-    return {key: value for key, value in source.items() if value is not None}
+    return source | {"columns": columns}
