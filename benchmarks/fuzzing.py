@@ -57,7 +57,7 @@ from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.peft_format import read_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
-from lean_ft.settings.from_torchtune import convert_config
+from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
@@ -120,6 +120,64 @@ my_key: {a: [1], "b c": text}
 metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: "${output_dir}/logs"}
 profiler: {_component_: p, enabled: true, wait_steps: 5, warmup_steps: 3, active_steps: 2}
 """
+AXOLOTL = b"""
+base_model: org/name
+adapter: qlora
+lora_r: 16
+lora_target_modules: [q_proj, v_proj]
+datasets:
+- {path: a.jsonl, type: chat_template, field_messages: talk, message_property_mappings: {role: from, content: value}, split: train}
+- {path: org/rows, type: {field_instruction: q, field_output: a}, data_files: [a.json, b.json]}
+test_datasets: [{path: b.jsonl, type: alpaca}]
+val_set_size: 0.05
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+evals_per_epoch: 4
+optimizer: paged_adamw_32bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+adam_beta2: 0.95
+warmup_ratio: 0.1
+gradient_checkpointing: true
+bf16: auto
+rl: dpo
+trl: {beta: 0.1, reward_funcs: [mine.reward]}
+special_tokens: {pad_token: x}
+wandb_project: mine
+output_dir: ./out
+"""
+LLAMA_FACTORY = b"""
+model_name_or_path: org/name
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+lora_target: q_proj,v_proj
+dataset: chats,pairs
+dataset_dir: FOLDER
+template: qwen
+cutoff_len: 2048
+max_samples: 1000
+neat_packing: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+max_steps: -1
+warmup_steps: 0.1
+optim: adamw_torch
+adam_beta1: 0.9
+ddp_timeout: 180000000
+report_to: [wandb]
+quantization_bit: 4
+val_size: 0.1
+output_dir: out
+"""
+DATASET_INFO = b"""{"chats": {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "talk", "system": "s"},
+"tags": {"role_tag": "role", "content_tag": "content"}}, "pairs": {"hf_hub_url": "org/pairs", "ranking": true, "subset": "main",
+"split": "train", "num_samples": 5, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad", "kto_tag": "ok"}}}"""
 HOSTILE = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**40, -(2**63), 1e308, -1e308, 1e-320, 0.5, float("nan")),
     *(
@@ -467,10 +525,10 @@ def _settings(folder: Path) -> dict[str, Target]:
     def read_preset() -> None:
         load_config(recipe.Config, preset, ["output_dir=x"])
 
-    theirs = folder / "torchtune.yaml"
+    theirs, factory, info = folder / "theirs.yaml", folder / "factory.yaml", folder / "dataset_info.json"
     catalog.load_recipe = cache(catalog.load_recipe)  # a command loads one recipe once
 
-    def convert() -> None:
+    def convert(theirs: Path = theirs) -> None:
         text = (preset := convert_config(theirs)).text(theirs.name)
         written = folder / "converted.yaml"
         written.write_text(text)
@@ -479,8 +537,19 @@ def _settings(folder: Path) -> dict[str, Target]:
         assert not yaml.safe_load(text).keys() - {setting.partition(".")[0] for setting in ("recipe", *preset.settings)}
         load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written)
 
+    in_factory = LLAMA_FACTORY.replace(b"FOLDER", str(folder).encode())
+    factory.write_bytes(in_factory)
+    info.write_bytes(DATASET_INFO)
+    (folder / "broken").mkdir()
+    broken = folder / "broken" / "dataset_info.json"
+    (folder / "broken.yaml").write_bytes(LLAMA_FACTORY.replace(b"FOLDER", str(folder / "broken").encode()))
     return {
         "torchtune configuration": Target(6, theirs, [TORCHTUNE], break_yaml, convert),
+        "axolotl configuration": Target(6, theirs, [AXOLOTL], break_yaml, convert),
+        "LLaMA-Factory configuration": Target(6, factory, [in_factory], break_yaml, lambda: convert(factory)),
+        "LLaMA-Factory dataset_info.json": Target(
+            6, broken, [DATASET_INFO], break_json, lambda: convert(folder / "broken.yaml")
+        ),
         "settings YAML": Target(3, preset, presets, break_yaml, read_preset),
         "settings on the command line": Target(2, overrides, [lines], break_bytes, read_overrides),
     }

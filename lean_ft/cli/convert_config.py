@@ -1,4 +1,4 @@
-"""`leanft convert-config`: convert a torchtune configuration into a preset."""
+"""`leanft convert-config`: convert a configuration of torchtune, axolotl or LLaMA-Factory into a preset."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug, run_command
-from lean_ft.settings.from_torchtune import convert_config as convert
+from lean_ft.settings.from_other_tools import convert_config as convert
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.system.whole_files import write_whole
@@ -16,14 +16,16 @@ from lean_ft.system.whole_files import write_whole
 
 def convert_config(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A YAML configuration of torchtune.", show_default=False)
+        Path,
+        typer.Argument(metavar="FILE", help="A YAML file of torchtune, axolotl or LLaMA-Factory.", show_default=False),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write the preset to. Default: print it.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Convert a torchtune configuration into a preset. Keys without an equivalent are reported and become comments."""
+    """Convert a configuration of torchtune, axolotl or LLaMA-Factory into a preset. Keys without an equivalent are reported and
+    become comments."""
     if output is not None and output.exists():
         raise ValueError(f"--output {output} exists already. Choose another name.")
     preset = convert(file)
@@ -35,6 +37,8 @@ def convert_config(
         except ValueError as error:
             named = re.sub(rf"{re.escape(str(written))}(, line \d+)?", lambda _: str(file), str(error))
             raise ValueError(named) from None
+    if preset.converted:
+        typer.echo(f"converted: {', '.join(preset.converted)}", err=True)
     for remark in preset.remarks:
         typer.echo(remark, err=True)
     if output is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import typer
 
+from lean_ft.settings.other_tools import VALUE, assigned, replacement
 from lean_ft.settings.text import describe
 from lean_ft.system import catalog
 from lean_ft.system.redaction import redact
@@ -110,19 +111,28 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
         message = error.format_message()
         return f"{message[:1].lower()}{message[1:]} See: {command} --help"
     parameters, option = context.command.params, error.option_name
-    hint = did_you_mean(option, [name for parameter in parameters for name in parameter.opts])
-    if not hint and any(parameter.name == "overrides" for parameter in parameters):
-        hint = f" Settings take no dashes: {_as_setting(option, arguments)}"
+    options = [name for parameter in parameters for name in parameter.opts]
+    takes_settings = any(parameter.name == "overrides" for parameter in parameters)
+    hint = did_you_mean(option, [name for name in options if name.startswith(option)])
+    hint = hint or (_as_setting(option, arguments) if takes_settings else "") or did_you_mean(option, options)
+    hint = hint or (_as_setting(option, arguments, or_nearest=True) if takes_settings else "")
     return f"{command} has no option {option}.{hint or f' See: {command} --help'}"
 
 
-def _as_setting(option: str, arguments: Sequence[str]) -> str:
-    """Return the recipe's setting with the nearest name: `optimizer.lr=1e-4` for `--lr 1e-4`."""
+def _as_setting(option: str, arguments: Sequence[str], or_nearest: bool = False) -> str:
+    """Return a hint on the setting that an option stands for, such as `optimizer.lr=1e-4` for `--lr 1e-4`. With `or_nearest`,
+    the nearest name is one too."""
     name, recipes = option.lstrip("-").replace("-", "_"), {**catalog.recipes(), **catalog.aliases()}
     recipe = next((word for word in arguments if word in recipes or word.endswith(".py")), "finetune")
+    keys = list[str]()
     with contextlib.suppress(ValueError, OSError):
         keys = [setting.key for setting in describe(catalog.load_recipe(catalog.find_recipe(recipe)).Config)]
-        name = nearest(name, keys) or name
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    value = next((after for word, after in itertools.pairwise(words) if word == option), "VALUE")
-    return f"{name}={'VALUE' if value.startswith('--') else value}"
+    value = next((after for word, after in itertools.pairwise(words) if word == option), "--")
+    value = VALUE if value.startswith("--") else value
+    if name in keys or or_nearest:
+        settings, sentence = {name if name in keys else nearest(name, keys) or name: VALUE}, ""
+    else:
+        settings, sentence = replacement(name, value, {*keys, *(key.partition(".")[0] for key in keys)})
+    meant = assigned(settings, value, is_whole=True)
+    return (f" Settings take no dashes: {meant}" if meant else "") + (f" {sentence}" if sentence else "")

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from lean_ft.settings.answers import GenerationConfig, Reward
-from lean_ft.settings.base import Device, Every, FunctionName, GroupT, RegularExpression, Settings
+from lean_ft.settings.base import Device, Every, FunctionName, GroupT, RegularExpression, Resume, Settings
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
@@ -184,7 +184,7 @@ class RecipeConfig(Settings):
         "an unfinished run; after a finished run, or with other settings, the run gets the next free name: "
         "runs/<model>_<recipe>_2.",
     )
-    resume: str = Field(
+    resume: Resume = Field(
         "auto",
         description="`auto` resumes from the newest complete checkpoint in output_dir. `never` refuses a directory that "
         "holds a run. A path resumes from that checkpoint.",

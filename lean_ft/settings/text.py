@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
+from lean_ft.settings.other_tools import assigned, replacement, table, value_replacement
 from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
 from lean_ft.system.spelling import did_you_mean
 
@@ -358,7 +359,7 @@ class _Reader:
         names = key.split(".")
         if not equals or not all(names):
             example = f"prompt='{override}'" if "prompt" in self.settings else "batch_size=4"
-            self.problems.append(f"'{override}': expected key=value, such as {example}.{self._nearest(key)}")
+            self.problems.append(f"'{override}': expected key=value, such as {example}.{self._meant(key)}")
             return
         owner = self._owner(names)
         setting, entry = self.settings.get(owner), key.removeprefix(owner).removeprefix(".")
@@ -369,7 +370,7 @@ class _Reader:
                 value = _read(_override_value(text, _entry(mapping)), _entry(mapping))
                 self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, self.given_by)
             else:
-                value = _override_value(text, setting.schema) if setting and not entry else None
+                value = _override_value(text, setting.schema) if setting and not entry else Plain(text)
                 self._take(key, value, lambda _: self.given_by)
         except ValueError as error:  # invalid YAML
             self.problems.append(f"{_at(override, self.given_by)}: {error}")
@@ -378,7 +379,7 @@ class _Reader:
         setting = self.settings.get(key)
         is_null = isinstance(value, Plain) and value.value() is None
         if setting is None:
-            hint = self._nearest(key) or " `leanft cat RECIPE` lists them."
+            hint = self._meant(key, value) or " `leanft cat RECIPE` lists them."
             self.problems.append(f"{_at(key, where(key))}: no such setting.{hint}")
         elif setting.group is None or (is_null and _member(setting.schema, "null")):
             self._give(key, _read(value, setting.schema), where(key))
@@ -390,7 +391,8 @@ class _Reader:
         elif not is_null:  # an empty group sets nothing
             example = f"{key}.{next(iter(setting.group['properties']))}"
             self.problems.append(
-                f"{_at(key, where(key))}: expected its settings one by one, such as {example}, found {kind(value)}"
+                f"{_at(key, where(key))}: expected its settings one by one, such as {example}, found {kind(value)}."
+                f"{self._meant(key, value)}"
             )
 
     def _give(self, key: str, value: Any, where: str) -> None:
@@ -413,10 +415,26 @@ class _Reader:
         keys = (".".join(names[:count]) for count in range(len(names), 0, -1))
         return next((key for key in keys if key in self.settings), "")
 
-    def _nearest(self, key: str) -> str:
+    def _meant(self, key: str, value: Any = "") -> str:
+        """Return a hint for a key that is no setting: what replaces the setting of another tool, or the nearest name."""
         if len(self.problems) >= MAX_PROBLEMS:  # the hint would not be shown, and a search takes milliseconds
             return ""
+        found, sentence = replacement(key, as_text(value), self.settings)
+        if found or sentence:
+            return _hint(assigned(found, as_text(value), key in self.settings), sentence)
         return did_you_mean(key, (setting.key for setting in self.settings.values() if setting.group is None))
+
+    def _meant_value(self, setting: Setting, value: Any) -> str:
+        """Return a hint for a value that its setting refuses: what replaces the value of another tool, or the nearest."""
+        text, expected = as_text(value), re.split(r" \| | or ", setting.type)
+        found, sentence = value_replacement(setting.key, text)
+        if all(key in self.settings for key in found) and (found or sentence):
+            return _hint(assigned(found, text), sentence)
+        if (spelled := table("spellings").get(text.lower())) in expected:
+            return _hint(f"{setting.key}={spelled}")
+        if isinstance(value, str) and "number" in setting.type and not isinstance(Plain(value).value(), str | None):
+            return f" Write the number without quotes: {value}"
+        return did_you_mean(value, expected) if isinstance(value, str) and " | " in setting.type else ""
 
     def config(self) -> Any:
         """Return the validated config. Raise ValueError with all problems."""
@@ -458,8 +476,7 @@ class _Reader:
             elif setting is None or setting.group or reason is not None:  # from a validator of the recipe or a group
                 self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
             else:
-                is_choice = isinstance(found, str) and " | " in setting.type
-                hint = did_you_mean(found, setting.type.split(" | ")) if is_choice else ""
+                hint = self._meant_value(setting, found)
                 self.problems.append(
                     f"{place}: expected {setting.type}, found {_shown(found)}.{hint}\n  {setting.description}"
                 )
@@ -524,6 +541,16 @@ def _read(value: Any, schema: Schema) -> Any:
 def _at(what: str, where: str) -> str:
     """Return a key with its location, such as `optimizer.lr (command line)`. Values from Python have no location."""
     return f"{what} ({where})" if where else what
+
+
+def _hint(meant: str, sentence: str = "") -> str:
+    return (f" Did you mean '{meant}'?" if meant else "") + (f" {sentence}" if sentence else "")
+
+
+def as_text(value: Any) -> str:
+    """Return a value as it is written on the command line. A list with one item is the item."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return value if isinstance(value, str) else to_yaml(value, flow=True)
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lean_ft.settings.other_tools import table
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks
@@ -273,7 +274,7 @@ class Tokenizer:
             if (role := message.get("role")) not in template.roles:
                 raise ValueError(
                     f"message {number}: the chat template has no role {role!r}; expected one of {', '.join(ROLES)}."
-                    f"{did_you_mean(str(role), ROLES)}"
+                    f"{did_you_mean(str(table('roles').get(str(role), role)), ROLES)}"
                 )
         messages = template.with_readable_arguments(messages, tools, variables)
         marked_messages, num_literals = self._mark_literals(messages)

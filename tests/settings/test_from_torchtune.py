@@ -11,7 +11,7 @@ import yaml
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings.from_torchtune import convert_config
+from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 
@@ -87,7 +87,7 @@ CASES = {
         "# tune run --nproc_per_node 4 full_finetune_distributed\nfsdp_cpu_offload: True\ntensor_parallel_dim: 2\n"
         "max_steps_per_epoch: 50\nsave_every_n_steps: 20\noptimizer_in_bwd: False",
         {"parallel.tensor": 2, "max_steps": 100, "save_every": 20, "optimizer.in_backward": None},
-        "fsdp_cpu_offload: true has no equivalent|gradient_accumulation_steps: torchtune counts per process|not of each epoch",
+        "fsdp_cpu_offload: not supported: optimizer.state=streamed|gradient_accumulation_steps: torchtune counts per process|not of each epoch",
     ),
     "lora": (
         f"{LORA}\n{ADAMW}\n{COSINE}",
@@ -155,7 +155,7 @@ CASES = {
             "schedule": None,
             "data": {"source": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question"}},
         },
-        "rewards: torchtune's|top_k: torchtune's|dataset.partition: 1-9/10 has no equivalent|512 has no equivalent",
+        "rewards: torchtune's|top_k: torchtune's|dataset.partition: not supported: data.split takes a slice|512 has no equivalent",
     ),
     "qat": (
         "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer, groupsize: 64}",
@@ -240,7 +240,7 @@ CASES |= {
     "whole_texts": (
         TEXTS + ", split_across_pack: False, add_eos: False}",
         {"data": {"source": "a.txt", "format": "text", "packing": "bfd", "max_length": 512}},
-        "dataset.add_eos: false has no equivalent",
+        "dataset.add_eos: not supported: every text ends with eos",
     ),
     "no_loss": ("loss: null\nlr_scheduler: null", {}, "loss: not set. The preset uses the cross-entropy of finetune."),
 }

@@ -1,0 +1,351 @@
+"""Conversion of axolotl's and LLaMA-Factory's configurations into presets that the recipes accept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lean_ft.settings.from_other_tools import convert_config
+from lean_ft.settings.text import load_config
+from lean_ft.system import catalog
+
+# Keys of axolotl's examples: LoRA of a small model, and what most of them set.
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+datasets: [{path: teknium/GPT4-LLM-Cleaned, type: alpaca}]
+val_set_size: 0.1
+output_dir: ./outputs/lora-out
+adapter: lora
+lora_model_dir:
+sequence_len: 2048
+sample_packing: true
+eval_sample_packing: true
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_modules: [gate_proj, q_proj]
+wandb_project:
+wandb_name:
+gradient_accumulation_steps: 2
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+resume_from_checkpoint:
+logging_steps: 1
+attn_implementation: flash_attention_2
+loss_watchdog_threshold: 5.0
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens: {pad_token: <|end_of_text|>}
+"""
+LORA_OF_AXOLOTL = {
+    "recipe": "finetune",
+    "model": {"path": "NousResearch/Llama-3.2-1B"},
+    "lora": {"dropout": 0.05, "targets": ["gate_proj", "q_proj"]},
+    "data": {"source": "teknium/GPT4-LLM-Cleaned", "format": "alpaca", "packing": "bfd", "overflow": "drop"}
+    | {"validation_fraction": 0.1},
+    "output_dir": "./outputs/lora-out",
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"name": "adamw_8bit", "lr": 0.0002},
+    "schedule": {"warmup_ratio": 0.1},
+    "memory": {"activation_checkpointing": "full"},
+    "eval_every": 0.25,
+    "save_every": "epoch",
+    "clip_grad_norm": 1.0,
+}
+FACTORY = """
+model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: chats
+template: qwen3_nothink
+cutoff_len: 2048
+max_samples: 1000
+preprocessing_num_workers: 16
+dataloader_num_workers: 4
+output_dir: saves/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+save_only_model: false
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 1800
+resume_from_checkpoint: null
+"""
+LORA_OF_FACTORY = {
+    "recipe": "finetune",
+    "model": {"path": "Qwen/Qwen3-4B-Instruct-2507"},
+    "lora": {"rank": 8, "alpha": 16},
+    "data": {"source": "FOLDER/a.json", "format": "messages", "columns": {"messages": "talk"}, "split": "train[:1000]"}
+    | {"num_processes": 16},
+    "output_dir": "saves/sft",
+    "log_every": 10,
+    "save_every": 500,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "optimizer": {"lr": 1e-4},
+    "epochs": 3.0,
+    "schedule": {"warmup_ratio": 0.1},
+    "memory": {"activation_checkpointing": "full"},
+    "clip_grad_norm": 1.0,
+}
+DATASET_INFO = {
+    "chats": {
+        "file_name": "a.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "alpaca": {"hf_hub_url": "org/alpaca", "subset": "en", "columns": {"prompt": "q", "query": "input", "system": "s"}},
+    "pairs": {"file_name": "p.jsonl", "ranking": True, "formatting": "sharegpt", "columns": {"chosen": "good"}},
+    "good_or_bad": {"file_name": "k.jsonl", "columns": {"kto_tag": "liked", "prompt": "q"}},
+    "texts": {"file_name": "t.jsonl", "columns": {"prompt": "text"}, "script_url": "x"},
+}
+SHAREGPT = (
+    "{path: a/b, type: chat_template, field_messages: talk, message_property_mappings: {role: from, content: value}}"
+)
+ADAPTER_OFF = {"lora": None}
+
+CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {  # tool, what differs, how the preset differs, remarks
+    "axolotl": (
+        "axolotl",
+        "",
+        {},
+        "defaults of axolotl: max_grad_norm=1.0, excess_length_strategy=drop|loss_watchdog_threshold: not supported: max_bad|"
+        "not needed in lean_ft: eval_sample_packing, attn_implementation",
+    ),
+    "qlora, chats, tuned optimizer": (
+        "axolotl",
+        f"adapter: qlora\nload_in_4bit: true\ndatasets: [{SHAREGPT}]\nchat_template: chatml\nadam_beta2: 0.95\n"
+        "optimizer: paged_adamw_32bit\nwandb_project: mine\nwandb_mode: offline\nsequence_len: null\nnum_epochs: 3\n"
+        "warmup_ratio: null\nwarmup_steps: 10\nlora_target_linear: true\nlora_target_modules: null\ndeepspeed: zero3.json",
+        {
+            "lora.quantize": "nf4",
+            "lora.targets": None,
+            "data.source": "a/b",
+            "data.format": "sharegpt",
+            "data.columns": {"conversations": "talk"},
+            "data.max_length": 512,
+            "optimizer": {"lr": 0.0002, "betas": [0.9, 0.95]},
+            "log": {"to": ["wandb"], "project": "mine", "offline": True},
+            "epochs": 3,
+            "schedule": {"warmup_steps": 10},
+        },
+        "optimizer.state=streamed keeps|chat_template: not supported: the model's own template|axolotl counts per process",
+    ),
+    "all parameters, texts": (
+        "axolotl",
+        "adapter: null\ndatasets: [{path: json, data_files: [a.jsonl, b.jsonl], type: completion, field: story}]\n"
+        "test_datasets: [{path: held.jsonl, type: completion}]\nval_set_size: 0\nmax_steps: 7\nmy_key: {a: [1]}",
+        {
+            "lora": None,
+            "data.source": [
+                {"path": x, "format": "text", "columns": {"text": "story"}} for x in ("a.jsonl", "b.jsonl")
+            ],
+            "data.format": None,
+            "data.validation_source": [{"path": "held.jsonl", "format": "text"}],
+            "data.validation_fraction": None,
+            "max_steps": 7,
+        },
+        "max_steps: the lower of epochs and max_steps ends the run|my_key.a: [1] has no equivalent",
+    ),
+    "dpo": (
+        "axolotl",
+        "rl: dpo\nrl_beta: 0.2\nsample_packing: false\ndatasets: [{path: a/b, type: chat_template.default, split: train_prefs, "
+        "field_messages: conversation, field_chosen: good, field_rejected: rejected, roles: {user: [user]}}]",
+        {
+            "recipe": "dpo",
+            "loss": {"beta": 0.2},
+            "data.source": "a/b",
+            "data.packing": None,
+            "data.format": None,
+            "data.columns": {"prompt": "conversation", "chosen": "good"},
+            "data.split": "train_prefs",
+        },
+        "",
+    ),
+    "orpo of another format": (
+        "axolotl",
+        "rl: orpo\norpo_alpha: 0.1\ndatasets: [{path: a/b, type: chatml.intel}]",
+        {
+            "recipe": "dpo",
+            "loss": {"name": "orpo", "beta": 0.1},
+            "data.source": "a/b",
+            "data.format": None,
+            "data.columns": {"prompt": "question"},
+        },
+        "",
+    ),
+    "kto": (
+        "axolotl",
+        "rl: kto\nmicro_batch_size: 1",
+        {"recipe": "kto", "data.format": None, "gradient_accumulation_steps": None},
+        "batch_size: kto compares",
+    ),
+    "reward model": ("axolotl", "reward_model: true", {"recipe": "reward", "data.format": None}, ""),
+    "grpo": (
+        "axolotl",
+        "rl: grpo\ntrl: {reward_funcs: [rewards.exact], num_generations: 4, max_completion_length: 64, beta: 0.01}\n"
+        "sample_packing: false",
+        {
+            "recipe": "grpo",
+            "rewards": ["rewards.py:exact"],
+            "generation": {"num_answers": 4, "max_new_tokens": 64},
+            "loss": {"kl_weight": 0.01},
+            "data.format": None,
+            "data.packing": None,
+            "data.overflow": None,
+            "data.max_prompt_length": 2048,
+            "schedule.name": "cosine",
+        },
+        "",
+    ),
+    "LLaMA-Factory": (
+        "factory",
+        "",
+        {},
+        "not needed in lean_ft: trust_remote_code, do_train, template, dataloader_num_workers, plot_loss",
+    ),
+    "all parameters, several sources": (
+        "factory",
+        "finetuning_type: full\ndataset: alpaca, unknown\neval_dataset: chats\nmax_samples: null\nneat_packing: true\n"
+        "quantization_bit: null\noptim: adamw_torch\nlr_scheduler_type: null\nlearning_rate: null\nlora_rank: null\ndeepspeed: z.json",
+        {
+            "lora": None,
+            "data": {
+                "source": [
+                    {
+                        "path": "org/alpaca",
+                        "format": "alpaca",
+                        "subset": "en",
+                        "columns": {"instruction": "q", "system": "s"},
+                    },
+                    {"path": "unknown"},
+                ],
+                "validation_source": [{"path": "FOLDER/a.json", "format": "messages", "columns": {"messages": "talk"}}],
+                "num_processes": 16,
+                "packing": "bfd",
+            },
+            "optimizer.lr": 5e-5,
+            "schedule.name": "linear",
+        },
+        "describes unknown. Set data.source|defaults of LLaMA-Factory: lora_rank=8, learning_rate=5.0e-05, lr_scheduler_type|"
+        "LLaMA-Factory counts per process",
+    ),
+    "dpo of LLaMA-Factory": (
+        "factory",
+        "stage: dpo\npref_beta: 0.3\npref_loss: simpo\nsimpo_gamma: 0.5\ndataset: pairs\nlora_target: 'q_proj, v_proj'",
+        {
+            "recipe": "dpo",
+            "loss": {"name": "simpo", "beta": 0.3, "gamma": 0.5},
+            "lora.targets": ["q_proj", "v_proj"],
+            "data.source": "FOLDER/p.jsonl",
+            "data.format": "preference",
+            "data.columns": {"chosen": "good"},
+        },
+        "",
+    ),
+    "kto of LLaMA-Factory": (
+        "factory",
+        "stage: kto\ndataset: good_or_bad",
+        {
+            "recipe": "kto",
+            "data.source": "FOLDER/k.jsonl",
+            "data.format": "unpaired",
+            "data.columns": {"prompt": "q", "completion": "output", "label": "liked"},
+            "batch_size": None,
+            "gradient_accumulation_steps": 4,
+        },
+        "batch_size: kto compares the completions",
+    ),
+    "pre-training": (
+        "factory",
+        "stage: pt\ndataset: texts\npacking: true",
+        {"data.source": "FOLDER/t.jsonl", "data.format": "text", "data.packing": "wrapped", "data.columns": None},
+        "dataset: texts: these keys of FOLDER/dataset_info.json have no equivalent: script_url.",
+    ),
+    "ppo": (
+        "factory",
+        "stage: ppo\nreward_model: saves/reward",
+        {
+            "recipe": "ppo",
+            "rewards": [{"model": "saves/reward"}],
+            "value": {"path": "saves/reward"},
+            "data.format": None,
+            "data.max_prompt_length": 2048,
+            "data.num_processes": None,
+            "schedule.name": "cosine",
+        },
+        "preprocessing_num_workers: 16 has no equivalent in the recipe ppo",
+    ),
+}
+
+
+def converted(text: str, folder: Path) -> tuple[dict[str, Any], str]:
+    """Convert a configuration, load the preset, and return its values and comments."""
+    theirs, ours = folder / "theirs.yaml", folder / "ours.yaml"
+    theirs.write_text(text)
+    preset = convert_config(theirs)
+    ours.write_text(preset.text(theirs.name))
+    load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, ours)
+    said = [line for line in ours.read_text().splitlines() if line.startswith("#")]
+    assert said[1:] == [f"# {remark}" for remark in preset.remarks]
+    return yaml.safe_load(ours.read_text()), "\n".join(said)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_configuration_becomes_a_preset(name, tmp_path):
+    tool, changes, differences, said = CASES[name]
+    base, expected = (AXOLOTL, LORA_OF_AXOLOTL) if tool == "axolotl" else (FACTORY, LORA_OF_FACTORY)
+    (tmp_path / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    expected = json.loads(json.dumps(expected | {"data": {**expected["data"]}}))
+    for key, value in differences.items():
+        group, _, last = key.rpartition(".")
+        inside = expected.setdefault(group, {}) if group else expected
+        inside[last] = value
+        if value is None:
+            del inside[last]
+    theirs = yaml.safe_load(base) | (yaml.safe_load(changes) or {})
+    theirs |= {} if tool == "axolotl" else {"dataset_dir": str(tmp_path)}
+    preset, comments = converted(yaml.safe_dump(theirs, sort_keys=False), tmp_path)
+    assert preset == json.loads(json.dumps(expected).replace("FOLDER", str(tmp_path)))
+    for part in filter(None, said.split("|")):
+        assert part.replace("FOLDER", str(tmp_path)) in comments
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("base_model: x\nrl: ebft", "theirs.yaml: rl: ebft is not supported: use the recipe grpo."),
+        ("base_model: x\ndatasets: 5", r"theirs.yaml: datasets is 5; expected a list of data sets"),
+        ("model_name_or_path: x\nstage: other", "theirs.yaml: stage: other is not supported: the recipes are finetune"),
+        ("model_name_or_path: x\ndataset: [1]", r"theirs.yaml: dataset is \[1\]; expected names separated by commas"),
+        ("model_name_or_path: x\nfinetuning_type: oft", "theirs.yaml: finetuning_type: oft is not supported"),
+        ("a: 1", "is not a training configuration of torchtune .*, axolotl .* or LLaMA-Factory"),
+    ],
+)
+def test_what_is_not_converted_is_refused(text, said, tmp_path):
+    (tmp_path / "theirs.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        convert_config(tmp_path / "theirs.yaml")
