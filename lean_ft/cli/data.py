@@ -1,12 +1,14 @@
 """`leanft data`: inspect training data before a run. Loads the tokenizer, never the weights."""
 
 import io
+import json
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -22,6 +24,7 @@ from lean_ft.settings import (
     RowsConfig,
 )
 from lean_ft.system import catalog
+from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import gibibytes
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
@@ -30,6 +33,7 @@ CONTROL = Style(color="magenta")
 BAR_WIDTH = 40
 PAGE_WIDTH = 100_000  # characters; the browser wraps the lines
 NOTES_SHOWN = 5
+EXAMPLES = Path(__file__).parents[1] / "assets" / "examples.yaml"
 # The page of `preview --html`. rich escapes the rows; the policy is a second line of defense: no scripts, no requests.
 PAGE = """<!doctype html>
 <html lang="en">
@@ -294,3 +298,25 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
     if packed and row.padding:
         console.print(Text(f"── row {number}: {row.padding:,} positions of padding", style="bold"))
     console.print()
+
+
+@app.command()
+def example(
+    name: Annotated[str | None, typer.Argument(metavar="[FORMAT]", help="A format; all are listed without it.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Print example rows of a format as JSONL, or list the formats.
+
+    `leanft data example messages > my.jsonl` starts a file of your own.
+    """
+    examples: dict[str, dict[str, Any]] = yaml.safe_load(EXAMPLES.read_text(encoding="utf-8"))
+    if name is None:
+        print_table(
+            ("format", "recipes", "rows"),
+            [(name, ", ".join(each["recipes"]), each["about"]) for name, each in examples.items()],
+        )
+    elif name in examples:
+        for row in examples[name]["rows"]:
+            typer.echo(json.dumps(row, ensure_ascii=False))
+    else:
+        raise ValueError(f"no such format: {name}. Choose one of {', '.join(examples)}.{did_you_mean(name, examples)}")
