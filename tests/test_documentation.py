@@ -266,7 +266,12 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             }
         ],
         "my_axolotl.yaml": [
-            {"base_model": "tiny", "datasets": [{"path": "my_chats.jsonl"}], "learning_rate": 1e-4, "output_dir": "runs/axolotl"}
+            {
+                "base_model": "tiny",
+                "datasets": [{"path": "my_chats.jsonl"}],
+                "learning_rate": 1e-4,
+                "output_dir": "runs/axolotl",
+            }
         ],
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
     }.items():

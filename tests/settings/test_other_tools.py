@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from lean_ft.settings.other_tools import RECIPE, VALUE, Answer, answer, are_in, by_name, read_answer, replacement, table, tools
+from lean_ft.settings.other_tools import (
+    RECIPE,
+    VALUE,
+    Answer,
+    answer,
+    are_in,
+    by_name,
+    read_answer,
+    replacement,
+    table,
+    tools,
+)
 from lean_ft.settings.text import describe, load_config
 from lean_ft.system import catalog
 
