@@ -49,9 +49,9 @@ def test_download(leanft, validated, hub_server, user_folder, tmp_path, monkeypa
         monkeypatch.setattr(catalog, "presets", lambda: presets)
     answer = leanft("download", "org/tiny")
     arguments = validated(re.search("^next +(.*)", answer.out, re.MULTILINE)[1])
-    assert arguments[-1] == ("output_dir=runs/taken-2" if preset else "output_dir=runs/tiny-2")
+    assert arguments[-1] == ("output_dir=runs/taken-2" if preset else "data.source=tiny/train.jsonl")
     (user_folder / "runs" / "taken-2").mkdir()
-    assert leanft("download", "org/tiny").out.endswith("-3\n" if preset else "-2\n")
+    assert leanft("download", "org/tiny").out.endswith("-3\n" if preset else "data.source=tiny/train.jsonl\n")
 
 
 @pytest.mark.parametrize("name", ["full_finetune_single_device", "lora_finetune_single_device", "tiny/full"])

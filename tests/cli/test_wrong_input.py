@@ -82,7 +82,7 @@ WITH_TOY_RECIPES = [
     ("run toy", "Did you mean 'toy_single_device'?"),
     ("run mine/toy.py", "no such file: mine/toy.py"),
     ("run toy_single_device.py", "no such file", "Did you mean 'toy_single_device'?"),
-    ("run tiny/toy", "'tiny/toy' is a preset: leanft run --config tiny/toy"),
+    ("run tiny/toy", "tiny/toy does not name one (`recipe: NAME`). Name it: leanft run RECIPE --config tiny/toy."),
     ("run batch_size=3", "expected the recipe before any key=value, found 'batch_size=3'"),
     ("run toy_single_device -c tiny/toi", "no preset is called 'tiny/toi'", "Did you mean 'tiny/toy'?"),
     ("run toy_single_device -c none.yaml", "no such file: none.yaml"),
