@@ -55,11 +55,12 @@ def settings_in(text: str) -> list[str]:
 
 
 def refusal(config_class: type, setting: str) -> str:
-    """The error for a setting, or "" if only other settings are missing."""
+    """The error for a setting, or "" if only other settings or a package are missing."""
     try:
         load_config(config_class, None, [setting])
     except ValueError as error:
-        return str(error) if "(command line)" in str(error) else ""
+        is_missing = "(command line)" not in str(error) or "is not installed here" in str(error)
+        return "" if is_missing else str(error)
     return ""
 
 
@@ -257,7 +258,12 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             }
         ],
         "my_axolotl.yaml": [
-            {"base_model": "tiny", "datasets": [{"path": "my_chats.jsonl"}], "learning_rate": 1e-4, "output_dir": "runs/axolotl"}
+            {
+                "base_model": "tiny",
+                "datasets": [{"path": "my_chats.jsonl"}],
+                "learning_rate": 1e-4,
+                "output_dir": "runs/axolotl",
+            }
         ],
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
     }.items():

@@ -26,6 +26,10 @@ Device = Annotated[
     BeforeValidator(spelled_out),
     Field(description="`auto` takes cuda, then mps, then cpu."),
 ]
+# `resume=true` and `resume=false`, as in other tools, are `auto` and `never`.
+Resume = Annotated[
+    str, BeforeValidator(lambda value: {"true": "auto", "false": "never"}.get(str(value).lower(), value))
+]
 
 # Number of optimizer steps, a fraction of an epoch, or every epoch.
 Every = NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["epoch"]

@@ -1,6 +1,6 @@
 """A preset that is converted from another tool's configuration: settings by assets/other_tools.yaml, and remarks on the rest."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ class Preset:
     settings: Values = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)  # their keys
-    assumed: set[str] = field(default_factory=set)  # their keys that are not set
+    assumed: Collection[str] = ()  # their keys that are not set
 
     def remark(self, text: str) -> None:
         if len(self.remarks) < MAX_REMARKS:
@@ -52,14 +52,15 @@ class Preset:
         verdicts: dict[str, list[str]] = {}  # sentence -> keys
         for key in sorted(left, key=lambda key: key not in first):
             value, row = left[key], table(self.tool).get(key)
-            if value is None and not (isinstance(row, dict) and "null" in by_name(row)):
+            is_named = isinstance(row, dict) and as_text(value).lower() in by_name(row)
+            if value is None and not is_named:
                 continue
             named, one = self._answer(key, value)
             if one is not None and not one.verdict:
                 self._assign(key, key.removeprefix(named), one, value)
             elif one is not None and one.verdict == UNSUPPORTED and key in first:
                 raise ValueError(f"{key}: {to_yaml(value, flow=True)} is not supported: {one.note}.")
-            elif one is not None and value is not None and value is not False:
+            elif one is not None and ((one.verdict == UNSUPPORTED and is_named) or value not in (None, False)):
                 sentence = "" if one.verdict == NEEDLESS else f"{one.verdict}: {one.note}."
                 verdicts.setdefault(sentence, []).append(named)
             elif one is None and value is not False and len(self.remarks) < MAX_REMARKS:
@@ -69,15 +70,19 @@ class Preset:
             self.remark(f"{names}: {sentence}" if sentence else f"not needed in lean_ft: {names}")
         self._adjust()
 
-    def take_defaults(self, left: Values) -> None:
-        """Convert the tool's defaults that differ from lean_ft's, for settings that are not set."""
-        rows = tools()[self.tool]["defaults"].items()
-        missing = {key: Plain(value).value() for key, value in rows if left.get(key) is None}
-        shown = ", ".join(f"{key}={to_yaml(value, flow=True)}" for key, value in missing.items() if value is not None)
+    def take_training(self, left: Values, first: Iterable[str]) -> None:
+        """Convert the settings of a whole configuration, with the tool's defaults that differ from lean_ft's."""
+        tool = tools()[self.tool]
+        missing = {key: Plain(value).value() for key, value in tool["defaults"].items() if left.get(key) is None}
+        self.assumed = missing.keys()
+        shown = [f"{key}={to_yaml(value, flow=True)}" for key, value in missing.items() if value is not None]
         if shown:
-            self.remark(f"defaults of {tools()[self.tool]['title']}: {shown}")
-        left |= missing
-        self.assumed |= missing.keys()
+            self.remark(f"defaults of {tool['title']}: {', '.join(shown)}")
+        self.settings["optimizer.betas"] = [left.pop("adam_beta1", None) or 0.9, left.pop("adam_beta2", None) or 0.999]
+        self.take_all(left | missing, first)
+        if any(left.get(key) for key in ("deepspeed", "fsdp", "fsdp_version", "dp_shard_size", "dp_replicate_size")):
+            counts = f"{tool['title']} counts per process. Multiply it by the number of processes."
+            self.remark(f"gradient_accumulation_steps: {counts}")
 
     def _answer(self, key: str, value: Any) -> tuple[str, Answer | None]:
         """Return what replaces a setting. A part of a group takes the verdict on the group, or is an entry of our setting."""
@@ -104,21 +109,30 @@ class Preset:
             self.settings["batch_size"] = 2
             self.remark("batch_size: kto compares the completions of a micro-batch, so the preset has 2 in each.")
 
-    def remark_on_processes(self, theirs: Values) -> None:
-        if any(theirs.get(key) for key in ("deepspeed", "fsdp", "fsdp_version", "dp_shard_size", "dp_replicate_size")):
-            title = tools()[self.tool]["title"]
-            self.remark(
-                f"gradient_accumulation_steps: {title} counts per process. Multiply it by the number of processes."
-            )
+    def source(self, group: str, theirs: Values) -> tuple[Values, Values]:
+        """Convert a data set. Return its entry of data.source, and its other settings of `data`, which are for all rows."""
+        one = Preset(self.tool, self.recipe)
+        one.take_all({f"{group}.{name}": value for name, value in theirs.items()})
+        for text in one.remarks:
+            if text not in self.remarks:
+                self.remark(text)
+        found = {key.removeprefix("data."): value for key, value in one.settings.items() if value not in (None, "auto")}
+        columns = {key.removeprefix("columns."): found.pop(key) for key in [*found] if key.startswith("columns.")}
+        names = [name for name in ("format", "subset", "split") if name in found]
+        entry = {"path": found.pop("source", ""), **{name: found.pop(name) for name in names}, "columns": columns}
+        return entry, found
 
     def set_sources(self, key: str, sources: list[Values]) -> None:
         """Set data.source or data.validation_source to a list of sources, or to the settings of a single one."""
+        for source in sources:
+            source["columns"] = {ours: field for ours, field in source.get("columns", {}).items() if ours != field}
+        sources = [{name: value for name, value in source.items() if value not in (None, {})} for source in sources]
         if key == "data.source" and len(sources) == 1:
             self.settings[key] = sources[0].pop("path")
             self.settings |= {f"data.{name}": value for name, value in sources[0].items()}
         elif sources:
             self.settings[key] = sources
-            self.settings.pop("data.format", None)
+            self.settings.pop("data.format" if key == "data.source" else "", None)
 
     def component(self, key: str, name: str, uses: str) -> Values | None:
         """Return the settings for a component by its name. If there are none, remark what the preset uses instead."""
@@ -176,22 +190,9 @@ def plain(value: Any) -> Any:
 
 def _value(text: str, theirs: Any) -> Any:
     """Return a value of ours, such as `[VALUE]`, for a value of theirs."""
-
-    def put(one: Any) -> Any:
-        if isinstance(one, list | dict):
-            return (
-                [put(item) for item in one]
-                if isinstance(one, list)
-                else {name: put(item) for name, item in one.items()}
-            )
-        if VALUE in one:
-            return theirs if one == VALUE else filled(one, as_text(theirs))
-        return plain(one)
-
-    if text == f"[{VALUE}]" and isinstance(theirs, list):
-        return theirs
-    computed = filled(text, as_text(theirs)) if text != VALUE and not text.startswith(("[", "{")) else text
-    return plain(Plain(computed)) if computed != text else put(parse_yaml(text)[0])
+    if text in (VALUE, f"[{VALUE}]"):
+        return theirs if text == VALUE or isinstance(theirs, list) else [theirs]
+    return plain(parse_yaml(filled(text, as_text(theirs)))[0])
 
 
 def _one_line(text: str) -> str:

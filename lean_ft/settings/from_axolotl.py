@@ -1,7 +1,6 @@
 """Conversion of axolotl's configurations into lean_ft presets."""
 
 import re
-from typing import Any
 
 from lean_ft.settings.converted_preset import Preset, Values, flat
 from lean_ft.settings.other_tools import by_name, table
@@ -17,14 +16,10 @@ def convert_axolotl(read: Values) -> Preset:
     """Convert supervised fine-tuning, DPO and its variants, KTO and reward models. Raise ValueError for a wrong value."""
     preset, left = Preset("axolotl"), flat({key: value for key, value in read.items() if key not in _SOURCES})
     lists = {key: flat({key: read[key]}).get(key, flat({"": read[key]})) for key in _SOURCES if read.get(key)}
-    preset.take_defaults(left)
-    betas = [left.pop("adam_beta1", None) or 0.9, left.pop("adam_beta2", None) or 0.999]
-    preset.settings["optimizer.betas"] = betas
     rewards = left.get("trl.reward_funcs")
     if isinstance(rewards, list):  # module.function
         left["trl.reward_funcs"] = [re.sub(r"^([\w.]+)\.(\w+)$", _as_file, str(name)) for name in rewards]
-    preset.take_all(left, first=("rl", "reward_model", "kd_trainer"))
-    preset.remark_on_processes(left)
+    preset.take_training(left, first=("rl", "reward_model", "kd_trainer"))
     for key, given in lists.items():
         entries = given if isinstance(given, list) else [given]
         if not all(isinstance(one, dict) for one in entries):
@@ -42,28 +37,17 @@ def _sources(key: str, theirs: Values, preset: Preset) -> list[Values]:
     """Convert a data set into entries of data.source: one for each of its files."""
     theirs = {name.lstrip("."): value for name, value in theirs.items()}
     if key == "pretraining_dataset":
-        theirs.setdefault("type", "pretrain")
+        theirs = {"type": "pretrain", "field": theirs.pop("text_column", None)} | theirs
     kinds = by_name(table("axolotl")["datasets.type"])  # pyright: ignore[reportArgumentType]
     kind = str(theirs.pop("type", None) or "")
-    one = Preset("axolotl", preset.recipe)
     if kind:
         theirs = {"type": kind if kind in kinds else re.split("[.:]", kind)[0]} | theirs
-    group = "pretraining_dataset" if key == "pretraining_dataset" else "datasets"
-    one.take_all({f"{'datasets' if name == 'type' else group}.{name}": value for name, value in theirs.items()})
-    settings: Values = {name.removeprefix("data."): value for name, value in one.settings.items()}
-    columns = {name.removeprefix("columns."): settings.pop(name) for name in [*settings] if name.startswith("columns.")}
-    chat = "conversations" if settings.get("format") == "sharegpt" else "messages"
+    paths = theirs.pop("data_files", None) or theirs.pop("path", None) or ""
+    entry, shared = preset.source("datasets", theirs)
+    preset.settings |= {f"data.{name}": value for name, value in shared.items()}
+    chat = "conversations" if entry.get("format") == "sharegpt" else "messages"
     if preset.recipe != "finetune":
-        settings.pop("format", None)
+        entry.pop("format", None)
         chat = "prompt"
-    columns = {chat if ours == "messages" else ours: field for ours, field in columns.items()}
-    columns = {ours: field for ours, field in columns.items() if ours != field}
-    for text in one.remarks:
-        if text not in preset.remarks:
-            preset.remark(text)
-    for name in [name for name in settings if name not in ("source", "format", "split", "subset")]:
-        preset.settings[f"data.{name}"] = settings.pop(name)
-    paths: Any = theirs.get("data_files") or theirs.get("path") or ""
-    entry = {name: value for name, value in settings.items() if name != "source" and value not in (None, "auto")}
-    entry |= {"columns": columns} if columns else {}
-    return [{"path": path} | entry for path in (paths if isinstance(paths, list) else [paths])]
+    entry["columns"] = {chat if ours == "messages" else ours: field for ours, field in entry["columns"].items()}
+    return [entry | {"path": path} for path in (paths if isinstance(paths, list) else [paths])]

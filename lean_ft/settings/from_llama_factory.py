@@ -7,16 +7,21 @@ from lean_ft.settings.strict_yaml import read_yaml_file
 
 _INSTRUCTIONS = {"prompt": "instruction", "query": "input", "response": "output"}  # their columns -> our fields
 _ALWAYS = {name: name for name in ("system", "tools", "history", "chosen", "rejected")} | {"kto_tag": "label"}
-# Tags of messages that lean_ft reads.
-_TAGS = {
-    "role_tag": ("from", "role"),
-    "content_tag": ("value", "content"),
-    "user_tag": ("human", "user"),
-    "assistant_tag": ("gpt", "assistant"),
-    "observation_tag": ("observation", "tool"),
-    "function_tag": ("function_call",),
-    "system_tag": ("system",),
-}
+# Keys of messages and roles that lean_ft reads.
+_TAGS = [
+    "from",
+    "role",
+    "value",
+    "content",
+    "human",
+    "user",
+    "gpt",
+    "assistant",
+    "observation",
+    "tool",
+    "function_call",
+    "system",
+]
 
 
 def convert_llama_factory(read: Values, file: Path) -> Preset:
@@ -24,16 +29,12 @@ def convert_llama_factory(read: Values, file: Path) -> Preset:
     preset, left = Preset("llama_factory"), flat(read)
     if isinstance(left.get("lora_target"), str) and left["lora_target"] != "all":
         left["lora_target"] = [name.strip() for name in left["lora_target"].split(",")]
-    preset.take_defaults(left)
-    if left.get("lora_alpha") is None and isinstance(left["lora_rank"], int):
-        left["lora_alpha"] = 2 * left["lora_rank"]
-    betas = [left.pop("adam_beta1", None) or 0.9, left.pop("adam_beta2", None) or 0.999]
-    preset.settings["optimizer.betas"] = betas
+    if left.get("lora_alpha") is None and isinstance(rank := left.get("lora_rank") or 8, int):
+        left["lora_alpha"] = 2 * rank
     folder = str(left.get("dataset_dir") or "data")
     names = {key: left.pop(key, None) for key in ("dataset", "eval_dataset")}
     max_samples = left.pop("max_samples", None)
-    preset.take_all(left, first=("stage", "finetuning_type"))
-    preset.remark_on_processes(left)
+    preset.take_training(left, first=("stage", "finetuning_type"))
     for key, ours in (("dataset", "data.source"), ("eval_dataset", "data.validation_source")):
         given = names[key] or []
         listed = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
@@ -42,12 +43,8 @@ def convert_llama_factory(read: Values, file: Path) -> Preset:
         sources = [_source(name, folder, file, preset) for name in listed]
         if max_samples is not None and key == "dataset":
             for source in sources:
-                source["split"] = f"{source.get('split', 'train')}[:{max_samples}]"
+                source["split"] = f"{source.get('split') or 'train'}[:{max_samples}]"
         preset.set_sources(ours, sources)
-    if preset.recipe == "ppo":
-        preset.remark(
-            "rewards: set a reward model, a run of `reward` or a folder. LLaMA-Factory's adapter of one is not read."
-        )
     return preset
 
 
@@ -62,8 +59,7 @@ def _source(name: str, folder: str, file: Path, preset: Preset) -> Values:
         return {"path": name}
     given, is_chat = flat(one), one.get("formatting") == "sharegpt"
     has_roles = given.get("tags.role_tag") == "role"
-    for tag in [f"tags.{tag}" for tag, known in _TAGS.items() if given.get(f"tags.{tag}") in known] + ["formatting"]:
-        given.pop(tag, None)
+    given = {k: v for k, v in given.items() if k != "formatting" and not (k.startswith("tags.") and v in _TAGS)}
     format_ = ("messages" if has_roles else "sharegpt") if is_chat else "alpaca"
     fields = {"messages": "messages" if has_roles else "conversations"} if is_chat else dict(_INSTRUCTIONS)
     if preset.settings.get("data.format") == "text":
@@ -82,7 +78,6 @@ def _source(name: str, folder: str, file: Path, preset: Preset) -> Values:
     repository, file_name = given.pop("hf_hub_url", None), given.pop("file_name", None)
     place = repository or (info and file_name and str(info.parent / str(file_name))) or name
     source = {"path": place, "format": format_, "subset": given.pop("subset", None), "split": given.pop("split", None)}
-    source["columns"] = {ours: field for ours, field in columns.items() if ours != field} or None
     if given:
         preset.remark(f"dataset: {name}: these keys of {info} have no equivalent: {', '.join(given)}.")
-    return {key: value for key, value in source.items() if value is not None}
+    return source | {"columns": columns}

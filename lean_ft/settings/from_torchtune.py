@@ -127,65 +127,51 @@ def _convert_data(left: Values, preset: Preset) -> None:
     def below(group: str) -> Values:
         return {key.removeprefix(f"{group}."): left.pop(key) for key in list(left) if key.startswith(f"{group}.")}
 
-    sources = [_source(dict(one), preset) for one in left.pop("dataset", None) or [below("dataset")]]
-    shared = [{name: source.pop(name, None) for name in ("train_on_input", "packed", "system")} for source in sources]
-    for name, value in shared[0].items():
-        if any(other[name] != value for other in shared):
+    found = [_source(dict(one), preset) for one in left.pop("dataset", None) or [below("dataset")]]
+    first, shared = found[0]
+    for name in ("train_on", "packing", "system"):
+        if any(other.get(name) != shared.get(name) for _, other in found):
             preset.remark(f"dataset: {name} differs between datasets. The preset uses the value of the first one.")
-    if recipe in ("finetune", "distill"):
-        of_format = "completion" if sources[0].get("format") == "prompt_completion" else "assistant"
-        settings["data.train_on"] = "all" if shared[0]["train_on_input"] else of_format
-    settings |= {"data.packing": shared[0]["packed"] or None, "data.system": shared[0]["system"]}
-    settings["data.source"] = sources if len(sources) > 1 else sources[0].pop("path", "")
-    settings |= {f"data.{name}": value for name, value in sources[0].items()} if len(sources) == 1 else {}
+    if recipe in ("finetune", "distill") and shared.get("train_on") != "all":
+        shared["train_on"] = "completion" if first.get("format") == "prompt_completion" else "assistant"
+    settings |= {f"data.{name}": value for name, value in shared.items()}
+    preset.set_sources("data.source", [source for source, _ in found])
     if held_out := below("dataset_val"):
-        source = _source(held_out, preset)
-        settings["data.validation_source"] = [{k: v for k, v in source.items() if k not in shared[0]}]
+        preset.set_sources("data.validation_source", [_source(held_out, preset)[0]])
     if left.get("tokenizer.max_seq_len") is None and recipe != "grpo":
         preset.remark("tokenizer.max_seq_len: null is no limit in torchtune. The preset uses data.max_length=2048.")
 
 
-def _source(theirs: Values, preset: Preset) -> Values:
-    """Convert a dataset into an entry of data.source, with the extra keys `train_on_input`, `packed` and `system`."""
+def _source(theirs: Values, preset: Preset) -> tuple[Values, Values]:
+    """Convert a dataset into an entry of data.source, and settings for all rows."""
     name = str(theirs.pop("_component_", "")).rpartition(".")[2]
-    uses = "Set data.source and data.format; see docs/data.md."
-    known = preset.component("dataset", name, uses) or {}
-    found = {"path" if key == "data.source" else key.removeprefix("data."): value for key, value in known.items()}
-    if found.pop("train_on", "") == "all":
-        theirs.setdefault("train_on_input", True)
+    known = preset.component("dataset", name, "Set data.source and data.format; see docs/data.md.") or {}
     if name.startswith("alpaca"):
         preset.remark(
             f"dataset: torchtune's {name} adds the Alpaca prompt ('Below is an instruction ...'). lean_ft uses the instruction and "
             "the input alone. docs/coming_from_torchtune.md has a data.format with the Alpaca prompt."
         )
-    columns = {key.removeprefix("columns."): found.pop(key) for key in [*found] if key.startswith("columns.")}
-    for key in [key for key in theirs if key.startswith("column_map.")]:
-        ours = key.removeprefix("column_map.")
-        columns[_INSTRUCT_COLUMNS.get(ours, ours) if name == "instruct_dataset" else ours] = theirs.pop(key)
-    if theirs.pop("conversation_style", "sharegpt") == "openai":
-        found["format"] = "messages"
-    chat = "messages" if found.get("format") == "messages" else "conversations"
-    for key, ours in (("column", "text"), ("conversation_column", chat)):
-        columns |= {ours: theirs.pop(key)} if theirs.get(key) is not None else {}
-    named = {"path": theirs.pop("source", None), "system": theirs.pop("new_system_prompt", None)}
-    named |= {"path": files} if (files := theirs.pop("data_files", None)) else {}
-    named |= {name: theirs.pop(name, None) for name in ("subset", "split", "packed", "train_on_input")}
-    named |= {"subset": subset} if (subset := theirs.pop("name", None)) else {}
+    theirs.setdefault("train_on_input", known.pop("data.train_on", "") == "all")
+    if theirs.get("data_files"):
+        theirs.pop("source", None)  # the kind of the files
     splits = theirs.pop("split_across_pack", name == "text_completion_dataset")
-    if named["packed"]:
-        named["packed"] = "bfd_split" if splits else "bfd"
-    if named["packed"] == "bfd_split":
+    renamed = {key.removeprefix("column_map."): theirs.pop(key) for key in [*theirs] if key.startswith("column_map.")}
+    entry, shared = preset.source("dataset", theirs)
+    if shared.get("packing") == "bfd" and splits:
+        shared["packing"] = "bfd_split"
         preset.remark(
             "dataset.packed: torchtune cuts each text at tokenizer.max_seq_len - 1 tokens before it packs them. data.packing=bfd_split "
             "keeps the rest, and bfd drops it."
         )
-    if theirs.pop("add_eos", True) is False:
-        preset.remark("dataset.add_eos: false has no equivalent. lean_ft ends every text with eos.")
-    named["columns"] = {ours: yours for ours, yours in columns.items() if ours != yours} or None
-    for key, value in theirs.items():
-        if value:
-            preset.remark(f"dataset.{key}: {value} has no equivalent.")
-    return found | {key: value for key, value in named.items() if value is not None}
+    columns = {key.removeprefix("data.columns."): known.pop(key) for key in [*known] if key.startswith("data.columns.")}
+    for ours, field in renamed.items():
+        columns[_INSTRUCT_COLUMNS.get(ours, ours) if name == "instruct_dataset" else ours] = field
+    known = {key.removeprefix("data.").replace("source", "path"): value for key, value in known.items()}
+    found = entry | known | {key: value for key, value in entry.items() if value}
+    columns |= entry["columns"]
+    if found.get("format") == "messages" and "conversations" in columns:
+        columns["messages"] = columns.pop("conversations")
+    return found | {"columns": columns}, shared
 
 
 def _convert_steps(left: Values, preset: Preset) -> None:

@@ -113,7 +113,7 @@ def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings
             if are_in(known, settings):
                 return settings, _sentence(one.note)
     named = [settings for one in found for settings in one.alternatives]
-    for settings in (*named, {name: VALUE}):
+    for settings in (*named, *([{name: VALUE}] if name in table("recipes") else [])):
         owners = [_owner(key) for key in settings if key not in known]
         if owner := next(filter(None, owners), "finetune" if settings in named else None):
             return {}, f"The recipe {owner} has {assigned(settings, value)}."
@@ -141,11 +141,6 @@ def value_replacement(key: str, value: str) -> tuple[Settings, str]:
                     if one.alternatives[0].get(RECIPE):
                         return {}, f"Use the recipe {one.alternatives[0][RECIPE]}."
     return {}, ""
-
-
-def other_spelling(value: str) -> str | None:
-    """Return how lean_ft writes a value that means the same for every setting, such as `None` or `yes`."""
-    return table("spellings").get(value.lower())  # pyright: ignore[reportReturnType]
 
 
 def _answers(name: str, value: str, known: Collection[str]) -> Iterator[Answer]:

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Protocol
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,7 +16,7 @@ from pydantic import (
 )
 
 from lean_ft.settings.answers import GenerationConfig, Reward
-from lean_ft.settings.base import Device, Every, GroupT, RegularExpression, Settings
+from lean_ft.settings.base import Device, Every, GroupT, RegularExpression, Resume, Settings
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
@@ -33,7 +32,6 @@ from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 
 LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # name -> module
-_SAME_RESUME = {"true": "auto", "True": "auto", "false": "never", "False": "never"}  # other tools' values
 
 
 def _have_their_packages(names: list[str]) -> list[str]:
@@ -175,7 +173,7 @@ class RecipeConfig(Settings):
     output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
         description="The run directory: configuration, metrics and checkpoints."
     )
-    resume: Annotated[str, BeforeValidator(lambda value: _SAME_RESUME.get(value, value))] = Field(
+    resume: Resume = Field(
         "auto",
         description="`auto` resumes from the newest complete checkpoint in output_dir. `never` refuses a directory that "
         "holds a run. A path resumes from that checkpoint.",

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from lean_ft.settings.other_tools import assigned, other_spelling, replacement, value_replacement
+from lean_ft.settings.other_tools import assigned, replacement, table, value_replacement
 from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
 from lean_ft.system.spelling import did_you_mean
 
@@ -359,7 +359,7 @@ class _Reader:
         found, sentence = value_replacement(setting.key, text)
         if all(key in self.settings for key in found) and (found or sentence):
             return _hint(assigned(found, text), sentence)
-        if (spelled := other_spelling(text)) in expected:
+        if (spelled := table("spellings").get(text.lower())) in expected:
             return _hint(f"{setting.key}={spelled}")
         if isinstance(value, str) and "number" in setting.type and not isinstance(Plain(value).value(), str | None):
             return f" Write the number without quotes: {value}"

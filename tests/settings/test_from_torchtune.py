@@ -155,7 +155,7 @@ CASES = {
             "schedule": None,
             "data": {"source": "openai/gsm8k", "subset": "main", "columns": {"prompt": "question"}},
         },
-        "rewards: torchtune's|top_k: torchtune's|dataset.partition: 1-9/10 has no equivalent|512 has no equivalent",
+        "rewards: torchtune's|top_k: torchtune's|dataset.partition: not supported: data.split takes a slice|512 has no equivalent",
     ),
     "qat": (
         "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer, groupsize: 64}",
@@ -240,7 +240,7 @@ CASES |= {
     "whole_texts": (
         TEXTS + ", split_across_pack: False, add_eos: False}",
         {"data": {"source": "a.txt", "format": "text", "packing": "bfd", "max_length": 512}},
-        "dataset.add_eos: false has no equivalent",
+        "dataset.add_eos: not supported: every text ends with eos",
     ),
     "no_loss": ("loss: null\nlr_scheduler: null", {}, "loss: not set. The preset uses the cross-entropy of finetune."),
 }
