@@ -57,11 +57,12 @@ def settings_in(text: str) -> list[str]:
 
 
 def refusal(config_class: type, setting: str) -> str:
-    """The error for a setting, or "" if only other settings are missing."""
+    """The error for a setting, or "" if only other settings or a package are missing."""
     try:
         load_config(config_class, None, [setting])
     except ValueError as error:
-        return str(error) if "(command line)" in str(error) else ""
+        is_missing = "(command line)" not in str(error) or "is not installed here" in str(error)
+        return "" if is_missing else str(error)
     return ""
 
 

@@ -224,7 +224,7 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
 
     of_rows = tuple(f"data.{name}" for name in RowsConfig.model_fields)
     of_file = [word for word in settings if word.startswith(of_rows)]
-    data = load_run("finetune", None, ["model.path=tiny", *of_file], writes=False)[1].data
+    data = load_run("finetune", None, ["model.path=tiny", *of_file])[1].data
     rows = first_rows(data.source, NUM_ROWS_TO_DETECT, data)
     fields = next((list(row.fields) for row in rows if row.problem is None), [])
     names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}

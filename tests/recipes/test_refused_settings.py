@@ -22,7 +22,7 @@ STUDENT = ("model.path=tiny", "model.random_init=true")
 REFUSED = {
     test_dpo: {
         ("reference.kind=streamed",): "the model is on cpu.*Set reference.kind=model",
-        ("loss.name=dpo",): "Did you mean 'sigmoid'",
+        ("loss.name=dpo",): "Did you mean 'loss.name=sigmoid'",
         ("loss.gamma=1",): "gamma=1 has no effect with the loss sigmoid, only with simpo",
         ("loss.name=exo", "loss.label_smoothing=0"): "takes its logarithm",
         ("loss.label_smoothing=0.5",): "number >= 0 and < 0.5",

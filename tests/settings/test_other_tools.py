@@ -40,11 +40,12 @@ def known(recipe: str) -> set[str]:
 
 
 def refusal(recipe: str, *overrides: str) -> str:
-    """The message for overrides, or "" if only other settings are missing."""
+    """The message for overrides, or "" if only other settings or a package are missing."""
     try:
         load_config(config_class(recipe), None, overrides)
     except ValueError as error:
-        return str(error) if "(command line)" in str(error) else ""
+        is_missing = "(command line)" not in str(error) or "is not installed here" in str(error)
+        return "" if is_missing else str(error)
     return ""
 
 
