@@ -96,9 +96,10 @@ class ScheduleConfig(Settings):
         0.0, description="Final learning rate as a fraction of the peak."
     )
     decay: NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.1, description="wsd: length of the decay at the end, in optimizer steps or as a fraction of the run's (0.2)."
+        0.1,
+        description="Length of the decay of `wsd` at the end, in optimizer steps or as a fraction of the run's (0.2).",
     )
-    decay_shape: Literal["1-sqrt", "linear", "cosine"] = Field("1-sqrt", description="wsd: shape of the decay.")
+    decay_shape: Literal["1-sqrt", "linear", "cosine"] = Field("1-sqrt", description="Shape of the decay of `wsd`.")
 
     @cached_property
     def function(self) -> Callable[[int, int], Any]:

@@ -235,8 +235,12 @@ def test_an_unknown_key_names_a_valid_one(override, nearest):
         ("data.source={a: b}", "text or list of text or {path, format, columns, weight, subset, split}", '{"a": "b"}'),
         ("data.columns=prompt", "mapping of text to text", "'prompt'"),
         ("freeze=null", "list of text", "null"),
-        ("log.to=wandbb", "list of jsonl | csv | tensorboard | wandb | mlflow", '["wandbb"]'),
-        ("schedule.name=cosin", "constant | linear | cosine", "'cosin'. Did you mean 'cosine'?"),
+        ("log.to=wandbb", "list of jsonl | csv | tensorboard | wandb | mlflow | trackio | swanlab", '["wandbb"]'),
+        (
+            "schedule.name=cosin",
+            "constant | linear | cosine | wsd or FILE.py:FUNCTION",
+            "'cosin'. Did you mean 'cosine'?",
+        ),
     ],
 )
 def test_a_wrong_value_says_what_was_expected_what_came_and_what_it_means(override, expected, came):
