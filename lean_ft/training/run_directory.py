@@ -73,23 +73,13 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
         "git_commit": git_commit(Path.cwd()),
         "data_fingerprint": data_fingerprint,
     }
-    for one in _functions_in(cfg):
-        if one in PASSED:
-            source = "Its source is in this directory." if PASSED[one].source else "Python does not have its source."
-            facts[one] = f"passed from Python. {source} Values that it captures are not recorded."
-        elif (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
+    named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
+    for one in [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]:
+        if is_function_path(one) and (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
             facts[f"hash of {redact(str(file))}"] = file_digest(one)
     if device.type == "cuda":
         facts["cuda"] = torch.version.cuda
     return facts
-
-
-def _functions_in(cfg: RecipeConfig) -> list[str]:
-    """The settings of the form FILE.py:FUNCTION."""
-    values = [value for _, value in dotted(cfg.model_dump(mode="json"))]
-    named = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    named = [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]
-    return [one for one in named if is_function_path(one)]
 
 
 def git_commit(folder: Path) -> str | None:
@@ -182,18 +172,17 @@ locks: dict[Path, DirectoryLock] = {}  # of directories that this process has lo
 
 def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> None:
     """Write config.yaml and add this start to run.json."""
-    facts = redact_values(facts)
+    facts, settings = redact_values(facts), to_yaml(redact_values(cfg.model_dump(mode="json")))
+    for one in [one for one in PASSED if one in settings]:
+        source = redact(PASSED[one].source or "# Python does not have the source of this function.\n")
+        facts[one] = "passed from Python; this file of the directory has its source, without values that it captures"
+        (directory / one).parent.mkdir(exist_ok=True)
+        with write_whole(directory / one.rpartition(":")[0]) as temporary:
+            temporary.write_text(source, encoding="utf-8")
     comments = "".join(f"#   {name}: {value}\n" for name, value in facts.items())
-    settings = to_yaml(redact_values(cfg.model_dump(mode="json")))
     text = f"# The resolved settings of this run; `leanft run RECIPE --config` reads this file.\n{comments}{settings}"
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    for one in _functions_in(cfg):
-        if one in PASSED and (source := PASSED[one].source):
-            file = directory / one.rpartition(":")[0]
-            file.parent.mkdir(exist_ok=True)
-            with write_whole(file) as temporary:
-                temporary.write_text(redact(source), encoding="utf-8")
     starts = read_starts(directory)
     write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]})
 
