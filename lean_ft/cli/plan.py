@@ -306,4 +306,5 @@ def _print_adapters(adapters: "dict[str, Search]", rehearsal: "Rehearsal", is_gp
         refused += [f"{name} is refused: {reason}" for reason in found.refused.values() if not candidates]
     stdout().print("\nwith an adapter instead, whose frozen weights are as they are (LoRA) or in 4 bits (QLoRA):")
     print_table(("", "fits", ">peak", *([">reserved"] if is_gpu else []), ">speed", "recipe and overrides"), rows)
-    stdout().print("\n".join([*refused, "An adapter needs a higher optimizer.lr than full fine-tuning, such as 2e-4."]))
+    learning_rate = "An adapter needs a higher optimizer.lr than full fine-tuning, such as 2e-4."
+    stdout().print("\n".join([*refused, learning_rate]), markup=False, highlight=False)

@@ -1,7 +1,8 @@
 """The planner: a recipe's memory and time before it runs, and the settings that fit.
 
     rehearsal    one real step of a real recipe on shapes
-    search       the fastest settings that fit a budget, and the savings of each technique
+    search       the fastest settings that fit a budget, the savings of each technique, and adapters
+    known_plans  plans that were made before
     beforehand   the estimate before a run loads weights, and advice after it ran out of memory
     devices      facts about cards and CPUs
 

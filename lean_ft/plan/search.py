@@ -5,7 +5,8 @@ step's rows into micro-batches. Two settings change rounding: 8-bit moments for 
 in the weight's dtype. Both are listed in the overrides.
 
 Techniques form a ladder from the fastest to the smallest. Each rung takes less memory than the one before, so for each kind of
-optimizer state bisection finds the first rung that fits with three or four rehearsals.
+optimizer state bisection finds the first rung that fits with at most three rehearsals. With a smaller state, only faster rungs are
+tried, and that rung.
 
 Many devices also have layouts: copies or shards of the model, a gathered or sharded vocabulary. They are ordered by what they
 send. A layout is skipped after one rehearsal if its smallest settings do not fit.
@@ -14,7 +15,6 @@ send. A layout is skipped after one rehearsal if its smallest settings do not fi
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -142,15 +142,17 @@ def search(
 
     is_alone = machines.num_devices == 1
     all_states, ladder = _states(cfg, device, is_alone), _ladder(cfg, device, is_alone)
-    for layout, states in product(_layouts(machines), all_states):
+    for layout in _layouts(machines):
         if not is_alone and not fits(rehearsals.of({**ladder[-1], **all_states[-1], **layout})):
             continue
-        rungs = [{**rung, **states, **layout} for rung in ladder]
-        first = rehearsals.first_that_fits(rungs, budget_bytes)
-        if first < len(rungs):
-            for chunk in _larger_chunks(cfg):
-                if not fits(rehearsals.of({**rungs[first], **chunk})):
-                    break
+        first = len(ladder)
+        for states in all_states:
+            rungs = [{**rung, **states, **layout} for rung in ladder]
+            first = rehearsals.first_that_fits(rungs[:first], budget_bytes)  # no slower rung than with a larger state
+            if first < len(rungs) and fits(rehearsals.of(rungs[first])):
+                for chunk in _larger_chunks(cfg):
+                    if not fits(rehearsals.of({**rungs[first], **chunk})):
+                        break
     if not any(map(fits, rehearsals.found.values())) and rehearsals.found and cfg.batch_size > 1:
         leanest = min(rehearsals.found.values(), key=lambda candidate: candidate.reserved_bytes)
         for batch in _smaller_batches(cfg):
