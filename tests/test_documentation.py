@@ -40,6 +40,9 @@ LONG = (
     "online.md",
     "using.md",
     "export.md",
+    "first_fine_tune.md",
+    "hyperparameters.md",
+    "troubleshooting.md",
 )  # their commands train for a while
 TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # created by an earlier command
 NO_SETTING = {"shell=True"}  # Python, not a setting
@@ -47,12 +50,12 @@ PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
 
 
 def settings_in(text: str) -> list[str]:
-    """All settings in a text. `a=b|c` means a=b and a=c, and `a=N` a number. Python blocks are skipped; tests/test_notebook.py runs them."""
-    text = re.sub(r"```python.*?```", "", text, flags=re.DOTALL)
+    """All settings in a text. `a=b|c` means a=b and a=c, and `a=N` a number. Blocks of Python, which tests/test_notebook.py runs, and of output are skipped."""
+    text = re.sub(r"```(?:python|text).*?```", "", text, flags=re.DOTALL)
     found = re.findall(
         r"(?:^|(?<=[\s`(]))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
     )
-    pairs = [(key, choice) for key, value in found for choice in value.strip('"').split("|")]
+    pairs = [(key, choice) for key, value in found for choice in value.strip('".,;').split("|")]
     return sorted({f"{key}={PLACEHOLDERS.get(value, value)}" for key, value in pairs} - NO_SETTING)
 
 
@@ -165,8 +168,12 @@ SUBSTITUTES = [
 NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
     "python benchmarks/": "takes minutes; tests/benchmarks",
-    "pip install ": "installs from the network; tests/test_packaging.py installs the wheel",
     ".venv/bin/python -m pytest ": "runs the tests",
+    "pip ": "installs from the network; tests/test_packaging.py builds and installs the wheel",
+    "python3 -m venv ": "continuous integration makes an environment",
+    "source ": "a command of the shell",
+    "cd ": "a command of the shell",
+    "docker ": "another program",
     "leanft plan ": "takes a minute; the long test below",
     "leanft check ": "takes a minute; tests/cli/test_check_verb.py and tests/test_check.py",
     "leanft chat ": "interactive; tests/recipes/test_chat.py tests it",
@@ -237,12 +244,15 @@ def shown_lines(shown: list[str], printed: str) -> Iterator[tuple[str, str]]:
 def typed(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command, check exit code 0, and return its output."""
     capsys.readouterr()
+    line, _, file = line.partition(" > ")
     program, *arguments = shlex.split(line)
     assert program == "leanft", f"{line}: add it to NOT_RUN with the reason"
     with pytest.raises(SystemExit) as exited:
         run_command_line(arguments)
     printed = capsys.readouterr()
     assert exited.value.code == 0, f"{line}\n{printed.out}\n{printed.err}"
+    if file:
+        Path(file).write_text(printed.out)
     return printed.out
 
 
@@ -339,6 +349,9 @@ def test_the_picture_of_a_plan_has_the_figures_that_the_command_prints(reader, c
             assert float(found) == pytest.approx(float(amount), rel=0.02), line
 
 
+OTHER_PROGRAMS = r".*(?: vllm serve|`tensorboard|llama-cli|docker|Docker|pip install|pip wheel|wsl) .*"  # their lines
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_a_document_names_only_what_is_there(document):
     """Verbs, options, extras, make targets, scripts and links exist, in blocks, sentences and comments."""
@@ -347,11 +360,13 @@ def test_a_document_names_only_what_is_there(document):
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
     options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
-    for option in set(
-        re.findall(
-            r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(r".*(?: vllm serve|`tensorboard|llama-cli|pip install) .*", "", text)
-        )
-    ):
+    "python benchmarks/": "takes minutes; tests/benchmarks",
+    ".venv/bin/python -m pytest ": "runs the tests",
+    "pip ": "installs from the network; tests/test_packaging.py builds and installs the wheel",
+    "python3 -m venv ": "continuous integration makes an environment",
+    "source ": "a command of the shell",
+    "cd ": "a command of the shell",
+    "docker ": "another program",
         parameter = option.removeprefix("--").replace("-", "_")  # typer derives the option from it
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
     for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z_]+(?:-[a-z]+)*)", text, re.MULTILINE)):

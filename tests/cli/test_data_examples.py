@@ -1,0 +1,93 @@
+"""Example rows of every format: recipes read them, and docs/data_by_example.md shows them and what trains in them."""
+
+import importlib
+import importlib.util
+import json
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lean_ft.data
+from lean_ft.cli.data import EXAMPLES
+from lean_ft.data.objective import Objective
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.system import catalog
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data_by_example.md").read_text()
+FORMATS: dict[str, dict[str, Any]] = yaml.safe_load(EXAMPLES.read_text())
+NEEDS_TEMPLATE = ("tools", "reasoning")  # the page shows these with Qwen3's template
+EXTRA_SETTINGS = {"grpo": ["rewards=[exact_answer]"], "ppo": ["rewards=[exact_answer]"]}
+EXTRA_SETTINGS |= {"online_dpo": ["rewards=[exact_answer]"], "distill": ["distill.teacher=tiny"]}
+
+
+def section_of(name: str) -> str:
+    return PAGE.partition(f"\n## `{name}`\n")[2].partition("\n## ")[0]
+
+
+def compact(preview: str) -> str:
+    """A preview without the headings of rows and without spaces, since the page breaks long lines."""
+    return re.sub(r"(?m)^── .*$|\s", "", preview)
+
+
+@pytest.fixture
+def chatml_model(tmp_path) -> list[str]:
+    """The embedded model with the tokens and the chat template of Qwen3, as settings."""
+    spec = importlib.util.find_spec("trl")
+    template = Path(spec.origin).parent / "chat_templates" / "qwen3.jinja" if spec and spec.origin else Path("-")
+    if not template.exists():
+        pytest.skip("needs TRL, which ships published chat templates")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in resolve_model_path("tiny").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    for old, new in (("<|begin|>", "<|im_start|>"), ("<|end|>", "<|im_end|>")):
+        for file in folder.glob("*.json"):
+            file.write_text(file.read_text().replace(old, new))
+    return [f"model.path={folder}", f"data.chat_template={template}"]
+
+
+def test_every_format_of_the_code_has_an_example():
+    names = [f"lean_ft.data.{module.name}" for module in pkgutil.iter_modules(lean_ft.data.__path__)]
+    objectives = [getattr(importlib.import_module(name), "OBJECTIVE", None) for name in names]
+    readers = {objective.reader for objective in objectives if isinstance(objective, Objective)}
+    assert len(readers) > 4
+    assert {name for reader in readers for name in reader.known} <= FORMATS.keys()
+    assert {recipe for each in FORMATS.values() for recipe in each["recipes"]} <= catalog.recipes().keys()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_example_is_read_by_its_recipes_and_shown_on_the_page(leanft, tmp_path, request, name: str):
+    example = FORMATS[name]
+    printed = leanft("data", "example", name)
+    assert (printed.code, printed.err) == (0, "")
+    rows = [json.loads(line) for line in printed.out.splitlines()]
+    assert rows == example["rows"]
+    file = tmp_path / f"{name}.jsonl"
+    file.write_text(printed.out)
+    shown_json, shown_text = re.findall(r"```(?:json|text)\n(.*?)```", section_of(name), re.DOTALL)[:2]
+    assert [json.loads(row) for row in shown_json.split("\n\n")] == rows
+    model = request.getfixturevalue("chatml_model") if name in NEEDS_TEMPLATE else ["model.path=tiny"]
+    for number, recipe in enumerate(example["recipes"]):
+        settings = [*example.get("settings", ()), *EXTRA_SETTINGS.get(recipe, ())]
+        preview = leanft("data", "preview", recipe, *model, f"data.source={file}", *settings, "-n", "9")
+        assert (preview.code, preview.err) == (0, "")
+        assert "fields not read" not in preview.out
+        if number == 0:
+            texts = compact(preview.out.rpartition("\nfrom ")[0])
+            for part in shown_text.split("\n...\n"):  # lines that the page leaves out
+                _, found, texts = texts.partition(compact(part))
+                assert found, f"{part}\nis not in\n{preview.out}"
+            assert not texts
+
+
+def test_formats_are_listed_and_a_misspelled_one_is_named(leanft):
+    listed = leanft("data", "example").out
+    assert re.findall(r"(?m)^(\w+) ", listed)[1:] == list(FORMATS)
+    assert listed in PAGE
+    answer = leanft("data", "example", "mesages")
+    assert answer.code == 2
+    assert "Did you mean 'messages'?" in answer.err
