@@ -360,13 +360,7 @@ def test_a_document_names_only_what_is_there(document):
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
     options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
-    "python benchmarks/": "takes minutes; tests/benchmarks",
-    ".venv/bin/python -m pytest ": "runs the tests",
-    "pip ": "installs from the network; tests/test_packaging.py builds and installs the wheel",
-    "python3 -m venv ": "continuous integration makes an environment",
-    "source ": "a command of the shell",
-    "cd ": "a command of the shell",
-    "docker ": "another program",
+    for option in set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(OTHER_PROGRAMS, "", text))):
         parameter = option.removeprefix("--").replace("-", "_")  # typer derives the option from it
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
     for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z_]+(?:-[a-z]+)*)", text, re.MULTILINE)):
