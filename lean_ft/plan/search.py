@@ -179,10 +179,13 @@ def search_adapters(
         cfg = recipe.Config(**dict(cfg))
     if getattr(cfg, "lora", cfg) is not None:
         return {}
-    found = {}
+    found, needed = {}, {}
+    if cfg.needed(OptimizerConfig).stochastic_rounding:
+        needed = {"optimizer.stochastic_rounding": False}  # an adapter is float32
+        cfg = with_overrides(cfg, needed)
     for quantize in ("none", "nf4"):
         lora = LoRAConfig.model_validate({"quantize": quantize})
-        adapter = {"lora.rank": lora.rank, **({"lora.quantize": quantize} if quantize != "none" else {})}
+        adapter = {"lora.rank": lora.rank, **({"lora.quantize": quantize} if quantize != "none" else {}), **needed}
         rehearsals = _Rehearsals(
             *(recipe, cfg.model_copy(update={"lora": lora}), device),
             lambda settings, adapter=adapter: progress(f"{_command_line(adapter)}: {settings}"),

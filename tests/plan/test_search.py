@@ -143,3 +143,7 @@ def test_a_full_recipe_is_rehearsed_with_adapters_too(cfg, rehearsed, budget, te
     assert all(bool(adapter.fitting) is (budget == 10_000) for adapter in found.values())
     assert search_adapters(RECIPE, Adaptable(**{**dict(cfg), "lora": LoRAConfig()}), CPU, budget) == {}
     assert search_adapters(RECIPE, without_adapters, CPU, budget) == {}
+    rounding = cfg.model_copy(update={"optimizer": cfg.optimizer.model_copy(update={"stochastic_rounding": True})})
+    found = search_adapters(RECIPE, rounding, CPU, budget)
+    assert all(name.endswith(" optimizer.stochastic_rounding=false") for name in found) and len(found) == 2
+    assert not rehearsed[-1].optimizer.stochastic_rounding, "adapters are float32, and the optimizer refuses it"
