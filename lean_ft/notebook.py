@@ -21,7 +21,7 @@ from lean_ft.system.units import parse_bytes
 from lean_ft.system.user_functions import PASSED, as_setting
 
 if TYPE_CHECKING:
-    from lean_ft.plan.rehearsal import Rehearsal
+    from lean_ft.plan.result import Rehearsal
     from lean_ft.plan.search import Candidate
 
 
@@ -89,15 +89,15 @@ def plan_run(
     Raises ValueError for an invalid setting or an unknown card, and NotSimulatedError for user code that needs values.
     """
     from lean_ft.cli.arguments import load_run
-    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, choose_device, measured_cpu
-    from lean_ft.plan.rehearsal import rehearse
+    from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, choose_device
+    from lean_ft.plan.known_plans import known_or_new, todays_cpu
     from lean_ft.plan.search import search
 
     name, preset = (None if one is None else str(one) for one in (recipe, config))
     module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
     device = choose_device(device_name, cfg.device)
-    device = measured_cpu() if device.is_cpu else device
-    step = rehearse(module, cfg, device)
+    device = todays_cpu() if device.is_cpu else device
+    step = known_or_new(module, cfg, device)
     if budget is None:
         return Plan(step, [])
     room_bytes = parse_bytes(budget, "budget") - (0 if device.is_cpu else CUDA_CONTEXT_BYTES)

@@ -289,7 +289,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "lean_ft-0.2.0-py3-none-any.whl").touch()
     text = "".join(document.read_text() for document in DOCUMENTS)
-    presets = set(re.findall(r"--config ([^\s`]+)", text)) - {"NAME", "...", "mine.yaml"}
+    presets = {name for name in re.findall(r"--config ([^\s`]+)", text) if not name.startswith("runs/")}
+    presets -= {"NAME", "...", "mine.yaml"}
     text += "".join(catalog.find_preset(name).read_text() for name in presets)
     for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - TRAINED:
         shutil.copytree(resolve_model_path("tiny"), tmp_path / name)
