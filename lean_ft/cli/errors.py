@@ -135,4 +135,5 @@ def _as_setting(option: str, arguments: Sequence[str], or_nearest: bool = False)
     else:
         settings, sentence = replacement(name, value, {*keys, *(key.partition(".")[0] for key in keys)})
     meant = assigned(settings, value, is_whole=True)
-    return (f" Settings take no dashes: {meant}" if meant else "") + (f" {sentence}" if sentence else "")
+    said = [f"Settings take no dashes: {meant}", sentence] if meant else [sentence]
+    return "".join(f" {one}" for one in [". ".join(filter(None, said))] if one)

@@ -129,7 +129,7 @@ def test_every_argument_of_trl_is_in_the_file():
     for config in configs:
         assert missing("trl", [field.name for field in dataclasses.fields(config)]) == [], config
     for trainer in (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer):
-        own = {"self", "model", "args", "train_dataset", "optimizers"}
+        own = {"self", "model", "ref_model", "args", "optimizers"}
         unknown = missing("trl", inspect.signature(trainer.__init__).parameters.keys() - own)
         assert unknown == [], trainer
 
