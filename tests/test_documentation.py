@@ -52,7 +52,7 @@ PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
 def settings_in(text: str) -> list[str]:
     """All settings in a text. `a=b|c` means a=b and a=c, and `a=N` a number. Blocks of Python, which tests/test_notebook.py runs, and of output are skipped, and calls of Python."""
     text = re.sub(r"```(?:python|text).*?```", "", text, flags=re.DOTALL)
-    text = re.sub(r"`\w+\([^`]*\)`", "", text)
+    text = re.sub(r"`(?:\w+\.)*\w+\([^`]*\)`", "", text)
     found = re.findall(
         r"(?:^|(?<=[\s`(]))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
     )
