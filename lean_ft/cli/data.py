@@ -219,7 +219,7 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     settings = [f"data.source={file}", *overrides]
     if config is not None:
         return None, settings
-    from lean_ft.data.formats import NUM_ROWS_TO_DETECT
+    from lean_ft.data.formats import FORMATS, NUM_ROWS_TO_DETECT
     from lean_ft.data.sources import first_rows
 
     of_rows = tuple(f"data.{name}" for name in RowsConfig.model_fields)
@@ -228,24 +228,24 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     rows = first_rows(data.source, NUM_ROWS_TO_DETECT, data)
     fields = next((list(row.fields) for row in rows if row.problem is None), [])
     names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
-    recipe = "grpo" if "prompt" in names and names.isdisjoint({"completion", "messages"}) else "finetune"
+    has_answers = any(names >= {*format.required} for format in FORMATS.values())
+    recipe = "grpo" if "prompt" in names and not has_answers else "finetune"
     recipe = next((one for one, name, needed in RECIPES_OF_ROWS if name == data.format or names >= {*needed}), recipe)
+    defaults = ["model.path=tiny"]
     if recipe == "grpo":
-        settings.append("rewards=[exact_answer]")  # required, and not used: no completion is sampled
+        defaults.append("rewards=[exact_answer]")  # required, and not used: no completion is sampled
     if recipe == "classify" and "label" not in names:
-        settings.append("data.multi_label=true")
-    typer.echo(
-        f"note: shown as the recipe {recipe} reads the rows. For another: leanft data preview RECIPE data.source={file}",
-        err=True,
+        defaults.append("data.multi_label=true")
+    note = (
+        f"note: shown as the recipe {recipe} reads the rows. For another: leanft data preview RECIPE data.source={file}"
     )
-    if not any(word.startswith("model.path=") for word in overrides):
-        settings.append("model.path=tiny")
-        typer.echo(
-            "note: tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many tokens as a large "
-            "model. To see those of your model, add model.path=MODEL",
-            err=True,
+    if not any(word.startswith("model.path") for word in overrides):
+        note += (
+            "\nnote: tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many tokens as a "
+            "large model. To see those of your model, add model.path=MODEL"
         )
-    return recipe, settings
+    typer.echo(note, err=True)
+    return recipe, [*defaults, *settings]
 
 
 def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: list[int]) -> dict[int, str]:

@@ -39,7 +39,7 @@ def push(
 
     Needs a token with write access: run `hf auth login` or set the variable HF_TOKEN.
     """
-    from lean_ft.hub.upload import prepare
+    from lean_ft.hub.upload import CARD, prepare
     from lean_ft.hub.upload import push as upload
 
     if not dry_run:
@@ -49,16 +49,14 @@ def push(
         raise ValueError(
             f"{source} is not a folder here, and --dry-run uses no network. Run `leanft download {source}` first."
         )
-    planned = prepare(source, repo, license)
-    sizes = {
-        path: len(file) if isinstance(file, bytes) else file.stat().st_size for path, file in planned.files.items()
-    }
+    folder, files, remarks = prepare(source, repo, license)
+    sizes = {path: len(file) if isinstance(file, bytes) else file.stat().st_size for path, file in files.items()}
     access = "public" if public else "private"
-    typer.echo(f"from  {planned.folder}")
+    typer.echo(f"from  {folder}")
     typer.echo(f"to    {repo}, created as a {access} repository if it does not exist. One commit adds or replaces:\n")
     total = (f"{len(sizes)} files", gibibytes(sum(sizes.values())))
     print_table(("", ">"), [*((path, gibibytes(size)) for path, size in sizes.items()), total])
-    typer.echo(f"\nREADME.md:\n\n{planned.card}")
-    for remark in planned.remarks:
+    typer.echo(f"\n{CARD}:\n\n{files[CARD].decode()}")
+    for remark in remarks:
         typer.echo(f"note: {remark}")
     typer.echo("dry run: nothing was uploaded.")

@@ -7,7 +7,6 @@ repository never has a partial upload. The client uploads (Xet or LFS) and reads
 
 import json
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,8 @@ from lean_ft.training.curves import draw_curves
 from lean_ft.training.finished_models import find_finished
 from lean_ft.training.run_directory import METRICS_FILE, read_starts
 
-_CARD, _PICTURE = "README.md", "curves.png"
+CARD, _PICTURE = "README.md", "curves.png"
 _FACTS = ("lean_ft", "torch", "python", "device", "processes", "git_commit", "data_fingerprint", "started")
-
-
-@dataclass(frozen=True)
-class Upload:
-    """The files of an upload, and what a person may want to change before it."""
-
-    repo: str
-    folder: Path
-    files: dict[str, Path | bytes]
-    """Path in the repository -> file on disk, or its content."""
-    card: str
-    remarks: list[str]
 
 
 def push(source: str | Path, repo: str, *, public: bool = False, license: str | None = None) -> str:
@@ -49,14 +36,14 @@ def push(source: str | Path, repo: str, *, public: bool = False, license: str | 
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    upload = prepare(source, repo, license)
+    folder, files, _ = prepare(source, repo, license)
     if get_token() is None:
         raise ValueError("push needs a token that may write: `hf auth login`, or the variable HF_TOKEN.")
-    operations = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=file) for path, file in upload.files.items()]
+    operations = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=file) for path, file in files.items()]
     hub = HfApi()
     try:
         hub.create_repo(repo, private=not public, exist_ok=True)
-        return hub.create_commit(repo, operations, commit_message=f"{upload.folder.name}, by lean_ft").commit_url
+        return hub.create_commit(repo, operations, commit_message=f"{folder.name}, by lean_ft").commit_url
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
@@ -73,8 +60,11 @@ def push(source: str | Path, repo: str, *, public: bool = False, license: str | 
     raise AssertionError
 
 
-def prepare(source: str | Path, repo: str, license: str | None = None) -> Upload:
-    """Return what `push` uploads. Raises ValueError if the source is not complete or the name is invalid."""
+def prepare(source: str | Path, repo: str, license: str | None = None) -> tuple[Path, dict[str, Any], list[str]]:
+    """Return the model's folder, the files to upload (path in the repository -> file or content), and what the card lacks.
+
+    Raises ValueError if the source is not complete or the name is invalid.
+    """
     from huggingface_hub import get_token
     from huggingface_hub.utils import validate_repo_id
 
@@ -89,8 +79,8 @@ def prepare(source: str | Path, repo: str, license: str | None = None) -> Upload
     run = folder.parent if (folder.parent / METRICS_FILE).is_file() else None
     picture = _picture(run) if run is not None else None
     card = model_card(folder, run, repo, has_picture=picture is not None, license=license)
-    files: dict[str, Path | bytes] = {file.relative_to(folder).as_posix(): file for file in files_of_model(folder)}
-    files |= {_CARD: card.encode()} | ({_PICTURE: picture} if picture is not None else {})
+    files: dict[str, Any] = {file.relative_to(folder).as_posix(): file for file in files_of_model(folder)}
+    files |= {CARD: card.encode()} | ({_PICTURE: picture} if picture is not None else {})
     remarks = {
         "no token was found. Before the push, run `hf auth login` or set HF_TOKEN.": get_token() is None,
         "the card has no license. Read the license of the base model, and pass --license ID.": license is None,
@@ -99,7 +89,7 @@ def prepare(source: str | Path, repo: str, license: str | None = None) -> Upload
         "the card has no results, because the folder is not part of a run.": run is None,
         f"the card has no curves. Run {install_command('plots')}": run is not None and picture is None,
     }
-    return Upload(repo, folder, files, card, [remark for remark, applies in remarks.items() if applies])
+    return folder, files, [remark for remark, applies in remarks.items() if applies]
 
 
 def _picture(run: Path) -> bytes | None:

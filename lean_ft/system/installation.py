@@ -54,8 +54,8 @@ def source_elsewhere() -> str:
         if url.endswith(".whl") and (url.startswith("https://") or Path(url.removeprefix("file://")).is_file()):
             return url.removeprefix("file://")
     raise ValueError(
-        f"--source is missing: other machines cannot install lean_ft from {folder or _ROOT}, because its commit is in no remote "
-        f"repository. Push it, or build a wheel with `pip wheel --no-deps -w . {folder or 'CLONE'}` and pass --source FILE.whl."
+        f"--source is missing: other machines cannot install lean_ft from {folder or _ROOT}. Push the commit of your clone to a "
+        f"remote repository, or build a wheel with `pip wheel --no-deps -w . {folder or 'CLONE'}` and pass --source FILE.whl."
     )
 
 

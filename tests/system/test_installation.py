@@ -65,7 +65,7 @@ def test_another_machine_installs_the_pushed_commit_of_a_clone(tmp_path: Path, m
         _git(clone, "remote", "set-url", "origin", url)
         assert source_elsewhere() == f"git+https://example.org/me/lean_ft.git@{_git(clone, 'rev-parse', 'HEAD')}"
     _git(clone, "commit", "--allow-empty", "-m", "not pushed")
-    with pytest.raises(ValueError, match="its commit is in no remote repository"):
+    with pytest.raises(ValueError, match="Push the commit of your clone"):
         source_elsewhere()
 
 
