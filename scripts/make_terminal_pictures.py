@@ -24,12 +24,9 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks.shapes import write_model_folder  # noqa: E402
-
 COLUMNS = 103
 COMMANDS = {
-    "data_preview": "leanft data preview finetune model.path=tiny data.source=my_chats.jsonl",
+    "data_preview": "leanft data preview my_chats.jsonl",
     "plan": 'leanft plan --config llama3_2_3b/full --device-name "RTX 4090"',
 }
 _COLORS = [
@@ -44,7 +41,6 @@ _COLORS = [
 ]
 _RGB = [(int(red), int(green), int(blue)) for red, green, blue in map(str.split, _COLORS)]
 THEME = TerminalTheme((13, 17, 23), _RGB[-1], _RGB)  # readable on light and on dark pages
-PLANNED = {"llama3_2_3b": "meta-llama/Llama-3.2-3B-Instruct"}
 
 
 def printed(command: str, folder: Path) -> str:
@@ -87,8 +83,6 @@ def main() -> None:
     assert rows, "README.md makes no file"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "my_chats.jsonl").write_text(rows[1])
-        for shape, name in PLANNED.items():
-            write_model_folder(shape, Path(folder) / name)
         for name in sys.argv[1:] or COMMANDS:
             path = ROOT / "docs" / "assets" / f"{name}.svg"
             draw(COMMANDS[name], printed(COMMANDS[name], Path(folder)), path)
