@@ -186,16 +186,17 @@ def search_adapters(
     for quantize in ("none", "nf4"):
         lora = LoRAConfig.model_validate({"quantize": quantize})
         adapter = {"lora.rank": lora.rank, **({"lora.quantize": quantize} if quantize != "none" else {}), **needed}
-        rehearsals = _Rehearsals(
-            *(recipe, cfg.model_copy(update={"lora": lora}), device),
-            lambda settings, adapter=adapter: progress(f"{_command_line(adapter)}: {settings}"),
-            machines,
-        )
+        with_adapter, command = cfg.model_copy(update={"lora": lora}), _command_line(adapter)
+        rehearsals = _Rehearsals(recipe, with_adapter, device, _after(f"{command}: ", progress), machines)
         own = rehearsals.of({})
         if own is not None and own.reserved_bytes > budget_bytes:
             rehearsals.first_that_fits(_ladder(rehearsals.cfg, device, machines.num_devices == 1), budget_bytes)
-        found[f"{Path(recipe.__file__ or '').stem} {_command_line(adapter)}"] = rehearsals.result(budget_bytes)
+        found[f"{Path(recipe.__file__ or '').stem} {command}"] = rehearsals.result(budget_bytes)
     return found
+
+
+def _after(prefix: str, progress: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda settings: progress(prefix + settings)
 
 
 def with_overrides(cfg: RecipeConfig, overrides: Overrides) -> RecipeConfig:
