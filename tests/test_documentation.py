@@ -44,7 +44,7 @@ LONG = (
     "troubleshooting.md",
 )  # their commands train for a while
 TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # created by an earlier command
-NO_SETTING = {"shell=True"}  # Python, not a setting
+NO_SETTING = {"shell=True", "merge=True"}  # Python, not a setting
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +68,8 @@ def _git(folder: Path, *words: str) -> str:
 
 def _pip_install() -> list[str]:
     """Return `pip install` for this Python, which may not be the Python of the shell's `pip`."""
-    if find_spec("pip") is None:
+    # Not `find_spec("pip")`, which turns off the distutils of setuptools, and torch.compile then fails.
+    if not any(metadata.distributions(name="pip")):
         return ["uv", "pip", "install", "--python", sys.executable]
     found = shutil.which("pip")
     is_ours = found is not None and Path(found).parent == Path(sys.executable).parent

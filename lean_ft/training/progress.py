@@ -71,7 +71,7 @@ class ProgressBar:
             self._bar.update(self._bar.task_ids[0], completed=step, state="  ".join(fields), refresh=True)
             return
         if self._view is not None:
-            self._view.update(step, self._total_steps, "  ".join([left, *state]))
+            self._view.update(step, self._total_steps, "  ".join([*state, left]))
             return
         now = time.perf_counter()
         if now - self._last_line >= PLAIN_LINE_SECONDS or step == self._total_steps:

@@ -155,7 +155,6 @@ def test_a_file_with_columns_a_preset_or_an_unreadable_name(leanft, tmp_path, mo
     for word, message in {
         "none.csv": "data source none.csv does not exist",
         "finetun": "no recipe is called 'finetun'. Did you mean 'finetune'?",
-        "tiny/dpo": "'tiny/dpo' is a preset",
         "rows.csv": "cannot detect the format from the fields question, better, worse",
     }.items():
         answer = leanft("data", "stats", word)

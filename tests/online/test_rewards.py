@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import create_model
 
 from lean_ft.cli.run import run_recipe
 from lean_ft.data import Prompt
@@ -172,7 +173,7 @@ def test_a_shipped_recipe_that_somebody_exits_has_failed(monkeypatch) -> None:
     recipe = load_recipe(find_recipe("finetune"))
     monkeypatch.setattr(recipe, "main", lambda cfg: sys.exit(0))
     with pytest.raises(RuntimeError, match=r"ended the run by sys\.exit\(0\)"):
-        run_recipe(recipe, [])
+        run_recipe(recipe, create_model("Config")())
     monkeypatch.setattr(recipe, "main", lambda cfg: sys.exit(130))
     with pytest.raises(SystemExit):
-        run_recipe(recipe, [])
+        run_recipe(recipe, create_model("Config")())

@@ -210,6 +210,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {  # tool, what differs
         "sample_packing: false",
         {
             "recipe": "grpo",
+            "batch_size": 2,
             "rewards": ["rewards.py:exact"],
             "generation": {"num_answers": 4, "max_new_tokens": 64},
             "loss": {"kl_weight": 0.01},

@@ -39,7 +39,7 @@ def test_a_clone_is_named_and_other_installations_name_the_packages(monkeypatch:
 def test_the_command_is_for_the_python_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
     assert install_command("plots").startswith(f"{sys.executable} -m pip install ")
-    monkeypatch.setattr(installation, "find_spec", lambda _: None)
+    monkeypatch.setattr(installation.metadata, "distributions", lambda name: [])
     assert install_command("plots").startswith(f"uv pip install --python {sys.executable} ")
 
 
@@ -93,3 +93,11 @@ def test_every_named_extra_exists() -> None:
     named = {name for text in sources for name in re.findall(r"install_command\(['\"](\w+)", text)}
     assert named == {"datasets", "eval", "gguf", "hybrid", "plots", "serve", "zstd"} and named <= EXTRAS.keys()
     assert not [text for text in sources if "lean-ft[" in text]
+
+
+def test_a_message_leaves_the_imports_of_other_packages_alone() -> None:
+    """setuptools hides its distutils, which torch.compile needs, from a process that looks for pip's module."""
+    code = "from lean_ft.system.installation import install_command; install_command('plots'); import distutils.core as d; print(d.__file__)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    plain = [sys.executable, "-P", "-c", "import distutils.core as d; print(d.__file__)"]
+    assert done.stdout == subprocess.run(plain, capture_output=True, text=True, check=True).stdout

@@ -15,8 +15,8 @@ STEPS = [  # recipe, settings, size of a step
     ("classify", (*TINY, "data.source=tiny/topics_validation.jsonl"), "2 texts per step"),
     ("dpo", (*PAIRS, "gradient_accumulation_steps=2"), "2 x 4 pairs per step"),
     ("kto", PAIRS, "4 answers per step"),
-    ("grpo", SAMPLED, "2 x 2 completions per step"),
-    ("online_dpo", SAMPLED, "2 x 2 pairs per step"),
+    ("grpo", SAMPLED, "2 x 8 completions per step"),
+    ("online_dpo", SAMPLED, "2 x 8 pairs per step"),
 ]
 
 
