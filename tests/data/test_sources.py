@@ -145,3 +145,9 @@ class TestAFunctionOfOnesOwn:
         (tmp_path / "own.py").write_text(CONVERTERS.replace('"completion": row["a"]', '"completion": row["q"]'))
         after = content()
         assert before[0] != after[0] and before[1] != after[1]
+
+
+def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path):
+    (tmp_path / "my_chats.jsonl").touch()
+    with pytest.raises(ValueError, match=r"my_chat.jsonl does not exist; .* Did you mean '.*/my_chats.jsonl'\?"):
+        source_files(str(tmp_path / "my_chat.jsonl"))
