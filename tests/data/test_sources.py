@@ -12,7 +12,7 @@ import pytest
 from lean_ft.data import documents
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.prepare import source_content
-from lean_ft.data.sources import first_rows, read_rows
+from lean_ft.data.sources import first_rows, read_rows, source_files
 from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, Source
 from lean_ft.system import log
 from lean_ft.tokenizers import Tokenizer
