@@ -20,6 +20,7 @@ NUMERIC := $(addprefix tests/,losses models optim memory peft generation recipes
 
 demo: $(VENV)/installed
 	$(BIN)/leanft run full_finetune_single_device --config tiny/full
+	@echo "To type leanft yourself, activate the environment: source $(VENV)/bin/activate"
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -32,8 +32,9 @@ def convert_config(
     text = preset.text(file.name)
     with TemporaryDirectory() as folder:  # check that the recipe accepts the preset
         (written := Path(folder) / "preset.yaml").write_text(text, encoding="utf-8")
+        loggers = ["log.to=[jsonl]"] if "log.to" in preset.settings else []  # which need not be installed here
         try:
-            load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written)
+            load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, written, loggers)
         except ValueError as error:
             named = re.sub(rf"{re.escape(str(written))}(, line \d+)?", lambda _: str(file), str(error))
             raise ValueError(named) from None

@@ -89,6 +89,8 @@ def run_command_line(arguments: list[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         arguments = _as_meant(arguments)
+        if sum(word in ("--config", "-c") or word.startswith("--config=") for word in arguments) > 1:
+            raise ValueError("--config is given more than once. A run has one preset: copy its settings into one file.")
         if "_LEANFT_COMPLETE" in os.environ:  # a shell requests completions
             app(prog_name="leanft")
         named = next((word for word in arguments if word in _recipe_names() or word.endswith(".py")), None)

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import yaml
 
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.settings.run import LOGGER_PACKAGES
 from tests.settings.test_from_torchtune import BASE
 
 
@@ -93,3 +95,13 @@ def test_a_converted_configuration_trains(theirs, leanft, tmp_path, monkeypatch)
     assert len(losses) == (6 if "base_model" in theirs else 4)
     assert losses[-1] < losses[0]
     assert any("eval_loss" in row for row in rows) == ("base_model" in theirs)
+
+
+def test_a_logger_need_not_be_installed_to_convert_its_settings(leanft, tmp_path, monkeypatch):
+    monkeypatch.setitem(LOGGER_PACKAGES, "wandb", "not_installed_here")
+    (tmp_path / "theirs.yaml").write_text(
+        "base_model: tiny\nwandb_project: mine\ndatasets: [{path: rows.jsonl, type: chat_template}]\n"
+    )
+    converted = leanft("convert-config", tmp_path / "theirs.yaml")
+    assert converted.code == 0, converted.err
+    assert yaml.safe_load(converted.out)["log"] == {"project": "mine", "to": ["wandb"]}

@@ -63,6 +63,7 @@ WITH_TOY_RECIPES = [
     ("rnu", "no such command 'rnu'", "'run'", "leanft --help"),
     ("--verison", "leanft has no option --verison", "Did you mean '--version'?"),
     ("train model.path=tiny", "no such command 'train'", "leanft run finetune"),
+    ("run finetune --config tiny/full -c tiny/lora", "--config is given more than once", "into one file"),
     ("cat tiny/toy --schema", "tiny/toy"),
     ("cat nothing_like_it", "nothing_like_it"),
     ("cat tiny", "tiny"),
