@@ -1,4 +1,4 @@
-"""Make the pictures of the terminal in README.md: run commands in a terminal of 116 columns, and draw what they print.
+"""Make the pictures of the terminal in README.md: run commands in a terminal of 120 columns, and draw what they print.
 
     python scripts/make_terminal_pictures.py            # all pictures, in about 2 minutes
     python scripts/make_terminal_pictures.py plan       # one of them
@@ -24,7 +24,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = 116
+COLUMNS = 120
 COMMANDS = {
     "data_preview": "leanft data preview my_chats.jsonl",
     "plan": 'leanft plan --config llama3_2_3b/full --device-name "RTX 4090"',
