@@ -18,7 +18,7 @@ from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import RowsConfig, Source, Sources
 from lean_ft.system.log import slow_calls_reported
-from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.spelling import nearest
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, line_in, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
@@ -98,8 +98,10 @@ def source_files(source: str) -> list[Path] | None:
     is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source)
     if is_name and not re.search(_DATA_FILE, source):
         return None
-    beside = [str(child) for child in path.parent.iterdir() if child.is_file()] if path.parent.is_dir() else []
-    raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.{did_you_mean(str(path), beside)}")
+    beside = {child.stem: child for child in path.parent.iterdir() if child.is_file()} if path.parent.is_dir() else {}
+    close = nearest(path.stem, beside)  # without the endings, which most files share
+    hint = f" Did you mean '{beside[close]}'?" if close else ""
+    raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.{hint}")
 
 
 def files_of(source: Source) -> list[Path] | None:
