@@ -120,8 +120,8 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _as_setting(option: str, arguments: Sequence[str], or_nearest: bool = False) -> str:
-    """Return a hint on the setting that an option stands for, such as `optimizer.lr=1e-4` for `--lr 1e-4`. With `or_nearest`,
-    the nearest name is one too."""
+    """Return a hint that names the setting for an option: `optimizer.lr=1e-4` for `--lr 1e-4`. With `or_nearest`, suggest the
+    nearest name if no setting has this one."""
     name, recipes = option.lstrip("-").replace("-", "_"), {**catalog.recipes(), **catalog.aliases()}
     recipe = next((word for word in arguments if word in recipes or word.endswith(".py")), "finetune")
     keys = list[str]()
@@ -135,5 +135,6 @@ def _as_setting(option: str, arguments: Sequence[str], or_nearest: bool = False)
     else:
         settings, sentence = replacement(name, value, {*keys, *(key.partition(".")[0] for key in keys)})
     meant = assigned(settings, value, is_whole=True)
-    said = [f"Settings take no dashes: {meant}", sentence] if meant else [sentence]
-    return "".join(f" {one}" for one in [". ".join(filter(None, said))] if one)
+    if not meant:
+        return f" {sentence}" if sentence else ""
+    return f" Settings take no dashes: {meant}" + (f". {sentence}" if sentence else "")

@@ -11,7 +11,7 @@ from lean_ft.settings.strict_yaml import parse_yaml
 
 FILE = Path(__file__).resolve().parents[1] / "assets" / "other_tools.yaml"
 VALUE = "VALUE"  # stands for their value
-RECIPE = "recipe"  # key of an answer that is not a setting
+RECIPE = "recipe"  # key of a preset, or of an answer, that is not a setting
 NEEDLESS, UNSUPPORTED = "not needed", "not supported"
 
 Row = str | dict[str, str]  # an answer, or one for each value

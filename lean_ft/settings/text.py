@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from lean_ft.settings.other_tools import assigned, replacement, table, value_replacement
+from lean_ft.settings.other_tools import RECIPE, assigned, replacement, table, value_replacement
 from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
 from lean_ft.system.spelling import did_you_mean
 
@@ -30,7 +30,6 @@ Schema = dict[str, Any]  # JSON schema of a setting or a group
 
 COMMAND_LINE = "command line"
 MAX_PROBLEMS = 20  # listed in one message
-RECIPE = "recipe"  # key of a preset that is not a setting
 # Settings that people change first, in this order. A recipe has about ten of them.
 COMMON = [
     "loss.name",

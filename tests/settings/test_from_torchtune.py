@@ -12,8 +12,7 @@ import yaml
 from lean_ft.cli.main import run_command_line
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings.from_other_tools import convert_config
-from lean_ft.settings.text import load_config
-from lean_ft.system import catalog
+from tests.settings.test_from_other_tools import converted
 
 # Keys that all torchtune configurations have, from llama3_2/1B_full_single_device.yaml.
 BASE = """
@@ -248,15 +247,9 @@ CASES |= {
 
 def presets_of(text: str, folder: Path) -> tuple[dict[str, Any], str]:
     """Convert BASE updated by `text`, load the preset, and return its values and comments."""
-    theirs, ours = folder / "theirs.yaml", folder / "ours.yaml"
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    theirs.write_text("\n".join([yaml.safe_dump(yaml.safe_load(BASE) | (yaml.safe_load(text) or {})), *comments]))
-    preset = convert_config(theirs)
-    ours.write_text(preset.text(theirs.name))
-    load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, ours)
-    said = [line for line in ours.read_text().splitlines() if line.startswith("#")]
-    assert said[1:] == [f"# {remark}" for remark in preset.remarks]
-    return yaml.safe_load(ours.read_text()), "\n".join(said)
+    updated = yaml.safe_dump(yaml.safe_load(BASE) | (yaml.safe_load(text) or {}))
+    return converted("\n".join([updated, *comments]), folder)
 
 
 @pytest.mark.parametrize("name", CASES)
