@@ -35,11 +35,11 @@ from lean_ft.data.rows import IGNORED
 from lean_ft.data.sources import first_rows
 from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
+from lean_ft.gguf.tensors import gguf_file
 from lean_ft.losses import CrossEntropy
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.config_json import gives_scores
-from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.hf_format import stored_dtype, stored_tensors
 from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
 from lean_ft.optim import build_optimizer

@@ -171,7 +171,7 @@ def _rows(value: Any, key: str) -> Iterable[Any] | None:
 def _write_rows(rows: Iterable[Any], key: str) -> Path:
     """Write rows to a JSONL file in the cache, named by its content. Raises ValueError for a row that is not JSON."""
     from lean_ft.data.arrow_rows import as_json
-    from lean_ft.data.cache import cache_folder  # imported here, because it imports numpy
+    from lean_ft.system.cache import cache_folder  # imported here, because it imports numpy
 
     folder, digest = cache_folder(None) / "rows", hashlib.blake2b(digest_size=16)
     convert = as_json if hasattr(rows, "features") else dict  # a datasets.Dataset has dates, and nulls for missing keys

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lean_ft.export.gguf_families import GGUF_FAMILIES  # noqa: E402
-from lean_ft.export.gguf_mixtures import GGUF_MIXTURES  # noqa: E402
+from lean_ft.gguf.mixtures import GGUF_MIXTURES  # noqa: E402
+from lean_ft.gguf.rows import GGUF_FAMILIES  # noqa: E402
 
 PAGE = ROOT / "docs" / "export.md"
 MARKS = "<!-- table -->", "<!-- end of table -->"

@@ -179,7 +179,7 @@ NOT_RUN = {
     "leanft chat ": "interactive; tests/recipes/test_chat.py tests it",
     "leanft push ": "uploads; tests/cli/test_push_verb.py tests it on loopback",
     "leanft serve ": "runs until Ctrl-C; tests/generation/test_server.py tests it",
-    "llama-cli ": "a program of llama.cpp; tests/export/test_gguf_llama_cpp.py",
+    "llama-cli ": "a program of llama.cpp; tests/gguf/test_llama_cpp.py",
     "ollama ": "another program; tests/export/test_ollama.py",
     "leanft run --nproc-per-node ": "starts processes; tests/parallel tests it",
 }

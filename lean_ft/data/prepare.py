@@ -22,7 +22,6 @@ import numpy as np
 
 from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
-from lean_ft.data.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
 from lean_ft.data.documents import ARRAYS, Documents, Parts
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
@@ -32,6 +31,7 @@ from lean_ft.data.sources import files_of, list_sources, read_rows
 from lean_ft.data.splits import is_sliced
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataConfig, Sources
+from lean_ft.system.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
 from lean_ft.tokenizers import Tokenizer

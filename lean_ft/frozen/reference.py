@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batches, EvalBatches, PairBatch, PolicyBatch
-from lean_ft.data.cache import cache_folder, growing_array
 from lean_ft.data.prepare import hash_of
 from lean_ft.data.unpaired import Unpaired
 from lean_ft.frozen.frozen_model import load_frozen
@@ -49,6 +48,7 @@ from lean_ft.settings import (
     PreferenceLossConfig,
     ReferencedLossConfig,
 )
+from lean_ft.system.cache import cache_folder, growing_array
 from lean_ft.system.host_link import open_link
 from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage

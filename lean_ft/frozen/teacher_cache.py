@@ -8,7 +8,7 @@ A document is identified by its content (ids, and which of them are trained), no
 rows may be shuffled, packed or weighted differently, or be fewer. A document that is truncated differently is missing
 in the cache.
 
-The folder is written under a temporary name and renamed when it is complete (`lean_ft.data.cache`).
+The folder is written under a temporary name and renamed when it is complete (`lean_ft.system.cache`).
 
 Shapes: N targets of all documents, k stored tokens, M documents.
 """
@@ -24,11 +24,11 @@ import torch
 
 from lean_ft.data import Batch, EvalBatches, sft_batches
 from lean_ft.data.batches import Layout
-from lean_ft.data.cache import ABOUT, read_entry, write_entry
 from lean_ft.data.prepare import NOT_IN_FINGERPRINT
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
 from lean_ft.settings import DataConfig, KeepTeacherConfig
+from lean_ft.system.cache import ABOUT, read_entry, write_entry
 from lean_ft.system.log import say
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.device import check_dtype, resolve_device

@@ -59,7 +59,7 @@ def _open_gguf(file: Path, path: str | Path) -> Path:
     if file.suffix != ".gguf":
         raise ValueError(f"model path {str(path)!r} is a file; expected the folder with config.json, or a .gguf file.")
     # By name, because it builds the model to check the file, and models are a layer above this one.
-    return import_module("lean_ft.export.gguf_import").gguf_folder(file, path)
+    return import_module("lean_ft.gguf.open").gguf_folder(file, path)
 
 
 def gguf_cache() -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lean_ft.gguf.tensors import GGUF_INDEX, gguf_file, gguf_tensors
 from lean_ft.hub.download import home_of_links
 from lean_ft.hub.paths import planned_model_path, resolve_model_path
 from lean_ft.models.config import DecoderConfig
@@ -30,7 +31,6 @@ from lean_ft.models.config_json import (
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.float32_products import use_float32_products
-from lean_ft.models.gguf_tensors import GGUF_INDEX, gguf_file, gguf_tensors
 from lean_ft.models.layers import XIELU_START
 from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file

@@ -24,11 +24,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from lean_ft.data.cache import cache_folder
 from lean_ft.hub.paths import planned_model_path
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.result import Launches, Rehearsal
 from lean_ft.settings import DataConfig, RecipeConfig, models_of
+from lean_ft.system.cache import cache_folder
 from lean_ft.system.whole_files import read_json, write_json
 
 _FORMAT = 1

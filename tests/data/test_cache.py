@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import cache, prepare, sft_batches
-from lean_ft.data.cache import cache_folder, content_digest, limit_size, load_entry, read_entry, write_entry
+from lean_ft.data import prepare, sft_batches
 from lean_ft.settings import SFTDataConfig
+from lean_ft.system import cache
+from lean_ft.system.cache import cache_folder, content_digest, limit_size, load_entry, read_entry, write_entry
 
 ROWS = [{"prompt": f"{i}", "completion": "c" * (i % 30)} for i in range(40)]
 
@@ -50,7 +51,7 @@ class TestEntries:
 
     def test_what_a_killed_run_left_is_no_entry_and_removed_later(self, tmp_path: Path):
         program = (
-            "import os, sys, numpy; from pathlib import Path; from lean_ft.data.cache import write_entry\n"
+            "import os, sys, numpy; from pathlib import Path; from lean_ft.system.cache import write_entry\n"
             "with write_entry(Path(sys.argv[1]), 'a') as writer:\n"
             "    writer.append({'numbers': numpy.arange(3)}); os.kill(os.getpid(), 9)"
         )

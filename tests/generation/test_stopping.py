@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lean_ft
 from lean_ft.export import export_folder, export_gguf
 from lean_ft.generation import stop_ids
-from tests.export.llama_server import LlamaServer
+from tests.gguf.llama_server import LlamaServer
 
 LOOP = "{% for m in messages %}"
 ASKS = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

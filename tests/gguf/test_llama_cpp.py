@@ -12,13 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft.export import GGUF_KINDS, export_gguf
-from lean_ft.export.gguf_families import GGUF_FAMILIES
-from lean_ft.export.gguf_mixtures import GGUF_MIXTURES
+from lean_ft.gguf.mixtures import GGUF_MIXTURES
+from lean_ft.gguf.rows import GGUF_FAMILIES
 from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import qwen_tokenizer
-from tests.export.gguf_cases import CASES, GRANITE
-from tests.export.llama_server import LlamaServer
+from tests.gguf.cases import CASES, GRANITE
+from tests.gguf.llama_server import LlamaServer
 
 pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")
 

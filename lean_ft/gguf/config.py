@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lean_ft.export.gguf_check import FAMILIES
-from lean_ft.export.gguf_facts import Facts
-from lean_ft.export.gguf_families import ABSENT, GGUFFamily
+from lean_ft.gguf.check import FAMILIES
+from lean_ft.gguf.facts import Facts
+from lean_ft.gguf.rows import ABSENT, GGUFFamily
 from lean_ft.models.families import FAMILIES as MODEL_FAMILIES
 from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.system.spelling import did_you_mean

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lean_ft.data import Batch, EvalBatches, sft_batches
-from lean_ft.export.gguf_contents import layout_of
-from lean_ft.export.gguf_facts import Facts
-from lean_ft.export.gguf_families import GGUFFamily
-from lean_ft.export.gguf_import import read_header, stored_parameters
-from lean_ft.export.gguf_quants import serial_operations
+from lean_ft.gguf.facts import Facts
+from lean_ft.gguf.layouts import by_side, store
+from lean_ft.gguf.names import layout_of
+from lean_ft.gguf.open import read_header, stored_parameters
+from lean_ft.gguf.quantize import serial_operations
+from lean_ft.gguf.rows import GGUFFamily
+from lean_ft.gguf.tensors import GGUFTensor
 from lean_ft.models import Decoder
-from lean_ft.models.gguf_layouts import by_side, store
-from lean_ft.models.gguf_tensors import GGUFTensor
 from lean_ft.models.hf_format import parts_on_disk
 from lean_ft.models.moe import Experts
 from lean_ft.quantize import mean_loss

@@ -1,6 +1,6 @@
 """Weights of a GGUF file under their Hugging Face names, dequantized in strips while they are read.
 
-`lean_ft.export.gguf_import` writes the index, one entry per tensor, into a folder of the cache. Only folders there are trusted
+`lean_ft.gguf.open` writes the index, one entry per tensor, into a folder of the cache. Only folders there are trusted
 to name a file anywhere on the disk.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lean_ft.gguf.layouts import Step, is_exact, load
 from lean_ft.hub.paths import gguf_cache
-from lean_ft.models.gguf_layouts import Step, is_exact, load
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.shards import Part
 from lean_ft.system.whole_files import read_json, write_json

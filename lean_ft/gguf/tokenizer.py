@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_ft.export.gguf_vocabulary import ADD_BOS, BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, USER_DEFINED
+from lean_ft.gguf.vocabulary import ADD_BOS, BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, USER_DEFINED
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers.file_limits import check_limits
 from lean_ft.tokenizers.sentencepiece_model import WORD_START

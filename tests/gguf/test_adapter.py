@@ -10,16 +10,16 @@ import torch
 import transformers
 
 from lean_ft.export import export_gguf, export_gguf_adapter
-from lean_ft.export.gguf_families import GGUF_FAMILIES
-from lean_ft.export.gguf_mixtures import GGUF_MIXTURES
+from lean_ft.gguf.mixtures import GGUF_MIXTURES
+from lean_ft.gguf.rows import GGUF_FAMILIES
 from lean_ft.models import load_model
 from lean_ft.peft import apply_lora, save_adapter
 from lean_ft.settings import LoRAConfig
 from tests.export.conftest import qwen_tokenizer
-from tests.export.gguf_cases import CASES as FAMILIES
-from tests.export.gguf_cases import GRANITE
-from tests.export.llama_server import LlamaServer
-from tests.export.test_gguf_llama_cpp import assert_same_log_probs, tolerance
+from tests.gguf.cases import CASES as FAMILIES
+from tests.gguf.cases import GRANITE
+from tests.gguf.llama_server import LlamaServer
+from tests.gguf.test_llama_cpp import assert_same_log_probs, tolerance
 from tests.peft.conftest import randomize
 
 UNEVEN = {"r": 4, "lora_alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}

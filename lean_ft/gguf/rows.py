@@ -9,10 +9,10 @@ Source: llama.cpp, convert_hf_to_gguf.py, src/llama-model.cpp and src/models.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from lean_ft.export.gguf_facts import Facts
+from lean_ft.gguf.facts import Facts
+from lean_ft.gguf.layouts import Step
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.gguf_layouts import Step
 
 STORED: Any = object()  # in the place of a value that llama.cpp computes with: the file stores the field
 ABSENT: Any = object()  # in the place of a field's value: config.json does not have it
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     """How a file stores a parameter."""
 
     steps: tuple[Step, ...] = ()
-    """From the parameter to the file's tensors, as in `lean_ft.models.gguf_layouts`."""
+    """From the parameter to the file's tensors, as in `lean_ft.gguf.layouts`."""
     places: tuple[str, ...] | None = None
     """What takes the place of a part of the parameter's name, once per tensor; none for metadata. None: the name stays."""
 

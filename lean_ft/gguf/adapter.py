@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lean_ft.export.gguf_check import gguf_family
-from lean_ft.export.gguf_contents import gguf_package, layout_of
-from lean_ft.export.gguf_file import GGUF_KINDS, Entry, gguf_destination, write_gguf
 from lean_ft.export.places import Exported, room_for
+from lean_ft.gguf.check import gguf_family
+from lean_ft.gguf.layouts import by_side, store
+from lean_ft.gguf.names import gguf_package, layout_of
+from lean_ft.gguf.write import GGUF_KINDS, Entry, gguf_destination, write_gguf
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.gguf_layouts import by_side, store
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.moe import Experts
 from lean_ft.peft import is_adapter

@@ -24,17 +24,18 @@ from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Split
 
 from lean_ft.cli.main import run_command_line
-from lean_ft.export import export_gguf, gguf_import
-from lean_ft.export.gguf_tokenizer import _sentencepiece_merges
-from lean_ft.export.gguf_vocabulary import APPROXIMATED, PRE_TOKENIZERS, RULES
+from lean_ft.export import export_gguf
+from lean_ft.gguf import open as gguf_import
+from lean_ft.gguf.tokenizer import _sentencepiece_merges
+from lean_ft.gguf.vocabulary import APPROXIMATED, PRE_TOKENIZERS, RULES
 from lean_ft.hub.paths import gguf_cache, path_at_commit, resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.models.hf_format import stored_tensors
 from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer
-from tests.export.gguf_cases import CASES, YARN
-from tests.export.llama_server import LlamaServer
+from tests.gguf.cases import CASES, YARN
+from tests.gguf.llama_server import LlamaServer
 from tests.hub.hub_server import Repository
 from tests.tokenizers.conftest import word_start_tokenizer
 

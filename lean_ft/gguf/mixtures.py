@@ -10,19 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lean_ft.export.gguf_families import (
-    GGUF_FAMILIES,
-    GRANITE_FIELDS,
-    LLAMA,
-    PLUS_ONE,
-    STORED,
-    Change,
-    GGUFFamily,
-    Layout,
-    all_heads,
-    always,
-)
-from lean_ft.export.gguf_mixture_fields import (
+from lean_ft.gguf.fields import (
     bamba_config,
     deepseek_config,
     delta_rule_config,
@@ -39,9 +27,21 @@ from lean_ft.export.gguf_mixture_fields import (
     nemotron_config,
     qwen_config,
 )
+from lean_ft.gguf.layouts import Step
+from lean_ft.gguf.rows import (
+    GGUF_FAMILIES,
+    GRANITE_FIELDS,
+    LLAMA,
+    PLUS_ONE,
+    STORED,
+    Change,
+    GGUFFamily,
+    Layout,
+    all_heads,
+    always,
+)
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig, LatentConfig, MixtureConfig
-from lean_ft.models.gguf_layouts import Step
 from lean_ft.models.rope import RopeConfig
 
 _LATENT_NORM_EPS = 1e-6  # of norms of latents, whatever config.json says

@@ -10,8 +10,8 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lean_ft.export.gguf_families import GGUF_FAMILIES, STORED, GGUFFamily
-from lean_ft.export.gguf_mixtures import GGUF_MIXTURES, GGUF_REFUSED, mixer_of
+from lean_ft.gguf.mixtures import GGUF_MIXTURES, GGUF_REFUSED, mixer_of
+from lean_ft.gguf.rows import GGUF_FAMILIES, STORED, GGUFFamily
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig, MixerConfig, MixtureConfig
 from lean_ft.models.rope import RopeConfig

@@ -6,8 +6,8 @@ Source: llama.cpp, conversion/*.py (the way back) and src/models/*.cpp (defaults
 import math
 from typing import Any
 
-from lean_ft.export.gguf_facts import Facts
-from lean_ft.export.gguf_families import ABSENT, GELU, biases
+from lean_ft.gguf.facts import Facts
+from lean_ft.gguf.rows import ABSENT, GELU, biases
 
 
 def experts(

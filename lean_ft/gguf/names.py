@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.export.gguf_check import ropes
-from lean_ft.export.gguf_families import STORED, GGUFFamily, Layout
-from lean_ft.export.gguf_mixtures import in_every_layer, mixer_of
+from lean_ft.gguf.check import ropes
+from lean_ft.gguf.layouts import Step, store
+from lean_ft.gguf.mixtures import in_every_layer, mixer_of
+from lean_ft.gguf.rows import STORED, GGUFFamily, Layout
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
-from lean_ft.models.gguf_layouts import Step, store
 from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS
 from lean_ft.system.installation import install_command

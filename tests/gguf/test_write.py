@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models as hf_models
 
 from lean_ft.export import export_gguf
-from lean_ft.export.gguf_families import GGUF_FAMILIES
+from lean_ft.gguf.rows import GGUF_FAMILIES
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
 from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.export.gguf_calibration import calibrate, check_importance, compare, read_back, read_imatrix
-from lean_ft.export.gguf_check import gguf_family, ropes
-from lean_ft.export.gguf_contents import all_tensors, architecture_metadata, gguf_package
-from lean_ft.export.gguf_families import GGUFFamily
-from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
-from lean_ft.export.gguf_vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
 from lean_ft.export.ollama import modelfile
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.generation import stop_ids
+from lean_ft.gguf.check import gguf_family, ropes
+from lean_ft.gguf.importance import calibrate, check_importance, compare, read_back, read_imatrix
+from lean_ft.gguf.names import all_tensors, architecture_metadata, gguf_package
+from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes, quantize
+from lean_ft.gguf.rows import GGUFFamily
+from lean_ft.gguf.vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import kind_of_scores
 from lean_ft.quantize import mean_loss

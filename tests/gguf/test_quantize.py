@@ -17,13 +17,13 @@ import transformers
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import GGUF_KINDS, export_gguf
-from lean_ft.export.gguf_calibration import calibrate, read_imatrix
-from lean_ft.export.gguf_check import gguf_family
-from lean_ft.export.gguf_quants import FORMATS, Mix, num_bytes, quantize
+from lean_ft.gguf.check import gguf_family
+from lean_ft.gguf.importance import calibrate, read_imatrix
+from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes, quantize
 from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import qwen_tokenizer
-from tests.export.test_gguf_llama_cpp import CASES
+from tests.gguf.test_llama_cpp import CASES
 
 RANDOM = np.random.default_rng(0)
 ROWS = [torch.from_numpy(0.02 * rows).float() for rows in (RANDOM.normal(size=(16, 1024)), RANDOM.standard_t(3, size=(16, 1024)))]  # fmt: skip

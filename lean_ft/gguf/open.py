@@ -1,6 +1,6 @@
 """Turn a GGUF file into a model folder of the cache: config.json, tokenizer files, and an index of the weights.
 
-The weights stay in the file. `lean_ft.models.gguf_tensors` dequantizes them while they are read, so every command that takes
+The weights stay in the file. `lean_ft.gguf.tensors` dequantizes them while they are read, so every command that takes
 a model folder takes a GGUF file too. Only the header is read here, with a check of every size, because a damaged file must
 not exhaust memory. Token ids are llama.cpp's: text is not normalized, and the space before the first word of a SentencePiece
 vocabulary is also added after a control token.
@@ -20,19 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from lean_ft.data.cache import limit_size, load_entry
-from lean_ft.export.gguf_check import gguf_family
-from lean_ft.export.gguf_config import USE_FOLDER, check_architecture, config_of, family_of
-from lean_ft.export.gguf_contents import all_tensors, architecture_metadata, gguf_package, layout_of
-from lean_ft.export.gguf_facts import Facts, Stored
-from lean_ft.export.gguf_families import GGUFFamily
-from lean_ft.export.gguf_tokenizer import tokenizer_files
+from lean_ft.gguf.check import gguf_family
+from lean_ft.gguf.config import USE_FOLDER, check_architecture, config_of, family_of
+from lean_ft.gguf.facts import Facts, Stored
+from lean_ft.gguf.names import all_tensors, architecture_metadata, gguf_package, layout_of
+from lean_ft.gguf.rows import GGUFFamily
+from lean_ft.gguf.tensors import ArrangedTensor, GGUFTensor, InlineTensor, num_rows, write_index
+from lean_ft.gguf.tokenizer import tokenizer_files
 from lean_ft.hub.paths import gguf_cache
 from lean_ft.models import Decoder
-from lean_ft.models.gguf_tensors import ArrangedTensor, GGUFTensor, InlineTensor, num_rows, write_index
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.names_on_disk import parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor
+from lean_ft.system.cache import limit_size, load_entry
 from lean_ft.system.whole_files import MAX_JSON_BYTES, write_json
 from lean_ft.tokenizers import load_tokenizer
 
