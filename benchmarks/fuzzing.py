@@ -51,6 +51,7 @@ from lean_ft.export import export_gguf
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.importance import read_imatrix
 from lean_ft.gguf.open import gguf_folder
+from lean_ft.gguf.splitting import QWEN2_PATTERN
 from lean_ft.models import load_model
 from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.optim.loss_scaler import LossScaler
@@ -62,7 +63,6 @@ from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.tokenizers.tiktoken_model import QWEN2_PATTERN
 from lean_ft.training import loggers
 from lean_ft.training.checkpoint import (
     OPTIMIZER_FILE,

@@ -27,8 +27,9 @@ TRANSFORMERS_PATHS = {"json": "fast", "sentencepiece": "slow", "tiktoken": "fast
 
 def contestants(file: Path) -> tuple[str, Any, Any, Callable[[list[int]], str], Any]:
     """The kind of a tokenizer file; the encoders of lean_ft, the reference and transformers; the reference's decoder."""
+    from lean_ft.gguf.splitting import LLAMA3_PATTERN
     from lean_ft.tokenizers import load_tokenizer
-    from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, is_rank_file
+    from lean_ft.tokenizers.tiktoken_model import is_rank_file
 
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(file, Path(folder) / f"tokenizer{file.suffix}")

@@ -4,16 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_ft.gguf.vocabulary import ADD_BOS, BYTE, CONTROL, NORMAL, RULES, UNKNOWN, UNUSED, USER_DEFINED
+from lean_ft.gguf.splitting import ADD_BOS, RULES
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.tokenizers.file_limits import check_limits
-from lean_ft.tokenizers.sentencepiece_model import WORD_START
 
-_TEXT_RULES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # BPE of text instead of bytes
-_REFUSED = {
-    "exaone-moe": "its pattern repeats a group that has repetitions, which can take exponential time",
-    "whitespace": "its tokens are text without marks for spaces",
-}
+WORD_START = "▁"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # gguf.TokenType
 _TYPES: dict[str, type] = {"pre": str} | dict.fromkeys(("tokens", "token_type", "scores", "merges"), list)
 _TYPES |= dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), bool)
 _MAX_WORK = 2**27  # characters compared to find the merges of a SentencePiece vocabulary; Gemma's needs about 2**24
@@ -40,7 +35,7 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
             f"{file}: {wrong[0]} is {str(metadata[wrong[0]])[:100]}, which is of the wrong type. Download the file again."
         )
     pre = values.get("pre", "default") if model == "gpt2" else None
-    is_bytes = model == "gpt2" and pre not in _TEXT_RULES
+    is_bytes = model == "gpt2" and pre != "gemma4"
     scores = values.get("scores") if model == "llama" else [0.0] * len(tokens or ())
     entries: Any
     for key, entries, kind in (("tokens", tokens, str), ("token_type", types, int), ("scores", scores, float)):
@@ -85,10 +80,6 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
         for key, value in metadata.items()
         if key.startswith("tokenizer.chat_template.")
     ]
-    try:
-        check_limits(spec)
-    except ValueError as error:
-        raise ValueError(f"{file} has a tokenizer that cannot be read: {error}. Download the file again.") from None
     if template is not None:
         config["chat_template"] = [{"name": "default", "template": template}, *named] if named else template
     return {"tokenizer.json": spec, "tokenizer_config.json": config}
@@ -110,11 +101,6 @@ def _special_tokens(file: Path, values: Mapping[str, Any], tokens: list[str]) ->
 
 
 def _byte_level(file: Path, pre: Any, merges: list[list[str]]) -> dict[str, Any]:
-    if pre in _REFUSED:
-        raise ValueError(
-            f"{file} splits text by the rule {pre!r}, which lean_ft does not support: {_REFUSED[pre]}. Use the model's Hugging Face "
-            "folder instead."
-        )
     if pre not in RULES:
         raise ValueError(
             f"{file} splits text by the rule {pre!r}; expected one of {', '.join(sorted(RULES))}."

@@ -23,14 +23,14 @@ from lean_ft.gguf.importance import calibrate, check_importance, compare, read_b
 from lean_ft.gguf.names import all_tensors, architecture_metadata, gguf_package
 from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes, quantize
 from lean_ft.gguf.rows import GGUFFamily
-from lean_ft.gguf.vocabulary import APPROXIMATED, GGUFVocabulary, gguf_vocabulary
+from lean_ft.gguf.splitting import APPROXIMATED
+from lean_ft.gguf.vocabulary import tokenizer_metadata
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import kind_of_scores
 from lean_ft.quantize import mean_loss
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.tokenizers.chat_template import without_generation_tags
 from lean_ft.training.checkpoint import small_files_bytes
 from lean_ft.training.finished_models import find_finished
 
@@ -92,8 +92,7 @@ def export_gguf(
     family = gguf_family(model, folder)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
-    vocabulary = gguf_vocabulary(tokenizer.folder, tokenizer, model.config.vocab_size)
-    metadata = _metadata(model, family, kind, destination.stem, tokenizer, vocabulary)
+    metadata = _metadata(model, family, kind, destination.stem, tokenizer)
     text = modelfile(model, tokenizer, destination.name) if ollama else None
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
     mix = _mix(kind, model, family, has_importance=option is not None)
@@ -128,9 +127,8 @@ def export_gguf(
         details += f"\nrelative error of the weights: {', '.join(f'{one} {e:.2%}' for one, e in errors.items())}"
     if calibration is not None and after is not None:
         details += f"\nperplexity on {data}: {math.exp(calibration.loss):.4g} before, {math.exp(after):.4g} after"
-    if vocabulary.pre in APPROXIMATED:
-        where = APPROXIMATED[vocabulary.pre]
-        details += f"\nllama.cpp's splitting rule {vocabulary.pre} differs from this tokenizer's {where}, so ids may differ there."
+    if (rule := metadata["tokenizer.ggml.pre"]) in APPROXIMATED:
+        details += f"\nllama.cpp's splitting rule {rule} differs from this tokenizer's {APPROXIMATED[rule]}, so ids may differ there."
     if not ropes(model.config)[0].truncate:
         details += "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities differ slightly."
     return Exported(folder, destination, details, merged)
@@ -158,46 +156,14 @@ def gguf_destination(source: str | Path, destination: str | Path, force: bool) -
     return folder, file
 
 
-def _metadata(
-    model: Decoder, family: GGUFFamily, kind: str, name: str, tokenizer: Tokenizer, vocabulary: GGUFVocabulary
-) -> dict[str, Any]:
+def _metadata(model: Decoder, family: GGUFFamily, kind: str, name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return all metadata by key. Floats are stored in 32 bits."""
-    of_tokenizer: dict[str, Any] = {
-        "model": vocabulary.model,
-        "pre": vocabulary.pre,
-        "tokens": vocabulary.tokens,
-        "token_type": vocabulary.types,
-        "add_bos_token": tokenizer.adds_bos,
-        "add_eos_token": tokenizer.adds_eos,
-    }
-    if vocabulary.model == "llama":
-        of_tokenizer |= {"scores": vocabulary.scores, "add_space_prefix": vocabulary.add_space_prefix}
-    else:
-        of_tokenizer["merges"] = vocabulary.merges
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    # llama.cpp stops at three tokens. Those that end a turn in the chat template come first.
-    ends = sorted(
-        stop_ids(model, tokenizer) - {tokenizer.eos_id}, key=lambda end: (end not in tokenizer.turn_ends, end)
-    )
-    ids |= dict(zip(("eot_token_id", "eom_token_id"), ends, strict=False))
-    # Not tokenizer.pad_id, which may be any token if the tokenizer names none.
-    for key, special in (("unknown_token_id", "unk_token"), ("padding_token_id", "pad_token")):
-        token = tokenizer.special_tokens.get(special)
-        ids[key] = None if token is None else tokenizer.token_id(token)
-    of_tokenizer |= {key: token_id for key, token_id in ids.items() if token_id is not None}
     metadata: dict[str, Any] = {"general.name": name, "general.file_type": GGUF_KINDS[kind]}
     if kind not in _FLOATS:
         metadata["general.quantization_version"] = 2
     for key, value in architecture_metadata(model, family).items():
         metadata[key if key.startswith("xielu.") else f"{family.architecture}.{key}"] = value  # as llama.cpp names them
-    metadata |= {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
-    for template_name, template in tokenizer.chat_templates.items():
-        metadata["tokenizer.chat_template" + ("" if template_name == "default" else f".{template_name}")] = (
-            without_generation_tags(template)
-        )
-    if named := [other for other in tokenizer.chat_templates if other != "default"]:
-        metadata["tokenizer.chat_templates"] = named
-    return metadata
+    return metadata | tokenizer_metadata(tokenizer, model.config.vocab_size, stop_ids(model, tokenizer))
 
 
 def write_gguf(

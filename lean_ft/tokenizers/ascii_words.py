@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as HFTokenizer
 
-from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, QWEN2_PATTERN
+from lean_ft.gguf.splitting import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN
 from lean_ft.tokenizers.vocabulary import Encoding, any_of
 
 MAX_WORDS = 2**17  # in the dictionary, which is emptied when it is full
 MAX_WORD_CHARACTERS = 64  # longer words rarely occur twice
 NOT_PLAIN = re.compile(r"[^\t\n\r -~]")
 NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")  # these leave ASCII unchanged
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = (GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN)  # also of SmolLM3, Qwen3 and many others
 # The letters that byte-level BPE writes for these bytes; it leaves the other plain characters as they are.
 BYTE_LETTERS = str.maketrans({" ": "\u0120", "\n": "\u010a", "\t": "\u0109", "\r": "\u010d"})

@@ -12,15 +12,11 @@ import numpy as np
 import tiktoken
 from tokenizers import AddedToken
 
+from lean_ft.gguf.splitting import LLAMA3_PATTERN
 from lean_ft.system.whole_files import read_bounded
 from lean_ft.tokenizers.file_limits import MAX_ID, MAX_TOKENS
 from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Encoding, any_of
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
-QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one
 NUM_LLAMA3_CONTROL_TOKENS = 256
 
 

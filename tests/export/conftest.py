@@ -11,10 +11,10 @@ import transformers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
+from lean_ft.gguf.splitting import QWEN2_PATTERN
 from lean_ft.models import load_model
 from lean_ft.system.shards import part_of
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.tokenizers.tiktoken_model import QWEN2_PATTERN
 from lean_ft.training.checkpoint import write_checkpoint
 from tests.tokenizers.conftest import TEXTS
 

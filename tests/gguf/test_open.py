@@ -26,8 +26,8 @@ from tokenizers.pre_tokenizers import Split
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import export_gguf
 from lean_ft.gguf import open as gguf_import
+from lean_ft.gguf.splitting import APPROXIMATED, PRE_TOKENIZERS, RULES
 from lean_ft.gguf.tokenizer import _sentencepiece_merges
-from lean_ft.gguf.vocabulary import APPROXIMATED, PRE_TOKENIZERS, RULES
 from lean_ft.hub.paths import gguf_cache, path_at_commit, resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.models.hf_format import stored_tensors

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from lean_ft.gguf.splitting import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN
 from lean_ft.tokenizers import ascii_words
-from lean_ft.tokenizers.ascii_words import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, AsciiWords
+from lean_ft.tokenizers.ascii_words import AsciiWords
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<think>"]
 TEXT = "It's said the others'll have said that THEY'VE 1234 others, said 'so;\n\n  the end.\tthe_end(the);\n" * 3

@@ -16,10 +16,11 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.tokenization_utils_base import generate_merges
 
+from lean_ft.gguf.splitting import LLAMA3_PATTERN
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.tokenizers.loading import context_length
-from lean_ft.tokenizers.tiktoken_model import LLAMA3_PATTERN, llama3_control_tokens
+from lean_ft.tokenizers.tiktoken_model import llama3_control_tokens
 
 MakeFolder = Callable[..., Path]
 CHATML = (
