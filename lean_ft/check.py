@@ -35,7 +35,7 @@ from lean_ft.data.rows import IGNORED
 from lean_ft.data.sources import first_rows
 from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
-from lean_ft.gguf.tensors import gguf_file
+from lean_ft.gguf.cache import gguf_file
 from lean_ft.losses import CrossEntropy
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model

@@ -14,8 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lean_ft.gguf.mixtures import GGUF_MIXTURES  # noqa: E402
-from lean_ft.gguf.rows import GGUF_FAMILIES  # noqa: E402
+from lean_ft.gguf.open import GGUF_FAMILIES  # noqa: E402
 
 PAGE = ROOT / "docs" / "export.md"
 MARKS = "<!-- table -->", "<!-- end of table -->"
@@ -41,13 +40,13 @@ class Outcomes:
 
 def main() -> int:
     outcomes = Outcomes()
-    files = [str(ROOT / "tests" / "export" / f"test_gguf_{name}.py") for name in ("llama_cpp", "adapter", "import")]
+    files = [str(ROOT / "tests" / "gguf" / f"test_{name}.py") for name in ("llama_cpp", "adapter", "open")]
     pytest.main(["-q", "-m", "", "-k", " or ".join(COLUMNS), "--rootdir", str(ROOT), *files], plugins=[outcomes])
     lines = [
         "| family | llama.cpp's architecture | " + " | ".join(COLUMNS.values()) + " |",
         "|---|---|" + "---|" * len(COLUMNS),
     ]
-    for name, family in {**GGUF_FAMILIES, **GGUF_MIXTURES}.items():
+    for name, family in GGUF_FAMILIES.items():
         found = [outcomes.passed[name, test] for test in COLUMNS]
         cells = ["passes" if results and all(results) else "fails" for results in found]
         for i, no_case in (2, "no"), (3, "not tested"):

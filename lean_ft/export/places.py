@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lean_ft.export.keep_vision import PROCESSOR_FILES
-from lean_ft.gguf.tensors import gguf_file
+from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype

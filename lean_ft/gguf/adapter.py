@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lean_ft.export.places import Exported, room_for
 from lean_ft.gguf.check import gguf_family
+from lean_ft.gguf.header import gguf_package
 from lean_ft.gguf.layouts import by_side, store
-from lean_ft.gguf.names import gguf_package, layout_of
+from lean_ft.gguf.names import layout_of
 from lean_ft.gguf.write import GGUF_KINDS, Entry, gguf_destination, write_gguf
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import empty_model

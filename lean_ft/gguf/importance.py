@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lean_ft.data import Batch, EvalBatches, sft_batches
-from lean_ft.gguf.facts import Facts
+from lean_ft.gguf.header import Facts, read_header
 from lean_ft.gguf.layouts import by_side, store
 from lean_ft.gguf.names import layout_of
-from lean_ft.gguf.open import read_header, stored_parameters
 from lean_ft.gguf.quantize import serial_operations
 from lean_ft.gguf.rows import GGUFFamily
-from lean_ft.gguf.tensors import GGUFTensor
+from lean_ft.gguf.tensors import GGUFTensor, stored_parameters
 from lean_ft.models import Decoder
 from lean_ft.models.hf_format import parts_on_disk
 from lean_ft.models.moe import Experts
@@ -223,7 +222,7 @@ def compare(file: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, floa
 @torch.no_grad()
 def read_back(file: Path, model: Decoder, family: GGUFFamily) -> None:
     """Replace a model's parameters by those of its file."""
-    stored = stored_parameters(Facts(file, family.architecture, *read_header(file)), model, family)
+    stored = dict(stored_parameters(Facts(file, *read_header(file)), model, family))
     for place, part in parts_on_disk(model).items():
         stored[place].read_part(part)
 

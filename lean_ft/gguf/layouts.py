@@ -5,12 +5,13 @@ runs their inverses in reverse order.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Step = tuple[Any, ...]  # a name and numbers
+from lean_ft.gguf.rows import Step
+
 Stored = Tensor | Sequence[Tensor]  # several tensors after a step that splits
 
 

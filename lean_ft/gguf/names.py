@@ -6,34 +6,26 @@ Source: llama.cpp, gguf-py/gguf/constants.py and tensor_mapping.py (the `gguf` p
 import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lean_ft.gguf.check import ropes
-from lean_ft.gguf.layouts import Step, store
-from lean_ft.gguf.mixtures import in_every_layer, mixer_of
-from lean_ft.gguf.rows import STORED, GGUFFamily, Layout
-from lean_ft.models import Decoder
-from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
+from lean_ft.gguf.header import gguf_package
+from lean_ft.gguf.hybrids import mixer_of
+from lean_ft.gguf.layouts import store
+from lean_ft.gguf.rows import GGUFFamily, Step, StoredAs
+from lean_ft.models.config import ShortConvolutionConfig
 from lean_ft.models.names_on_disk import module_on_disk
-from lean_ft.models.rope import SCALINGS
-from lean_ft.system.installation import install_command
+from lean_ft.models.rope import SCALINGS, RopeConfig
+
+if TYPE_CHECKING:
+    from lean_ft.models import Decoder, DecoderConfig
 
 _STANDSTILL = 1e30  # a divisor that makes a frequency 0
 
 
-def gguf_package() -> Any:
-    """Return the package `gguf`. Raises ValueError if it is missing."""
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError(f"GGUF files need the package gguf. Run {install_command('gguf')}") from None
-    return gguf
-
-
-def architecture_metadata(model: Decoder, family: GGUFFamily) -> dict[str, Any]:
+def architecture_metadata(model: "Decoder", family: GGUFFamily) -> dict[str, Any]:
     """Return the metadata of the architecture, by key without its prefix. Floats are stored in 32 bits."""
     config, (rope, windowed) = model.config, ropes(model.config)
     metadata: dict[str, Any] = {
@@ -54,7 +46,7 @@ def architecture_metadata(model: Decoder, family: GGUFFamily) -> dict[str, Any]:
         "rope.freq_base": float(rope.theta),
         "vocab_size": config.vocab_size,
     }
-    metadata |= {key: float(getattr(config, field)) for key, field in family.numbers.items()}
+    metadata |= {key: float(getattr(config, field)) for key, (field, _) in family.numbers.items()}
     metadata |= _mixture_metadata(config, family) | _mixer_metadata(config)
     if any(windows := [layer.window or 0 for layer in config.layers]):
         metadata |= {
@@ -80,9 +72,9 @@ def _of_layers(numbers: Iterable[int]) -> Any:
     return numbers if len(set(numbers)) > 1 else numbers[0]
 
 
-def _mixture_metadata(config: DecoderConfig, family: GGUFFamily) -> dict[str, Any]:
+def _mixture_metadata(config: "DecoderConfig", family: GGUFFamily) -> dict[str, Any]:
     """Return what files of a family store about experts; nothing if the model has none."""
-    mixture, rules = config.mixture, family.mixture
+    mixture, stored = config.mixture, family.fields.keys()
     if mixture is None:
         return {}
     metadata: dict[str, Any] = {
@@ -90,13 +82,12 @@ def _mixture_metadata(config: DecoderConfig, family: GGUFFamily) -> dict[str, An
         "expert_used_count": mixture.experts_per_token,
         "expert_feed_forward_length": mixture.intermediate_size,
     }
-    if rules.get("weights_sum_to_one") is STORED:
+    if "expert_weights_norm" in stored:
         metadata["expert_weights_norm"] = mixture.weights_sum_to_one
-    if rules.get("weights_factor") is STORED:
         metadata["expert_weights_scale"] = float(mixture.weights_factor)
-    if rules.get("score") is STORED:
+    if "expert_gating_func" in stored:
         metadata["expert_gating_func"] = {"softmax": 1, "sigmoid": 2}[mixture.score]
-    if family.layers["mixture"] is not in_every_layer:
+    if {"leading_dense_block_count", "interleave_moe_layer_step"} & stored:
         first, *others = (i for i, layer in enumerate(config.layers) if layer.mixture is not None)
         metadata["leading_dense_block_count"] = first
         metadata["interleave_moe_layer_step"] = others[0] - first if others else 1
@@ -109,7 +100,7 @@ def _mixture_metadata(config: DecoderConfig, family: GGUFFamily) -> dict[str, An
     return metadata
 
 
-def _mixer_metadata(config: DecoderConfig) -> dict[str, Any]:
+def _mixer_metadata(config: "DecoderConfig") -> dict[str, Any]:
     """Return what files store about recurrent layers; nothing if there are none."""
     mixer = mixer_of(config)
     if mixer is None:
@@ -125,12 +116,12 @@ def _mixer_metadata(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def layout_of(name: str, model: Decoder, family: GGUFFamily) -> tuple[tuple[Step, ...], list[str]]:
+def layout_of(name: str, model: "Decoder", family: GGUFFamily) -> tuple[tuple[Step, ...], list[str]]:
     """Return the steps from a parameter to its tensors in the file, and their names; no names for metadata."""
     config, (rope, _) = model.config, ropes(model.config)
     part = next((part for part in family.changes if part in name), "")
-    layout = family.changes[part] if part else Layout()
-    steps, given = layout(config) if callable(layout) else layout
+    change = family.changes[part] if part else StoredAs()
+    steps, given = change(config) if callable(change) else change
     places = [name] if given is None else [name.replace(part, other) for other in given]
     num_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
     turned = next((number for part, number in num_heads.items() if places and part in places[0]), None)
@@ -140,12 +131,15 @@ def layout_of(name: str, model: Decoder, family: GGUFFamily) -> tuple[tuple[Step
     for place in places:
         spellings = (module_on_disk(model.source.config, place), place)
         spellings = spellings if given is None else spellings[::-1]  # a name that the row gives comes first
-        found.append(next(filter(None, (_name_in_file(names, spelling) for spelling in spellings))))
+        names_in_file = filter(None, (_name_in_file(names, spelling) for spelling in spellings))
+        if (found_name := next(names_in_file, None)) is None:
+            raise ValueError(f"it has no tensor {place}.")
+        found.append(found_name)
     return steps, found
 
 
 def gguf_tensors(
-    parameters: Iterable[tuple[str, Tensor]], model: Decoder, family: GGUFFamily, device: str = "cpu"
+    parameters: Iterable[tuple[str, Tensor]], model: "Decoder", family: GGUFFamily, device: str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's tensors, or others with the names and rows of parameters, by the names of the file.
 
@@ -172,15 +166,29 @@ def _names(name: str, num_layers: int) -> Any:
     return gguf.get_tensor_name_map(architecture, num_layers)
 
 
-def all_tensors(model: Decoder, family: GGUFFamily, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+def all_tensors(model: "Decoder", family: GGUFFamily, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of a model's file, with those that no parameter has."""
     yield from gguf_tensors(model.state_dict().items(), model, family, device)
-    rope, _ = ropes(model.config)
+    for name, divisors in divisors_of(model.config).items():
+        yield name, divisors.to(device)
+
+
+def divisors_of(config: "DecoderConfig") -> dict[str, Tensor]:
+    """The tensors by which llama.cpp divides rotary frequencies."""
+    rope, _ = ropes(config)
     if rope.scaling in ("llama3", "proportional"):
-        # llama.cpp divides each frequency by this tensor.
-        size = rope.head_dim or model.config.head_dim
+        size = rope.head_dim or config.head_dim
         plain, scaled = (SCALINGS[scaling](rope, size) for scaling in ("default", rope.scaling))
-        yield "rope_freqs.weight", (plain / scaled).clamp(max=_STANDSTILL).to(device)
-    if rope.scaling == "longrope":
-        for length, divisors in (("long", rope.long_factors), ("short", rope.short_factors)):
-            yield f"rope_factors_{length}.weight", torch.tensor(divisors, device=device)
+        return {"rope_freqs.weight": (plain / scaled).clamp(max=_STANDSTILL)}
+    lengths = {"long": rope.long_factors, "short": rope.short_factors} if rope.scaling == "longrope" else {}
+    return {f"rope_factors_{length}.weight": torch.tensor(divisors) for length, divisors in lengths.items()}
+
+
+def ropes(config: "DecoderConfig") -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotary settings of layers without and with a sliding window. If one kind has none, both are the other's."""
+    full, windowed = (
+        next((layer.rope for layer in config.layers if layer.rope and bool(layer.window) == has_window), None)
+        for has_window in (False, True)
+    )
+    found = full or windowed or RopeConfig(10_000.0)
+    return full or found, windowed or found

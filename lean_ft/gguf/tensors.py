@@ -1,26 +1,127 @@
-"""Weights of a GGUF file under their Hugging Face names, dequantized in strips while they are read.
+"""Weights of a GGUF file under their Hugging Face names, checked against the model and dequantized in strips while they are read.
 
-`lean_ft.gguf.open` writes the index, one entry per tensor, into a folder of the cache. Only folders there are trusted
-to name a file anywhere on the disk.
+Source: llama.cpp, src/llama-model.cpp.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from lean_ft.gguf.layouts import Step, is_exact, load
-from lean_ft.hub.paths import gguf_cache
+from lean_ft.gguf.cache import GGUF_INDEX
+from lean_ft.gguf.header import Facts, TensorPlace, num_rows
+from lean_ft.gguf.layouts import is_exact, load
+from lean_ft.gguf.names import all_tensors, architecture_metadata, divisors_of, layout_of
+from lean_ft.gguf.open import GGUF_FAMILIES, USE_FOLDER
+from lean_ft.gguf.rows import GGUFFamily, Step
+from lean_ft.models.names_on_disk import parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.shards import Part
-from lean_ft.system.whole_files import read_json, write_json
+from lean_ft.system.whole_files import read_json
 
-GGUF_INDEX = "model.gguf.json"
+if TYPE_CHECKING:
+    from lean_ft.models import Decoder
+
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _STRIP_NUMBERS = 2**18  # numbers dequantized at a time
+# Metadata that tensors' shapes show, that repeats other metadata, or that changes nothing for text.
+_UNCHECKED = {
+    "block_count", "vocab_size", "feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+    "rope.dimension_sections", "rope.scaling.finetuned", "rope.scaling.original_context_length", "attention.sliding_window_pattern", "full_attention_interval",
+}  # fmt: skip
+
+
+def gguf_tensors(folder: Path, model: "Decoder") -> dict[str, StoredTensor]:
+    """Return the weights of a folder of the cache by their Hugging Face names. `model` is the folder's, without weights.
+
+    Raises ValueError if the GGUF file is gone, or unless it has the metadata and tensors that lean_ft would write for the model.
+    """
+    index = read_json(folder / GGUF_INDEX)
+    file = Path(index["file"])
+    if not file.is_file():
+        raise ValueError(f"{file}, which holds the weights of the model, is missing. Set model.path to its new place.")
+    tensors = {
+        name: TensorPlace(kind, tuple(shape), *place) for name, (kind, shape, *place) in index["tensors"].items()
+    }
+    facts, family = Facts(file, index["metadata"], tensors), GGUF_FAMILIES[model.source.config["model_type"]]
+    if family.architecture_of is not None:
+        family = family._replace(architecture=family.architecture_of(model.config))
+    _check_metadata(facts, architecture_metadata(model, family), index["read"])
+    _check_tensors(facts, model, family)
+    return dict(stored_parameters(facts, model, family))
+
+
+def _check_metadata(facts: Facts, own: Mapping[str, Any], read: list[str]) -> None:
+    """Raise ValueError unless a file of the model that was read has the same metadata."""
+    unused = {key for key in facts.values if key.startswith("ssm.") and facts.architecture.startswith("granite")}
+    if unknown := sorted(facts.values.keys() - own.keys() - set(read) - _UNCHECKED - unused):
+        raise ValueError(
+            f"{facts.file} has the metadata {', '.join(unknown)}, which lean_ft does not read for {facts.architecture}. {USE_FOLDER}"
+        )
+    for key in facts.values.keys() & own.keys() - _UNCHECKED:
+        if not _is_same(facts.values[key], own[key], facts.num_layers):
+            raise ValueError(f"{facts.file}: {key} is {facts.values[key]}; expected {own[key]}. {USE_FOLDER}")
+
+
+def _is_same(found: Any, own: Any, num_layers: int) -> bool:
+    if isinstance(found, list) or isinstance(own, list):  # a file also counts the layers that draft tokens
+        found, own = (one[:num_layers] if isinstance(one, list) else [one] * num_layers for one in (found, own))
+    if isinstance(found, int | float) and isinstance(own, int | float):
+        return math.isclose(found, own, rel_tol=1e-4)
+    return found == own
+
+
+def _check_tensors(facts: Facts, model: "Decoder", family: GGUFFamily) -> None:
+    """Raise ValueError unless the file has the model's tensors, in their shapes."""
+    expected = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
+    unread = tuple(f"blk.{i}." for i in range(facts.num_layers, facts.count("block_count")))  # layers that draft tokens
+    unexpected = {name for name in facts.tensors.keys() - expected.keys() if not name.startswith(unread)}
+    unexpected -= {"rope_freqs.weight"}
+    for problem, those in (("lacks", expected.keys() - facts.tensors.keys()), ("has unexpected", unexpected)):
+        if those:
+            names = sorted(those)
+            few = ", ".join(names[:4]) + (f" and {len(those) - 4} more" if len(those) > 4 else "")
+            raise ValueError(
+                f"{facts.file} {problem} tensors of {facts.architecture}: {few}. Download the file again, or use another one."
+            )
+    for name, shape in expected.items():
+        found = facts.tensors[name].shape
+        if [n for n in found if n != 1] != [n for n in shape if n != 1]:
+            raise ValueError(
+                f"{facts.file}: {name} has the shape {list(found)}; expected {list(shape)} from the metadata. Download the file again."
+            )
+    for name, divisors in divisors_of(model.config).items():
+        if not np.allclose(facts.vector(name, len(divisors)), divisors, rtol=1e-4):
+            raise ValueError(
+                f"{facts.file}: {name} is not a scaling of frequencies that lean_ft computes. {USE_FOLDER}"
+            )
+
+
+def stored_parameters(facts: Facts, model: "Decoder", family: GGUFFamily) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the model's tensors by their names on disk."""
+    for name, parameter in model.state_dict().items():
+        steps, names = layout_of(name, model, family)
+        pieces = list(parameters_on_disk(model.source.config, name, parameter))
+        sources = [GGUFTensor(facts.file, *facts.tensors[one]) for one in names]
+        if not names:
+            numbers = facts.metadata.get(key := f"xielu.{name.rpartition('.')[2]}")
+            if not isinstance(numbers, list) or [type(number) for number in numbers] != [float] * facts.num_layers:
+                raise ValueError(f"{facts.file}: {key} is not one number per layer. Download the file again.")
+            number = numbers[int(name.split(".")[2])]
+            yield pieces[0][0], InlineTensor(facts.file, "F32", tuple(parameter.shape), 0, (number,))
+        elif len(pieces) > 1:  # a stack, with a matrix or two of each expert on disk
+            for i, (place, _) in enumerate(pieces):
+                expert, source = divmod(i, len(sources))
+                yield place, sources[source].of_stack(expert)
+        elif steps or sources[0].shape != tuple(parameter.shape):
+            kind, offset, shape = sources[0].dtype_name, sources[0].offset, tuple(pieces[0][1].shape)
+            yield pieces[0][0], ArrangedTensor(facts.file, kind, shape, offset, tuple(sources), steps)
+        else:
+            yield pieces[0][0], sources[0]
 
 
 @dataclass(frozen=True)
@@ -112,45 +213,3 @@ class InlineTensor(StoredTensor):
 
     def pieces(self, size: int, at_most: int | None = None) -> Iterator[bytes]:
         yield np.asarray(self.numbers, np.float32).tobytes()
-
-
-def num_rows(shape: Sequence[int]) -> int:
-    """The number of rows of a stored tensor; each number of a vector is one."""
-    return math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
-
-
-def write_index(folder: Path, file: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Write the index of a file's tensors by their Hugging Face names."""
-    entries = {name: _entry(tensor) for name, tensor in tensors.items()}
-    write_json(folder / GGUF_INDEX, {"file": str(file), "tensors": entries})
-
-
-def _entry(tensor: StoredTensor) -> dict:
-    entry = {name: value for name, value in vars(tensor).items() if name not in ("file", "sources")}
-    return entry | (
-        {"sources": [_entry(source) for source in tensor.sources]} if isinstance(tensor, ArrangedTensor) else {}
-    )
-
-
-def gguf_file(folder: Path) -> Path | None:
-    """Return the GGUF file whose weights the folder lists; None if the folder is not in the GGUF cache."""
-    if folder.parent != gguf_cache() or not (folder / GGUF_INDEX).is_file():
-        return None
-    return Path(read_json(folder / GGUF_INDEX)["file"])
-
-
-def gguf_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder of the cache by name. Raises ValueError if the file is gone."""
-    index = read_json(folder / GGUF_INDEX)
-    file = Path(index["file"])
-    if not file.is_file():
-        raise ValueError(f"{file}, which holds the weights of the model, is missing. Set model.path to its new place.")
-
-    def tensor(entry: dict) -> StoredTensor:
-        entry["shape"] = tuple(entry["shape"])
-        if "sources" in entry:
-            steps = tuple((name, *numbers) for name, *numbers in entry.pop("steps"))
-            return ArrangedTensor(file, **{**entry, "sources": tuple(map(tensor, entry["sources"])), "steps": steps})
-        return (InlineTensor if "numbers" in entry else GGUFTensor)(file, **entry)
-
-    return {name: tensor(entry) for name, entry in index["tensors"].items()}

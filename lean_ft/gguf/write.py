@@ -18,9 +18,10 @@ from torch import Tensor
 from lean_ft.export.ollama import modelfile
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
 from lean_ft.generation import stop_ids
-from lean_ft.gguf.check import gguf_family, ropes
+from lean_ft.gguf.check import gguf_family
+from lean_ft.gguf.header import gguf_package
 from lean_ft.gguf.importance import calibrate, check_importance, compare, read_back, read_imatrix
-from lean_ft.gguf.names import all_tensors, architecture_metadata, gguf_package
+from lean_ft.gguf.names import all_tensors, architecture_metadata, ropes
 from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes, quantize
 from lean_ft.gguf.rows import GGUFFamily
 from lean_ft.gguf.splitting import APPROXIMATED

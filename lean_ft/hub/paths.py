@@ -1,16 +1,13 @@
 """Resolve the paths that users give: a folder or file on disk, a model on the Hub, or an embedded model or data file."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
 
 from lean_ft.hub import download as hub
 from lean_ft.hub import errors as hub_errors
 from lean_ft.system.catalog import shipped_config
-from lean_ft.system.environment import user_cache
 from lean_ft.system.spelling import did_you_mean
 
 _TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -58,13 +55,9 @@ def planned_model_path(path: str | Path) -> Path:
 def _open_gguf(file: Path, path: str | Path) -> Path:
     if file.suffix != ".gguf":
         raise ValueError(f"model path {str(path)!r} is a file; expected the folder with config.json, or a .gguf file.")
-    # By name, because it builds the model to check the file, and models are a layer above this one.
-    return import_module("lean_ft.gguf.open").gguf_folder(file, path)
+    from lean_ft.gguf.open import gguf_folder  # imported here, because most runs open no GGUF file
 
-
-def gguf_cache() -> Path:
-    """Return the part of the cache that has a model folder for each GGUF file in use."""
-    return Path(os.environ.get("LEAN_FT_CACHE") or user_cache()).expanduser().absolute() / "gguf"
+    return gguf_folder(file, path)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

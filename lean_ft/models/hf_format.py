@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.gguf.tensors import GGUF_INDEX, gguf_file, gguf_tensors
+from lean_ft.gguf.cache import GGUF_INDEX, gguf_file, names_gguf_file
 from lean_ft.hub.download import home_of_links
 from lean_ft.hub.paths import planned_model_path, resolve_model_path
 from lean_ft.models.config import DecoderConfig
@@ -71,6 +71,7 @@ class Unread:
             self.fill(name, tensor)
 
 
+@names_gguf_file
 def load_model(
     path: str | Path | ModelConfig,
     device: str | torch.device = "cpu",
@@ -120,6 +121,8 @@ def load_model(
         _fill(model, device, fill, after_module)
     if watcher is not None:
         watcher.watch(model)
+    if random_init and gguf_file(folder) is not None:
+        stored_tensors(folder)  # raises unless the file has the model's weights
     return model
 
 
@@ -180,6 +183,7 @@ def weights_fingerprint(folder: Path) -> str | None:
     return digest.hexdigest()
 
 
+@names_gguf_file
 def empty_model(
     path: str | Path,
     dtype: torch.dtype,
@@ -466,7 +470,9 @@ def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of the folder's safetensors files, or of its GGUF file, by name; only headers are read."""
     if gguf_file(folder) is not None:
-        return gguf_tensors(folder)
+        from lean_ft.gguf.tensors import gguf_tensors  # imported here, because it imports the configuration of models
+
+        return gguf_tensors(folder, _meta_model(folder, torch.float32, None, None))
     if (folder / _WEIGHTS).exists():
         return read_header(_inside(folder, _WEIGHTS, folder))
     if not (folder / WEIGHTS_INDEX).exists():

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.gguf.tensors import gguf_file
+from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.download import cached_name
 from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from tokenizers import AddedToken
 
+from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.system.shapes_only import stage
@@ -104,6 +105,7 @@ def _add_new_tokens(folder: Path, new: list[str]) -> Path:
     return copy_with_new_tokens(folder, old.files, new, old.vocab_size, old.added_tokens, old.control_tokens)
 
 
+@names_gguf_file
 def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:
     folder = resolve_model_path(path, weights=False)
     try:

@@ -10,13 +10,12 @@ import torch
 import transformers
 
 from lean_ft.export import export_gguf, export_gguf_adapter
-from lean_ft.gguf.mixtures import GGUF_MIXTURES
-from lean_ft.gguf.rows import GGUF_FAMILIES
+from lean_ft.gguf.open import GGUF_FAMILIES
 from lean_ft.models import load_model
 from lean_ft.peft import apply_lora, save_adapter
 from lean_ft.settings import LoRAConfig
 from tests.export.conftest import qwen_tokenizer
-from tests.gguf.cases import CASES as FAMILIES
+from tests.gguf.cases import CASES as MODELS
 from tests.gguf.cases import GRANITE
 from tests.gguf.llama_server import LlamaServer
 from tests.gguf.test_llama_cpp import assert_same_log_probs, tolerance
@@ -34,11 +33,11 @@ WITHOUT = {
 }
 # Name -> transformers' name of the family, settings, PEFT's settings, how numbers are stored
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    **{family: (*case, ALL, "f32") for family, case in FAMILIES.items() if "/" not in family},
+    **{family: (*case, ALL, "f32") for family, case in MODELS.items() if "/" not in family},
     "llama/f16": ("Llama", {"tie_word_embeddings": True}, ALL, "f16"),
     "qwen2/uneven": ("Qwen2", {}, ALL | UNEVEN, "f32"),
     "qwen2/rslora": ("Qwen2", {}, ALL | UNEVEN | {"use_rslora": True}, "f32"),
-    "qwen3_moe/experts": (*FAMILIES["qwen3_moe"], EXPERTS, "f32"),
+    "qwen3_moe/experts": (*MODELS["qwen3_moe"], EXPERTS, "f32"),
     "granite/tables": ("Granite", GRANITE, {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}, "f32"),
 }
 
@@ -75,7 +74,7 @@ def test_llama_cpp_computes_what_peft_computes(case, make_model_folder, tmp_path
     ("family", "names"), [(family, names) for family, names in WITHOUT.items() if family != "llama4_text"]
 )
 def test_layers_to_which_llama_cpp_applies_no_adapter(family, names, make_model_folder, tmp_path):
-    name, settings = FAMILIES[family]
+    name, settings = MODELS[family]
     source = make_model_folder(name, **settings)
     for target in names - ({"out_proj"} if family in ("falcon_h1", "nemotron_h") else set()):
         model = load_model(source)
@@ -100,5 +99,5 @@ def test_what_llama_cpp_cannot_apply(lora, message, qwen_folder, tmp_path):
 
 def test_the_table_of_the_documentation_has_every_family():
     page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == GGUF_FAMILIES.keys() | GGUF_MIXTURES.keys()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == GGUF_FAMILIES.keys()
     assert "| fails |" not in page

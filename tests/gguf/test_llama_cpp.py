@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft.export import GGUF_KINDS, export_gguf
-from lean_ft.gguf.mixtures import GGUF_MIXTURES
-from lean_ft.gguf.rows import GGUF_FAMILIES
+from lean_ft.gguf.open import GGUF_FAMILIES
 from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import qwen_tokenizer
@@ -75,7 +74,7 @@ def assert_same_log_probs(
 
 
 def test_every_family_has_a_case():
-    assert {case.partition("/")[0] for case in CASES} == GGUF_FAMILIES.keys() | GGUF_MIXTURES.keys()
+    assert {case.partition("/")[0] for case in CASES} == GGUF_FAMILIES.keys()
 
 
 def test_fields_that_config_json_leaves_out(make_model_folder, tmp_path):

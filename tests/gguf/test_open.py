@@ -25,10 +25,11 @@ from tokenizers.pre_tokenizers import Split
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.export import export_gguf
-from lean_ft.gguf import open as gguf_import
+from lean_ft.gguf import header, open
+from lean_ft.gguf.cache import gguf_cache
 from lean_ft.gguf.splitting import APPROXIMATED, PRE_TOKENIZERS, RULES
 from lean_ft.gguf.tokenizer import _sentencepiece_merges
-from lean_ft.hub.paths import gguf_cache, path_at_commit, resolve_model_path
+from lean_ft.hub.paths import path_at_commit, resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.models.hf_format import stored_tensors
 from lean_ft.system.shards import Part
@@ -122,7 +123,7 @@ def test_a_file_has_no_generation_tags(make_model_folder, file):
         "Qwen2", tokenizer=qwen_tokenizer(), tokenizer_config={**CHAT_CONFIG, "chat_template": tagged}
     )
     export_gguf(source, file, "f32")
-    stored = gguf_import.read_header(file)[0]["tokenizer.chat_template"]
+    stored = header.read_header(file)[0]["tokenizer.chat_template"]
     jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(stored)
     assert load_tokenizer(file).render(CHAT)[0] == load_tokenizer(source).render(CHAT)[0]
 
@@ -310,7 +311,6 @@ WRONG = {
     "no tokens": ({"metadata": {"tokenizer.ggml.tokens": None}}, "tokenizer.ggml.tokens has none; expected one str"),
     "too few types": ({"metadata": {"tokenizer.ggml.token_type": [1]}}, "token_type has 1 entries; expected one int"),
     "a splitting rule": ({"metadata": {"tokenizer.ggml.pre": "qwen3"}}, "rule 'qwen3'.*Did you mean 'qwen35'"),
-    "a slow rule": ({"metadata": {"tokenizer.ggml.pre": "exaone-moe"}}, "which can take exponential time. Use the"),
     "a tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "tokenizer 'bert'; expected gpt2"),
     "an id out of range": ({"metadata": {"tokenizer.ggml.eos_token_id": 9999}}, "eos_token_id is 9999; expected an id"),
     "an end of another type": ({"metadata": {"tokenizer.ggml.eot_token_id": ["x"]}}, r"eot_token_id is \['x'\]; expected an id"),
@@ -337,17 +337,17 @@ def test_any_metadata_is_read_or_refused(case, make_model_folder, file, tmp_path
     """Every value in turn is missing, of another type, or absurd: an error message, or another model."""
     name, settings = FAMILIES[case]
     export_gguf(make_model_folder(name, tokenizer=qwen_tokenizer(), **copy.deepcopy(settings)), file, "f32")
-    metadata, tensors = gguf_import.read_header(file)
+    metadata, tensors = header.read_header(file)
     prefix, errors = f"{metadata['general.architecture']}.", list[str]()
     for key in [key for key in metadata if key.startswith((prefix, "xielu."))]:
         for value in (None, 0, 1, 2**31, -1, "x", [], [1], True, 1e38, float("nan"), [3] * len(str(metadata[key]))):
             other = {**metadata, key: value}
             if value is None:
                 del other[key]
-            monkeypatch.setattr(gguf_import, "read_header", lambda _, other=other: (other, tensors))
+            monkeypatch.setattr(open, "read_header", lambda _, other=other: (other, tensors))
             monkeypatch.setenv("LEAN_FT_CACHE", str(tmp_path / f"{key} {value}"[:200].replace("/", "")))
             try:
-                gguf_import.gguf_folder(file)
+                load_model(file, device="meta")
             except ValueError as error:
                 errors.append(str(error))
     assert len(errors) > 50 and all(str(file) in error for error in errors)
@@ -367,7 +367,7 @@ class TestWrongFiles:
         error = capsys.readouterr().err
         assert re.search(message, error.replace("\n", " ")), error
         assert "Traceback" not in error and not file.with_name("out").exists()
-        assert not list(gguf_cache().glob("*unfinished*")) and not list(gguf_cache().glob(f"{file.stem}-*"))
+        assert not list(gguf_cache().glob("*unfinished*"))
 
     @pytest.mark.parametrize("case", WRONG)
     def test_wrong_content(self, case, good, tmp_path, capsys):
@@ -532,16 +532,16 @@ def header_of(*arrays: list[int] | list[str]) -> bytes:
 
 
 def test_all_arrays_share_one_budget(file, monkeypatch):
-    monkeypatch.setattr(gguf_import, "_MAX_ENTRIES", 1000)
+    monkeypatch.setattr(header, "_MAX_ENTRIES", 1000)
     file.write_bytes(header_of([1] * 400, ["x"] * 400, [1] * 200))
-    assert [len(entries) for entries in gguf_import.read_header(file)[0].values()] == [400, 400, 200]
+    assert [len(entries) for entries in header.read_header(file)[0].values()] == [400, 400, 200]
     file.write_bytes(header_of([1] * 400, ["x"] * 400, [1] * 201))
     with pytest.raises(ValueError, match="a count of 201, above 200"):
-        gguf_import.read_header(file)
+        header.read_header(file)
     file.write_bytes(header_of(["x" * 200] * 40, [1] * 200))
-    monkeypatch.setattr(gguf_import, "MAX_JSON_BYTES", 4000)
+    monkeypatch.setattr(header, "MAX_JSON_BYTES", 4000)
     with pytest.raises(ValueError, match="its header has more than 0 MiB"):
-        gguf_import.read_header(file)
+        header.read_header(file)
 
 
 def test_the_time_for_merges_is_bounded(file):
@@ -575,7 +575,7 @@ def test_the_cache_is_bounded_and_killed_conversions_are_deleted(make_model_fold
     left.mkdir()
     os.utime(left, (0, 0))
     os.utime(first / "about.json", (0, 0))
-    monkeypatch.setattr(gguf_import, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(open, "_CACHE_BYTES", 1)
     (other := file.with_name("other.gguf")).write_bytes(file.read_bytes())
     second = resolve_model_path(other)
     assert [*gguf_cache().iterdir()] == [second]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models as hf_models
 
 from lean_ft.export import export_gguf
-from lean_ft.gguf.rows import GGUF_FAMILIES
+from lean_ft.gguf.open import GGUF_FAMILIES
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
 from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer
@@ -170,10 +170,6 @@ def test_bytes_without_a_token_are_dropped_as_by_transformers(make_model_folder,
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 PUBLISHED = {  # other spellings of splitting rules in published tokenizer.json
-    "falcon": [
-        {"type": "Punctuation", "behavior": "Contiguous"}, BYTES | {"use_regex": True},
-        {"type": "Digits", "individual_digits": False}, "[0-9][0-9][0-9]",
-    ],
     "deepseek-v3": [
         r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
         r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^CRLF\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[CRLF]*|"""
@@ -274,7 +270,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "change", "message"),
         [
-            ("config.json", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}, "window of layer 0 is 32, but llama.cpp.* computes with None"),
+            ("config.json", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}, "qwen2 does not compute the model: its file: attention.sliding_window is 32; expected none"),
             ("tokenizer.json", {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\d+|\s+"}, "behavior": "Isolated", "invert": False}}, "llama.cpp would give other ids"),
         ],
     )  # fmt: skip
@@ -304,20 +300,20 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("family", "settings", "message"),
         [
-            ("Llama", {"hidden_act": "gelu"}, "activation is gelu, but llama.cpp's architecture llama always computes with silu"),
-            ("Gemma", {"head_dim": 16, "tie_word_embeddings": False}, "tied_embeddings is False, .* gemma always computes with True"),
-            ("Olmo2", {"tie_word_embeddings": True}, "tied_embeddings is True, .* olmo2 always computes with False"),
-            ("Qwen2", {"head_dim": 24}, "head_dim is 24, .* qwen2 always computes with 16"),
-            ("Qwen2", {"rope_parameters": LLAMA3_ROPE}, "rotary scaling is llama3, .* qwen2 always computes with default or linear or yarn"),
-            ("Qwen3", {"head_dim": 16, "attention_bias": True}, "output_bias is True, .* qwen3 always computes with False"),
+            ("Llama", {"hidden_act": "gelu"}, "architecture llama does not compute the model: activation is gelu, and it always computes with silu"),
+            ("Gemma", {"head_dim": 16, "tie_word_embeddings": False}, "gemma does not .*: it has no tensor lm_head.weight"),
+            ("Olmo2", {"tie_word_embeddings": True}, "olmo2 .* tied_embeddings is True, .* with False"),
+            ("Qwen2", {"head_dim": 24}, "qwen2 .*key_length is 24; expected 16"),
+            ("Qwen2", {"rope_parameters": LLAMA3_ROPE}, "rotary scaling is llama3, .* qwen2 computes with default or linear or yarn"),
+            ("Qwen3", {"head_dim": 16, "attention_bias": True}, "qwen3 .* qkv_bias is True"),
             ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0, "mlp_bias": True}, "mlp_bias is True"),
-            ("Mixtral", {"sliding_window": 16}, "window of layer 0 is 16"),
-            ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}, "weights_sum_to_one of the experts is False"),
-            ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}, "mixture of layer 1 is None, .* with experts"),
-            ("Qwen3Next", {**EXPERTS, "linear_value_head_dim": 64}, "value_dim of the recurrent layers is 64, .* with 128"),
-            ("Qwen3_5", {"layer_types": ["full_attention"] * 2}, "number of recurrent layers is 0"),
-            ("Lfm2", {"conv_bias": True, "full_attn_idxs": [1]}, "bias of the recurrent layers is True"),
-            ("GptOss", {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "head_dim": 16}, "window of layer 0 is None"),
+            ("Mixtral", {"sliding_window": 16}, "sliding_window is 16; expected none"),
+            ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}, "weights_sum_to_one of the mixture of layer 0 is False"),
+            ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}, "has no tensor model.layers.1.mlp.gate_proj.weight"),
+            ("Qwen3Next", {**EXPERTS, "linear_value_head_dim": 64}, "value_dim of the mixer of layer 0 is 64, .* with 128"),
+            ("Qwen3_5", {"layer_types": ["full_attention"] * 2}, "lacks the metadata ssm.state_size"),
+            ("Lfm2", {"conv_bias": True, "full_attn_idxs": [1]}, "bias of the mixer of layer 0 is True"),
+            ("GptOss", {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "head_dim": 16}, "lacks the metadata attention.sliding_window .* Export a Hugging Face folder"),
             ("Phimoe", {"num_local_experts": 4}, "does not compute phimoe as it was trained: it has RMSNorm instead"),
         ],
     )  # fmt: skip
