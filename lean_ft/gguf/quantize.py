@@ -16,27 +16,24 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lean_ft.models import DecoderConfig
 
 _SLICE = 2**17  # weights quantized at a time
 _IN_FLOAT32 = ("_norm", "_gate_inp", "_gate_inp_shexp", "conv", "conv1d", "per_layer_model_proj")  # endings
 
 
 class Mix(NamedTuple):
-    """What determines in which kind llama.cpp stores a tensor of a quantized file."""
+    """What determines in which kind llama.cpp stores a tensor of a quantized file. `kind` is the file's, such as q4_k_m."""
 
     kind: str
-    """The kind of the file, such as q4_k_m."""
     architecture: str
-    num_layers: int
-    heads_per_group: int
-    """Query heads per key and value head."""
-    num_experts: int
-    is_tied: bool
-    """Whether the embeddings are also the output layer."""
+    config: "DecoderConfig"
     has_importance: bool
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
@@ -57,21 +54,22 @@ class Mix(NamedTuple):
             return kind
         place, _, part = role.rpartition(".")
         layer = int(role.split(".")[1]) if place else 0
-        eighth = self.num_layers // 8
-        early, late = layer < eighth, layer >= 7 * self.num_layers // 8
+        num_layers, num_experts = self.config.num_layers, getattr(self.config.mixture, "num_experts", 0)
+        heads_per_group, eighth = self.config.num_heads // self.config.num_kv_heads, num_layers // 8
+        early, late = layer < eighth, layer >= 7 * num_layers // 8
         more_bits = kind != self.kind and (early or late or (layer - eighth) % 3 == 2)  # of q4_k_m and q5_k_m
-        is_70b = self.architecture in ("llama", "qwen2") and self.num_layers == 80 and self.heads_per_group > 1
+        is_70b = self.architecture in ("llama", "qwen2") and num_layers == 80 and heads_per_group > 1
         is_value, is_down = part in ("attn_v", "attn_qkv", "attn_kv_b"), part.startswith("ffn_down")
-        is_output = role == "output" or (role in ("token_embd", "per_layer_token_embd") and self.is_tied)
+        is_output = role == "output" or (role in ("token_embd", "per_layer_token_embd") and self.config.tied_embeddings)
         rules = (
             ("q8_0", is_output and kind in ("q8_0", "mxfp4")),
             ("q6_k", is_output),
             # llama.cpp has this mix for mixtures of experts only. Without experts, all matrices of layers are in 4 bits.
-            ("q8_0", kind == "mxfp4" and not is_stack and (self.num_experts > 0 or not place)),
-            ("q8_0", self.num_experts == 8 and (is_value or part == "attn_k")),
-            ("q5_k", self.num_experts == 8 and part == "attn_output" and kind in ("q4_k", "iq4_nl")),
+            ("q8_0", kind == "mxfp4" and not is_stack and (num_experts > 0 or not place)),
+            ("q8_0", num_experts == 8 and (is_value or part == "attn_k")),
+            ("q5_k", num_experts == 8 and part == "attn_output" and kind in ("q4_k", "iq4_nl")),
             ("q6_k", more_bits and (is_value or is_down)),
-            ("q5_k", is_value and ((kind == "iq4_nl" and self.heads_per_group >= 4) or (kind == "q4_k" and is_70b))),
+            ("q5_k", is_value and ((kind == "iq4_nl" and heads_per_group >= 4) or (kind == "q4_k" and is_70b))),
             ("q5_k", is_down and early and kind == "iq4_nl" and not self.has_importance),
             ("q4_1", is_down and early and kind == "q4_0" and self.has_importance),
         )

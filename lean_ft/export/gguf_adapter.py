@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lean_ft.export.gguf import gguf_destination
 from lean_ft.export.places import Exported, room_for
 from lean_ft.gguf.check import gguf_family
 from lean_ft.gguf.header import gguf_package
 from lean_ft.gguf.layouts import by_side, store
 from lean_ft.gguf.names import layout_of
-from lean_ft.gguf.write import GGUF_KINDS, Entry, gguf_destination, write_gguf
+from lean_ft.gguf.quantize import num_bytes
+from lean_ft.gguf.write import GGUF_KINDS, write_gguf
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.moe import Experts
@@ -44,7 +46,7 @@ def export_gguf_adapter(
     `kind` is f32, f16 or bf16. `base` replaces the base model that the adapter names. The base's weights are not read. Raises ValueError if the source has no adapter or is damaged, the destination exists, or llama.cpp cannot apply the
     adapter; OSError if the disk is full.
     """
-    gguf = gguf_package()
+    gguf_package()
     if kind not in _KINDS:
         raise ValueError(
             f"--gguf is {kind!r}; expected {', '.join(_KINDS)} with --adapter.{did_you_mean(kind, _KINDS)}"
@@ -85,11 +87,11 @@ def export_gguf_adapter(
         "adapter.type": "lora",
         "adapter.lora.alpha": float(alpha),
     }
-    entries = {name: Entry(tuple(tensor.shape), kind) for name, tensor in tensors.items()}
+    entries = {name: (kind, tuple(tensor.shape)) for name, tensor in tensors.items()}
     destination.parent.mkdir(parents=True, exist_ok=True)
-    needed_bytes = sum(entry.num_bytes for entry in entries.values())
+    needed_bytes = sum(num_bytes(*entry) for entry in entries.values())
     with write_whole(destination, on_disk=True) as temporary, room_for(needed_bytes, destination):
-        write_gguf(gguf, temporary, family.architecture, metadata, entries, tensors.items())
+        write_gguf(temporary, family.architecture, metadata, entries, tensors.items())
     details = (
         f"a LoRA adapter of {len(adapter.shapes)} layers for {model_name}, architecture {family.architecture}, {kind}, "
     )
