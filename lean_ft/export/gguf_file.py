@@ -26,13 +26,13 @@ from lean_ft.export.places import Exported, check_destination, read_source, room
 from lean_ft.generation import stop_ids
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import kind_of_scores
+from lean_ft.peft.finished_models import find_finished
 from lean_ft.quantize import mean_loss
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.chat_template import without_generation_tags
 from lean_ft.training.checkpoint import small_files_bytes
-from lean_ft.training.finished_models import find_finished
 
 # How matrices are stored -> llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
 GGUF_KINDS = {
