@@ -27,9 +27,9 @@ from results import RESULTS, print_result, require_hardware, write_result
 from tiny_runs import STEPS, config, digests, finish, fork, train, write_inputs
 
 import lean_ft.training.checkpoint
-import lean_ft.training.saving
-from lean_ft.training.checkpoint import check_whole, list_checkpoints
-from lean_ft.training.continuation import find_checkpoint
+import lean_ft.training.checkpoints
+from lean_ft.system.checkpoint_folder import check_whole, list_checkpoints
+from lean_ft.training import starting
 
 SAVES = ["save_every=4"]
 ASYNC = [*SAVES, "save_async=true"]
@@ -75,7 +75,7 @@ def mount(place: Path, size_bytes: int | None, flags: int = 0) -> None:
 
 def believe_in_room() -> None:
     """Report much free space, as on a disk with quotas that statvfs does not see."""
-    for module in (lean_ft.training.checkpoint, lean_ft.training.saving):
+    for module in (lean_ft.training.checkpoint, lean_ft.training.checkpoints):
         module.free_bytes = lambda directory: 2**40  # type: ignore[attr-defined]
 
 
@@ -100,7 +100,7 @@ class Case:
         """Make a run call `act` after this number of checkpoints."""
 
         def install() -> None:
-            write, saved = lean_ft.training.saving.write_checkpoint, []
+            write, saved = lean_ft.training.checkpoints.write_checkpoint, []
 
             def noted(*args: Any, **kwargs: Any) -> Path:
                 saved.append(write(*args, **kwargs))
@@ -108,7 +108,7 @@ class Case:
                     act()
                 return saved[-1]
 
-            lean_ft.training.saving.write_checkpoint = noted  # type: ignore[attr-defined]
+            lean_ft.training.checkpoints.write_checkpoint = noted  # type: ignore[attr-defined]
 
         return install
 
@@ -288,7 +288,7 @@ def damaged_files(
         log, answer = place / "log", place / "found"
 
         def find(answer: Path = answer) -> None:
-            answer.write_text(str(find_checkpoint(config(inputs, run, SAVES))))
+            answer.write_text(str(starting._recorded(config(inputs, run, SAVES), quick=False)[0]))
 
         for kind in kinds:
             path.unlink()

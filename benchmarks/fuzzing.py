@@ -61,24 +61,23 @@ from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
 from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
-from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
-from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import loggers
-from lean_ft.training.checkpoint import (
+from lean_ft.system.checkpoint_folder import (
     OPTIMIZER_FILE,
     RANDOM_STATE_FILE,
     TRAINING_STATE_FILE,
-    _manifest,
-    capture_random_state,
     check_whole,
     from_checkpoint,
     read_random_state,
     read_training_state,
-    restore_random_state,
+    write_manifest,
 )
-from lean_ft.training.continuation import compare_base, compare_data, compare_identity, compare_settings
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.tokenizers.tiktoken_model import QWEN2_PATTERN
+from lean_ft.training import loggers, starting
 from lean_ft.training.curves import read_curves
 from lean_ft.training.metrics import trim_metrics
+from lean_ft.training.random_state import capture_random_state, restore_random_state
 from lean_ft.training.run_directory import read_starts, settings_of
 
 CASE_CPU_SECONDS = 10.0
@@ -781,11 +780,11 @@ def _runs(folder: Path) -> dict[str, Target]:
     def resume() -> None:
         read = read_training_state(checkpoint)
         with from_checkpoint(checkpoint):
-            compare_settings(cfg, read, checkpoint)
+            starting._compare_settings(cfg, read, checkpoint, is_own=True)
             batches.load_state_dict(read["batches"])
             LossScaler(True).load_state_dict(read["scaler"])
-        compare_data(cfg, batches.fingerprint, read, checkpoint)
-        compare_base("x", read, checkpoint)
+        starting._compare_data(cfg, batches.fingerprint, read, checkpoint)
+        starting._compare_base("x", read, checkpoint)
 
     def draw() -> None:
         with from_checkpoint(checkpoint, ValueError):
@@ -795,7 +794,8 @@ def _runs(folder: Path) -> dict[str, Target]:
     (whole / "training_state").mkdir(parents=True)
     for name in (TRAINING_STATE_FILE, RANDOM_STATE_FILE, OPTIMIZER_FILE):
         (whole / name).write_text("{}")
-    manifest = as_json(_manifest(whole, 4))
+    write_manifest(whole, 4)
+    manifest = (whole / "manifest.json").read_bytes()
     starts = as_json({"starts": [{"recipe": recipe_name(cfg), "settings": {"optimizer.lr": 1e-5, "log.to": ["csv"]}}]})
     lines = b"".join(
         as_json({"step": i, "loss": 2.5, "tokens": 9, "step_seconds": 0.1, "eval_loss": 1.0}) + b"\n" for i in (1, 2)
@@ -809,7 +809,7 @@ def _runs(folder: Path) -> dict[str, Target]:
         "training_state.json": Target(12, checkpoint / TRAINING_STATE_FILE, [as_json(state)], break_json, resume),
         "random_state.json": Target(3, checkpoint / RANDOM_STATE_FILE, [as_json(capture_random_state(torch.device("cpu")))], break_json, draw),
         "manifest.json": Target(8, whole / "manifest.json", [manifest], break_json, lambda: check_whole(whole)),
-        "run.json": Target(10, folder / "run.json", [starts], break_json, lambda: [compare_identity(cfg, one) for one in read_starts(folder)]),
+        "run.json": Target(10, folder / "run.json", [starts], break_json, lambda: [starting._compare_identity(cfg, one) for one in read_starts(folder)]),
         "metrics.jsonl": Target(10, folder / "metrics.jsonl", [lines], break_bytes, curves),
         "loggers.json": Target(2, folder / "loggers.json", [b'{"wandb": "abc"}'], break_json, lambda: loggers._records(folder)),
     }  # fmt: skip

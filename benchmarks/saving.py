@@ -45,7 +45,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.checkpoint import write_checkpoint
-    from lean_ft.training.saving import BackgroundWriter, host_copies, host_copy
+    from lean_ft.training.checkpoints import BackgroundWriter, host_copies, host_copy
 
     return_freed_memory()
     torch.manual_seed(0)

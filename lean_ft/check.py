@@ -40,6 +40,7 @@ from lean_ft.losses import CrossEntropy
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.config_json import gives_scores
+from lean_ft.models.device import resolve_device
 from lean_ft.models.hf_format import stored_dtype, stored_tensors
 from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
 from lean_ft.optim import build_optimizer
@@ -52,7 +53,6 @@ from lean_ft.system.environment import available_bytes
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training.device import resolve_device
 
 MARGIN = 32  # a float32 result may differ by this many times its rounding noise
 MARGIN_16_BIT = 1.5  # our distance to float32 in 16 bits may be this many times transformers'

@@ -17,6 +17,8 @@ from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
+from lean_ft.peft.finished_models import find_finished
+from lean_ft.quantize.held_out_loss import mean_loss
 from lean_ft.settings import AskedModelConfig, Device, Settings, SFTDataConfig
 from lean_ft.settings.base import RegularExpression
 from lean_ft.system.log import say
@@ -24,7 +26,7 @@ from lean_ft.system.units import number
 from lean_ft.system.whole_files import read_json, write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training import answer_held_out
-from lean_ft.training.finished_models import find_finished
+from lean_ft.training.answers import all_are_questions
 from lean_ft.training.run_directory import METRICS_FILE
 
 
@@ -50,6 +52,9 @@ class Config(Settings):
     pattern: RegularExpression | None = Field(
         None,
         description="With data: compare only the first group of this regular expression's last match in each answer.",
+    )
+    loss: bool = Field(
+        False, description="With data: also compute the mean loss over the rows' targets. Plain text is not asked then."
     )
     output: Path | None = Field(None, description="A JSON file for the results; null: evaluation.json in the run.")
     seed: NonNegativeInt = Field(0, description="Seed for tasks that sample.")
@@ -79,9 +84,16 @@ def main(cfg: Config) -> dict[str, Any]:
 def ask_file(cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
     batches, held_out = sft_batches(data, tokenizer, batch_size=8, seed=cfg.seed)
     questions = EvalBatches(batches.layout, batches.report) if held_out is None else held_out
+    found: dict[str, Any] = {}
+    if cfg.loss:
+        found["loss"] = mean_loss(model, (batch.to(model.output_weight.device) for batch in questions))
+        say("loss", number(found["loss"]))
+    if cfg.loss and not all_are_questions(questions):
+        return found
     report = answer_held_out(model, tokenizer, questions, cfg.limit or len(questions.layout), pattern=cfg.pattern)
     say("answers", f"{report.num_right} of {len(report.answers)} right ({report.exact_match:.1%})")
-    return {"exact_match": report.exact_match, "num_right": report.num_right, "num_questions": len(report.answers)}
+    answers = {"exact_match": report.exact_match, "num_right": report.num_right, "num_questions": len(report.answers)}
+    return found | answers
 
 
 def write(cfg: Config, results: dict[str, Any]) -> None:

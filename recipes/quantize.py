@@ -15,12 +15,12 @@ from pydantic import Field, PositiveInt
 from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.export.places import check_destination, read_source
 from lean_ft.peft import is_adapter
+from lean_ft.peft.finished_models import find_finished
 from lean_ft.quantize import mean_loss, quantize, save_quantized
 from lean_ft.settings import GroupSize, ModelConfig, QuantizedKind, Settings, SFTDataConfig
 from lean_ft.system.log import say
 from lean_ft.system.units import gibibytes, number
 from lean_ft.system.whole_files import write_whole
-from lean_ft.training.finished_models import find_finished
 
 
 class Config(Settings):

@@ -52,9 +52,9 @@ def check(
     # Imported here because torch is slow to import and most verbs do not need it.
     from lean_ft.check import TECHNIQUES, Check
     from lean_ft.peft import is_adapter
+    from lean_ft.peft.finished_models import find_finished
     from lean_ft.system.log import console
     from lean_ft.tokenizers import load_tokenizer
-    from lean_ft.training.finished_models import find_finished
 
     folder = find_finished(model)
     if is_adapter(folder):

@@ -53,9 +53,9 @@ def _report_private_names() -> None:
 def _check(device: str, facts: dict | None) -> None:
     """Print the result of each technique as its check ends, or with `facts` everything as JSON at the end. Exit with 1 if
     a technique failed that this device supports."""
+    from lean_ft.models.device import resolve_device
     from lean_ft.system.device_check import check_device
     from lean_ft.torch_private import missing_names
-    from lean_ft.training.device import resolve_device
 
     device = resolve_device(device).type  # raises ValueError for a missing device
     if facts is None:

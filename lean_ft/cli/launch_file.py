@@ -120,7 +120,7 @@ def words_of_job(
     that hold a secret."""
     _, cfg = load_run(recipe, config, overrides, processes=num_processes)
     if isinstance(cfg, RecipeConfig) and num_processes > 1:
-        from lean_ft.training.device import refuse_on_many  # here, because it imports torch
+        from lean_ft.training.process import refuse_on_many  # here, because it imports torch
 
         refuse_on_many(cfg, num_processes)
     given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]

@@ -126,11 +126,9 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> Any:
 
     Returns what the recipe's `main` returns, or the run directory.
     """
-    from lean_ft.training.continuation import hold_models  # here, because it imports torch
-    from lean_ft.training.output_dir import output_dir_chosen
+    from lean_ft.training.starting import settled  # here, because it imports torch
 
-    with output_dir_chosen(cfg) as cfg:
-        cfg = hold_models(cfg)
+    with settled(cfg) as cfg:
         if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
             _print_expected_memory(recipe, cfg)
         result = _run_main(recipe, cfg)
@@ -180,14 +178,11 @@ def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:
 
 def _print_expected_memory(recipe: ModuleType, cfg: RecipeConfig) -> None:
     """Print the expected memory of the run before it loads weights."""
+    from lean_ft.models.device import resolve_device
     from lean_ft.plan.beforehand import foresee
     from lean_ft.system.log import say
-    from lean_ft.training.continuation import check_output_dir
-    from lean_ft.training.device import resolve_device
 
-    resolve_device(cfg.device)  # report a missing device or an unusable folder first
-    check_output_dir(cfg)
-
+    resolve_device(cfg.device)  # report a missing device first
     try:
         outlook = foresee(recipe, cfg)
     except RuntimeError as error:

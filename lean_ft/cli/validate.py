@@ -47,7 +47,7 @@ def validate(
     """
     module, cfg = load_run(recipe, config, overrides)
     if isinstance(cfg, RecipeConfig) and "output_dir" not in cfg.model_fields_set:
-        from lean_ft.training.output_dir import choose_output_dir  # here, because it imports torch
+        from lean_ft.training.starting import choose_output_dir  # here, because it imports torch
 
         cfg = cfg.model_copy(update={"output_dir": choose_output_dir(cfg)[0]})
     problems, notes = check_files(cfg)
@@ -74,11 +74,11 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
     from lean_ft.frozen.teacher import check_cached, check_tokenizer
     from lean_ft.generation.tasks import find_tasks
     from lean_ft.models import empty_model
+    from lean_ft.models.device import check_dtype, resolve_device
     from lean_ft.models.hf_format import new_token_ids
     from lean_ft.online.rewards import check_rewards
     from lean_ft.tokenizers import load_tokenizer
-    from lean_ft.training.continuation import check_output_dir
-    from lean_ft.training.device import check_dtype, resolve_device
+    from lean_ft.training.starting import decide_start
 
     def group(kind: type[GroupT]) -> GroupT | None:
         return next((value for _, value in cfg if isinstance(value, kind)), None)
@@ -90,7 +90,7 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
             check_dtype(model.dtype if model else "float32", resolve_device(device))
     with _gathered(problems):
         if isinstance(cfg, RecipeConfig):
-            check_output_dir(cfg)
+            decide_start(cfg)
     if isinstance(cfg, RecipeConfig) and cfg.eval_tasks:
         with _gathered(problems):
             find_tasks(cfg.eval_tasks)

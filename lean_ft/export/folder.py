@@ -17,11 +17,11 @@ from lean_ft.export.places import Exported, check_destination, files_of_model, r
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.peft import is_adapter
+from lean_ft.peft.finished_models import find_finished
 from lean_ft.peft.peft_format import read_adapter
 from lean_ft.system.units import parse_bytes
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import checkpoint_bytes
-from lean_ft.training.finished_models import find_finished
 
 _NUM_POSITIONS = 32  # tokens of the input for the comparison
 # Weights and arithmetic are equal on both sides; only the order of sums may differ, depending on memory alignment.

@@ -17,10 +17,10 @@ from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes
 from lean_ft.gguf.splitting import APPROXIMATED
 from lean_ft.gguf.write import GGUF_KINDS, model_metadata, write_gguf
 from lean_ft.models.config_json import kind_of_scores
+from lean_ft.peft.finished_models import find_finished
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import small_files_bytes
-from lean_ft.training.finished_models import find_finished
 
 _WEIGHED = ("q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")  # kinds that use the importance of input features
 

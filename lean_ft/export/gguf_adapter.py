@@ -26,13 +26,13 @@ from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.moe import Experts
 from lean_ft.peft import is_adapter
+from lean_ft.peft.finished_models import find_base
 from lean_ft.peft.lora import SCORE
 from lean_ft.peft.new_rows import EMBEDDING
 from lean_ft.peft.peft_format import StoredAdapter, fit_adapter, read_adapter, read_factors
 from lean_ft.peft.targets import is_projection_of_experts
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
-from lean_ft.training.finished_models import find_base
 
 _KINDS = ("f32", "f16", "bf16")
 _MERGE = "Export the merged model: --merge instead of --adapter."

@@ -14,12 +14,13 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged
+from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.peft_format import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from lean_ft.system.checkpoint_folder import MANIFEST, STATE_FOLDER
 from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
-from lean_ft.training.checkpoint import MANIFEST, STATE_FOLDER, free_bytes
-from lean_ft.training.finished_models import find_base, tokenizer_folder
+from lean_ft.training.checkpoint import free_bytes
 
 # Files of an export, which --force may replace. A folder with any other file is never replaced.
 _MODEL_FILES = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}

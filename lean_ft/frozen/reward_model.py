@@ -12,13 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.hf_format import stored_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
+from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.system.shapes_only import stage
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
-from lean_ft.training.continuation import QUICK_BYTES
-from lean_ft.training.device import check_dtype, resolve_device
-from lean_ft.training.finished_models import find_base, find_finished, template_kwargs_of, tokenizer_folder
+from lean_ft.tokenizers import Tokenizer
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 
@@ -33,9 +32,9 @@ def open_reward_model(
 
     Raises ValueError if the model is missing, incomplete, or gives no scores.
     """
-    folder = adapter = find_finished(path, QUICK_BYTES)
+    folder = adapter = find_finished(path, quick=True)
     if is_adapter(folder):
-        folder = find_finished(find_base(folder), QUICK_BYTES)
+        folder = find_finished(find_base(folder), quick=True)
     where = resolve_device(device)
     kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
     check_dtype(str(kept).removeprefix("torch."), where)
@@ -48,9 +47,7 @@ def open_reward_model(
             f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."
         )
-    tokenizer = load_tokenizer(tokenizer_folder(adapter, folder) or folder, chat_template)
-    tokenizer.chat_template_kwargs = template_kwargs_of(adapter, folder)
-    return model, tokenizer
+    return model, tokenizer_of(adapter, folder, chat_template=chat_template)
 
 
 def score(

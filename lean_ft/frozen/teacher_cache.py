@@ -27,11 +27,11 @@ from lean_ft.data.batches import Layout
 from lean_ft.data.prepare import NOT_IN_FINGERPRINT
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
+from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.settings import DataConfig, KeepTeacherConfig
 from lean_ft.system.cache import ABOUT, read_entry, write_entry
 from lean_ft.system.log import say
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
-from lean_ft.training.device import check_dtype, resolve_device
 from lean_ft.training.progress import shown
 
 # Settings that change the layout or number of rows, but no document.

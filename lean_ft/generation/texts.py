@@ -16,14 +16,13 @@ from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
+from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.quantize import is_quantized, load_quantized
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.tokenizers.loading import context_length
-from lean_ft.training.continuation import QUICK_BYTES
-from lean_ft.training.device import check_dtype, resolve_device
-from lean_ft.training.finished_models import find_base, find_finished, template_kwargs_of, tokenizer_folder
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]
@@ -51,13 +50,13 @@ def open_model(
     adapters add up. A folder of `leanft quantize` is opened on a CPU. Raises ValueError if a folder is missing or
     incomplete, or for an invalid device.
     """
-    adapters = [find_finished(one, QUICK_BYTES) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
+    adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:
         raise ValueError("no model is set. Set model.path, or adapter to use the adapter's base model.")
-    folder = adapters[0] if path == "auto" else find_finished(path, QUICK_BYTES, weights=not random_init)
+    folder = adapters[0] if path == "auto" else find_finished(path, quick=True, weights=not random_init)
     if is_adapter(folder):
         adapters = adapters if path == "auto" else [folder, *adapters]
-        folder = find_finished(find_base(folder), QUICK_BYTES)
+        folder = find_finished(find_base(folder), quick=True)
     where = resolve_device(device)
     dtype = torch_dtype(dtype)
     check_dtype(str(dtype).removeprefix("torch."), where)
@@ -74,9 +73,7 @@ def open_model(
         model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters))
     if adapters:
         load_adapter(model, *adapters)
-    tokenizer = load_tokenizer(tokenizer_folder(*adapters[:1], folder) or folder)
-    tokenizer.chat_template_kwargs = template_kwargs_of(*adapters[:1], folder)
-    return model, tokenizer
+    return model, tokenizer_of(*adapters[:1], folder)
 
 
 def answers(

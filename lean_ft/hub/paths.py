@@ -77,14 +77,18 @@ def free_directory(path: str | Path) -> str:
     return next(name for name in names if not Path(name).expanduser().exists())
 
 
-def path_at_commit(path: str | Path) -> str | Path:
+def path_at_commit(path: str | Path, begun: str | None = None) -> str | Path:
     """Return a Hub repository as `org/name@commit` at its current commit, which never changes, and any other path as it is.
 
-    Downloads all files but the weights. Raises as `resolve_model_path` does.
+    A path that names no revision keeps the commit of `begun`, which a run began with. Downloads all files but the weights.
+    Raises as `resolve_model_path` does.
     """
     name = repository_name(path)
     if name is None or name.names_commit:
         return path
+    then = hub.parse_name(begun or "")
+    if then is not None and then.names_commit and then._replace(revision=None) == name:
+        return str(then)
     with _mentioning_folders(path):
         return str(name._replace(revision=hub.model_folder(name, weights=False).name))
 

@@ -14,12 +14,12 @@ from lean_ft.export.places import files_of_model
 from lean_ft.hub.errors import DownloadFailed, explained
 from lean_ft.hub.paths import repository_name
 from lean_ft.peft import is_adapter
+from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system.installation import install_command
 from lean_ft.system.redaction import redact
 from lean_ft.system.units import gibibytes, number
 from lean_ft.training.curves import draw_curves
-from lean_ft.training.finished_models import find_finished
 from lean_ft.training.run_directory import METRICS_FILE, read_starts
 
 CARD, _PICTURE = "README.md", "curves.png"

@@ -37,6 +37,8 @@ from lean_ft.data import Prompt
 from lean_ft.frozen.reward_model import JudgingModel
 from lean_ft.generation import Sample
 from lean_ft.hub.paths import repository_name
+from lean_ft.models.device import resolve_device
+from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings import Reward
 from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.shards import ALONE, Ranks
@@ -45,10 +47,7 @@ from lean_ft.system.user_functions import check_function, load_function, without
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
 from lean_ft.training.bad_steps import TrainingFailed
-from lean_ft.training.checkpoint import capture_random_state, restore_random_state
-from lean_ft.training.continuation import QUICK_BYTES
-from lean_ft.training.device import resolve_device
-from lean_ft.training.finished_models import find_finished
+from lean_ft.training.random_state import capture_random_state, restore_random_state
 from lean_ft.training.run import Run
 
 GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "ended", "trainer_state", "log_metric", "log_extra")
@@ -127,7 +126,7 @@ def check_rewards(settings: Sequence[Reward | str]) -> None:
         if one.model is None:
             _load(one, check_function)
         elif repository_name(one.model) is None:
-            find_finished(one.model, QUICK_BYTES)
+            find_finished(one.model, quick=True)
 
 
 class Rewards:

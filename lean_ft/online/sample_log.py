@@ -29,7 +29,7 @@ class SampleLog:
 
     def write(self, step: int, rollouts: Rounds) -> None:
         """Write a few completions of the round after step `step` (from 0), if they are due."""
-        if not self._writes or not self._every or step % self._every or not self._run.is_training:
+        if not self._writes or not self._every or step % self._every:
             return
         rows = redact_values(rollouts.shown(WRITTEN))  # prompts hold `data.system`
         with open_in_place(self._path, "a") as file:

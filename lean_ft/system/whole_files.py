@@ -45,9 +45,9 @@ def write_whole(path: Path, *, on_disk: bool = False) -> Iterator[Path]:
         remove(temporary)
 
 
-def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
-    """Write a JSON file, by default in the format of model folders. None is faster."""
-    with write_whole(path) as temporary:
+def write_json(path: Path, content: dict[str, Any], indent: int | None = 2, *, on_disk: bool = False) -> None:
+    """Write a JSON file, by default in the format of model folders. None is faster. `on_disk` as in `write_whole`."""
+    with write_whole(path, on_disk=on_disk) as temporary:
         temporary.write_text(json.dumps(content, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -27,7 +27,7 @@ _SHOWN = 40  # characters of a question or an answer in a sample line
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredQuestion:
     """A question, the expected answer and the model's answer; with a pattern, the parts of the answers that it finds."""
 
     question: str
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerReport:
-    answers: list[Answer]  # in the order of the questions
+    answers: list[AnsweredQuestion]  # in the order of the questions
 
     @property
     def num_right(self) -> int:
@@ -146,7 +146,7 @@ def answer_held_out(
 
     return AnswerReport(
         [
-            Answer(text(prompt), expected[i], compared(given[i]), given[i][-1] in ends)
+            AnsweredQuestion(text(prompt), expected[i], compared(given[i]), given[i][-1] in ends)
             for i, (prompt, _) in enumerate(questions)
         ]
     )
@@ -156,6 +156,11 @@ def last_match(pattern: str, text: str) -> str | None:
     """The first group of the pattern's last match in `text`; the whole match if there is no group."""
     matches = list(re.finditer(pattern, text))
     return (matches[-1][1 if matches[-1].re.groups else 0] or "").strip() if matches else None
+
+
+def all_are_questions(batches: Iterable[Batch]) -> bool:
+    """Whether every trained stretch in the batches has a prompt, which plain text lacks. A bos token asks nothing."""
+    return all(len(prompt) >= 2 for batch in batches for prompt, _ in questions_of(batch))
 
 
 def questions_of(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:

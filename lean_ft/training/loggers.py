@@ -24,11 +24,10 @@ from unittest.mock import patch
 from lean_ft.settings import LogConfig
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
-from lean_ft.system.whole_files import open_in_place, read_json, write_whole
-from lean_ft.training.checkpoint import write_json
+from lean_ft.system.whole_files import open_in_place, read_json, write_json, write_whole
+from lean_ft.training.metrics import Row, is_number
 
 T = TypeVar("T")
-Row = dict[str, Any]
 CONNECT_SECONDS, CLOSE_SECONDS = 10, 60  # time limits for a service to answer, and to take the last data
 # service -> module
 _SERVICES = {"wandb": "wandb", "mlflow": "mlflow.tracking", "trackio": "trackio", "swanlab": "swanlab"}
@@ -347,10 +346,6 @@ def _numbers(row: Row) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if is_number(value) and name != "step"}
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _flat(row: Row) -> Row:
     """A line for a table, with nested values (`non_finite`) as JSON."""
     return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in row.items()}
@@ -366,4 +361,4 @@ def _records(directory: Path) -> dict[str, str]:
 
 
 def _keep_record(directory: Path, service: str, record: str) -> None:
-    write_json(directory / RECORDS_FILE, _records(directory) | {service: record})
+    write_json(directory / RECORDS_FILE, _records(directory) | {service: record}, on_disk=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from lean_ft.data import Batch
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
 from lean_ft.system.whole_files import open_in_place, sync, write_whole
-from lean_ft.training.loggers import Loggers
 from lean_ft.training.process_memory import own_rss_bytes, peak_memory_bytes, rss_bytes
+
+if TYPE_CHECKING:
+    from lean_ft.training.loggers import Loggers
 
 Row = dict[str, Any]
 # Metrics that show an objective's progress -> short name, in the order of the summary and the plot.
@@ -215,6 +217,10 @@ def has_diverged(first_loss: float | None, losses: Sequence[float]) -> bool:
     return bool(last) and first_loss is not None and statistics.median(last) > DIVERGED_RATIO * first_loss > 0
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def parse_line(line: bytes) -> Row | None:
     """Parse a line of metrics.jsonl; None if it is not a whole line with a step."""
     try:
@@ -224,23 +230,28 @@ def parse_line(line: bytes) -> Row | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
-def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> list[Row]:
-    """Cut metrics.jsonl back to the lines of the first `step` steps, and return them.
+def lines_until(path: Path, step: int) -> tuple[list[Row], int]:
+    """The lines of metrics.jsonl of the first `step` steps, up to the first unreadable line, and their size in bytes."""
+    rows, size_bytes = list[Row](), 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        row = parse_line(line)
+        if row is None or row["step"] > step:
+            break
+        rows.append(row)
+        size_bytes += len(line)
+    return rows, size_bytes
+
+
+def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> None:
+    """Cut metrics.jsonl back to the lines of the first `step` steps.
 
     The first unreadable line and all lines after it are removed. If the file should have every step and steps are lost (a
     power cut can leave zeros), the damaged file is kept under another name and a warning is logged.
     """
     if not path.exists():
-        return []
-    rows: list[Row] = []
-    kept_bytes = 0
+        return
     with open_in_place(path, "rb+") as file:
-        for line in file:
-            row = parse_line(line)
-            if row is None or row["step"] > step:
-                break
-            rows.append(row)
-            kept_bytes += len(line)
+        rows, kept_bytes = lines_until(path, step)
         reached = rows[-1]["step"] if rows else 0
         if has_every_step and reached < step:
             damaged = path.with_stem("metrics.damaged")
@@ -252,4 +263,11 @@ def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> list[
                 f"continues, without these steps in its curves. The damaged file is kept as {damaged}.",
             )
         file.truncate(kept_bytes)
-    return rows
+
+
+def set_metrics_aside(path: Path) -> None:
+    """Rename the metrics file of an earlier start in this directory that never reached a checkpoint."""
+    if path.exists() and path.stat().st_size:
+        aside = path.with_stem("metrics.previous")
+        path.replace(aside)
+        say("starting", f"from step 0: an earlier attempt saved no checkpoint. Its metrics are now in {aside}")

@@ -4,7 +4,7 @@ config.yaml      the resolved settings, which `leanft run RECIPE --config` reads
 run.json         the same facts for programs, with one entry per start of the run
 functions/       sources of the functions that were passed from Python
 metrics.jsonl    see lean_ft.training.metrics
-step_00000100/   see lean_ft.training.checkpoint
+step_00000100/   see lean_ft.system.checkpoint_folder
 """
 
 import fcntl
@@ -24,11 +24,12 @@ import lean_ft
 from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
+from lean_ft.system.checkpoint_folder import list_checkpoints
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact, redact_values
+from lean_ft.system.shards import Ranks
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
-from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_whole
-from lean_ft.training.checkpoint import list_checkpoints, write_json
+from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_json, write_whole
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -56,7 +57,9 @@ def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
 
 
-def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int) -> dict[str, Any]:
+def gather_facts(
+    cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int, num_ranks: int
+) -> dict[str, Any]:
     """Versions, hardware, commit and data of this start of the run."""
     facts: dict[str, Any] = {
         "recipe": recipe_name(cfg),
@@ -79,6 +82,8 @@ def gather_facts(cfg: RecipeConfig, device: torch.device, data_fingerprint: str,
             facts[f"hash of {redact(str(file))}"] = file_digest(one)
     if device.type == "cuda":
         facts["cuda"] = torch.version.cuda
+    if num_ranks > 1:
+        facts["processes"] = num_ranks
     return facts
 
 
@@ -170,9 +175,42 @@ class DirectoryLock:
 locks: dict[Path, DirectoryLock] = {}  # of directories that this process has locked for its next run
 
 
-def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> None:
-    """Write config.yaml and add this start to run.json."""
-    facts, settings = redact_values(facts), to_yaml(redact_values(cfg.model_dump(mode="json")))
+def lock_directory(directory: Path, ranks: Ranks) -> DirectoryLock | None:
+    """Lock the run directory, and delete what a killed process left incomplete. Rank 0 alone holds the lock.
+
+    Raises ValueError if another process holds it, or a rank does not see rank 0's directory.
+    """
+    lock: DirectoryLock | None = None
+
+    def take() -> str:
+        nonlocal lock
+        lock = locks.pop(directory, None) or DirectoryLock(directory)
+        remove_half_written(directory)
+        return (directory / LOCK_FILE).read_text(encoding="utf-8")
+
+    def look(holder: str) -> None:
+        file = directory / LOCK_FILE
+        if not file.is_file() or file.read_text(encoding="utf-8") != holder:
+            raise ValueError(
+                f"output_dir={directory}: rank {ranks.rank} on {platform.node()} does not see the folder of "
+                "rank 0. All ranks write checkpoints. Set output_dir to a folder on a disk that all machines share."
+            )
+
+    try:
+        holder = ranks.on_rank_zero(take)
+        if ranks.size > 1:
+            ranks.on_every_rank(lambda: look(holder))
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    return lock
+
+
+def record_start(cfg: RecipeConfig, facts: dict[str, Any]) -> None:
+    """Write config.yaml and add this start, with its `facts`, to run.json."""
+    directory, facts = cfg.output_dir, redact_values(facts)
+    settings = to_yaml(redact_values(cfg.model_dump(mode="json")))
     for one in [one for one in PASSED if one in settings]:
         source = redact(PASSED[one].source or "# Python does not have the source of this function.\n")
         facts[one] = "passed from Python; this file of the directory has its source, without values that it captures"
@@ -184,7 +222,7 @@ def record_start(directory: Path, cfg: RecipeConfig, facts: dict[str, Any]) -> N
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
-    write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]})
+    write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]}, 1, on_disk=True)
 
 
 def record_end(directory: Path, *, writes: bool) -> None:
@@ -192,7 +230,7 @@ def record_end(directory: Path, *, writes: bool) -> None:
     starts = read_starts(directory) if writes else []
     if starts and "ended" not in starts[-1]:
         starts[-1]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        write_json(directory / RUN_FILE, {"starts": starts})
+        write_json(directory / RUN_FILE, {"starts": starts}, 1, on_disk=True)
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:

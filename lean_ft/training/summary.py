@@ -4,7 +4,6 @@ import os
 import shlex
 from collections import deque
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -19,15 +18,13 @@ from lean_ft.settings import (
     MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
-    RowsConfig,
     ScheduleConfig,
 )
-from lean_ft.settings.strict_yaml import to_yaml
-from lean_ft.settings.text import dotted
 from lean_ft.system.installation import install_command
 from lean_ft.system.log import say
 from lean_ft.system.shards import whole_numel
 from lean_ft.system.units import counted, duration, gibibytes, number
+from lean_ft.training.commands import command_that_tries
 from lean_ft.training.metrics import DIVERGED_STEPS, HEADLINES, Row, has_diverged
 
 if TYPE_CHECKING:
@@ -55,8 +52,8 @@ def log_start(run: "Run") -> None:
     if cfg.gradient_accumulation_steps > 1:
         batch = f"{cfg.gradient_accumulation_steps} x {batch}"
     done = f", {run.start_step:,} done" if run.start_step else ""
-    pace = f"{run.steps_per_epoch:,} per epoch; {batch} per step"
-    say("steps", f"{run.total_steps:,}{done}; limited by {run.limits}; {pace}")
+    pace = f"{run.length.steps_per_epoch:,} per epoch; {batch} per step"
+    say("steps", f"{run.total_steps:,}{done}; limited by {run.length.limits}; {pace}")
     kept = "all" if cfg.most_kept is None else cfg.most_kept
     say("output", f"{cfg.output_dir}; save_every={cfg.save_every}; checkpoints kept: {kept}")
     for note in run.optimizer.notes:
@@ -137,8 +134,9 @@ class Results:
         say("memory", f"peak {gibibytes(self._peak_memory_bytes)} {kind}{growth}")
         say("time", f"{duration(seconds)} for {counted(steps, 'steps')}, with evaluations and checkpoints")
         if run.checkpoint is not None:
+            scores = isinstance(run.model, Decoder) and bool(run.model.config.scores)
             say("checkpoint", str(run.checkpoint))
-            say("next", shlex.join(["leanft", *_command_that_tries(run, run.checkpoint)]))
+            say("next", command_that_tries(run.cfg, run.checkpoint, run.tokenizer, scores=scores))
             needs = "" if find_spec("matplotlib") else f": {install_command('plots')}"
             say("", shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}")
         written = {"loss": "none: no step had a trained token"}
@@ -159,18 +157,20 @@ class Results:
             )
 
 
-def _command_that_tries(run: "Run", checkpoint: Path) -> list[str]:
-    """The arguments of a command that tries the trained model: chat, generate, or score on the run's rows."""
-    if not (isinstance(run.model, Decoder) and run.model.config.scores):
-        chats = run.tokenizer.chat_template is not None
-        return ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
-    data = run.cfg.group(DataConfig)
-    assert data is not None
-    fields = set(RowsConfig.model_fields) - {"validation_fraction"}
-    rows = data.model_dump(mode="json", include=fields, exclude_defaults=True)
-    source, held_out = rows.pop("source"), rows.pop("validation_source", None)
-    settings = [f"data.{key}={to_yaml(value, flow=True)}" for key, value in dotted(rows)]
-    return ["score", str(checkpoint), to_yaml(held_out or source, flow=True), *settings]
+def describe_evaluation(row: Row) -> str:
+    """An evaluation's line of metrics in words: `held-out loss 1.234`, or the reward, and the share of right rows."""
+    text = "no held-out token has a label"
+    if "eval_completion_length" in row:
+        reward = row.get("eval_reward")
+        text = "no held-out completion got a reward" if reward is None else f"held-out reward {number(reward)}"
+        text += f", completion length {number(row['eval_completion_length'])}"
+    elif row["eval_loss"] is not None or "eval_loss" in row.get("non_finite", {}):
+        text = f"held-out loss {number(row['eval_loss'])}"
+    if (right := row.get("eval_rewards/accuracies")) is not None:
+        text += f", {right:.1%} of pairs right"
+    if (right := row.get("eval_accuracy")) is not None:
+        text += f", {right:.1%} of texts right, macro-F1 {row['eval_macro_f1']:.3f}"
+    return text
 
 
 def describe_model(model: nn.Module) -> str:

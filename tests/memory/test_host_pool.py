@@ -15,7 +15,7 @@ import pytest
 
 from lean_ft.memory.host_pool import pool_host_memory
 from lean_ft.settings import MemoryConfig
-from lean_ft.training.device import start
+from lean_ft.training.process import start
 from tests.parallel.small_training import Config
 
 pytestmark = pytest.mark.skipif(
@@ -142,7 +142,7 @@ def test_without_a_compiler_it_is_refused_or_left_out_with_the_reason(monkeypatc
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.setattr("lean_ft.memory.host_memory.return_freed_memory", lambda: True)
     # Not the cached function: an earlier test of this process may have installed the pool.
-    monkeypatch.setattr("lean_ft.training.device.pool_host_memory", pool_host_memory.__wrapped__)
+    monkeypatch.setattr("lean_ft.training.process.pool_host_memory", pool_host_memory.__wrapped__)
     reason = "the C++ compiler no-such-compiler does not start"
     with pytest.raises(ValueError, match=f"memory.host_pool=true is not possible: {re.escape(reason)}"):
         start(Config(memory=MemoryConfig(host_pool=True), device="cpu", output_dir=tmp_path / "run"))

@@ -10,10 +10,11 @@ from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary
 from lean_ft import load_model
 from lean_ft.cli.errors import is_out_of_memory
 from lean_ft.memory import float8_products
+from lean_ft.models.device import check_dtype
 from lean_ft.peft import quantize_as_loaded
 from lean_ft.settings import LoRAConfig
 from lean_ft.system.host_link import HostLink
-from lean_ft.training.device import _device_of_rank, check_dtype
+from lean_ft.training.process import _device_of_rank
 from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
 from tests.pretended_gpu.counters import limit_pinned_bytes
 

@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from lean_ft.system.checkpoint_folder import check_whole, manifest_digest
 from lean_ft.system.shards import part_of
 from lean_ft.training.bad_steps import TrainingFailed
-from lean_ft.training.checkpoint import (
-    _manifest_digest,
-    capture_random_state,
-    check_whole,
-    restore_optimizer,
-    restore_random_state,
-    restore_weights,
-)
+from lean_ft.training.checkpoint import restore_optimizer, restore_weights
+from lean_ft.training.random_state import capture_random_state, restore_random_state
 from tests.training.toy_runs import digests
 
 
@@ -142,14 +137,12 @@ def test_a_manifest_that_leads_elsewhere_is_refused(run):
     entry = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
     for name in ("../other", str(run / "other"), "a/../../other"):
         files = {**manifest["files"], name: entry}
-        forged = {**manifest, "files": files, "sha256": _manifest_digest(4, files)}
+        forged = {**manifest, "files": files, "sha256": manifest_digest(4, files)}
         (folder / "manifest.json").write_text(json.dumps(forged))
         with pytest.raises(ValueError, match=r"manifest.json does not describe this checkpoint"):
             check_whole(folder)
     files = {name: manifest["files"][name] for name in manifest["files"] if name != "training_state/random_state.json"}
-    (folder / "manifest.json").write_text(
-        json.dumps({**manifest, "files": files, "sha256": _manifest_digest(4, files)})
-    )
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files, "sha256": manifest_digest(4, files)}))
     with pytest.raises(ValueError, match=r"manifest.json does not describe this checkpoint"):
         check_whole(folder)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft.settings.run import DEFAULT_OUTPUT_DIR
-from lean_ft.training.continuation import command_to_continue
+from lean_ft.training.commands import command_to_continue
 from tests.training.toy_runs import digests, metrics
 
 
@@ -48,7 +48,7 @@ def test_another_model_or_recipe_is_refused(run, train, model_folder, monkeypatc
     shutil.copytree(model_folder, tmp_path / "other")
     with pytest.raises(ValueError, match=r"model\.path: .*other"):
         restart(train, run, model__path=tmp_path / "other")
-    monkeypatch.setattr("lean_ft.training.continuation.recipe_name", lambda cfg: "lora")
+    monkeypatch.setattr("lean_ft.training.starting.recipe_name", lambda cfg: "lora")
     with pytest.raises(ValueError, match=r'recipe: "toy_recipe" then, "lora" now'):
         restart(train, run)
 

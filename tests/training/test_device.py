@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.training import start
-from lean_ft.training.device import check_dtype, resolve_device
 
 CUDA = torch.device("cuda", 0)
 

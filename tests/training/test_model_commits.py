@@ -7,7 +7,7 @@ import pytest
 
 from lean_ft.cli.run import run_recipe
 from lean_ft.settings.run import DEFAULT_OUTPUT_DIR
-from lean_ft.training.continuation import hold_models
+from lean_ft.training.starting import hold_models
 from tests.hub.hub_server import Repository
 from tests.training.toy_runs import QWEN, digests
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lean_ft.settings.run import DEFAULT_OUTPUT_DIR
-from lean_ft.training.output_dir import choose_output_dir, output_dir_chosen
 from lean_ft.training.run_directory import DirectoryLock, locks
+from lean_ft.training.starting import choose_output_dir, settled
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def test_other_files_and_damaged_runs_are_left_alone(unfinished, config):
 
 def test_two_starts_at_once_take_two_directories(first, config, capsys):
     cfg = config(DEFAULT_OUTPUT_DIR)
-    with output_dir_chosen(cfg) as one:
+    with settled(cfg) as one:
         other = locks.pop(first)  # as if another process held it
-        with output_dir_chosen(cfg) as two:
+        with settled(cfg) as two:
             assert (one.output_dir, two.output_dir) == (first, Path(numbered(first, 2)))
         other.release()
     assert f"_2: a new run; {first} is in use by another process\n" in capsys.readouterr().out
@@ -137,13 +137,14 @@ def test_two_starts_at_once_take_two_directories(first, config, capsys):
 
 def test_a_run_in_a_given_directory_is_in_use_too(first, config):
     lock = DirectoryLock(first)
-    with output_dir_chosen(config(DEFAULT_OUTPUT_DIR)) as cfg:
+    with settled(config(DEFAULT_OUTPUT_DIR)) as cfg:
         assert cfg.output_dir == Path(numbered(first, 2))
     lock.release()
 
 
 def test_a_given_directory_is_not_changed(unfinished, config, capsys):
-    cfg = config(unfinished, seed=1)
-    with output_dir_chosen(cfg) as same:
-        assert same is cfg
+    with settled(config(unfinished)) as cfg:
+        assert cfg.output_dir == unfinished
+    with pytest.raises(ValueError, match="seed: 0 then, 1 now"), settled(config(unfinished, seed=1)):
+        pass
     assert capsys.readouterr().out == ""

@@ -1,8 +1,12 @@
 """The real recipe with real data, decoder and optimizers: a resumed run is bitwise equal to an uninterrupted run."""
 
+import json
+import shlex
+
 import pytest
 
-from lean_ft.training.saving import Saving
+from lean_ft.cli.main import run_command_line
+from lean_ft.training.checkpoints import Checkpoints
 from tests.training.toy_runs import digests, metrics
 
 RULES = ("adamw", "adamw_8bit", "adafactor", "sgd")
@@ -97,24 +101,28 @@ def test_data_is_known_by_its_content(train_real, inputs, tmp_path):
     "settings",
     [
         ["optimizer.in_backward=true", "optimizer.name=adafactor"],
-        ["model.dtype=bfloat16", "data.packing=bfd", "log.to=[csv]", "neftune_alpha=5"],
+        ["data.packing=bfd", "model.dtype=bfloat16", "log.to=[csv]", "neftune_alpha=5"],
     ],
     ids=" ".join,
 )
-def test_an_interrupted_last_evaluation_is_done_at_the_next_start(settings, train_real, tmp_path, capsys):
-    run = train_real(tmp_path / "run", *settings, "data.validation_fraction=0.3", "max_steps=3", "eval_every=2")
-    whole, (checkpoint,) = metrics(run, timed=False), run.glob("step_*")
+def test_the_command_for_an_interrupted_last_evaluation_gives_its_loss(settings, train_real, tmp_path, capsys):
+    settings = [*settings, "data.validation_fraction=0.3", "seed=3", "max_steps=3"]
+    run = train_real(tmp_path / "run", *settings)
+    (checkpoint,), expected = run.glob("step_*"), metrics(run)[-1]["eval_loss"]
     saved, file = digests(checkpoint), run / "metrics.jsonl"
-    file.write_text(
-        "".join(file.read_text().splitlines(keepends=True)[:-1]) + '{"step": 3, "ev'
-    )  # killed while writing
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]) + lines[-1][:12])  # killed while writing
     capsys.readouterr()
-    for says in ("repeating the interrupted evaluation after step 3", "complete    3 steps done"):
-        train_real(run, *settings, "data.validation_fraction=0.3", "max_steps=3", "eval_every=2")
-        assert says in (out := capsys.readouterr().out)
-        assert metrics(run, timed=False) == whole
-        assert digests(checkpoint) == saved
-    assert "evaluation" not in out
+    train_real(run, *settings)
+    said = capsys.readouterr().out
+    assert "missing     the evaluation after step 3, which was interrupted. To repeat it, run:" in said
+    program, *command = shlex.split(next(line for line in said.splitlines() if "evaluate" in line))
+    assert (program, digests(checkpoint)) == ("leanft", saved)
+    with pytest.raises(SystemExit) as ended:
+        run_command_line(command)
+    assert ended.value.code == 0
+    found = json.loads((run / "evaluation.json").read_text())[checkpoint.name]["answers"]
+    assert found["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("lr", "diverges"), [("1e-3", False), ("10", True)])
@@ -126,9 +134,9 @@ def test_a_diverged_run_ends_with_a_warning(lr, diverges, train_real, tmp_path, 
 
 def test_the_disk_estimate_is_the_size_of_a_checkpoint(train_real, tmp_path, monkeypatch):
     estimates = []
-    monkeypatch.setattr("lean_ft.training.saving.free_bytes", lambda _: estimates.append(0) or 2**40)
-    needed = Saving.needed_bytes
-    monkeypatch.setattr(Saving, "needed_bytes", lambda self: estimates.append(needed(self)) or estimates[-1])
+    monkeypatch.setattr("lean_ft.training.checkpoints.free_bytes", lambda _: estimates.append(0) or 2**40)
+    needed = Checkpoints.needed_bytes
+    monkeypatch.setattr(Checkpoints, "needed_bytes", lambda self: estimates.append(needed(self)) or estimates[-1])
     run = train_real(tmp_path / "run", "max_steps=1")
     size = sum(file.stat().st_size for file in run.glob("step_*/**/*") if file.is_file())
     assert size <= max(estimates) <= size + 2 * 2**20

@@ -117,7 +117,7 @@ def test_a_run_names_the_limit_that_ends_it_and_its_advice_extends_it(
 def test_left_to_itself_a_run_saves_often_enough_and_keeps_the_last_two(
     step_seconds, save_seconds, saved, train, recipe, monkeypatch, tmp_path, capsys
 ):
-    from lean_ft.training import saving as module
+    from lean_ft.training import checkpoints as module
 
     seconds = [0.0]
     take, write = recipe.Batches.take, module.write_checkpoint
@@ -357,7 +357,7 @@ def test_one_bad_step_more_than_allowed_stops_the_run(log_every, config, recipe,
 
 
 def test_a_disk_too_small_is_refused_before_training(config, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("lean_ft.training.saving.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("lean_ft.training.checkpoints.free_bytes", lambda _: 1000)
     with pytest.raises(ValueError, match=r"A checkpoint of this run needs up to 2.1 MiB.*1000 B free"):
         recipe.main(config(tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").exists()

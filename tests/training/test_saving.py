@@ -4,9 +4,10 @@ import threading
 
 import pytest
 
+from lean_ft.system.checkpoint_folder import list_checkpoints
 from lean_ft.training.bad_steps import TrainingFailed
-from lean_ft.training.checkpoint import list_checkpoints
-from lean_ft.training.saving import is_due, kept_steps, most_checkpoints, num_due
+from lean_ft.training.checkpoints import kept_steps, most_checkpoints
+from lean_ft.training.length import Length
 from tests.training.test_checkpoint import flip_a_byte
 from tests.training.toy_runs import digests, metrics
 
@@ -24,10 +25,11 @@ from tests.training.toy_runs import digests, metrics
         (0.1, 3, list(range(1, 13))),  # more saves than steps
     ],
 )
-def test_what_is_due(every, steps_per_epoch, due):
-    assert [step for step in range(1, 13) if is_due(every, step, steps_per_epoch)] == due
+def test_what_is_due(every, steps_per_epoch, due, config, tmp_path):
+    length = Length(config(tmp_path, gradient_accumulation_steps=1), steps_per_epoch)
+    assert [step for step in range(1, 13) if length.is_due(every, step)] == due
     if steps_per_epoch > 3:
-        assert num_due(every, 12, steps_per_epoch) == len(due)
+        assert length.num_due(every, 12) == len(due)
 
 
 def test_the_newest_the_multiples_and_the_best_stay(config, tmp_path):
@@ -73,7 +75,9 @@ def test_a_damaged_later_checkpoint_counts_for_nothing(train, tmp_path):
 
 def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
     def most(**settings):
-        return most_checkpoints(config(tmp_path, **settings), 0, 100, 30)
+        return most_checkpoints(
+            Length(config(tmp_path, gradient_accumulation_steps=1, epochs=9, max_steps=100, **settings), 30), 0
+        )
 
     assert most() == 1
     assert most(save_every=10) == 10

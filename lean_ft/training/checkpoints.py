@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint, what goes into it, and which earlier checkpoints it deletes.
+"""A run's checkpoints: when one is saved, what it holds, which earlier ones are deleted, and what a resumed run reads.
 
 An earlier checkpoint is deleted only after the one that replaces it is whole and on the disk, so a run with `keep_last=1`
 needs room for two.
@@ -15,53 +15,40 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 import lean_ft
-from lean_ft.settings import Every, RecipeConfig, recipe_name
+from lean_ft.data import Batches
+from lean_ft.optim import Optimizer
+from lean_ft.settings import RecipeConfig, recipe_name
+from lean_ft.system.checkpoint_folder import checkpoint_step, from_checkpoint, list_checkpoints, read_random_state
 from lean_ft.system.log import say
-from lean_ft.system.shards import Part
+from lean_ft.system.shards import Part, Ranks
 from lean_ft.system.units import duration, gibibytes
 from lean_ft.system.whole_files import delete_whole
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
-    RandomState,
-    capture_random_state,
     checkpoint_bytes,
-    checkpoint_step,
     free_bytes,
-    list_checkpoints,
+    restore_beside,
+    restore_optimizer,
+    restore_weights,
     trained_parts,
     weight_parts,
     whole_bytes,
     write_checkpoint,
 )
-from lean_ft.training.continuation import command_to_continue
+from lean_ft.training.commands import command_to_continue
+from lean_ft.training.length import Length
+from lean_ft.training.random_state import RandomState, capture_random_state
 from lean_ft.training.run_directory import settings_of
-
-if TYPE_CHECKING:
-    from lean_ft.training.run import Run
+from lean_ft.training.starting import Start
 
 AUTO_SAVE_SECONDS = 30 * 60  # save_every=auto: the longest time between two saves
 AUTO_SAVE_SHARE = 0.1  # save_every=auto: the largest share of the run's time for saving after each epoch
-
-
-def num_due(every: Every, done_steps: int, steps_per_epoch: int) -> int:
-    """How many times an event has been due after `done_steps`: `every` so many steps, each epoch, or each share of an epoch.
-    An event with `every=0` is never due."""
-    if not every:
-        return 0
-    if isinstance(every, int):
-        return done_steps // every
-    share = 1.0 if every == "epoch" else every
-    return int(done_steps / (share * steps_per_epoch) + 1e-9)  # 1e-9: a share may end at a step but for rounding
-
-
-def is_due(every: Every, done_steps: int, steps_per_epoch: int) -> bool:
-    """Whether the event is due right after step `done_steps`."""
-    return num_due(every, done_steps, steps_per_epoch) > num_due(every, done_steps - 1, steps_per_epoch)
 
 
 @dataclass(frozen=True)
@@ -75,27 +62,62 @@ class Place:
     carried: dict[str, Any] | None
 
 
-class Saving:
-    """Writes a run's checkpoints, on all ranks together. `newest` is the last checkpoint, `saved_steps` its number of steps."""
+class Checkpoints:
+    """Saves, keeps and restores a run's checkpoints, on all ranks together.
 
-    def __init__(self, run: "Run", carried: Any = None) -> None:
+    `newest` is the last checkpoint, `saved_steps` its number of steps. `carried` is a module that trains besides the model, or
+    an object with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        cfg: RecipeConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batches: Batches,
+        tokenizer: Tokenizer,
+        length: Length,
+        bad_steps: BadSteps,
+        ranks: Ranks,
+        carried: Any = None,
+    ) -> None:
         self.newest: Path | None = None
         self.saved_steps = 0
+        self.base_fingerprint: str | None = None  # of the frozen weights below an adapter
         self.writer = BackgroundWriter()
         self._ended_at = time.perf_counter()  # when the newest save ended
         self._seconds = 0.0  # how long it held the loop
-        # Not the run itself: a reference cycle would keep the model in memory after the run.
-        self._cfg, self._model, self._optimizer, self._ranks = run.cfg, run.model, run.optimizer, run.ranks
-        self._batches, self._tokenizer, self._steps_per_epoch = run.batches, run.tokenizer, run.steps_per_epoch
-        self.beside = carried if isinstance(carried, nn.Module) else None
-        self.carried = None if isinstance(carried, nn.Module) else carried
+        self._cfg, self._model, self._optimizer, self._ranks = cfg, model, optimizer, ranks
+        self._batches, self._tokenizer, self._length, self._bad_steps = batches, tokenizer, length, bad_steps
+        self._beside = carried if isinstance(carried, nn.Module) else None
+        self._carried = None if isinstance(carried, nn.Module) else carried
+
+    def restore(self, start: Start) -> RandomState | None:
+        """Read the checkpoint that the run starts from, and return its random state. For a complete run, which can still answer
+        questions, read the weights alone. Raises ValueError if it is not of this model and optimizer, or damaged."""
+        folder, state = start.folder, start.state
+        assert folder is not None
+        self.newest, self.saved_steps = folder, start.step
+        restore_weights(folder, self._model)
+        if start.is_complete:
+            return None
+        restore_optimizer(folder, self._optimizer)
+        if self._beside is not None:
+            restore_beside(folder, self._beside)
+        with from_checkpoint(folder):
+            self._batches.load_state_dict(state["batches"])
+            if state["scaler"] is not None:
+                self._optimizer.scaler.load_state_dict(state["scaler"])
+            if self._carried is not None and state.get("carried") is not None:
+                self._carried.load_state_dict(state["carried"])
+        return read_random_state(folder)
 
     def needed_bytes(self) -> int:
         """Upper bound of a checkpoint's size on the disk."""
-        others = self._optimizer.state_parts() | trained_parts(self.beside)
+        others = self._optimizer.state_parts() | trained_parts(self._beside)
         return checkpoint_bytes(self._model, whole_bytes(others), self._tokenizer)
 
-    def check_free_space(self, needed: int, start_step: int, total_steps: int) -> None:
+    def check_free_space(self, needed: int, start_step: int) -> None:
         """Raise ValueError if the disk has no room for one checkpoint; log a line if it has no room for all of them."""
         directory = self._cfg.output_dir
         free = free_bytes(directory)
@@ -104,7 +126,7 @@ class Saving:
                 f"A checkpoint of this run needs up to {gibibytes(needed)}, and the disk of output_dir={directory} has "
                 f"{gibibytes(free)} free. Free some space or set another output_dir."
             )
-        saves = most_checkpoints(self._cfg, start_step, total_steps, self._steps_per_epoch)
+        saves = most_checkpoints(self._length, start_step)
         if free < saves * needed:
             say(
                 "disk",
@@ -119,8 +141,8 @@ class Saving:
             self._batches.state_dict(),
             self._optimizer.scaler.state_dict(),
             capture_random_state(device),
-            self.num_updates,
-            None if self.carried is None else self.carried.state_dict(),
+            self._num_updates,
+            None if self._carried is None else self._carried.state_dict(),
         )
 
     def begin_steps(self) -> None:
@@ -128,42 +150,34 @@ class Saving:
         self._ended_at = time.perf_counter()
 
     @property
-    def num_updates(self) -> tuple[int, int]:
+    def _num_updates(self) -> tuple[int, int]:
         return self._optimizer.step_count, self._optimizer.skipped_steps
 
-    @property
-    def newest_or_none(self) -> str:
-        return f"the newest checkpoint is {self.newest}" if self.newest else "there is no checkpoint"
+    def has_updated_since(self, place: Place) -> bool:
+        """Whether an update has begun since `place`, so that the weights may belong to no step."""
+        return not self._optimizer.is_whole or place.num_updates != self._num_updates
 
     def is_due(self, done: int) -> bool:
         """Whether `save_every` asks for a checkpoint after `done` steps."""
-        every, steps_per_epoch = self._cfg.save_every, self._steps_per_epoch
+        every = self._cfg.save_every
         if every != "auto":
-            return is_due(every, done, steps_per_epoch)
+            return self._length.is_due(every, done)
         seconds = time.perf_counter() - self._ended_at
         is_worth_it = self._seconds <= AUTO_SAVE_SHARE * (self._seconds + seconds)
-        return seconds >= AUTO_SAVE_SECONDS or (is_worth_it and is_due("epoch", done, steps_per_epoch))
+        return seconds >= AUTO_SAVE_SECONDS or (is_worth_it and self._length.is_due("epoch", done))
 
-    def save(
-        self,
-        done: int,
-        facts: dict[str, Any],
-        bad_steps: BadSteps,
-        eval_losses: Mapping[int, float | None],
-        *,
-        wait: bool,
-        place: Place | None = None,
-    ) -> None:
+    def save(self, done: int, *, wait: bool, place: Place | None = None) -> None:
         """Write the checkpoint of `done` steps, in the background with `save_async` unless `wait`.
 
-        The checkpoint holds the run's place now, or an earlier `place`. `facts` go into its training state.
+        The checkpoint holds the run's place now, or an earlier `place`. Raises TrainingFailed if the weights are not finite or
+        it cannot be written.
         """
         place = place or self.place()
-        ranks, started = self._ranks, time.perf_counter()
+        ranks, bad_steps, started = self._ranks, self._bad_steps, time.perf_counter()
         self.writer.wait()
         ranks.gather_no_more(self._model)
-        if self.beside is not None:
-            ranks.gather_no_more(self.beside)
+        if self._beside is not None:
+            ranks.gather_no_more(self._beside)
         if bad_steps.doubtful and ranks.highest(not all_weights_finite(self._model))[0]:
             raise TrainingFailed(
                 f"The weights are not finite after step {done}, so they are not saved. " + bad_steps.report(self.newest)
@@ -174,17 +188,18 @@ class Saving:
             "lean_ft": lean_ft.__version__,
             "recipe": recipe_name(self._cfg),
             "step": done,
-            "epoch": done / self._steps_per_epoch,
+            "epoch": done / self._length.steps_per_epoch,
             "batches": place.batches,
             "scaler": place.scaler,
             "data_fingerprint": self._batches.fingerprint,
             "settings": settings_of(self._cfg),
             "bad_steps": bad_steps.count,
             "carried": _plain(place.carried),
-            **facts,
+            "total_steps": self._length.total_steps,
+            "base_fingerprint": self.base_fingerprint,
         }
         model, weights, optimizer_state = self._model, weight_parts(self._model), self._optimizer.state_parts()
-        in_background, beside = self._cfg.save_async and not wait, trained_parts(self.beside)
+        in_background, beside = self._cfg.save_async and not wait, trained_parts(self._beside)
         if in_background:
             optimizer_state, beside = host_copies(optimizer_state), host_copies(beside)
             if ranks.size > 1:
@@ -215,7 +230,7 @@ class Saving:
                     f"command again:\n{command_to_continue(self._cfg)}"
                 ) from error
             say("saved", f"{self.newest} in {duration(time.perf_counter() - started)}{copied}")
-            self.remove_superseded(done, eval_losses)
+            self.remove_superseded(done)
 
         if in_background:
             self.writer.start(write)
@@ -224,16 +239,16 @@ class Saving:
         self.saved_steps, self._ended_at = done, time.perf_counter()
         self._seconds = self._ended_at - started
 
-    def remove_superseded(self, newest_step: int, eval_losses: Mapping[int, float | None]) -> None:
+    def remove_superseded(self, newest_step: int) -> None:
         """Delete the checkpoints up to `newest_step` that the settings do not keep.
 
         Later ones are damaged checkpoints that the run skipped. They stay until the run replaces them.
         """
         if self._ranks.rank > 0 or self._cfg.most_kept is None:
             return
-        checkpoints = list_checkpoints(self._cfg.output_dir)
+        checkpoints, losses = list_checkpoints(self._cfg.output_dir), self._length.eval_losses
         folders = {step: p for p in checkpoints if (step := checkpoint_step(p)) <= newest_step}
-        removed = sorted(folders.keys() - kept_steps({step: eval_losses.get(step) for step in folders}, self._cfg))
+        removed = sorted(folders.keys() - kept_steps({step: losses.get(step) for step in folders}, self._cfg))
         for step in removed:
             delete_whole(folders[step])
         if removed:
@@ -255,12 +270,13 @@ def kept_steps(eval_losses: Mapping[int, float | None], cfg: RecipeConfig) -> se
     return kept
 
 
-def most_checkpoints(cfg: RecipeConfig, start_step: int, total_steps: int, steps_per_epoch: int) -> int:
+def most_checkpoints(length: Length, start_step: int) -> int:
     """The largest number of checkpoints after `start_step` that are on the disk at one time."""
+    cfg, total_steps = length.cfg, length.total_steps
     saves = total_steps - start_step
     if (every := cfg.save_every) != "auto":
-        saves = num_due(every, total_steps, steps_per_epoch) - num_due(every, start_step, steps_per_epoch)
-        saves += not is_due(every, total_steps, steps_per_epoch)  # the last step is always saved
+        saves = length.num_due(every, total_steps) - length.num_due(every, start_step)
+        saves += not length.is_due(every, total_steps)  # the last step is always saved
     if cfg.most_kept is None:
         return saves
     multiples = total_steps // cfg.keep_every - start_step // cfg.keep_every if cfg.keep_every else 0

@@ -9,16 +9,15 @@ import torch
 from lean_ft.memory import host_memory
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.attention.document_attention import num_product_shapes
-from lean_ft.models.float32_products import slow_dtypes
+from lean_ft.models.device import check_dtype, describe, resolve_device
 from lean_ft.parallel import check_number, refuse_cuts
-from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig, spelled_out
+from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.before_torch import keep_compiled_products, prepare_torch
 from lean_ft.system.log import log_to, say
 from lean_ft.system.shapes_only import stage
-from lean_ft.system.units import counted, gibibytes
-from lean_ft.training.continuation import check_output_dir
+from lean_ft.system.units import gibibytes
+from lean_ft.training.starting import decide_start
 
-MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards with bfloat16 instructions
 OTHER_SHAPES = 32  # product shapes in a step besides attention: projections, adapters, chunks of the loss
 
 
@@ -49,7 +48,7 @@ def start(cfg: RecipeConfig) -> torch.device:
             )
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
-    check_output_dir(cfg)
+    decide_start(cfg)
     if (rank := int(os.environ.get("RANK", "0"))) > 0 and size > 1:  # rank 0 logs to the terminal
         cfg.output_dir.mkdir(parents=True, exist_ok=True)
         log_to(cfg.output_dir / f"rank_{rank:05d}.log")
@@ -135,49 +134,3 @@ def _settle_host_memory(cfg: RecipeConfig) -> str:
             raise ValueError(f"memory.host_pool=true is not possible: {error}. Set memory.host_pool=false.") from None
         return f"memory.host_pool=false: {error}"
     return "memory.host_pool=true"
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device for `auto|cuda|cpu|mps`. Raises ValueError with the available devices if it is missing."""
-    name, there = spelled_out(name), ["cpu"]
-    if torch.backends.mps.is_available():
-        there.insert(0, "mps")
-    if torch.cuda.is_available():
-        there.insert(0, "cuda")
-    if name == "auto":
-        name = there[0]
-    if name not in there:
-        build = f"torch {torch.__version__}"
-        if name == "cuda" and torch.version.cuda is None:
-            build += " (a build without CUDA; install one from https://pytorch.org)"
-        raise ValueError(
-            f"device={name} needs a {name} device, and {build} sees none. It sees: {', '.join(there)}. "
-            f"Set device={there[0]} or device=auto."
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-
-
-def check_dtype(dtype: str, device: torch.device) -> list[str]:
-    """Raise ValueError if the device cannot compute in `model.dtype`; otherwise return notes for the log."""
-    if device.type == "cuda" and dtype == "bfloat16":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < MIN_BF16_CAPABILITY:
-            raise ValueError(
-                f"model.dtype=bfloat16 needs a CUDA card of compute capability 8.0 (Ampere) or newer; "
-                f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]} and would emulate it. "
-                f"Set model.dtype=float16 (loss scaling is automatic) or model.dtype=float32."
-            )
-    if device.type == "mps" and dtype == "bfloat16" and not torch.backends.mps.is_macos_or_newer(14, 0):
-        raise ValueError("model.dtype=bfloat16 on mps needs macOS 14 or newer. Set model.dtype=float32 or device=cpu.")
-    if device.type == "cpu" and getattr(torch, dtype) in slow_dtypes():
-        return [f"this CPU has no {dtype} instructions, so {dtype} products are computed in float32"]
-    return []
-
-
-def describe(device: torch.device) -> str:
-    """A device for logs: its name, or a CPU's number of threads."""
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    if device.type == "cpu":
-        return f"cpu, {counted(torch.get_num_threads(), 'threads')}"
-    return str(device)

@@ -6,25 +6,30 @@ from typing import Any
 
 from lean_ft.hub.download import TOKENIZER_FILES
 from lean_ft.hub.paths import repository_name, resolve_model_path
-from lean_ft.peft import is_adapter
-from lean_ft.peft.peft_format import read_adapter
-from lean_ft.training.checkpoint import MANIFEST, TRAINING_STATE_FILE, check_whole, newest_whole, read_training_state
+from lean_ft.peft.peft_format import is_adapter, read_adapter
+from lean_ft.system.checkpoint_folder import (
+    MANIFEST,
+    TRAINING_STATE_FILE,
+    check_whole,
+    newest_whole,
+    read_training_state,
+)
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
 
 
-def find_finished(source: str | Path, checksum_up_to_bytes: int | None = None, weights: bool = True) -> Path:
+def find_finished(source: str | Path, *, quick: bool = False, weights: bool = True) -> Path:
     """The model or adapter folder for `source`: a checkpoint, a Hugging Face or PEFT folder, the newest whole checkpoint of a
     run directory, or a name that `resolve_model_path` knows.
 
-    A checkpoint's files are verified by its manifest: sizes, and checksums of files up to `checksum_up_to_bytes` (None: all).
-    Raises ValueError if there is no folder, or no whole checkpoint.
+    A checkpoint's files are verified by its manifest: sizes and checksums, with `quick` of small files alone. Raises ValueError if there is no folder, or no whole checkpoint.
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else resolve_model_path(source, weights)
     if (folder / "config.json").is_file() or is_adapter(folder):
         if (folder / MANIFEST).is_file():
-            check_whole(folder, checksum_up_to_bytes)
+            check_whole(folder, quick=quick)
         return folder
-    checkpoint = newest_whole(folder, "An earlier checkpoint is used.", checksum_up_to_bytes)
+    checkpoint = newest_whole(folder, "An earlier checkpoint is used.", quick=quick)
     if checkpoint is None:
         raise ValueError(
             f"{folder} has neither a config.json (a model or checkpoint) nor step_* folders (a run directory)."
@@ -47,21 +52,26 @@ def find_base(adapter: Path) -> str:
     raise ValueError(f"{adapter}: {problem}. Set the base model's folder by model.path, or --base of `leanft export`.")
 
 
-def template_kwargs_of(*folders: Path) -> dict[str, Any]:
-    """`data.chat_template_kwargs` of the run that wrote the first of `folders` that is a checkpoint."""
-    prefix = "data.chat_template_kwargs."
-    for folder in folders:
-        if (folder / TRAINING_STATE_FILE).is_file():
-            settings = read_training_state(folder)["settings"]
-            found: dict[str, Any] = {}
-            for key, value in settings.items():
-                *groups, name = key.removeprefix(prefix).split(".")
-                if key.startswith(prefix):
-                    reduce(lambda inner, group: inner.setdefault(group, {}), groups, found)[name] = value
-            return found
-    return {}
-
-
 def tokenizer_folder(*folders: Path) -> Path | None:
     """The first folder that holds a tokenizer."""
     return next((f for f in folders if any((f / name).is_file() for name in TOKENIZER_FILES)), None)
+
+
+def tokenizer_of(*folders: Path, chat_template: Path | None = None) -> Tokenizer:
+    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` of the run that wrote the first
+    checkpoint among them. `chat_template`: a file that replaces its template. Raises ValueError if there is no tokenizer."""
+    tokenizer = load_tokenizer(tokenizer_folder(*folders) or folders[-1], chat_template)
+    checkpoint = next((folder for folder in folders if (folder / TRAINING_STATE_FILE).is_file()), None)
+    if checkpoint is not None:
+        tokenizer.chat_template_kwargs = _template_kwargs(read_training_state(checkpoint)["settings"])
+    return tokenizer
+
+
+def _template_kwargs(settings: dict[str, Any]) -> dict[str, Any]:
+    """The group `data.chat_template_kwargs` of settings by dotted key."""
+    prefix, found = "data.chat_template_kwargs.", dict[str, Any]()
+    for key, value in settings.items():
+        if key.startswith(prefix):
+            *groups, name = key.removeprefix(prefix).split(".")
+            reduce(lambda inner, group: inner.setdefault(group, {}), groups, found)[name] = value
+    return found
