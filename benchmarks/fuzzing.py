@@ -73,7 +73,6 @@ from lean_ft.system.checkpoint_folder import (
 )
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.tokenizers.tiktoken_model import QWEN2_PATTERN
 from lean_ft.training import loggers, starting
 from lean_ft.training.curves import read_curves
 from lean_ft.training.metrics import trim_metrics
