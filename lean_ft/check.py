@@ -40,8 +40,8 @@ from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.config_json import gives_scores
 from lean_ft.models.gguf_tensors import gguf_file
-from lean_ft.models.hf_format import stored_dtype, stored_tensors
-from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
+from lean_ft.models.source import name_in_language_model
+from lean_ft.models.stored_weights import stored_dtype, stored_tensors
 from lean_ft.optim import build_optimizer
 from lean_ft.peft import load_with_adapter
 from lean_ft.peft.layers import LoRALinear
@@ -186,7 +186,7 @@ class Check:
         model = load_model(self.cfg.model, self.device)
         self.margin_16_bit = math.inf if model.mixture else MARGIN_16_BIT  # rounding changes the choice of experts
         # transformers' names are those on disk, except for some experts, which it stacks as we do.
-        self.names = {name: module_on_disk(model.source.config, name) for name, _ in model.named_parameters()}
+        self.names = {name: model.source.module_name(name, in_whole=False) for name, _ in model.named_parameters()}
         self.logits, self.gradients, loss = self._results(model)
         squares = sum(gradient.square().sum().item() for gradient in self.gradients.values())
         # With AdamW's eps as large as the gradients, an update changes as smoothly as they do, and not by their signs.

@@ -30,8 +30,8 @@ from lean_ft.export.gguf_quants import serial_operations
 from lean_ft.models import Decoder
 from lean_ft.models.gguf_layouts import by_side, store
 from lean_ft.models.gguf_tensors import GGUFTensor
-from lean_ft.models.hf_format import parts_on_disk
 from lean_ft.models.moe import Experts
+from lean_ft.models.source import parts_on_disk
 from lean_ft.quantize import mean_loss
 from lean_ft.settings import SFTDataConfig
 from lean_ft.system.shards import Part

@@ -17,7 +17,6 @@ from lean_ft.export.gguf_mixtures import in_every_layer, mixer_of
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.gguf_layouts import Step, store
-from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS
 from lean_ft.system.installation import install_command
 
@@ -138,7 +137,7 @@ def layout_of(name: str, model: Decoder, family: GGUFFamily) -> tuple[tuple[Step
         steps = (*steps, ("pair", turned, int(config.head_dim * rope.rotary_fraction)))
     names, found = _names(family.architecture, config.num_layers), []
     for place in places:
-        spellings = (module_on_disk(model.source.config, place), place)
+        spellings = (model.source.module_name(place, in_whole=False), place)
         spellings = spellings if given is None else spellings[::-1]  # a name that the row gives comes first
         found.append(next(filter(None, (_name_in_file(names, spelling) for spelling in spellings))))
     return steps, found

@@ -31,7 +31,6 @@ from lean_ft.hub.paths import gguf_cache
 from lean_ft.models import Decoder
 from lean_ft.models.gguf_tensors import ArrangedTensor, GGUFTensor, InlineTensor, num_rows, write_index
 from lean_ft.models.hf_format import empty_model
-from lean_ft.models.names_on_disk import parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.whole_files import MAX_JSON_BYTES, write_json
 from lean_ft.tokenizers import load_tokenizer
@@ -154,7 +153,7 @@ def stored_parameters(facts: Facts, model: Decoder, family: GGUFFamily) -> dict[
         )
     for name, parameter in model.state_dict().items():
         steps, names = layout_of(name, model, family)
-        pieces = list(parameters_on_disk(model.source.config, name, parameter))
+        pieces = list(model.source.stored(name, parameter))
         sources = [GGUFTensor(facts.file, *facts.tensors[one]) for one in names]
         if not names:
             number = facts.of_layer(f"xielu.{name.rpartition('.')[2]}", int(name.split(".")[2]))

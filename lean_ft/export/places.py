@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.export.keep_vision import PROCESSOR_FILES
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.gguf_tensors import gguf_file
-from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_dtype
+from lean_ft.models.saving import PROCESSOR_FILES
+from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.peft_format import WEIGHTS_FILE as ADAPTER_WEIGHTS

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.hf_format import stored_dtype
+from lean_ft.models.stored_weights import stored_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer, load_tokenizer

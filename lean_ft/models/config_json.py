@@ -13,7 +13,7 @@ from typing import Any
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.config_fields import Fields, head_dim_of, listed
 from lean_ft.models.dequantized import READABLE
-from lean_ft.models.families import FAMILIES, Family, no_layer
+from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, no_layer
 from lean_ft.system.spelling import did_you_mean
 
 MAX_LAYERS = 1024
@@ -55,19 +55,6 @@ _MLP_TYPES = ("mlp", "moe")  # layer types of feed-forward layers in families wi
 # The field with the window's size and the fact of LayerConfig that it sets, by layer type.
 _WINDOWS = {"sliding_attention": ("sliding_window", "window"), "chunked_attention": ("attention_chunk_size", "chunk")}
 
-# Multimodal models, the families of their language models, and transformers' names of the latter.
-_LANGUAGE_MODEL_OF = {
-    "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
-    "gemma4": {"gemma4_text": "Gemma4ForCausalLM"},
-    "gemma4_unified": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
-    "llama4": {"llama4_text": "Llama4ForCausalLM"},
-    "mistral3": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
-    "qwen2_vl": {"qwen2": "Qwen2ForCausalLM"},
-    "qwen2_5_vl": {"qwen2": "Qwen2ForCausalLM"},
-    "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
-    "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-    "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-}
 # Models that compute the same as another family and are saved as that family: its name, transformers' class, and the values
 # of absent fields.
 _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -95,8 +82,6 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),
 }
-# Values of text_config's tie_word_embeddings that decide, as in transformers; else the multimodal model's decides.
-_TIED_BY_TEXT = {"llama4": (True, False, None), "qwen2_vl": (True,), "qwen2_5_vl": (True,)}
 _IMAGE_FIELDS = ("image", "video", "vision", "audio")
 
 # Families that have a sequence classification model in transformers, and transformers' names of them.
@@ -137,8 +122,8 @@ def _text_rope(rope: Any) -> Any:
 
 def language_model_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
     """The config.json of the language model inside a multimodal model; other configs are returned unchanged."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _LANGUAGE_MODEL_OF:
+    whole = MULTIMODAL.get(str(config.get("model_type")))
+    if whole is None:
         return config
     text = config.get("text_config")
     if text is None and "hidden_size" in config:  # Qwen2.5-VL has all fields at the top level
@@ -146,11 +131,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected an object with the language model's settings.")
     text = {key: _text_rope(value) if key.startswith("rope_") else value for key, value in as_its_family(text).items()}
-    architectures = _LANGUAGE_MODEL_OF[model_type]
-    family = text.get("model_type", next(iter(architectures)))
-    if family not in architectures:
+    family = text.get("model_type", next(iter(whole.families)))
+    if family not in whole.families:
         raise ValueError(
-            f"{where}: text_config has the model_type {family!r}; expected for {model_type}: {listed(architectures)}."
+            f"{where}: text_config has the model_type {family!r}; expected for {config['model_type']}: "
+            f"{listed(whole.families)}."
         )
     shared = {
         key: value
@@ -159,11 +144,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     }
     if config.get("quantization_config") is not None:
         shared["quantization_config"] = config["quantization_config"]
-    if text.get(tied := "tie_word_embeddings") in _TIED_BY_TEXT.get(model_type, ()):
+    if text.get(tied := "tie_word_embeddings") in whole.tied_by_text:
         shared.pop(tied, None)
     elif shared.get(tied) is not None:
         text.pop(tied, None)
-    return {**shared, **text, "model_type": family, "architectures": [architectures[family]]}
+    return {**shared, **text, "model_type": family, "architectures": [whole.families[family]]}
 
 
 OF_REWARD: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
@@ -234,7 +219,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
     if family is None:
         raise ValueError(
-            f"{where}: model_type is {family_name!r}; expected one of {listed([*FAMILIES, *_LANGUAGE_MODEL_OF])}."
+            f"{where}: model_type is {family_name!r}; expected one of {listed([*FAMILIES, *MULTIMODAL])}."
             f"{did_you_mean(str(family_name), FAMILIES)}"
         )
     _check_architecture(config, where)

@@ -57,6 +57,7 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
+        self.initial = {"layer_scalar": 1.0}
         self.norms = _NORMS[config.norm_placement]
         self.is_parallel = config.norm_placement == "parallel"
         self.residual_multiplier = config.residual_multiplier

@@ -27,6 +27,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, weight_offset: float = 0.0, num_groups: int = 1) -> None:
         super().__init__()
         self.num_groups = num_groups
+        self.initial = {"weight": 1.0 - weight_offset}
         self.weight = nn.Parameter(torch.full((size,), 1.0 - weight_offset))
         self.eps = eps
         self.weight_offset = weight_offset
@@ -104,15 +105,18 @@ ACTIVATIONS: dict[str, _Activation] = {
 }
 
 
-XIELU_START = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6}
-
-
 class XIELU(nn.Module):
     """xIELU: trained factors of a parabola above 0 and of an exponential below (Huang and Schlag 2024,
     https://arxiv.org/abs/2411.13010)."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.initial = {
+            "alpha_p": math.log(math.expm1(0.8)),
+            "alpha_n": math.log(math.expm1(0.3)),
+            "beta": 0.5,
+            "eps": -1e-6,
+        }
         self.alpha_p, self.alpha_n = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
         self.beta, self.eps = nn.Buffer(torch.empty(())), nn.Buffer(torch.empty(()))
 

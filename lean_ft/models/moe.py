@@ -88,6 +88,7 @@ class NormedRouter(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, eps: float) -> None:
         super().__init__()
+        self.initial = {"scale": 1.0, "per_expert_scale": 1.0}
         self.eps = eps
         self.scale = nn.Parameter(torch.empty(hidden_size))
         self.proj = nn.Linear(hidden_size, num_experts, bias=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.hf_format import own_tensors
+from lean_ft.models.source import own_tensors
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import adapted_layers, has_adapter, take_adapters_off
 from lean_ft.peft.new_rows import TrainedRows, trained_rows

@@ -27,11 +27,10 @@ from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import OF_REWARD, kind_of_scores, label_fields
 from lean_ft.models.gguf_tensors import gguf_file
-from lean_ft.models.hf_format import weights_fingerprint
 from lean_ft.models.moe import Experts, Router
-from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
-from lean_ft.models.source import source_of
+from lean_ft.models.source import name_in_language_model, source_of
+from lean_ft.models.stored_weights import weights_fingerprint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import OUTPUT, SCORE, adapted_layers, has_adapter, put_adapter
@@ -428,7 +427,7 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
             raise ValueError(f"{adapter.folder} has only {unread}, and lean_ft computes text.")
         say("adapter", f"{adapter.folder}: not read are {unread}")
     modules, shapes = dict(model.named_modules()), dict(adapter.shapes)
-    own_names = {module_on_disk(model.source.config, own): own for own in modules}
+    own_names = {model.source.module_name(own, in_whole=False): own for own in modules}
     renamed = {theirs: own for theirs, own in own_names.items() if not isinstance(modules[own], Experts)}
     for name, shape in adapter.shapes.items():
         place = own_names.get(stem := name.removesuffix(".base_layer"), "")

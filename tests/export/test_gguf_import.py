@@ -29,7 +29,7 @@ from lean_ft.export.gguf_tokenizer import _sentencepiece_merges
 from lean_ft.export.gguf_vocabulary import APPROXIMATED, PRE_TOKENIZERS, RULES
 from lean_ft.hub.paths import gguf_cache, path_at_commit, resolve_model_path
 from lean_ft.models import load_model
-from lean_ft.models.hf_format import stored_tensors
+from lean_ft.models.stored_weights import stored_tensors
 from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lean_ft import load_model
 from lean_ft.generation import Sampling, sample
-from lean_ft.models.hf_format import tensors_on_disk
+from lean_ft.models.source import tensors_on_disk
 from lean_ft.peft import load_merged
 from tests.recipes.conftest import PROBLEMS, run_recipe
 from tests.training.toy_runs import metrics

@@ -142,6 +142,7 @@ _MIXTRAL_ON_DISK = {
     "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
     "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
 }
+_MIXTRAL_IN_MEMORY = {"mlp.": "mlp."}  # transformers has renamed the module, not its stored tensors
 CORRECTED_MIXTURE = {
     "num_experts": count("n_routed_experts"), "experts_per_token": count("num_experts_per_tok"),
     "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
@@ -160,6 +161,7 @@ CORRECTED_MIXTURE_DEFAULTS = {
 MIXTURES: dict[str, Family] = {
     "mixtral": Family(
         has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=_MIXTRAL_ON_DISK,
+        in_memory=_MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -172,7 +174,7 @@ MIXTURES: dict[str, Family] = {
             **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False, "router_name": "router",
             "sparsemixer_margin": lambda fields: 2 * fields.positive("router_jitter_noise", or_0=True),
         },
-        on_disk={**_MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)},
+        on_disk={**_MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)}, in_memory=_MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6, "num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01,
@@ -250,7 +252,7 @@ MIXTURES: dict[str, Family] = {
     "minimax_m2": Family(
         facts={"qk_norm": "projection"}, rope=_rope_of_rotary_dim,
         mixture={**MIXTURE, "weights_sum_to_one": True, "score": "sigmoid", "has_score_correction": True},
-        on_disk={"mlp.gate.e_score": ("block_sparse_moe.e_score",), **_MIXTRAL_ON_DISK},
+        on_disk={"mlp.gate.e_score": ("block_sparse_moe.e_score",), **_MIXTRAL_ON_DISK}, in_memory=_MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
             "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1536,
@@ -284,7 +286,6 @@ MIXTURES: dict[str, Family] = {
             "shared_intermediate_size": count("intermediate_size"),
         },
         has_mixture=_listed_or_every_nth_layer, on_disk={"mlp.": ("feed_forward.",)},
-        in_memory={"mlp.": "feed_forward."},
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 5e5, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
