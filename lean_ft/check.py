@@ -172,7 +172,7 @@ class Check:
         stored = {name_in_language_model(name) or name: tensor for name, tensor in stored_tensors(self.folder).items()}
         with tempfile.TemporaryDirectory() as temporary:
             saved, exported = Path(temporary) / "saved", Path(temporary) / "exported"
-            save_model(load_model(self.folder, dtype=stored_dtype(self.folder), scores=None), saved)
+            save_model(load_model(self.folder, dtype=stored_dtype(self.folder), may_score=True), saved)
             self.tokenizer.save(saved)
             export_folder(saved, exported)  # compares the logits of what it wrote
             for name, folder in (("save and read back", saved), ("export and read back", exported)):
@@ -199,7 +199,7 @@ class Check:
 
     @torch.no_grad()
     def _scores(self) -> Iterator[Row]:
-        model = load_model(self.folder, self.device, scores=None)
+        model = load_model(self.folder, self.device, may_score=True)
         ours = self._logits(model, self.ids)[-1]
         _change_by_rounding(model)
         noise = _distances({"": self._logits(model, self.ids)[-1]}, {"": ours})

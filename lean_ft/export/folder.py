@@ -78,7 +78,7 @@ def export_folder(
                 tokenizer.save(temporary)
         del model
         gc.collect()
-        difference = _compare(expected, _logits(load_model(temporary, dtype=wanted, scores=None)), wanted)
+        difference = _compare(expected, _logits(load_model(temporary, dtype=wanted, may_score=True)), wanted)
     num_files = len(list(destination.glob("*.safetensors")))
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     parts = [
@@ -132,7 +132,7 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
         base = read_training_state(folder)["settings"].get("model.path")
     if base is None:
         raise ValueError(f"{folder} does not name the model that it was taken from: give its folder with --base.")
-    source = load_model(base, "meta", scores=None).source
+    source = load_model(base, "meta", may_score=True).source
     if not source.part_of:
         raise ValueError(
             f"{source.folder} is not a model that reads images (its model_type is {source.config.get('model_type')!r}): leave "

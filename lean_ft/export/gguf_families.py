@@ -209,7 +209,7 @@ GGUF_FAMILIES = {
     ),
     "apertus": GGUFFamily(
         "apertus", changes={"act_fn": Layout(places=())}, metadata=_xielu, shown=frozenset({"qkv_bias"}),
-        fixed={"activation": "xielu", "qk_norm": "head", "tied_embeddings": False}, scalings=_LLAMA3,
+        fixed={"activation": "xielu", "gated": False, "qk_norm": "head", "tied_embeddings": False}, scalings=_LLAMA3,
         class_name="Apertus", config=lambda facts: {**_biased(facts), "hidden_act": "xielu"},
     ),
     "cohere2": GGUFFamily(

@@ -82,7 +82,7 @@ def _gates_and_ups(places: str, is_bias: bool = False) -> Change:
     def layout(config: DecoderConfig) -> Layout:
         mixture = _mixture(config)
         steps: tuple[Step, ...] = (("transpose",),) if mixture.input_first and not is_bias else ()
-        if mixture.activation == "relu2":  # no gates
+        if not mixture.gated:
             return Layout(steps, (places.format("up"),))
         split = ("unzip", 1) if mixture.gates_interleaved else ("split", 1, *[mixture.intermediate_size] * 2)
         return Layout((*steps, split), (places.format("gate"), places.format("up")))
@@ -508,12 +508,12 @@ GGUF_MIXTURES: dict[str, GGUFFamily] = {
         "nemotron_h", changes={**_EXPERTS, **_MAMBA, "post_attention_layernorm": _renamed("input_layernorm")},
         architecture_of=lambda config: "nemotron_h" if config.mixture is None else "nemotron_h_moe",
         metadata=lambda model: {"attention.layer_norm_epsilon": float(model.config.norm_eps)},
-        shown=_TIED | {"mlp_bias"}, fixed={"activation": "relu2"}, has_rope=lambda config, layer: False,
+        shown=_TIED | {"mlp_bias"}, fixed={"activation": "relu2", "gated": False}, has_rope=lambda config, layer: False,
         layers={
             "mixer": STORED, "has_attention": STORED, "has_mlp": STORED,
             "mixture": lambda config, layer: config.mixture if config.layers[layer].has_mlp else None,
         },
-        mixture={**_CORRECTED, "activation": "relu2", "score": "sigmoid", "shared_intermediate_size": STORED},
+        mixture={**_CORRECTED, "activation": "relu2", "gated": False, "score": "sigmoid", "shared_intermediate_size": STORED},
         mixer=_MAMBA2, optional=frozenset({"experts"}), class_name="NemotronH",
         fields={"attention.layer_norm_epsilon": "layer_norm_epsilon"}, config=nemotron_config,
     ),

@@ -60,10 +60,10 @@ def read_source(
     tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
     if merge:
         model, merged = load_merged(folder, model_folder, dtype=dtype)
-        if model.config.scores and tokenizer is not None:  # transformers finds the end of a text by it
+        if model.config.num_scores and tokenizer is not None:  # transformers finds the end of a text by it
             model.source.config["pad_token_id"] = tokenizer.pad_id
     else:
-        model, merged = load_model(folder, dtype=dtype, scores=None), None
+        model, merged = load_model(folder, dtype=dtype, may_score=True), None
     _check_finite(model, folder)
     return model, tokenizer, merged
 

@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json into a `DecoderConfig`, by the row of its family.
 
 A field that changes the computation and is not supported raises an error, because a model that trains with a wrong formula
-still shows a plausible loss. Fields of `_NEUTRAL` that the family's row does not read must have a neutral value. Both
+still shows a plausible loss. ConfigFields of `_NEUTRAL` that the family's row does not read must have a neutral value. Both
 spellings of the rotary settings are read: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (5).
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
-from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.config_fields import ConfigFields, head_dim_of, listed
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, no_layer
 from lean_ft.system.spelling import did_you_mean
@@ -224,7 +224,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         )
     _check_architecture(config, where)
     config = family.preprocessed(config)
-    fields = Fields(config, {**_DEFAULTS, **family.defaults}, where)
+    fields = ConfigFields(config, {**_DEFAULTS, **family.defaults}, where)
 
     num_heads = fields.count("num_attention_heads")
     has_kv_heads = fields.get("num_key_value_heads") is not None
@@ -251,15 +251,15 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     _check_neutral_fields(config, fields.read, where)
     if gives_scores(config):  # scores have no bias, soft cap or divisor
         of_logits = {"head_bias": False, "logits_softcap": None, "logits_divisor": 1.0}
-        return replace(decoder, scores=len(label_names(config, where)), tied_embeddings=False, **of_logits)
+        return replace(decoder, num_scores=len(label_names(config, where)), tied_embeddings=False, **of_logits)
     return decoder
 
 
-def _facts(facts: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+def _facts(facts: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     return {name: fact(fields) if callable(fact) else fact for name, fact in facts.items()}
 
 
-def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
+def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
     if not family.mixture or not _facts({"": family.mixture["num_experts"]}, fields)[""]:
         return None
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
@@ -285,7 +285,7 @@ def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
     return mixture
 
 
-def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
+def _layers(fields: ConfigFields, family: Family) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
     kinds: list[Any]
@@ -331,7 +331,7 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     )
 
 
-def _activation(fields: Fields, family: Family) -> str:
+def _activation(fields: ConfigFields, family: Family) -> str:
     def activation_of(name: str) -> str:
         value = fields.values.get(name)
         if str(value) not in family.activations:

@@ -81,8 +81,9 @@ class Block(nn.Module):
         elif mixture is not None:
             self.mlp = mixture
         if self.mlp is None and layer.has_mlp:
-            inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.fused_gate_up)
-            self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, config.mlp_multipliers)
+            inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.gated)
+            fused, multipliers = config.fused_gate_up, config.mlp_multipliers
+            self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, fused, multipliers)
         self.activation, self.has_input = config.activation, config.layer_input_dim > 0
         if self.has_input:
             self.per_layer_input_gate = nn.Linear(config.hidden_size, config.layer_input_dim, bias=False)
@@ -192,8 +193,8 @@ class Decoder(nn.Module):
         self.model = Trunk(config)
         self.lm_head: nn.Linear | None = None
         self.score: nn.Linear | None = None
-        if config.scores:
-            self.score = nn.Linear(config.hidden_size, config.scores, bias=False)
+        if config.num_scores:
+            self.score = nn.Linear(config.hidden_size, config.num_scores, bias=False)
         elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)

@@ -63,8 +63,9 @@ def load_model(
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
-    scores: bool | dict[str, Any] | None = False,
+    scores: bool | dict[str, Any] = False,
     new_ids: Sequence[int] = (),
+    may_score: bool = False,
 ) -> Decoder:
     """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model, with parameters in `dtype`.
 
@@ -77,9 +78,10 @@ def load_model(
         router_aux_loss_coef: None uses config.json's coefficient if `output_router_logits` is true there.
         after_module: called with the model and each module's name once the module has its weights. It may replace the
             module by a smaller one before the next module takes memory.
-        scores: True loads a reward model, or adds a zero-initialized score layer to a language model. False refuses models
-            that give scores. None accepts both kinds. A dict adds or expects a classifier with these label fields of config.json.
+        scores: True loads a reward model, or adds a zero-initialized score layer to a language model. A dict loads or adds a
+            classifier with these label fields of config.json. False loads the model as it is.
         new_ids: ids of added tokens. Their rows are the mean of the rows before the first new id.
+        may_score: whether a reward model or classifier is accepted without `scores`.
 
     Raises:
         ValueError: if config.json or the weights are not as expected; nothing is allocated before this check.
@@ -94,7 +96,11 @@ def load_model(
         use_float32_products()
     random_init = random_init or watcher is not None  # a planner computes shapes only
     folder = resolve_model_path(path, weights=not random_init) if watcher is None else planned_model_path(path)
-    model = _meta_model(folder, dtype, router_aux_loss_coef, scores, new_ids)
+    labels = OF_REWARD if scores is True else scores or None
+    model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids)
+    if model.config.num_scores and not scores and not may_score:
+        kind = kind_of_scores(model.config.num_scores)
+        raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
     fill = random_weights(model) if random_init else _stored_weights(folder, model)
     if torch.device(device).type == "meta":
         model.source.unread = Unread(fill)
@@ -154,7 +160,7 @@ def _meta_model(
     folder: Path,
     dtype: torch.dtype,
     router_aux_loss_coef: float | None,
-    scores: bool | dict[str, Any] | None,
+    labels: dict[str, Any] | None,
     new_ids: Sequence[int] = (),
     is_quantized: bool = False,
 ) -> Decoder:
@@ -169,23 +175,19 @@ def _meta_model(
     if is_quantized:
         whole_config = {key: value for key, value in whole_config.items() if key != "quantization_config"}
     stored_config = hf_config = language_model_config(whole_config, where=str(file))
-    if scores:
-        hf_config = score_config(stored_config, str(file), OF_REWARD if scores is True else scores)
-    score_is_new = bool(scores) and not gives_scores(stored_config)
+    if labels:
+        hf_config = score_config(stored_config, str(file), labels)
     num_rows = max(new_ids, default=-1) + 1
     sizes = {size: hf_config[size] for size in set(_ROWS_PER_TOKEN.values()) if size in hf_config}
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
     model = empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
-    if model.config.scores and scores is False:
-        kind = kind_of_scores(model.config.scores)
-        raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
     model.source = Source(
         folder=folder,
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
         part_of="" if stored_config is whole_config else whole_config["model_type"],
         new_ids=list(new_ids),
         quantization=hf_config.get("quantization_config") or {},
-        score_is_new=score_is_new,
+        score_is_new=labels is not None and not gives_scores(stored_config),
     )
     generation_config = folder / "generation_config.json"
     ends = read_json(generation_config).get("eos_token_id")

@@ -95,7 +95,7 @@ def save_adapter(
     parts = adapter_parts(model) if weights is None else weights
     write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
-    if model.config.scores > 1:  # PEFT's format has no place for labels
+    if model.config.num_scores > 1:  # PEFT's format has no place for labels
         config = model.source.config
         labels = {name: config[name] for name in ("id2label", "label2id", "problem_type") if name in config}
         ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))

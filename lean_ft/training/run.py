@@ -589,7 +589,7 @@ class Run:
                 f"eval_tasks needs one process, and there are {self.ranks.size}. Remove it, and use leanft run evaluate after "
                 "training."
             )
-        if not isinstance(self.model, Decoder) or self.model.config.scores:
+        if not isinstance(self.model, Decoder) or self.model.config.num_scores:
             raise ValueError("eval_tasks needs a language model. Remove it.")
         find_tasks(self.cfg.eval_tasks)
 

@@ -161,7 +161,7 @@ class Results:
 
 def _command_that_tries(run: "Run", checkpoint: Path) -> list[str]:
     """The arguments of a command that tries the trained model: chat, generate, or score on the run's rows."""
-    if not (isinstance(run.model, Decoder) and run.model.config.scores):
+    if not (isinstance(run.model, Decoder) and run.model.config.num_scores):
         chats = run.tokenizer.chat_template is not None
         return ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
     data = run.cfg.group(DataConfig)

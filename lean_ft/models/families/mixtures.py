@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from lean_ft.models.config import LatentConfig
-from lean_ft.models.config_fields import Fields, head_dim_of
+from lean_ft.models.config_fields import ConfigFields, head_dim_of
 from lean_ft.models.families.family import (
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
@@ -21,7 +21,7 @@ from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
 
 
-def _num_experts(fields: Fields) -> int:
+def _num_experts(fields: ConfigFields) -> int:
     """transformers has written either field for the same family; defaults have the first."""
     names = [name for name in ("num_local_experts", "num_experts") if fields.config.get(name) is not None]
     counts = {name: fields.count(name) for name in names or ["num_local_experts"]}
@@ -30,28 +30,28 @@ def _num_experts(fields: Fields) -> int:
     return next(iter(counts.values()))
 
 
-def _router_aux_loss_coef(fields: Fields) -> float:
+def _router_aux_loss_coef(fields: ConfigFields) -> float:
     """transformers adds the loss only if it also returns the router's logits."""
     return fields.positive("router_aux_loss_coef", or_0=True) if fields.flag("output_router_logits") else 0.0
 
 
-def _every_second_of_the_lower_layers(fields: Fields, layer: int) -> bool:
+def _every_second_of_the_lower_layers(fields: ConfigFields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer % 2 == 0 and not upper_layers(fields, layer)
 
 
 # Which layers have experts.
 
 
-def every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
+def every_nth_layer_but_some(fields: ConfigFields, layer: int) -> bool:
     without = fields.layer_numbers("mlp_only_layers") or []
     return layer not in without and (layer + 1) % fields.count("decoder_sparse_step") == 0
 
 
-def _all_layers_but_the_first(fields: Fields, layer: int) -> bool:
+def _all_layers_but_the_first(fields: ConfigFields, layer: int) -> bool:
     return layer >= fields.count("first_k_dense_replace", least=0)
 
 
-def _rope_of_rotary_dim(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _rope_of_rotary_dim(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     """Partial rotation; published files have the number of rotated features."""
     if fields.get("rotary_dim") is None:
         return rope_config(fields, may_be_partial=True)
@@ -60,17 +60,17 @@ def _rope_of_rotary_dim(fields: Fields, layer: int, is_windowed: bool) -> RopeCo
     return rope_config(fields, settings={**share, **settings}, key=key, may_be_partial=True)
 
 
-def _every_nth_layer_between(fields: Fields, layer: int) -> bool:
+def _every_nth_layer_between(fields: ConfigFields, layer: int) -> bool:
     first, last = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", least=-1)
     return first <= layer and (layer <= last or last == -1) and (layer + 1) % fields.count("moe_layer_interval") == 0
 
 
-def _listed_or_every_nth_layer(fields: Fields, layer: int) -> bool:
+def _listed_or_every_nth_layer(fields: ConfigFields, layer: int) -> bool:
     layers, step = fields.layer_numbers("moe_layers"), fields.count("interleave_moe_layer_step")
     return (layer + 1) % step == 0 if layers is None else layer in layers
 
 
-def _interleaved_rope_or_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+def _interleaved_rope_or_growing_queries(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     """Layers without rotation may have queries that grow with the position."""
     if has_rope(fields, layer):
         return rope_config(fields, interleaved=True, in_float32=True)
@@ -80,30 +80,30 @@ def _interleaved_rope_or_growing_queries(fields: Fields, layer: int, is_windowed
     return RopeConfig(theta=1.0, scaling="proportional", nonzero_fraction=0.0, query_growth_start=1, **growth)
 
 
-def _latent(fields: Fields) -> LatentConfig:
+def _latent(fields: ConfigFields) -> LatentConfig:
     query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
     return LatentConfig(
         fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
     )
 
 
-def _yarn_scale(fields: Fields) -> float:
+def _yarn_scale(fields: ConfigFields) -> float:
     """The scale of the scores, which grows with `yarn`'s factor."""
     scale = (fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")) ** -0.5
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
         return scale
-    own = Fields(settings, {}, f"{fields.where}: {key}")
+    own = ConfigFields(settings, {}, f"{fields.where}: {key}")
     factor = own.positive("factor")
     return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
-def _longrope_with_two_scales(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _longrope_with_two_scales(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     """`longrope` with separate factors of cos and sin for short and long documents."""
     rope, (key, settings) = rope_config(fields, ignored=("short_mscale", "long_mscale")), rope_settings(fields)
     if rope.scaling == "default":
         return rope
-    own = Fields(settings, {}, f"{fields.where}: {key}")
+    own = ConfigFields(settings, {}, f"{fields.where}: {key}")
     if rope.scaling != "longrope":
         raise ValueError(f"{own.where} has the rope type {rope.scaling!r}; expected longrope in this family.")
     return replace(
@@ -111,13 +111,13 @@ def _longrope_with_two_scales(fields: Fields, layer: int, is_windowed: bool) -> 
     )
 
 
-def _head_bias(fields: Fields) -> bool:
+def _head_bias(fields: ConfigFields) -> bool:
     if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings"):
         raise ValueError(f"{fields.where}: lm_head_bias and tie_word_embeddings are both true; expected one at most.")
     return fields.flag("lm_head_bias")
 
 
-def _two_experts_per_token(fields: Fields) -> int:
+def _two_experts_per_token(fields: ConfigFields) -> int:
     if (number := fields.count("num_experts_per_tok")) != 2:
         raise ValueError(
             f"{fields.where}: num_experts_per_tok is {number}; expected 2, which transformers always uses."
