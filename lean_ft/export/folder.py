@@ -17,7 +17,7 @@ from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.models.source import Source
 from lean_ft.peft import is_adapter
-from lean_ft.peft.peft_format import read_adapter
+from lean_ft.peft.stored_adapter import read_adapter
 from lean_ft.system.units import parse_bytes
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import TRAINING_STATE_FILE, checkpoint_bytes, read_training_state

@@ -14,8 +14,8 @@ from lean_ft.models.gguf_tensors import gguf_file
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged
-from lean_ft.peft.peft_format import CONFIG_FILE as ADAPTER_CONFIG
-from lean_ft.peft.peft_format import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
+from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import MANIFEST, STATE_FOLDER, free_bytes

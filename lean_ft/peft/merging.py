@@ -18,7 +18,8 @@ from lean_ft.models.source import own_tensors
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import adapted_layers, has_adapter, take_adapters_off
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
-from lean_ft.peft.peft_format import base_model, ids_of_rows, labels_of, load_adapter
+from lean_ft.peft.peft_format import load_adapter
+from lean_ft.peft.stored_adapter import base_model, ids_of_rows, labels_of
 from lean_ft.quantize.nf4 import NF4Linear
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from lean_ft.hub.download import TOKENIZER_FILES
 from lean_ft.hub.paths import repository_name, resolve_model_path
 from lean_ft.peft import is_adapter
-from lean_ft.peft.peft_format import read_adapter
+from lean_ft.peft.stored_adapter import read_adapter
 from lean_ft.training.checkpoint import MANIFEST, TRAINING_STATE_FILE, check_whole, newest_whole, read_training_state
 
 
