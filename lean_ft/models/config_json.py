@@ -84,18 +84,10 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 _IMAGE_FIELDS = ("image", "video", "vision", "audio")
 
-# Families that have a sequence classification model in transformers, and transformers' names of them.
-# fmt: off
-_SCORE_FAMILIES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text", "phi3": "Phi3", "smollm3": "SmolLM3", "olmo2": "Olmo2", "ministral": "Ministral",
-    "ministral3": "Ministral3", "olmo3": "Olmo3", "glm4": "Glm4", "seed_oss": "SeedOss",
-    "hunyuan_v1_dense": "HunYuanDenseV1", "qwen2_moe": "Qwen2Moe", "deepseek_v3": "DeepseekV3", "exaone4": "Exaone4",
-    "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss", "phimoe": "Phimoe", "qwen3_next": "Qwen3Next",
-    "qwen3_5_text": "Qwen3_5Text",
+# transformers' sequence classification models, by family.
+SCORE_ARCHITECTURES = {
+    name: f"{family.scores_as}ForSequenceClassification" for name, family in FAMILIES.items() if family.scores_as
 }
-# fmt: on
-SCORE_ARCHITECTURES = {family: f"{name}ForSequenceClassification" for family, name in _SCORE_FAMILIES.items()}
 
 
 def as_its_family(config: dict[str, Any]) -> dict[str, Any]:

@@ -187,24 +187,24 @@ _GEMMA_4 = Family(
 )
 
 DENSE: dict[str, Family] = {
-    "llama": Family(facts={**ATTENTION_BIAS, **_MLP_BIAS}, defaults={"max_position_embeddings": 2048}),
+    "llama": Family(scores_as="Llama", facts={**ATTENTION_BIAS, **_MLP_BIAS}, defaults={"max_position_embeddings": 2048}),
     "mistral": Family(
-        has_window=every_layer,
+        scores_as="Mistral", has_window=every_layer,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "qwen2": Family(
-        facts={"qkv_bias": True}, has_window=upper_layers, reads_layer_types=True, defaults=QWEN_DEFAULTS,
+        scores_as="Qwen2", facts={"qkv_bias": True}, has_window=upper_layers, reads_layer_types=True, defaults=QWEN_DEFAULTS,
     ),
     "qwen3": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "head"}, has_window=upper_layers, reads_layer_types=True,
+        scores_as="Qwen3", facts={**ATTENTION_BIAS, "qk_norm": "head"}, has_window=upper_layers, reads_layer_types=True,
         defaults={**QWEN_DEFAULTS, "head_dim": 128},
     ),
     "gemma": Family(
-        facts=_GEMMA_FACTS, defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16},
+        scores_as="Gemma", facts=_GEMMA_FACTS, defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16},
         activations={**ACTIVATION_NAMES, "gelu": "gelu_tanh"},  # older files mean gelu_tanh
     ),
     "gemma2": Family(
-        facts={**_GEMMA_2_FACTS, "attention_softcap": number_or_null("attn_logit_softcapping")},
+        scores_as="Gemma2", facts={**_GEMMA_2_FACTS, "attention_softcap": number_or_null("attn_logit_softcapping")},
         has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
         defaults={
             **_GEMMA_DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256,
@@ -213,8 +213,8 @@ DENSE: dict[str, Family] = {
         activation_field="hidden_activation",
     ),
     "gemma3_text": Family(
-        facts={**_GEMMA_2_FACTS, "qk_norm": "head"}, has_window=_all_but_every_nth_layer, reads_layer_types=True,
-        rope=_rope_by_window,
+        scores_as="Gemma3Text", facts={**_GEMMA_2_FACTS, "qk_norm": "head"}, has_window=_all_but_every_nth_layer,
+        reads_layer_types=True, rope=_rope_by_window,
         defaults={
             **_GEMMA_DEFAULTS, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
             "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
@@ -244,16 +244,16 @@ DENSE: dict[str, Family] = {
         _GEMMA_4, defaults={**_GEMMA_4.defaults, "max_position_embeddings": 262144, "sliding_window": 1024}
     ),
     "phi3": Family(
-        facts={"fused_qkv": True, "fused_gate_up": True}, has_window=every_layer,
+        scores_as="Phi3", facts={"fused_qkv": True, "fused_gate_up": True}, has_window=every_layer,
         rope=lambda fields, layer, is_windowed: rope_config(fields, may_be_partial=True),
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     ),
     "olmo2": Family(
-        facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
+        scores_as="Olmo2", facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     ),
     "smollm3": Family(
-        facts={**ATTENTION_BIAS, **_MLP_BIAS}, has_window=_layers_without_rope, reads_layer_types=True,
+        scores_as="SmolLM3", facts={**ATTENTION_BIAS, **_MLP_BIAS}, has_window=_layers_without_rope, reads_layer_types=True,
         rope=_rope_except_in_some_layers,
         defaults={
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
@@ -272,11 +272,11 @@ DENSE: dict[str, Family] = {
         },
     ),
     "ministral": Family(
-        has_window=every_layer, reads_layer_types=True,
+        scores_as="Ministral", has_window=every_layer, reads_layer_types=True,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "ministral3": Family(
-        has_window=every_layer, rope=_rope_with_growing_queries,
+        scores_as="Ministral3", has_window=every_layer, rope=_rope_with_growing_queries,
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
             "rope_parameters": {
@@ -286,7 +286,7 @@ DENSE: dict[str, Family] = {
         },
     ),
     "olmo3": Family(
-        facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
+        scores_as="Olmo3", facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
         has_window=_all_but_every_nth_layer, reads_layer_types=True, rope=_rope_by_window,
         defaults={
             "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096,
@@ -294,7 +294,7 @@ DENSE: dict[str, Family] = {
         },
     ),
     "glm4": Family(
-        facts={"qkv_bias": flag("attention_bias"), "norm_placement": "both", "fused_gate_up": True},
+        scores_as="Glm4", facts={"qkv_bias": flag("attention_bias"), "norm_placement": "both", "fused_gate_up": True},
         rope=partial(partial_rope, interleaved=True),
         on_disk={
             "post_attention_layernorm": ("post_self_attn_layernorm",),
@@ -307,6 +307,7 @@ DENSE: dict[str, Family] = {
         },
     ),
     "seed_oss": Family(
+        scores_as="SeedOss",
         facts={"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_out_bias"), **_MLP_BIAS},
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
@@ -322,12 +323,12 @@ DENSE: dict[str, Family] = {
         },
     ),
     "hunyuan_v1_dense": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "turned_head"}, rope=_rope_with_alpha,
+        scores_as="HunYuanDenseV1", facts={**ATTENTION_BIAS, "qk_norm": "turned_head"}, rope=_rope_with_alpha,
         on_disk={"self_attn.q_norm": ("self_attn.query_layernorm",), "self_attn.k_norm": ("self_attn.key_layernorm",)},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     ),
     "exaone4": Family(
-        facts={"norm_placement": "post", "qk_norm": "head"}, has_window=_unlisted_layers_but_every_nth,
+        scores_as="Exaone4", facts={"norm_placement": "post", "qk_norm": "head"}, has_window=_unlisted_layers_but_every_nth,
         reads_layer_types=True, rope=_rope_in_windowed_layers,
         defaults={
             "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096,

@@ -84,6 +84,8 @@ class Family:
     prefix_on_disk: str = "model."  # of all parameters but the output layer's
     # Names of modules in memory in transformers and PEFT, if they differ from `on_disk`.
     in_memory: Mapping[str, str] = field(default_factory=dict)
+    # The start of the name of transformers' sequence classification model; empty if the family has none.
+    scores_as: str = ""
 
 
 ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_bias")}

@@ -67,7 +67,7 @@ _DELTA_RULE = {"linear_attention": partial(_delta_rule, fused_projections=False)
 
 HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family(
-        **_QWEN_HYBRID, mixers={"linear_attention": partial(_delta_rule, fused_projections=True)},
+        scores_as="Qwen3Next", **_QWEN_HYBRID, mixers={"linear_attention": partial(_delta_rule, fused_projections=True)},
         mixture={**_QWEN_HYBRID_MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")},
         has_mixture=every_nth_layer_but_some, on_disk=EXPERTS_ON_DISK,
         defaults={
@@ -77,7 +77,8 @@ HYBRIDS: dict[str, Family] = {
         },
     ),
     "qwen3_5_text": Family(
-        **_QWEN_HYBRID, mixers=_DELTA_RULE, defaults={**_QWEN_HYBRID_DEFAULTS, "num_key_value_heads": 4},
+        scores_as="Qwen3_5Text", **_QWEN_HYBRID, mixers=_DELTA_RULE,
+        defaults={**_QWEN_HYBRID_DEFAULTS, "num_key_value_heads": 4},
     ),
     "qwen3_5_moe_text": Family(
         **_QWEN_HYBRID, mixers=_DELTA_RULE, mixture={**_QWEN_HYBRID_MIXTURE, "weights_sum_to_one": True},

@@ -160,7 +160,7 @@ CORRECTED_MIXTURE_DEFAULTS = {
 
 MIXTURES: dict[str, Family] = {
     "mixtral": Family(
-        has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=_MIXTRAL_ON_DISK,
+        scores_as="Mixtral", has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=_MIXTRAL_ON_DISK,
         in_memory=_MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -168,7 +168,7 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "phimoe": Family(
-        facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
+        scores_as="Phimoe", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
         has_window=every_layer, rope=_longrope_with_two_scales,
         mixture={
             **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False, "router_name": "router",
@@ -182,7 +182,7 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "qwen3_moe": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "head"},
+        scores_as="Qwen3Moe", facts={**ATTENTION_BIAS, "qk_norm": "head"},
         has_window=lambda fields, layer: fields.flag("use_sliding_window") and every_layer(fields, layer),
         mixture={
             **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
@@ -203,7 +203,8 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "qwen2_moe": Family(
-        facts={"qkv_bias": flag("qkv_bias")}, has_window=_every_second_of_the_lower_layers, reads_layer_types=True,
+        scores_as="Qwen2Moe", facts={"qkv_bias": flag("qkv_bias")}, has_window=_every_second_of_the_lower_layers,
+        reads_layer_types=True,
         mixture={
             **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
             "weights_sum_to_one": flag("norm_topk_prob"),
@@ -259,7 +260,7 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "deepseek_v3": Family(
-        facts={
+        scores_as="DeepseekV3", facts={
             **ATTENTION_BIAS, "num_kv_heads": count("num_attention_heads"), "attention_scale": _yarn_scale,
             "latent": _latent,
         },
@@ -295,8 +296,8 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "gpt_oss": Family(
-        facts={**ATTENTION_BIAS, "attention_sinks": True}, has_window=lambda fields, layer: layer % 2 == 0,
-        reads_layer_types=True,
+        scores_as="GptOss", facts={**ATTENTION_BIAS, "attention_sinks": True},
+        has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
         mixture={
             **MIXTURE, "weights_sum_to_one": True, "router_name": "router", "router_bias": True, "expert_bias": True,
             "input_first": True, "gates_interleaved": True, "gate_scale": number("swiglu_alpha"), "up_offset": 1.0,
