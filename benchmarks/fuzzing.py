@@ -56,7 +56,7 @@ from lean_ft.models import load_model
 from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
-from lean_ft.peft.peft_format import read_adapter
+from lean_ft.peft.stored_adapter import read_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
 from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config

@@ -6,7 +6,8 @@ if TYPE_CHECKING:
     from lean_ft.export import export_adapter, export_folder, export_gguf, merge
     from lean_ft.generation import generate, open_model
     from lean_ft.hub.upload import push
-    from lean_ft.models.hf_format import load_model, save_model
+    from lean_ft.models.hf_format import load_model
+    from lean_ft.models.saving import save_model
     from lean_ft.notebook import evaluate, load_recipe, plan_run, plot, read_metrics, run
     from lean_ft.tokenizers import load_tokenizer
 
@@ -47,7 +48,7 @@ _HOMES = {
     "push": "hub.upload",
     "read_metrics": "notebook",
     "run": "notebook",
-    "save_model": "models.hf_format",
+    "save_model": "models.saving",
 }
 
 

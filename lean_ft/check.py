@@ -41,8 +41,8 @@ from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.config_json import gives_scores
 from lean_ft.models.device import resolve_device
-from lean_ft.models.hf_format import stored_dtype, stored_tensors
-from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
+from lean_ft.models.source import name_in_language_model
+from lean_ft.models.stored_weights import stored_dtype, stored_tensors
 from lean_ft.optim import build_optimizer
 from lean_ft.peft import load_with_adapter
 from lean_ft.peft.layers import LoRALinear
@@ -172,7 +172,7 @@ class Check:
         stored = {name_in_language_model(name) or name: tensor for name, tensor in stored_tensors(self.folder).items()}
         with tempfile.TemporaryDirectory() as temporary:
             saved, exported = Path(temporary) / "saved", Path(temporary) / "exported"
-            save_model(load_model(self.folder, dtype=stored_dtype(self.folder), scores=None), saved)
+            save_model(load_model(self.folder, dtype=stored_dtype(self.folder), may_score=True), saved)
             self.tokenizer.save(saved)
             export_folder(saved, exported)  # compares the logits of what it wrote
             for name, folder in (("save and read back", saved), ("export and read back", exported)):
@@ -186,7 +186,7 @@ class Check:
         model = load_model(self.cfg.model, self.device)
         self.margin_16_bit = math.inf if model.mixture else MARGIN_16_BIT  # rounding changes the choice of experts
         # transformers' names are those on disk, except for some experts, which it stacks as we do.
-        self.names = {name: module_on_disk(model.source.config, name) for name, _ in model.named_parameters()}
+        self.names = {name: model.source.module_name(name, in_whole=False) for name, _ in model.named_parameters()}
         self.logits, self.gradients, loss = self._results(model)
         squares = sum(gradient.square().sum().item() for gradient in self.gradients.values())
         # With AdamW's eps as large as the gradients, an update changes as smoothly as they do, and not by their signs.
@@ -199,7 +199,7 @@ class Check:
 
     @torch.no_grad()
     def _scores(self) -> Iterator[Row]:
-        model = load_model(self.folder, self.device, scores=None)
+        model = load_model(self.folder, self.device, may_score=True)
         ours = self._logits(model, self.ids)[-1]
         _change_by_rounding(model)
         noise = _distances({"": self._logits(model, self.ids)[-1]}, {"": ours})

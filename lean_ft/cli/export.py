@@ -17,7 +17,7 @@ _CANNOT_COMBINE = {
         "--calibrate",
         "--ollama",
     },
-    "--keep-vision": {"--gguf", "--max-shard-size"},
+    "--keep-vision": {"--gguf"},
     "--dcp": {"--gguf", "--max-shard-size", "--keep-vision"},
     "--gguf": {"--dtype", "--max-shard-size"},  # it sets how numbers are stored, and writes one file
     "--imatrix": {"--calibrate"},

@@ -12,7 +12,9 @@ import warnings
 from pathlib import Path
 
 from lean_ft.export.places import Exported, check_destination, read_source, room_for
-from lean_ft.models.hf_format import tensors_on_disk, torch_dtype, write_configs
+from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.saving import write_configs
+from lean_ft.models.source import tensors_on_disk
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.system.whole_files import write_whole
 

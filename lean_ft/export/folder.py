@@ -12,16 +12,17 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.export.keep_vision import find_vision_model, save_vision_model
 from lean_ft.export.places import Exported, check_destination, files_of_model, read_source, room_for
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.source import Source
 from lean_ft.peft import is_adapter
-from lean_ft.peft.finished_models import find_finished
-from lean_ft.peft.peft_format import read_adapter
+from lean_ft.peft.stored_adapter import read_adapter
 from lean_ft.system.units import parse_bytes
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import checkpoint_bytes
+from lean_ft.system.checkpoint_folder import TRAINING_STATE_FILE, read_training_state
+from lean_ft.peft.finished_models import find_finished
 
 _NUM_POSITIONS = 32  # tokens of the input for the comparison
 # Weights and arithmetic are equal on both sides; only the order of sums may differ, depending on memory alignment.
@@ -56,7 +57,8 @@ def export_folder(
     model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype)
     if keep_vision and merge and (outside := read_adapter(folder).outside):
         raise ValueError(f"{folder}: --keep-vision would lose the adapter's {outside[0]}. Merge the adapter with PEFT.")
-    whole = find_vision_model(model, folder, base) if keep_vision else None
+    if keep_vision:
+        model.source = _source_with_images(model, folder, base)
     wanted = model.dtype
     expected = _logits(model)
     if not expected.isfinite().all():
@@ -65,21 +67,19 @@ def export_folder(
             "this dtype: export it as bfloat16 or float32."
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    needed_bytes, kept = checkpoint_bytes(model, 0, tokenizer), list[str]()
+    needed_bytes, whole = checkpoint_bytes(model, 0, tokenizer), model.source.folder if keep_vision else None
     if whole is not None:
         needed_bytes += sum(file.stat().st_size for file in whole.glob("model*.safetensors"))
+    num_kept = sum(own is None for own in model.source.names.values())
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination) as temporary:
         with room_for(needed_bytes, destination):
-            if whole is None:
-                save_model(model, temporary, max_shard_bytes)
-            else:
-                kept.append(f"{save_vision_model(model, whole, temporary)} unchanged tensors of {whole}")
+            save_model(model, temporary, max_shard_bytes, whole=keep_vision)
             if tokenizer is not None:
                 tokenizer.save(temporary)
         del model
         gc.collect()
-        difference = _compare(expected, _logits(load_model(temporary, dtype=wanted, scores=None)), wanted)
+        difference = _compare(expected, _logits(load_model(temporary, dtype=wanted, may_score=True)), wanted)
     num_files = len(list(destination.glob("*.safetensors")))
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     parts = [
@@ -87,7 +87,7 @@ def export_folder(
         f"{num_files} weight file{'s' if num_files > 1 else ''}",
         "NO tokenizer, since the source has none" if tokenizer is None else "a tokenizer",
         *([] if tokenizer is None or has_template else ["no chat template"]),
-        *kept,
+        *([f"{num_kept} unchanged tensors of {whole}"] if keep_vision else []),
     ]
     details = f"{', '.join(parts)}.\nRead back: its logits equal the source's (largest difference {difference:g})."
     return Exported(folder, destination, details, merged)
@@ -119,6 +119,27 @@ def export_adapter(source: str | Path, destination: str | Path, force: bool = Fa
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
     return folder
+
+
+def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -> Source:
+    """The source of the multimodal folder that the language model in `folder` was taken from: `base`, or the folder that its run
+    started from.
+
+    Raises ValueError if that is unknown, or if the model there does not read images.
+    """
+    if base is None and model.source.part_of:
+        base = model.source.folder
+    if base is None and (folder / TRAINING_STATE_FILE).is_file():
+        base = read_training_state(folder)["settings"].get("model.path")
+    if base is None:
+        raise ValueError(f"{folder} does not name the model that it was taken from: give its folder with --base.")
+    source = load_model(base, "meta", may_score=True).source
+    if not source.part_of:
+        raise ValueError(
+            f"{source.folder} is not a model that reads images (its model_type is {source.config.get('model_type')!r}): leave "
+            "out --keep-vision, or give the folder that the language model was taken from with --base."
+        )
+    return source
 
 
 @torch.inference_mode()

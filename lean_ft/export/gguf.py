@@ -55,8 +55,8 @@ def export_gguf(
     if ollama and (for_ollama.is_dir() or (for_ollama.exists() and not force)):
         raise ValueError(f"{for_ollama} exists. Choose a destination in another folder, or overwrite it with --force.")
     model, tokenizer, merged = read_source(folder, merge, base)
-    if model.config.scores:
-        of_scores = kind_of_scores(model.config.scores)
+    if model.config.num_scores:
+        of_scores = kind_of_scores(model.config.num_scores)
         raise ValueError(f"{folder} is {of_scores}, which llama.cpp cannot run. Export it as a folder.")
     family = gguf_family(model, folder)
     if tokenizer is None:

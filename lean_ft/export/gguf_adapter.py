@@ -29,7 +29,8 @@ from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_base
 from lean_ft.peft.lora import SCORE
 from lean_ft.peft.new_rows import EMBEDDING
-from lean_ft.peft.peft_format import StoredAdapter, fit_adapter, read_adapter, read_factors
+from lean_ft.peft.peft_format import fit_adapter
+from lean_ft.peft.stored_adapter import StoredAdapter, read_adapter, read_factors
 from lean_ft.peft.targets import is_projection_of_experts
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole

@@ -13,7 +13,7 @@ from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
-from lean_ft.models.hf_format import stored_dtype
+from lean_ft.models.stored_weights import stored_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.system.shapes_only import stage
@@ -38,11 +38,11 @@ def open_reward_model(
     where = resolve_device(device)
     kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
     check_dtype(str(kept).removeprefix("torch."), where)
-    scores = None if adapter == folder else labels_of(adapter)
-    model = load_model(folder, where, kept, scores=scores, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
+    scores, new_ids = (False, []) if adapter == folder else (labels_of(adapter) or False, ids_of_rows(adapter))
+    model = load_model(folder, where, kept, scores=scores, new_ids=new_ids, may_score=True)
     if adapter != folder and stage() is None:
         load_adapter(model, adapter)
-    if model.source.score_is_new or not model.config.scores:
+    if model.source.score_is_new or not model.config.num_scores:
         raise ValueError(
             f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."
@@ -87,8 +87,8 @@ class JudgingModel:
     def __init__(self, path: str, device: str, asked_with: Tokenizer) -> None:
         """Raise ValueError as `open_reward_model` does, and for a model with more than one score."""
         self._model, self._tokenizer = open_reward_model(path, device)
-        if self._model.config.scores != 1:
-            raise ValueError(f"{path} is a classifier of {self._model.config.scores} labels; a reward is one score.")
+        if self._model.config.num_scores != 1:
+            raise ValueError(f"{path} is a classifier of {self._model.config.num_scores} labels; a reward is one score.")
         self._model.requires_grad_(False).eval()
         ids, own = range(asked_with.vocab_size), self._tokenizer
         self._reads_tokens = all(own.token_text(i) == asked_with.token_text(i) for i in ids)

@@ -60,7 +60,7 @@ def score_rows(
     pairs, one list per side). Sequences are not truncated. Raises ValueError for an unreadable row, with its place.
     """
     settings = {"source": data} if isinstance(data, str) else data.model_dump()
-    if model.config.scores > 1:
+    if model.config.num_scores > 1:
         yield from _classified(model, tokenizer, ClassificationDataConfig.model_validate(settings))
         return
     config: DataConfig = SFTDataConfig.model_validate(settings)

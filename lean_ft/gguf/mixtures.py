@@ -49,7 +49,7 @@ def _gates_and_ups(places: str, is_bias: bool = False) -> Change:
     def change(config: "DecoderConfig") -> StoredAs:
         mixture = mixture_of(config)
         steps: tuple[Step, ...] = (("transpose",),) if mixture.input_first and not is_bias else ()
-        if mixture.activation == "relu2":  # no gates
+        if not mixture.gated:
             return StoredAs(steps, (places.format("up"),))
         split = ("unzip", 1) if mixture.gates_interleaved else ("split", 1, *[mixture.intermediate_size] * 2)
         return StoredAs((*steps, split), (places.format("gate"), places.format("up")))

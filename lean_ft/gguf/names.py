@@ -16,7 +16,6 @@ from lean_ft.gguf.hybrids import mixer_of
 from lean_ft.gguf.layouts import store
 from lean_ft.gguf.rows import GGUFFamily, Step, StoredAs
 from lean_ft.models.config import ShortConvolutionConfig
-from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.models.rope import SCALINGS, RopeConfig
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def layout_of(name: str, model: "Decoder", family: GGUFFamily) -> tuple[tuple[St
         steps = (*steps, ("pair", turned, int(config.head_dim * rope.rotary_fraction)))
     names, found = _names(family.architecture, config.num_layers), []
     for place in places:
-        spellings = (module_on_disk(model.source.config, place), place)
+        spellings = (model.source.module_name(place, in_whole=False), place)
         spellings = spellings if given is None else spellings[::-1]  # a name that the row gives comes first
         names_in_file = filter(None, (_name_in_file(names, spelling) for spelling in spellings))
         if (found_name := next(names_in_file, None)) is None:

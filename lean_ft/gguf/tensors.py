@@ -18,7 +18,6 @@ from lean_ft.gguf.layouts import is_exact, load
 from lean_ft.gguf.names import all_tensors, architecture_metadata, divisors_of, layout_of
 from lean_ft.gguf.open import GGUF_FAMILIES, USE_FOLDER
 from lean_ft.gguf.rows import GGUFFamily, Step
-from lean_ft.models.names_on_disk import parameters_on_disk
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.shards import Part
 from lean_ft.system.whole_files import read_json
@@ -105,7 +104,7 @@ def stored_parameters(facts: Facts, model: "Decoder", family: GGUFFamily) -> Ite
     """Yield the model's tensors by their names on disk."""
     for name, parameter in model.state_dict().items():
         steps, names = layout_of(name, model, family)
-        pieces = list(parameters_on_disk(model.source.config, name, parameter))
+        pieces = list(model.source.stored(name, parameter))
         sources = [GGUFTensor(facts.file, *facts.tensors[one]) for one in names]
         if not names:
             numbers = facts.metadata.get(key := f"xielu.{name.rpartition('.')[2]}")

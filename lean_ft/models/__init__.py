@@ -5,17 +5,12 @@ from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.few_rows import FewRows
-from lean_ft.models.hf_format import (
-    build_decoder,
-    empty_model,
-    load_model,
-    parts_on_disk,
-    read_weights,
-    save_model,
-    tensors_on_disk,
-)
+from lean_ft.models.hf_format import empty_model, load_model, read_weights
 from lean_ft.models.layers import MLP, RMSNorm
+from lean_ft.models.new_model import build_decoder
 from lean_ft.models.rope import RopeConfig
+from lean_ft.models.saving import save_model
+from lean_ft.models.source import parts_on_disk, tensors_on_disk
 
 __all__ = [
     "MLP",

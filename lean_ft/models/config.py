@@ -20,7 +20,8 @@ class MixtureConfig:
     input_first: bool = False  # projections are (D, 2 * I) and (I, D), not (2 * I, D) and (D, I)
     peft_expects_input_first: bool = True  # PEFT knows of `input_first`; if False, it reads inputs as outputs
     gates_interleaved: bool = False  # gate and up features alternate; False: all gates first
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"  # relu2 has no gate
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    gated: bool = True  # False: experts have an up projection alone
     gate_scale: float = 1.0  # the activation is silu(gate_scale * gate) / gate_scale
     up_offset: float = 0.0  # the activation is multiplied by up + up_offset
     limit: float | None = None  # gates are clamped from above, ups from both sides
@@ -170,7 +171,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
     fused_gate_up: bool = False  # one matrix for gate and up
-    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"  # xielu and relu2 have no gate
+    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"
+    gated: bool = True  # False: dense feed-forward layers have an up projection alone
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the output
 
     # Norm of queries and keys: per head before or after rotation, or over all heads at once.
@@ -192,7 +194,9 @@ class DecoderConfig:
     layer_input_vocab_size: int = 0  # of this embedding
     layer_scalars: bool = False  # each layer's output is multiplied by a stored number that is not trained
     head_bias: bool = False  # the output layer has a bias
-    scores: int = 0  # a reward model or classifier: scores per position that the output layer returns instead of logits
+    num_scores: int = (
+        0  # a reward model or classifier: scores per position that the output layer returns instead of logits
+    )
 
     @property
     def num_layers(self) -> int:

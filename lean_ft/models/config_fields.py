@@ -7,7 +7,7 @@ MAX_COUNT = 2**24  # larger counts in config.json are damage, and would be compu
 MAX_NUMBER = 1e30  # leaves room for products; an integer of config.json may not fit a float
 
 
-class Fields:
+class ConfigFields:
     """The fields of a config.json over their defaults. `read` collects the names read, so that other fields can be refused.
 
     As in transformers, null for an object of settings means absent. Any other null is a value, which the reader accepts (no
@@ -76,7 +76,7 @@ class Fields:
         return self.values[name]
 
 
-def head_dim_of(fields: Fields) -> int:
+def head_dim_of(fields: ConfigFields) -> int:
     """Features of an attention head: the field head_dim, or the hidden size divided by the number of heads."""
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     if fields.get("qk_rope_head_dim") is not None:  # latent attention: the rotated features

@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json into a `DecoderConfig`, by the row of its family.
 
 A field that changes the computation and is not supported raises an error, because a model that trains with a wrong formula
-still shows a plausible loss. Fields of `_NEUTRAL` that the family's row does not read must have a neutral value. Both
+still shows a plausible loss. ConfigFields of `_NEUTRAL` that the family's row does not read must have a neutral value. Both
 spellings of the rotary settings are read: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (5).
 """
 
@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
-from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.config_fields import ConfigFields, head_dim_of, listed
 from lean_ft.models.dequantized import READABLE
-from lean_ft.models.families import FAMILIES, Family, no_layer
+from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, no_layer
 from lean_ft.system.spelling import did_you_mean
 
 MAX_LAYERS = 1024
@@ -55,19 +55,6 @@ _MLP_TYPES = ("mlp", "moe")  # layer types of feed-forward layers in families wi
 # The field with the window's size and the fact of LayerConfig that it sets, by layer type.
 _WINDOWS = {"sliding_attention": ("sliding_window", "window"), "chunked_attention": ("attention_chunk_size", "chunk")}
 
-# Multimodal models, the families of their language models, and transformers' names of the latter.
-_LANGUAGE_MODEL_OF = {
-    "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
-    "gemma4": {"gemma4_text": "Gemma4ForCausalLM"},
-    "gemma4_unified": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
-    "llama4": {"llama4_text": "Llama4ForCausalLM"},
-    "mistral3": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
-    "qwen2_vl": {"qwen2": "Qwen2ForCausalLM"},
-    "qwen2_5_vl": {"qwen2": "Qwen2ForCausalLM"},
-    "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
-    "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-    "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-}
 # Models that compute the same as another family and are saved as that family: its name, transformers' class, and the values
 # of absent fields.
 _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -95,22 +82,12 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),
 }
-# Values of text_config's tie_word_embeddings that decide, as in transformers; else the multimodal model's decides.
-_TIED_BY_TEXT = {"llama4": (True, False, None), "qwen2_vl": (True,), "qwen2_5_vl": (True,)}
 _IMAGE_FIELDS = ("image", "video", "vision", "audio")
 
-# Families that have a sequence classification model in transformers, and transformers' names of them.
-# fmt: off
-_SCORE_FAMILIES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text", "phi3": "Phi3", "smollm3": "SmolLM3", "olmo2": "Olmo2", "ministral": "Ministral",
-    "ministral3": "Ministral3", "olmo3": "Olmo3", "glm4": "Glm4", "seed_oss": "SeedOss",
-    "hunyuan_v1_dense": "HunYuanDenseV1", "qwen2_moe": "Qwen2Moe", "deepseek_v3": "DeepseekV3", "exaone4": "Exaone4",
-    "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss", "phimoe": "Phimoe", "qwen3_next": "Qwen3Next",
-    "qwen3_5_text": "Qwen3_5Text",
+# transformers' sequence classification models, by family.
+SCORE_ARCHITECTURES = {
+    name: f"{family.scores_as}ForSequenceClassification" for name, family in FAMILIES.items() if family.scores_as
 }
-# fmt: on
-SCORE_ARCHITECTURES = {family: f"{name}ForSequenceClassification" for family, name in _SCORE_FAMILIES.items()}
 
 
 def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
@@ -137,8 +114,8 @@ def _text_rope(rope: Any) -> Any:
 
 def language_model_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
     """The config.json of the language model inside a multimodal model; other configs are returned unchanged."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _LANGUAGE_MODEL_OF:
+    whole = MULTIMODAL.get(str(config.get("model_type")))
+    if whole is None:
         return config
     text = config.get("text_config")
     if text is None and "hidden_size" in config:  # Qwen2.5-VL has all fields at the top level
@@ -146,11 +123,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected an object with the language model's settings.")
     text = {key: _text_rope(value) if key.startswith("rope_") else value for key, value in as_its_family(text).items()}
-    architectures = _LANGUAGE_MODEL_OF[model_type]
-    family = text.get("model_type", next(iter(architectures)))
-    if family not in architectures:
+    family = text.get("model_type", next(iter(whole.families)))
+    if family not in whole.families:
         raise ValueError(
-            f"{where}: text_config has the model_type {family!r}; expected for {model_type}: {listed(architectures)}."
+            f"{where}: text_config has the model_type {family!r}; expected for {config['model_type']}: "
+            f"{listed(whole.families)}."
         )
     shared = {
         key: value
@@ -159,11 +136,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
     }
     if config.get("quantization_config") is not None:
         shared["quantization_config"] = config["quantization_config"]
-    if text.get(tied := "tie_word_embeddings") in _TIED_BY_TEXT.get(model_type, ()):
+    if text.get(tied := "tie_word_embeddings") in whole.tied_by_text:
         shared.pop(tied, None)
     elif shared.get(tied) is not None:
         text.pop(tied, None)
-    return {**shared, **text, "model_type": family, "architectures": [architectures[family]]}
+    return {**shared, **text, "model_type": family, "architectures": [whole.families[family]]}
 
 
 OF_REWARD: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
@@ -234,12 +211,12 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
     if family is None:
         raise ValueError(
-            f"{where}: model_type is {family_name!r}; expected one of {listed([*FAMILIES, *_LANGUAGE_MODEL_OF])}."
+            f"{where}: model_type is {family_name!r}; expected one of {listed([*FAMILIES, *MULTIMODAL])}."
             f"{did_you_mean(str(family_name), FAMILIES)}"
         )
     _check_architecture(config, where)
     config = family.preprocessed(config)
-    fields = Fields(config, {**_DEFAULTS, **family.defaults}, where)
+    fields = ConfigFields(config, {**_DEFAULTS, **family.defaults}, where)
 
     num_heads = fields.count("num_attention_heads")
     has_kv_heads = fields.get("num_key_value_heads") is not None
@@ -266,15 +243,15 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     _check_neutral_fields(config, fields.read, where)
     if gives_scores(config):  # scores have no bias, soft cap or divisor
         of_logits = {"head_bias": False, "logits_softcap": None, "logits_divisor": 1.0}
-        return replace(decoder, scores=len(label_names(config, where)), tied_embeddings=False, **of_logits)
+        return replace(decoder, num_scores=len(label_names(config, where)), tied_embeddings=False, **of_logits)
     return decoder
 
 
-def _facts(facts: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+def _facts(facts: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     return {name: fact(fields) if callable(fact) else fact for name, fact in facts.items()}
 
 
-def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
+def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
     if not family.mixture or not _facts({"": family.mixture["num_experts"]}, fields)[""]:
         return None
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
@@ -300,7 +277,7 @@ def _mixture(fields: Fields, family: Family) -> MixtureConfig | None:
     return mixture
 
 
-def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
+def _layers(fields: ConfigFields, family: Family) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
     kinds: list[Any]
@@ -346,7 +323,7 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerConfig, ...]:
     )
 
 
-def _activation(fields: Fields, family: Family) -> str:
+def _activation(fields: ConfigFields, family: Family) -> str:
     def activation_of(name: str) -> str:
         value = fields.values.get(name)
         if str(value) not in family.activations:

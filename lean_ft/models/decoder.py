@@ -20,7 +20,7 @@ from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, 
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.layers import MLP, RMSNorm, gated
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
-from lean_ft.models.rope import RotaryEmbedding
+from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 from lean_ft.models.source import Sharding, Source
 from lean_ft.models.state.convolution import ShortConvolution
 from lean_ft.models.state.delta_rule import GatedDeltaRule
@@ -57,6 +57,7 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
+        self.initial = {"layer_scalar": 1.0}
         self.norms = _NORMS[config.norm_placement]
         self.is_parallel = config.norm_placement == "parallel"
         self.residual_multiplier = config.residual_multiplier
@@ -80,8 +81,9 @@ class Block(nn.Module):
         elif mixture is not None:
             self.mlp = mixture
         if self.mlp is None and layer.has_mlp:
-            inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.fused_gate_up)
-            self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, config.mlp_multipliers)
+            inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.gated)
+            fused, multipliers = config.fused_gate_up, config.mlp_multipliers
+            self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, fused, multipliers)
         self.activation, self.has_input = config.activation, config.layer_input_dim > 0
         if self.has_input:
             self.per_layer_input_gate = nn.Linear(config.hidden_size, config.layer_input_dim, bias=False)
@@ -191,8 +193,8 @@ class Decoder(nn.Module):
         self.model = Trunk(config)
         self.lm_head: nn.Linear | None = None
         self.score: nn.Linear | None = None
-        if config.scores:
-            self.score = nn.Linear(config.hidden_size, config.scores, bias=False)
+        if config.num_scores:
+            self.score = nn.Linear(config.hidden_size, config.num_scores, bias=False)
         elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
@@ -273,48 +275,53 @@ class Decoder(nn.Module):
         Raises ValueError for invalid combinations of these arguments, and for a cache that is full.
         """
         tokens = self.sharding.row_tokens if cache is None else None
-        if self.sharding.row_tokens is not None:
-            self.sharding.row_tokens.rows_are_whole = tokens is None
         if tokens is not None and positions is None:
             raise ValueError("positions are required if ranks share a row.")
-        num_rows, num_tokens = (input_ids if tokens is None or positions is None else positions).shape
+        shape = (input_ids if tokens is None or positions is None else positions).shape
+        seen = self._seen(shape, cu_seqlens, prefixes, num_prefix_tokens)
+        positions = _positions(shape, input_ids.device, positions, cu_seqlens, cache, lengths, prefixes)
+        hidden, all_router_logits = self._through_layers(input_ids, positions, cu_seqlens, cache, seen)
         if cache is not None:
-            if cu_seqlens is not None or positions is not None:
-                raise ValueError("a cache cannot be combined with cu_seqlens or positions; it has its own positions.")
-            if torch.is_grad_enabled():
-                raise ValueError("a cache keeps no gradients; call the model inside torch.no_grad().")
-            positions = cache.begin(num_tokens, lengths)
-        elif lengths is not None:
-            raise ValueError("lengths need a cache; without a cache, padding on the right has no effect.")
-        elif cu_seqlens is not None:
-            _check_documents(cu_seqlens, num_rows, num_tokens)
-            if positions is None:
-                indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-                document = _document_of(indices, cu_seqlens)
-                positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
-                if prefixes is not None:
-                    positions = positions + prefixes.diff(dim=1)[document].view_as(positions)
-        if positions is None:
-            positions = torch.arange(num_tokens, device=input_ids.device)[None]  # (1, T) serves all rows
+            cache.advance()
+        result = hidden if return_hidden else self.logits(hidden)
+        return (result, self._router_loss(all_router_logits, is_token)) if return_router_loss else result
 
-        seen = None
-        if prefixes is not None:
-            if cu_seqlens is None:
-                raise ValueError("prefixes need cu_seqlens.")
-            if self.config.has_states:
-                raise ValueError(
-                    "prefixes are not supported: the model has recurrent layers. Copy the prefix into each document."
-                )
-            seen = Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, num_rows * num_tokens)
+    def _seen(
+        self, shape: torch.Size, cu_seqlens: Tensor | None, prefixes: Tensor | None, num_prefix_tokens: int
+    ) -> Prefixes | None:
+        if prefixes is None:
+            return None
+        if cu_seqlens is None:
+            raise ValueError("prefixes need cu_seqlens.")
+        if self.config.has_states:
+            raise ValueError(
+                "prefixes are not supported: the model has recurrent layers. Copy the prefix into each document."
+            )
+        return Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, shape.numel())
 
-        hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
-        needs_router_logits = return_router_loss and self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
-        all_router_logits: list[Tensor] = []  # (B * T, experts) per layer
+    def _rotations(
+        self, positions: Tensor, dtype: torch.dtype, cu_seqlens: Tensor | None, cache: KVCache | None
+    ) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
+        """cos and sin (B or 1, T, rotated features) of each kind of rotation in the model."""
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
-        if tokens is not None:
-            positions = tokens.of_attention(positions)
-            text_lengths = None if text_lengths is None else tokens.of_attention(text_lengths)
-        rotations = {rope: rotary(positions, hidden.dtype, text_lengths) for rope, rotary in self.rotary.items()}
+        if self.sharding.row_tokens is not None and cache is None:
+            positions = self.sharding.row_tokens.of_attention(positions)
+            text_lengths = None if text_lengths is None else self.sharding.row_tokens.of_attention(text_lengths)
+        return {rope: rotary(positions, dtype, text_lengths) for rope, rotary in self.rotary.items()}
+
+    def _through_layers(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor | None,
+        cache: KVCache | None,
+        seen: Prefixes | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states of the width of `output_weight`, and the router logits (B * T, experts) of each mixture."""
+        hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
+        rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache)
+        needs_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
+        all_router_logits: list[Tensor] = []
         inputs, keys_and_values = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
             rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
@@ -333,17 +340,16 @@ class Decoder(nn.Module):
             hidden = hidden / self.config.logits_divisor
         if self.config.head_bias:  # the factors of the bias and of the zero columns of `output_weight`
             hidden = torch.cat((hidden, F.pad(torch.ones_like(hidden[..., :1]), (0, _BIAS_COLUMNS - 1))), -1)
-        if cache is not None:
-            cache.advance()
-        result = hidden if return_hidden else self.logits(hidden)
-        if not return_router_loss:
-            return result
+        return hidden, all_router_logits
+
+    def _router_loss(self, all_router_logits: list[Tensor], is_token: Tensor | None) -> Tensor | None:
         if not all_router_logits:
-            return result, None
+            return None
         assert self.mixture is not None
+        tokens = self.sharding.row_tokens
         over_row = (lambda values: values) if tokens is None else tokens.sum
         balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token, over_row)
-        return result, self.router_aux_loss_coef * balance
+        return self.router_aux_loss_coef * balance
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (..., V) of hidden states (..., D) that `forward` returned with `return_hidden`."""
@@ -400,6 +406,37 @@ class Decoder(nn.Module):
         row_tokens = self.sharding.row_tokens
         num_head_parts = 1 if row_tokens is None else row_tokens.num_head_parts
         return KVCache(self.config, batch_size, capacity, self.dtype, device, num_head_parts)
+
+
+def _positions(
+    shape: torch.Size,
+    device: torch.device,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cache: KVCache | None,
+    lengths: Tensor | None,
+    prefixes: Tensor | None,
+) -> Tensor:
+    """Each token's position in its document, (B or 1, T). Raises ValueError for invalid combinations of the arguments."""
+    num_rows, num_tokens = shape
+    if cache is not None:
+        if cu_seqlens is not None or positions is not None:
+            raise ValueError("a cache cannot be combined with cu_seqlens or positions; it has its own positions.")
+        if torch.is_grad_enabled():
+            raise ValueError("a cache keeps no gradients; call the model inside torch.no_grad().")
+        return cache.begin(num_tokens, lengths)
+    if lengths is not None:
+        raise ValueError("lengths need a cache; without a cache, padding on the right has no effect.")
+    if cu_seqlens is not None:
+        _check_documents(cu_seqlens, num_rows, num_tokens)
+    if positions is not None:
+        return positions
+    if cu_seqlens is None:
+        return torch.arange(num_tokens, device=device)[None]  # (1, T) serves all rows
+    indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = _document_of(indices, cu_seqlens)
+    positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
+    return positions if prefixes is None else positions + prefixes.diff(dim=1)[document].view_as(positions)
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

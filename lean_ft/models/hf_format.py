@@ -5,19 +5,15 @@ error. Each tensor is then read straight into its parameter, so the peak while l
 weights (.bin, .pth) can run code when they are opened, so only safetensors files are read.
 """
 
-import hashlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lean_ft.gguf.cache import GGUF_INDEX, gguf_file, names_gguf_file
-from lean_ft.hub.download import home_of_links
+from lean_ft.gguf.cache import gguf_file, names_gguf_file
 from lean_ft.hub.paths import planned_model_path, resolve_model_path
-from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import (
     MAX_LAYERS,
     OF_REWARD,
@@ -31,22 +27,16 @@ from lean_ft.models.config_json import (
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.float32_products import use_float32_products
-from lean_ft.models.layers import XIELU_START
-from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_disk
-from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
-from lean_ft.models.source import Source, source_of
+from lean_ft.models.new_model import AfterModule, Fill, empty_decoder, fill_model, random_weights
+from lean_ft.models.safetensors_file import StoredTensor
+from lean_ft.models.source import Source, all_tensors, name_in_language_model, tensors_on_disk
+from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
 from lean_ft.settings import ModelConfig, spelled_out
-from lean_ft.system.shapes_only import outside, stage
-from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
-from lean_ft.system.whole_files import read_json, write_json, write_whole
+from lean_ft.system.shapes_only import stage
+from lean_ft.system.shards import Part, local, part_of, remember_cuts
+from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import load_tokenizer
 
-_WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STORED_DTYPES = (*_DTYPES, torch.float64)
-
-_FINGERPRINT_PAGES = 8192
 # Tensors with one row per token, and the config.json field with their number of rows.
 _ROWS_PER_TOKEN = {
     "model.embed_tokens.weight": "vocab_size",
@@ -54,10 +44,6 @@ _ROWS_PER_TOKEN = {
     "lm_head.bias": "vocab_size",
     "model.embed_tokens_per_layer.weight": "vocab_size_per_layer_input",
 }
-
-_CONFIG_PURPOSE = "it describes the model. Set model.path to a model's folder."
-AfterModule = Callable[[Decoder, str], None]
-Fill = Callable[[str, Tensor], None]
 
 
 class Unread:
@@ -67,7 +53,7 @@ class Unread:
         self.fill = fill
 
     def into(self, model: Decoder) -> None:
-        for name, tensor in _tensors(model):
+        for name, tensor in all_tensors(model):
             self.fill(name, tensor)
 
 
@@ -79,8 +65,9 @@ def load_model(
     random_init: bool = False,
     router_aux_loss_coef: float | None = None,
     after_module: AfterModule | None = None,
-    scores: bool | dict[str, Any] | None = False,
+    scores: bool | dict[str, Any] = False,
     new_ids: Sequence[int] = (),
+    may_score: bool = False,
 ) -> Decoder:
     """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model, with parameters in `dtype`.
 
@@ -93,9 +80,10 @@ def load_model(
         router_aux_loss_coef: None uses config.json's coefficient if `output_router_logits` is true there.
         after_module: called with the model and each module's name once the module has its weights. It may replace the
             module by a smaller one before the next module takes memory.
-        scores: True loads a reward model, or adds a zero-initialized score layer to a language model. False refuses models
-            that give scores. None accepts both kinds. A dict adds or expects a classifier with these label fields of config.json.
+        scores: True loads a reward model, or adds a zero-initialized score layer to a language model. A dict loads or adds a
+            classifier with these label fields of config.json. False loads the model as it is.
         new_ids: ids of added tokens. Their rows are the mean of the rows before the first new id.
+        may_score: whether a reward model or classifier is accepted without `scores`.
 
     Raises:
         ValueError: if config.json or the weights are not as expected; nothing is allocated before this check.
@@ -110,15 +98,19 @@ def load_model(
         use_float32_products()
     random_init = random_init or watcher is not None  # a planner computes shapes only
     folder = resolve_model_path(path, weights=not random_init) if watcher is None else planned_model_path(path)
-    model = _meta_model(folder, dtype, router_aux_loss_coef, scores, new_ids)
-    fill = _random_weights(model.config) if random_init else _stored_weights(folder, model)
+    labels = OF_REWARD if scores is True else scores or None
+    model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids)
+    if model.config.num_scores and not scores and not may_score:
+        kind = kind_of_scores(model.config.num_scores)
+        raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
+    fill = random_weights(model) if random_init else _stored_weights(folder, model)
     if torch.device(device).type == "meta":
         model.source.unread = Unread(fill)
         if after_module is not None:
             for name in [name for name, _ in model.named_modules()]:
                 after_module(model, name)
     else:
-        _fill(model, device, fill, after_module)
+        fill_model(model, device, fill, after_module)
     if watcher is not None:
         watcher.watch(model)
     if random_init and gguf_file(folder) is not None:
@@ -129,7 +121,7 @@ def load_model(
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype of weights from a torch.dtype or a name: `bfloat16`, `torch.bfloat16` or `bf16`."""
     name = spelled_out(dtype)
-    found = next((known for known in _DTYPES if str(known) == f"torch.{name}"), None)
+    found = next((known for known in DTYPES if str(known) == f"torch.{name}"), None)
     if found is None:
         raise ValueError(f"dtype is {dtype}; expected float32, bfloat16 or float16 (a torch.dtype or its name).")
     return found
@@ -154,35 +146,6 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
     model.source.unread = None
 
 
-def stored_dtype(folder: Path) -> torch.dtype:
-    """The narrowest of bfloat16, float16 and float32 that holds every stored tensor exactly. Tensors that a model always
-    keeps in float32 do not count."""
-    dtype: torch.dtype | None = None
-    config = language_model_config(as_its_family(read_json(folder / "config.json", _CONFIG_PURPOSE)))
-    mixture = decoder_config(config, where=str(folder / "config.json")).mixture
-    always_float32 = () if mixture is None else mixture.in_float32
-    for name, tensor in dequantized(stored_tensors(folder), config.get("quantization_config") or {}).items():
-        if tensor.dtype in _STORED_DTYPES and not name.endswith(always_float32):  # load_model refuses other dtypes
-            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
-    return dtype if dtype in _DTYPES else torch.float32
-
-
-def weights_fingerprint(folder: Path) -> str | None:
-    """A SHA-256 digest of names, dtypes, shapes and sampled bytes of all tensors; None for a folder without weights.
-
-    The digest does not depend on the folder's path, file names, sharding or file times. It reads about 8,192 pages, which
-    takes seconds. A change that lies entirely between the sampled pages is not detected.
-    """
-    if not any((folder / name).is_file() for name in (_WEIGHTS, WEIGHTS_INDEX, GGUF_INDEX)):
-        return None
-    tensors, digest = stored_tensors(folder), hashlib.sha256()
-    for name, stored in sorted(tensors.items()):
-        digest.update(f"{name} {stored.dtype_name} {list(stored.shape)}\n".encode())
-        for page in stored.pieces(4096, at_most=max(2, _FINGERPRINT_PAGES // len(tensors))):
-            digest.update(page)
-    return digest.hexdigest()
-
-
 @names_gguf_file
 def empty_model(
     path: str | Path,
@@ -202,12 +165,12 @@ def _meta_model(
     folder: Path,
     dtype: torch.dtype,
     router_aux_loss_coef: float | None,
-    scores: bool | dict[str, Any] | None,
+    labels: dict[str, Any] | None,
     new_ids: Sequence[int] = (),
     is_quantized: bool = False,
 ) -> Decoder:
     """The model of a folder's config.json on the meta device; for a multimodal model, its language model."""
-    file, purpose = folder / "config.json", _CONFIG_PURPOSE
+    file, purpose = folder / "config.json", CONFIG_PURPOSE
     if (folder / "adapter_config.json").is_file():
         purpose = (
             "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both. For a "
@@ -217,23 +180,19 @@ def _meta_model(
     if is_quantized:
         whole_config = {key: value for key, value in whole_config.items() if key != "quantization_config"}
     stored_config = hf_config = language_model_config(whole_config, where=str(file))
-    if scores:
-        hf_config = score_config(stored_config, str(file), OF_REWARD if scores is True else scores)
-    score_is_new = bool(scores) and not gives_scores(stored_config)
+    if labels:
+        hf_config = score_config(stored_config, str(file), labels)
     num_rows = max(new_ids, default=-1) + 1
     sizes = {size: hf_config[size] for size in set(_ROWS_PER_TOKEN.values()) if size in hf_config}
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
-    model = _empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
-    if model.config.scores and scores is False:
-        kind = kind_of_scores(model.config.scores)
-        raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
+    model = empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
     model.source = Source(
         folder=folder,
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
         part_of="" if stored_config is whole_config else whole_config["model_type"],
         new_ids=list(new_ids),
         quantization=hf_config.get("quantization_config") or {},
-        score_is_new=score_is_new,
+        score_is_new=labels is not None and not gives_scores(stored_config),
     )
     generation_config = folder / "generation_config.json"
     ends = read_json(generation_config).get("eos_token_id")
@@ -249,208 +208,33 @@ def _meta_model(
     return model
 
 
-def build_decoder(
-    config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
-) -> Decoder:
-    """A decoder with random weights: normal of standard deviation `initializer_range`, zero biases, norms of scale 1."""
-    model = _empty_decoder(config, dtype)
-    _fill(model, device, _random_weights(config))
-    return model
-
-
-def save_model(
-    model: Decoder,
-    path: str | Path,
-    max_shard_bytes: int = 5_000_000_000,
-    *,
-    ranks: Ranks = ALONE,
-    weights: Mapping[str, Part] | None = None,
-) -> None:
-    """Write config.json and safetensors files that `load_model` and transformers' `from_pretrained` read.
-
-    Weights above `max_shard_bytes` are split into several files with an index. config.json is the loaded config with the
-    current dtype; generation_config.json is copied. Each file is written atomically, and weight files of an earlier save are
-    removed. For a sharded model all `ranks` call this, and each rank writes its rows.
-
-    Args:
-        weights: values to write instead of the model's, such as copies of `parts_on_disk(model)`.
-
-    Raises:
-        ValueError: if the model has no config.json, or its parameters are not those of its config (such as with an adapter).
-    """
-    if not model.source.config:
-        raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
-    expected = dict(_empty_decoder(model.config, torch.float32).named_parameters())
-    if different := expected.keys() ^ dict(model.named_parameters()).keys():
-        raise ValueError(
-            f"the model's parameters differ from those of its config.json: {_first_few(different)}. Save an adapter by "
-            "lean_ft.peft.save_adapter, or merge it first."
-        )
-    from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
-
-    folder = Path(path)
-    ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
-    parts = parts_on_disk(model) if weights is None else weights
-    split = split_state_dict_into_shards_factory(
-        dict(parts),
-        get_storage_size=lambda part: part.whole_bytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_bytes,
-    )
-    for file_name, names in split.filename_to_tensors.items():
-        write_file(folder / file_name, {name: parts[name] for name in names}, {"format": "pt"}, ranks)
-    ranks.on_rank_zero(lambda: _write_index_and_configs(model, folder, split))
-
-
-def _write_index_and_configs(model: Decoder, folder: Path, split: Any) -> None:
-    """Write the index and the configs, and remove weight files of an earlier save."""
-    current = set(split.filename_to_tensors)
-    if split.is_sharded:
-        weight_map = dict(sorted(split.tensor_to_filename.items()))
-        write_json(folder / WEIGHTS_INDEX, {"metadata": split.metadata, "weight_map": weight_map})
-        current.add(WEIGHTS_INDEX)
-    for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
-        if stale.name not in current:
-            stale.unlink(missing_ok=True)
-    write_configs(model, folder)
-
-
-def write_configs(model: Decoder, folder: Path, **more: Any) -> None:
-    """Write config.json with the model's dtype and the fields `more`, and the loaded generation_config.json."""
-    spelled = [key for key in ("dtype", "torch_dtype") if key in model.source.config] or ["dtype"]
-    dtype = str(model.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {**model.source.config, **dict.fromkeys(spelled, dtype), **more})
-    if model.source.generation_config is not None:
-        with write_whole(folder / "generation_config.json") as temporary:
-            temporary.write_bytes(model.source.generation_config)
-
-
-def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's folder by name, without gradients.
-
-    If the family stores a parameter as several tensors, these are views of the parameter, not copies.
-    """
-    hf_config, tensors = source_of(model).config, {}
-    for name, parameter in _tensors(model):
-        tensors.update(parameters_on_disk(hf_config, name, parameter.detach()))
-    return tensors
-
-
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and persistent buffers of a module, without its submodules'."""
-    yield from module.named_parameters(recurse=False)
-    for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
-            yield name, buffer
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for place, module in model.named_modules():
-        for name, tensor in own_tensors(module):
-            yield f"{place}.{name}" if place else name, tensor
-
-
-def parts_on_disk(model: nn.Module) -> dict[str, Part]:
-    """As `tensors_on_disk`, for a model that may be sharded: this rank's part of each tensor."""
-    hf_config, parts = source_of(model).config, {}
-    for name, parameter in _tensors(model):
-        parts.update(_parts_of_parameter(hf_config, name, parameter))
-    return parts
-
-
-def _parts_of_parameter(hf_config: Mapping[str, Any], name: str, parameter: Tensor) -> Iterator[tuple[str, Part]]:
-    """Yield the stored tensors of a parameter by name, each with this rank's elements."""
-    here = part_of(parameter)
-    if here.values.shape == here.shape:
-        for place, tensor in parameters_on_disk(hf_config, name, here.values):
-            yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
-        return
-    pieces = parameters_on_disk(hf_config, name, torch.empty(here.shape, device="meta"))  # views that take no memory
-    if here.run is not None:  # a layer's matrix, which every family stores as one tensor
-        ((place, _),) = pieces
-        yield place, here
-        return
-    flat, end = here.values.view(-1), here.first + here.values.numel()
-    for place, piece in pieces:
-        start = min(max(here.first, piece.storage_offset()), piece.storage_offset() + piece.numel())
-        stop = max(start, min(end, piece.storage_offset() + piece.numel()))
-        values = flat[start - here.first : stop - here.first] if stop > start else flat[:0]
-        yield place, Part(values, tuple(piece.shape), int(start - piece.storage_offset()), here.is_kept_by_others)
-
-
-def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
-    """A decoder on the meta device."""
-    try:
-        with outside(), torch.device("meta"):
-            model = Decoder(config)
-            wide = () if model.mixture is None else model.mixture.in_float32
-            for name, tensor in _tensors(model):
-                if not name.endswith(wide):
-                    tensor.data = tensor.data.to(dtype)
-            return model
-    except RuntimeError as error:  # the number of bytes exceeds 64 bits
-        raise ValueError(f"config.json describes a tensor that is too large for any machine: {error}") from None
-
-
-@torch.no_grad()
-def _fill(model: Decoder, device: str | torch.device, fill: Fill, after_module: AfterModule | None = None) -> None:
-    """Allocate and fill the parameters of a meta model, one module at a time."""
-    # A list of names, not of modules, so that modules replaced by `after_module` are freed.
-    for name in [name for name, _ in model.named_modules()]:
-        module = model.get_submodule(name)
-        module.to_empty(device=device, recurse=False)
-        for own_name, tensor in own_tensors(module):
-            fill(f"{name}.{own_name}" if name else own_name, tensor)
-        del module
-        if after_module is not None:
-            after_module(model, name)
-
-
-def _random_weights(config: DecoderConfig) -> Fill:
-
-    def draw(name: str, parameter: Tensor) -> None:
-        here = part_of(parameter)
-        if here.values.shape != here.shape:  # draw the whole, so that the numbers do not depend on the number of ranks
-            whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
-            draw(name, whole)
-            here.values.copy_(here.within(whole))
-        elif name.endswith(("dt_bias", "mamba.D", "layer_scalar", "router.scale", "per_expert_scale")):
-            here.values.fill_(1.0)
-        elif name.endswith("mamba.A_log"):
-            here.values.copy_(torch.arange(1.0, len(here.values) + 1).log_())
-        elif name.endswith("A_log"):
-            here.values.copy_(torch.empty_like(here.values, dtype=torch.float32).uniform_(0.01, 16.0).log_())
-        elif name.endswith("bias"):
-            here.values.zero_()
-        elif (own_name := name.rpartition(".")[2]) in XIELU_START:
-            here.values.fill_(XIELU_START[own_name])
-        elif re.search(r"norm(_\d)?\.weight$", name):
-            has_offset = not name.endswith(("linear_attn.norm.weight", "mamba.norm.weight"))
-            here.values.fill_(1.0 - (config.norm_weight_offset if has_offset else 0.0))
-        else:
-            here.values.normal_(0.0, config.initializer_range)
-
-    return draw
-
-
 def _stored_weights(folder: Path, model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
-    stored = dequantized(stored_tensors(folder), model.source.quantization)
+    whole = stored = dequantized(stored_tensors(folder), model.source.quantization)
     if model.source.part_of:
         stored = {own: tensor for name, tensor in stored.items() if (own := name_in_language_model(name)) is not None}
     stored = _match(model, stored, folder)
+    if model.source.part_of:
+        model.source.names = {name: _place(model, name_in_language_model(name), stored) for name in whole}
 
     def read(name: str, parameter: Tensor) -> None:
         if model.source.score_is_new and name == "score.weight":
             part_of(parameter).values.zero_()
             return
-        for place, part in _parts_of_parameter(model.source.config, name, parameter):
+        for place, part in model.source.stored_parts(name, parameter):
             if model.source.new_ids and place in _ROWS_PER_TOKEN:
                 _read_and_add_rows(stored[place], part, model.source.new_ids)
             else:
                 stored[place].read_part(part)
 
     return read
+
+
+def _place(model: Decoder, name: str | None, stored: Mapping[str, Readable]) -> str | None:
+    """The tensor of the language model that a tensor of its whole has the values of; None if it has none."""
+    if name == "lm_head.weight" and model.config.tied_embeddings:  # some folders store it too
+        return "model.embed_tokens.weight"
+    return name if name in stored else None
 
 
 def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> None:
@@ -465,46 +249,6 @@ def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> 
     whole[new_ids[0] : new_ids[-1] + 1] = mean
     if not is_whole:
         part.values.copy_(part.within(whole))
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of the folder's safetensors files, or of its GGUF file, by name; only headers are read."""
-    if gguf_file(folder) is not None:
-        from lean_ft.gguf.tensors import gguf_tensors  # imported here, because it imports the configuration of models
-
-        return gguf_tensors(folder, _meta_model(folder, torch.float32, None, None))
-    if (folder / _WEIGHTS).exists():
-        return read_header(_inside(folder, _WEIGHTS, folder))
-    if not (folder / WEIGHTS_INDEX).exists():
-        raise ValueError(_no_weights(folder))
-    index = read_json(folder / WEIGHTS_INDEX, "it lists the weight files.")
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{folder / WEIGHTS_INDEX}: expected an object weight_map from tensor names to file names.")
-    headers = {name: read_header(_inside(folder, name, folder / WEIGHTS_INDEX)) for name in set(weight_map.values())}
-    absent = [name for name, file_name in weight_map.items() if name not in headers[file_name]]
-    if absent:
-        file = folder / weight_map[absent[0]]
-        raise ValueError(
-            f"{file} lacks {_first_few(absent)}, which {WEIGHTS_INDEX} lists. Download or copy the folder again."
-        )
-    return {name: headers[file_name][name] for name, file_name in weight_map.items()}
-
-
-def _inside(folder: Path, name: str, source: Path) -> Path:
-    """The path of a file in the folder. Raises ValueError if the name or a link leads out of the folder."""
-    relative = PurePosixPath(name)
-    if relative.is_absolute() or ".." in relative.parts or "\\" in name or ":" in name:
-        raise ValueError(f"{source} names the weight file {name!r}; expected the name of a file in {folder}.")
-    file = folder / relative
-    if not file.is_file():
-        raise ValueError(f"{source} names the weight file {name!r}, which is missing from {folder}.")
-    target, home = file.resolve(), folder.resolve()
-    if not target.is_relative_to(home) and not target.is_relative_to(home_of_links(home)):
-        raise ValueError(
-            f"the weight file {name!r} of {folder} is a link to {target}, outside the folder. Copy the file into it."
-        )
-    return file
 
 
 def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[str, Readable]:
@@ -528,12 +272,12 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     if model.source.score_is_new:
         del expected["score.weight"]
     if missing := expected.keys() - stored.keys():
-        lacking = f"the weights lack {_first_few(missing)}"
+        lacking = f"the weights lack {first_few(missing)}"
         raise ValueError(f"{folder}: {lacking}. They are incomplete, or config.json belongs to another model.")
     if config.tied_embeddings and "lm_head.weight" in stored:
         _check_tied(stored["model.embed_tokens.weight"], stored.pop("lm_head.weight"))
     if unexpected := stored.keys() - expected.keys():
-        file, names = stored[min(unexpected)].file, _first_few(unexpected)
+        file, names = stored[min(unexpected)].file, first_few(unexpected)
         raise ValueError(
             f"{file}: unexpected tensors: {names}. config.json belongs to another model, or lacks a field."
         )
@@ -544,7 +288,7 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
         if tensor.shape != shape:
             shapes = f"{list(tensor.shape)}; expected from config.json: {list(shape)}"
             raise ValueError(f"{tensor.file}: {name} has the shape {shapes}.")
-        if tensor.dtype not in _STORED_DTYPES:
+        if tensor.dtype not in STORED_DTYPES:
             stored_as = f"{name} is stored as {tensor.dtype_name}; expected F32, BF16, F16 or F64"
             raise ValueError(f"{tensor.file}: {stored_as}. Use the unquantized model.")
     return stored
@@ -558,7 +302,7 @@ def _num_drafting_layers(hf_config: Mapping[str, Any]) -> int:
 
 def _check_tied(embedding: Readable, head: Readable) -> None:
     """Raise ValueError unless a stored tied output layer equals the embedding."""
-    is_alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and head.dtype in _STORED_DTYPES
+    is_alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and head.dtype in STORED_DTYPES
     if is_alike and isinstance(embedding, StoredTensor) and isinstance(head, StoredTensor):  # neither is quantized
         is_alike = all(a == b for a, b in zip(embedding.pieces(2**24), head.pieces(2**24), strict=True))
     else:
@@ -569,23 +313,3 @@ def _check_tied(embedding: Readable, head: Readable) -> None:
         f"{head.file}: lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings of config.json is true. "
         "Set it to false if the model has its own output layer."
     )
-
-
-def _no_weights(folder: Path) -> str:
-    pickled = [f.name for f in sorted(folder.iterdir()) if f.suffix in (".bin", ".pth", ".pt", ".ckpt")]
-    if pickled:
-        return (
-            f"{folder} has weights only as {_first_few(pickled)}. Pickled files can run code when opened, so they are not "
-            "read. If you trust them, load the folder with transformers and save it with save_pretrained()."
-        )
-    others = [f.name for f in sorted(folder.glob("*.safetensors"))]
-    found = f" It has {_first_few(others)}, which is not the name of a whole model." if others else ""
-    return (
-        f"{folder} has no weights: expected {_WEIGHTS}, or {WEIGHTS_INDEX} and its files.{found} Set random_init to build "
-        "the model with random weights."
-    )
-
-
-def _first_few(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -27,6 +27,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, weight_offset: float = 0.0, num_groups: int = 1) -> None:
         super().__init__()
         self.num_groups = num_groups
+        self.initial = {"weight": 1.0 - weight_offset}
         self.weight = nn.Parameter(torch.full((size,), 1.0 - weight_offset))
         self.eps = eps
         self.weight_offset = weight_offset
@@ -104,15 +105,18 @@ ACTIVATIONS: dict[str, _Activation] = {
 }
 
 
-XIELU_START = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6}
-
-
 class XIELU(nn.Module):
     """xIELU: trained factors of a parabola above 0 and of an exponential below (Huang and Schlag 2024,
     https://arxiv.org/abs/2411.13010)."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.initial = {
+            "alpha_p": math.log(math.expm1(0.8)),
+            "alpha_n": math.log(math.expm1(0.3)),
+            "beta": 0.5,
+            "eps": -1e-6,
+        }
         self.alpha_p, self.alpha_n = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
         self.beta, self.eps = nn.Buffer(torch.empty(())), nn.Buffer(torch.empty(()))
 
@@ -141,13 +145,8 @@ class _XIELU(torch.autograd.Function):
         return grad * slope, grad_above.to(above.dtype).view(1), grad_below.to(below.dtype).view(1), None, None
 
 
-def is_gated(activation: str) -> bool:
-    """Whether a feed-forward layer with this activation has a gate."""
-    return activation in ACTIVATIONS
-
-
 class MLP(nn.Module):
-    """The feed-forward layer: down(activation(gate(x)) * up(x)), or down(activation(up(x))) for xIELU and squared ReLU.
+    """The feed-forward layer: down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))).
 
     fused: gate and up are one matrix. multipliers: of the gate and of the output.
 
@@ -164,26 +163,26 @@ class MLP(nn.Module):
         intermediate_size: int,
         bias: bool,
         activation: str = "silu",
+        has_gate: bool = True,
         fused: bool = False,
         multipliers: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         super().__init__()
-        self.activation, self.multipliers, self.is_fused = activation, multipliers, fused
+        self.activation, self.multipliers, self.is_fused, self.has_gate = activation, multipliers, fused, has_gate
         if fused:
             self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         else:
             if activation == "xielu":
                 self.act_fn = XIELU()
-            if is_gated(activation):
+            if has_gate:
                 self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
             self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.activation == "xielu":
-            return self.down_proj(self.act_fn(self.up_proj(x)))
-        if self.activation == "relu2":
-            return self.down_proj(self.up_proj(x).relu().square())
+        if not self.has_gate:
+            up = self.up_proj(x)
+            return self.down_proj(self.act_fn(up) if self.activation == "xielu" else up.relu().square())
         gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
         of_gate, of_result = self.multipliers
         gate = gate if of_gate == 1.0 else gate * of_gate

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.layers import ACTIVATIONS, MLP, is_gated, unit_rms, wide, wide_dtype
+from lean_ft.models.layers import ACTIVATIONS, MLP, unit_rms, wide, wide_dtype
 
 
 class Router(nn.Module):
@@ -88,6 +88,7 @@ class NormedRouter(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, eps: float) -> None:
         super().__init__()
+        self.initial = {"scale": 1.0, "per_expert_scale": 1.0}
         self.eps = eps
         self.scale = nn.Parameter(torch.empty(hidden_size))
         self.proj = nn.Linear(hidden_size, num_experts, bias=False)
@@ -113,7 +114,7 @@ class Experts(nn.Module):
         self.config = config
         assert not (config.scales_input and config.expert_bias), "biases would not be scaled"
         num_experts, inner = config.num_experts, config.intermediate_size
-        projected = 2 * inner if is_gated(config.activation) else inner
+        projected = 2 * inner if config.gated else inner
         into, out_of = (projected, hidden_size), (hidden_size, inner)
         if config.input_first:
             into, out_of = into[::-1], out_of[::-1]
@@ -168,8 +169,8 @@ class MixtureOfExperts(nn.Module):
         self.add_module(config.router_name, router)
         self.experts = Experts(hidden_size, config)
         if config.shared_intermediate_size:
-            size, activation = config.shared_intermediate_size, config.activation
-            self.add_module(config.shared_name, MLP(hidden_size, size, False, activation, config.shared_is_fused))
+            size, kind = config.shared_intermediate_size, (config.activation, config.gated, config.shared_is_fused)
+            self.add_module(config.shared_name, MLP(hidden_size, size, False, *kind))
         if config.shared_gate:
             self.add_module(f"{config.shared_name}_gate", nn.Linear(hidden_size, 1, bias=False))
 
@@ -360,7 +361,7 @@ def _clamped(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
 
 
 def _activation(factors: Tensor, config: MixtureConfig) -> Tensor:
-    if not is_gated(config.activation):
+    if not config.gated:
         return factors.relu().square_()
     gate, up = _clamped(factors, config)
     product = ACTIVATIONS[config.activation].value(gate).mul_(up)
@@ -368,7 +369,7 @@ def _activation(factors: Tensor, config: MixtureConfig) -> Tensor:
 
 
 def _activation_gradient(factors: Tensor, grad: Tensor, config: MixtureConfig) -> Tensor:
-    if not is_gated(config.activation):
+    if not config.gated:
         return factors.relu().mul_(grad).mul_(2)
     gate, up = _clamped(factors, config)
     value, backward = ACTIVATIONS[config.activation]

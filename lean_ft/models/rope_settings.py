@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lean_ft.models.config_fields import MAX_NUMBER, Fields, head_dim_of, listed
+from lean_ft.models.config_fields import MAX_NUMBER, ConfigFields, head_dim_of, listed
 from lean_ft.models.rope import SCALINGS, RopeConfig
 from lean_ft.system.spelling import did_you_mean
 
 
 def rope_config(
-    fields: Fields,
+    fields: ConfigFields,
     settings: Any = None,
     key: str | None = None,
     may_be_partial: bool = False,
@@ -33,7 +33,7 @@ def rope_config(
     settings = {**settings, "original_max_position_embeddings": original or longest}
     share = fields.get("partial_rotary_factor") if may_be_partial else None
     defaults = {"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": 1.0 if share is None else share}
-    own = Fields(settings, defaults, where)
+    own = ConfigFields(settings, defaults, where)
     old_name, scaling = own.get("type"), own.get("rope_type")
     scaling = scaling or old_name or "default"
     scaling = "longrope" if scaling == "su" else scaling  # its name in early models
@@ -63,7 +63,7 @@ def rope_config(
     return RopeConfig(theta=theta, scaling=scaling, rotary_fraction=rotary_fraction, **values, **facts)
 
 
-def rope_settings(fields: Fields) -> tuple[str, Any]:
+def rope_settings(fields: ConfigFields) -> tuple[str, Any]:
     """The name of the field with the model's rotary settings, and the settings."""
     key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     return key, fields.get(key) or {}
@@ -72,7 +72,7 @@ def rope_settings(fields: Fields) -> tuple[str, Any]:
 # Readers of each scaling's settings, given the longest context and the number of frequencies.
 
 
-def _read_llama3(settings: Fields, *_: int) -> dict[str, Any]:
+def _read_llama3(settings: ConfigFields, *_: int) -> dict[str, Any]:
     values = {name: settings.positive(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
     if values["high_freq_factor"] < values["low_freq_factor"]:
         low, high = values["low_freq_factor"], values["high_freq_factor"]
@@ -80,7 +80,7 @@ def _read_llama3(settings: Fields, *_: int) -> dict[str, Any]:
     return values
 
 
-def _read_yarn(settings: Fields, *_: int) -> dict[str, Any]:
+def _read_yarn(settings: ConfigFields, *_: int) -> dict[str, Any]:
     def grown(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
@@ -98,7 +98,7 @@ def _read_yarn(settings: Fields, *_: int) -> dict[str, Any]:
     return values
 
 
-def _read_longrope(settings: Fields, longest: int, num_frequencies: int) -> dict[str, Any]:
+def _read_longrope(settings: ConfigFields, longest: int, num_frequencies: int) -> dict[str, Any]:
     original = settings.positive("original_max_position_embeddings")
     if original <= 1:
         raise ValueError(
@@ -120,7 +120,7 @@ def _read_longrope(settings: Fields, longest: int, num_frequencies: int) -> dict
     return values
 
 
-_ROPE_READERS: dict[str, Callable[[Fields, int, int], dict[str, Any]]] = {
+_ROPE_READERS: dict[str, Callable[[ConfigFields, int, int], dict[str, Any]]] = {
     "default": lambda *_: {},
     "linear": lambda settings, *_: {"factor": settings.positive("factor")},
     "dynamic": lambda settings, longest, _: {

@@ -1,30 +1,42 @@
-"""Where a decoder was read from, and how ranks share it."""
+"""Where a decoder was read from, under which names its tensors are there, and how ranks share it."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lean_ft.models.names_on_disk import module_on_disk
-from lean_ft.system.shards import Cut
+from lean_ft.models.families import FAMILIES, MULTIMODAL, Family
+from lean_ft.system.shards import Cut, Part, part_of
 
 if TYPE_CHECKING:
     from lean_ft.models.hf_format import Unread
     from lean_ft.parallel.context import RowTokens
     from lean_ft.parallel.vocabulary import CutVocabulary
 
+_NOT_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
+_NOT_TEXT += ("vision_model.", "audio_tower.", "embed_audio.")
+
 
 @dataclass
 class Source:
-    """The folder that a model was read from; saving writes the same form back."""
+    """The folder that a model was read from; saving writes the same form back.
+
+    A parameter has one name here, the decoder's, for all families. `stored` and `module_name` return the names that the folder
+    and transformers use for it.
+    """
 
     folder: Path | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    """The folder's config.json, without its quantization."""
+    """The folder's config.json, without its quantization; for a multimodal model, that of its language model."""
     part_of: str = ""
     """The model_type of the multimodal model whose language model this is."""
+    names: dict[str, str | None] = field(default_factory=dict)
+    """A multimodal model's folder: its names of all tensors, and the names in a folder of the language model. None for tensors
+    that the language model does not have. Empty for other folders."""
     new_ids: list[int] = field(default_factory=list)
     """Ids of added tokens, whose rows the folder does not have."""
     quantization: dict[str, Any] = field(default_factory=dict)
@@ -35,12 +47,71 @@ class Source:
     unread: "Unread | None" = None
     """How to fill the weights of a model that is still on the meta device."""
 
-    def module_name(self, name: str) -> str:
-        """transformers' name of a module in the folder's model, which PEFT uses too; `name_in_language_model` reverts it."""
-        name = module_on_disk(self.config, name)
-        if self.part_of == "llama4":
-            return f"language_model.{name}"
-        return re.sub(r"^model\.", "model.language_model.", name) if self.part_of else name
+    @property
+    def family(self) -> Family:
+        return FAMILIES.get(self.config.get("model_type", ""), Family())
+
+    def stored(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stored tensors of a parameter: their names in a folder of the language model, and contiguous views of the
+        parameter."""
+        family = self.family
+        part = next((part for part in family.on_disk if part in name), None)
+        places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
+        if name.startswith("model."):
+            places = [family.prefix_on_disk + place.removeprefix("model.") for place in places]
+        if len(places) == 1 and "*" not in places[0]:
+            yield places[0], parameter
+            return
+        stack = enumerate(parameter) if "*" in places[0] else [("", parameter)]
+        for index, tensor in stack:
+            for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
+                yield place.replace("*", str(index)), piece
+
+    def stored_parts(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Part]]:
+        """As `stored`, for a parameter that may be sharded: this rank's part of each tensor."""
+        here = part_of(parameter)
+        if here.values.shape == here.shape:
+            for place, tensor in self.stored(name, here.values):
+                yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
+            return
+        pieces = self.stored(name, torch.empty(here.shape, device="meta"))  # views that take no memory
+        if here.run is not None:  # a layer's matrix, which every family stores as one tensor
+            ((place, _),) = pieces
+            yield place, here
+            return
+        flat, end = here.values.view(-1), here.first + here.values.numel()
+        for place, piece in pieces:
+            start = min(max(here.first, piece.storage_offset()), piece.storage_offset() + piece.numel())
+            stop = max(start, min(end, piece.storage_offset() + piece.numel()))
+            values = flat[start - here.first : stop - here.first] if stop > start else flat[:0]
+            yield place, Part(values, tuple(piece.shape), int(start - piece.storage_offset()), here.is_kept_by_others)
+
+    @property
+    def own_names(self) -> dict[str, str]:
+        """A multimodal model's folder: its names of tensors by their names in a folder of the language model."""
+        return {stored: name for name, stored in self.names.items() if stored is not None}
+
+    def module_name(self, name: str, in_whole: bool = True) -> str:
+        """The name of a module in transformers' class, which PEFT uses too; with `in_whole` in the class of the multimodal
+        model, if the folder has one. `name_in_language_model` reverts the difference."""
+        family = self.family
+        renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
+        renamed = {**family.in_memory, **renamed}
+        part = next((part for part in renamed if part in name), None)
+        name = name if part is None else name.replace(part, renamed[part])
+        if not self.part_of or not in_whole:
+            return name
+        own, theirs = MULTIMODAL[self.part_of].modules
+        return theirs + name.removeprefix(own) if name.startswith(own) else name
+
+
+def name_in_language_model(name: str) -> str | None:
+    """The name of a multimodal model's tensor or module in its language model; None for those of images or audio."""
+    if name.removeprefix("model.").startswith(_NOT_TEXT):
+        return None
+    # transformers 4 wrote language_model.model.layers, version 5 writes model.language_model.layers.
+    name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+    return re.sub(r"^model\.lm_head", "lm_head", name)
 
 
 @dataclass
@@ -58,3 +129,33 @@ class Sharding:
 def source_of(model: nn.Module) -> Source:
     """The source of a decoder; an empty one for other modules."""
     return getattr(model, "source", None) or Source()
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and persistent buffers of a module, without its submodules'."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and persistent buffers of a model by name, module by module."""
+    for place, module in model.named_modules():
+        for name, tensor in own_tensors(module):
+            yield f"{place}.{name}" if place else name, tensor
+
+
+def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's folder by name, without gradients.
+
+    If the family stores a parameter as several tensors, these are views of the parameter, not copies.
+    """
+    source = source_of(model)
+    return dict(pair for name, tensor in all_tensors(model) for pair in source.stored(name, tensor.detach()))
+
+
+def parts_on_disk(model: nn.Module) -> dict[str, Part]:
+    """As `tensors_on_disk`, for a model that may be sharded: this rank's part of each tensor."""
+    source = source_of(model)
+    return dict(pair for name, tensor in all_tensors(model) for pair in source.stored_parts(name, tensor))

@@ -22,7 +22,6 @@ from typing import Any
 
 from lean_ft.generation import Sample, Sampling
 from lean_ft.models import Decoder
-from lean_ft.models.names_on_disk import parameters_on_disk
 from lean_ft.models.safetensors_file import write_file
 from lean_ft.peft import plain_tensors
 from lean_ft.training.bad_steps import TrainingFailed
@@ -86,11 +85,12 @@ class VLLMServer:
 
     def _give_weights(self, model: Decoder) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        source, own_names = model.source, model.source.own_names
         for layer, tensors in groupby(plain_tensors(model), key=lambda named: _layer_of(named[0])):
             of_layer = {
-                place: part.contiguous()
+                own_names.get(place, place): part.contiguous()
                 for name, tensor in tensors
-                for place, part in parameters_on_disk(model.source.config, name, tensor.detach())
+                for place, part in source.stored(name, tensor.detach())
             }
             write_file(self._folder / f"{layer}.safetensors", of_layer, {"format": "pt"})
         self._ask("pause?mode=wait", {})  # also clears the prefix cache

@@ -21,7 +21,7 @@ from lean_ft.parallel.collectives import all_to_all, gather_tokens, sum_over
 from lean_ft.parallel.ranks import CONTEXT, ManyRanks
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowTokens:
     """How several ranks split the T tokens of a row."""
 
@@ -29,7 +29,6 @@ class RowTokens:
     num_slices: int  # slices of a row's tokens for attention's projections
     place: int  # this rank's slice
     num_ranks: int  # of the group
-    rows_are_whole: bool = False  # whether the current pass has all tokens of its rows here, as every pass with a cache
 
     @property
     def num_head_parts(self) -> int:

@@ -15,6 +15,7 @@ https://arxiv.org/abs/2205.05198. Left out: fused input projections, and norms o
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -25,7 +26,6 @@ from lean_ft.models import Decoder
 from lean_ft.models.attention.attention import Attention
 from lean_ft.models.layers import MLP
 from lean_ft.parallel.collectives import gather_tokens, scatter_tokens, sum_over
-from lean_ft.parallel.context import RowTokens
 from lean_ft.parallel.ranks import TENSOR, ManyRanks
 from lean_ft.system.shards import Cut, remember_cuts
 
@@ -44,19 +44,22 @@ def cut_parameter(model: Decoder, owner: nn.Module, place: str, name: str, cut: 
     remember_cuts([(name, owner.get_parameter(name))], {name: cut})
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenExchange:
     """Hooks that gather tokens before a layer and scatter the sums after it; with whole rows, they only sum."""
 
     group: str
     size: int
-    tokens: RowTokens
+    rows_are_whole: bool = False  # whether the current pass has all tokens of its rows here, as every pass with a cache
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.rows_are_whole = signature(model.forward).bind(*args, **kwargs).arguments.get("cache") is not None
 
     def gather(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args if self.tokens.rows_are_whole else (gather_tokens(args[0], self.group, self.size), *args[1:])
+        return args if self.rows_are_whole else (gather_tokens(args[0], self.group, self.size), *args[1:])
 
     def scatter(self, layer: nn.Module, args: tuple[Any, ...], partial: Tensor) -> Tensor:
-        if self.tokens.rows_are_whole:
+        if self.rows_are_whole:
             total = sum_over(partial, self.group)
         else:
             total = scatter_tokens(partial, self.group, self.size)
@@ -97,8 +100,8 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
 def cut_layers(model: Decoder, ranks: ManyRanks) -> None:
     """Split the projections of every layer, and add hooks that exchange tokens."""
     group = ranks.groups[TENSOR]
-    assert model.sharding.row_tokens is not None
-    exchange = TokenExchange(group.group_name, group.size(), model.sharding.row_tokens)
+    exchange = TokenExchange(group.group_name, group.size())
+    model.register_forward_pre_hook(exchange.begin, with_kwargs=True)
     for name, projection, side in list(_projections(model)):
         adapter, base = None, projection
         if hasattr(projection, "base_layer"):

@@ -16,13 +16,11 @@ from lean_ft.peft.peft_format import (
     adapter_bytes,
     adapter_parts,
     base_fingerprint,
-    ids_of_rows,
-    is_adapter,
-    labels_of,
     load_adapter,
     restore_adapter,
     save_adapter,
 )
+from lean_ft.peft.stored_adapter import ids_of_rows, is_adapter, labels_of
 from lean_ft.quantize.nf4 import NF4Linear
 
 __all__ = [

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
-from lean_ft.models.hf_format import Unread, own_tensors
+from lean_ft.models.hf_format import Unread
+from lean_ft.models.source import own_tensors
 from lean_ft.peft.layers import AdaptedLayer, row_norms
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
 from lean_ft.quantize.nf4 import CUT_NAMES, NF4Linear, check_available, quantize, whole

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.hf_format import AfterModule, new_token_ids
+from lean_ft.models.hf_format import new_token_ids
 from lean_ft.models.moe import Experts
+from lean_ft.models.new_model import AfterModule
 from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput

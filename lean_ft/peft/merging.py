@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.hf_format import own_tensors
+from lean_ft.models.source import own_tensors
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.peft.lora import adapted_layers, has_adapter, take_adapters_off
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
-from lean_ft.peft.peft_format import base_model, ids_of_rows, labels_of, load_adapter
+from lean_ft.peft.peft_format import load_adapter
+from lean_ft.peft.stored_adapter import base_model, ids_of_rows, labels_of
 from lean_ft.quantize.nf4 import NF4Linear
 
 

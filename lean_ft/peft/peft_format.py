@@ -1,8 +1,6 @@
-"""Read and write adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""Save a model's adapter in PEFT's format, and put stored adapters into a model.
 
-Modules have Hugging Face's names here, so tensors have PEFT's names and nothing is permuted. The tensors define the
-adapted layers and their ranks; the config defines the scaling. An unsupported field that would change the result is
-refused by name. Only safetensors are read, because a pickled adapter can run code.
+Modules have Hugging Face's names here, so tensors have PEFT's names and nothing is permuted.
 
 For a mixture's experts, PEFT uses `target_parameters`: it wraps each of the two stacked projections, one wrapper inside
 the other, so the outer one's tensors are named after the experts and the inner one's after `base_layer`.
@@ -15,7 +13,7 @@ PiSSA is saved as an adapter of twice the rank over the unchanged model, which a
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +22,38 @@ from torch import Tensor, nn
 
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.download import cached_name
-from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models import Decoder
-from lean_ft.models.config_json import OF_REWARD, kind_of_scores, label_fields
-from lean_ft.models.hf_format import weights_fingerprint
+from lean_ft.models.config_json import kind_of_scores
 from lean_ft.models.moe import Experts, Router
-from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
-from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
-from lean_ft.models.source import source_of
+from lean_ft.models.safetensors_file import read_same, write_file
+from lean_ft.models.source import name_in_language_model, source_of
+from lean_ft.models.stored_weights import weights_fingerprint
 from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
 from lean_ft.peft.lora import OUTPUT, SCORE, adapted_layers, has_adapter, put_adapter
 from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
+from lean_ft.peft.stored_adapter import (
+    CONFIG_FILE,
+    LABELS_FILE,
+    MAGNITUDE,
+    OF_EMBEDDING,
+    OF_LINEAR,
+    PREFIX,
+    WEIGHTS_FILE,
+    StoredAdapter,
+    read_adapter,
+    read_factors,
+    read_tensor,
+    stored_shape,
+)
 from lean_ft.peft.targets import TIED, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.quantize.nf4 import NF4Linear
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
-from lean_ft.system.whole_files import read_json, write_json
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-LABELS_FILE = "labels.json"
-_PREFIX = "base_model.model."
-MAX_ALPHA = 1e6  # also of the rank; published adapters have at most thousands
+from lean_ft.system.whole_files import write_json
 
 _ALONE = "Load one adapter alone, or merge the others first (leanft export --merge)."
 _NO_TARGETS = "dummy-target-modules"  # PEFT's value for an adapter without layers
-
-# Suffixes of the names of a layer's two matrices.
-_OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
-_OF_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
-_MAGNITUDE = ".lora_magnitude_vector"
-
-# Fields that are read, that change nothing after training, or that follow from the tensors.
-_KNOWN_FIELDS = {
-    *("peft_type", "base_model_name_or_path", "revision", "lora_alpha", "alpha_pattern", "use_dora", "use_rslora"),
-    *("r", "rank_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
-    *("layers_pattern", "lora_dropout", "init_lora_weights", "corda_config", "eva_config", "loftq_config"),
-    *("lora_ga_config", "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
-    *("runtime_config", "task_type", "trainable_token_indices"),
-}
-_NAME_PATTERN = re.compile(r"(\^)?(?:\.\*\\\.)?((?:[\w.-]|\\[.-])+)\$?", re.ASCII)
-# Values of `init_lora_weights` that do not change the model's own weights.
-_HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
-
-
-@dataclass(frozen=True)
-class StoredAdapter:
-    """An adapter on disk, its tensors not yet read."""
-
-    folder: Path
-    config: dict[str, Any]
-    base_model: str | None
-    shapes: dict[str, AdapterShape]  # by layer name
-    tensors: dict[str, StoredTensor]  # by name in the language model, without PEFT's prefix
-    rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
-    outside: list[str]  # tensors of a multimodal model's layers that are not in its language model
 
 
 def save_adapter(
@@ -94,23 +68,12 @@ def save_adapter(
     folder = Path(path)
     ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
     parts = adapter_parts(model) if weights is None else weights
-    write_file(folder / WEIGHTS_FILE, {_PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
+    write_file(folder / WEIGHTS_FILE, {PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
-    if model.config.scores > 1:  # PEFT's format has no place for labels
+    if model.config.num_scores > 1:  # PEFT's format has no place for labels
         config = model.source.config
         labels = {name: config[name] for name in ("id2label", "label2id", "problem_type") if name in config}
         ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))
-
-
-def labels_of(folder: str | Path) -> dict[str, Any] | None:
-    """The fields of config.json about the labels of an adapter with a score layer; None for other adapters. PEFT's files do not
-    have them, so a classifier that PEFT saved has transformers' default names."""
-    if labels := read_json(Path(folder) / LABELS_FILE):
-        return labels
-    score = read_adapter(Path(folder)).tensors.get(f"{SCORE}.weight")
-    if score is None or score.shape[0] == 1:
-        return None if score is None else OF_REWARD
-    return label_fields([f"LABEL_{i}" for i in range(score.shape[0])], is_multi=False)
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:
@@ -172,11 +135,11 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
         if len(found) > 1:
             raise ValueError("several adapters have an output layer for scores. Load one of them.")
         if found:
-            score.copy_(_read(found[0]))
+            score.copy_(read_tensor(found[0]))
             model.source.score_is_new = False
     for adapter in adapters:
         for name, ids in adapter.rows.items():
-            _put_stored_rows(model, name, ids, _read(adapter.tensors[name + ENDING]))
+            _put_stored_rows(model, name, ids, read_tensor(adapter.tensors[name + ENDING]))
 
 
 def fit_adapter(model: Decoder, path: str | Path) -> StoredAdapter:
@@ -184,76 +147,6 @@ def fit_adapter(model: Decoder, path: str | Path) -> StoredAdapter:
     adapter = _with_own_names(model, read_adapter(Path(path)))
     _check_fits(model, adapter)
     return adapter
-
-
-def read_factors(adapter: StoredAdapter, name: str) -> tuple[Tensor, Tensor]:
-    """Read A (R, I) and B (O, R) of a layer."""
-    a, b = _OF_EMBEDDING if name + _OF_EMBEDDING[0] in adapter.tensors else _OF_LINEAR
-    return _read(adapter.tensors[name + a]), _read(adapter.tensors[name + b])
-
-
-def ids_of_rows(*paths: str | Path) -> list[int]:
-    """Ids of the adapters' token rows if they are contiguous, as new tokens are; `load_model` adds rows for them."""
-    ids = sorted({id for path in paths for rows in read_adapter(Path(path)).rows.values() for id in rows})
-    return ids if ids and ids[-1] - ids[0] == len(ids) - 1 else []
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter in PEFT's format."""
-    return (folder / CONFIG_FILE).is_file()
-
-
-def base_model(folder: Path) -> str:
-    """The adapter's base model: a folder, or a Hub repository. Raises ValueError if the adapter does not name it."""
-    name = read_adapter(folder).base_model
-    if name is None:
-        raise ValueError(f"{folder} does not name its base model. Pass the model's folder.")
-    return name
-
-
-def read_adapter(folder: Path) -> StoredAdapter:
-    """Describe the adapter in `folder`. Raises ValueError if there is none or it is not supported."""
-    config = _read_config(folder)
-    if not (folder / WEIGHTS_FILE).is_file():
-        pickled = " Its weights are pickled, which can run code when opened. Save it as safetensors with PEFT."
-        raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
-    tensors, outside = dict[str, StoredTensor](), list[str]()
-    for name, stored in read_header(folder / WEIGHTS_FILE).items():
-        if not name.startswith(_PREFIX):
-            raise ValueError(f"{stored.file}: {name} is not a PEFT tensor name; expected {_PREFIX}...")
-        # Older versions of PEFT append .weight to the magnitude's name.
-        name = name.removeprefix(_PREFIX)
-        name = name.removesuffix(".weight") if name.endswith(f"{_MAGNITUDE}.weight") else name
-        if (own := name_in_language_model(name)) is None:
-            outside.append(name)
-            continue
-        if own in tensors:
-            raise ValueError(f"{stored.file} has two tensors for {own}, under different names. Remove one of them.")
-        tensors[own] = stored
-    shapes = {}
-    for name, stored in tensors.items():
-        if name.endswith((_OF_LINEAR[0], _OF_EMBEDDING[0])):
-            layer = name.removesuffix(_OF_LINEAR[0]).removesuffix(_OF_EMBEDDING[0])
-            shapes[layer] = _stored_shape(config, layer, rank=stored.shape[0])
-    model, revision = config.get("base_model_name_or_path"), config.get("revision")
-    base = f"{model}@{revision}" if model and revision else model or None
-    return StoredAdapter(folder, config, base, shapes, tensors, _stored_rows(folder, config, tensors), outside)
-
-
-def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
-    indices = config.get("trainable_token_indices") or {}
-    rows = {}
-    for layer in (name.removesuffix(ENDING) for name in tensors if name.endswith(ENDING)):
-        ids = indices
-        if isinstance(indices, dict):
-            ids = next((ids for n, ids in indices.items() if layer.endswith(name_in_language_model(n) or n)), None)
-        if ids is None and indices:  # a tied layer's rows, stored a second time
-            continue
-        if not isinstance(ids, list) or not ids or not all(isinstance(id, int) and id >= 0 for id in ids):
-            field = f"{folder / CONFIG_FILE}: trainable_token_indices is {indices!r}"
-            raise ValueError(f"{field}; expected the ids of the stored rows of {layer}.")
-        rows[layer] = ids
-    return rows
 
 
 def _score(model: nn.Module) -> dict[str, Tensor]:
@@ -272,7 +165,7 @@ def _rows(model: nn.Module) -> dict[str, Tensor]:
 
 def _endings(layer: nn.Module) -> tuple[str, str]:
     """Suffixes of the names of a layer's matrices A and B."""
-    return _OF_EMBEDDING if isinstance(layer, LoRAEmbedding | nn.Embedding) else _OF_LINEAR
+    return OF_EMBEDDING if isinstance(layer, LoRAEmbedding | nn.Embedding) else OF_LINEAR
 
 
 def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
@@ -280,7 +173,7 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
     # Without PiSSA, these are the sharded parameters themselves.
     tensors = dict(zip(_endings(layer), layer.factors(), strict=True))
     if layer.lora_magnitude_vector is not None:
-        tensors[_MAGNITUDE] = layer.lora_magnitude_vector
+        tensors[MAGNITUDE] = layer.lora_magnitude_vector
     return tensors
 
 
@@ -360,66 +253,6 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
 # Reading -------------------------------------------------------------------------------------------------------
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        hint = checkpoint_hint(folder)
-        raise ValueError(f"{folder} has no adapter: expected PEFT's files {CONFIG_FILE} and {WEIGHTS_FILE}.{hint}")
-    config = read_json(file, "it describes the adapter.")
-    if (kind := config.get("peft_type")) != "LORA":
-        raise ValueError(f"{file}: peft_type is {kind!r}, which is not supported; expected LORA.")
-    if config.get("init_lora_weights") not in _HARMLESS_STARTS:
-        raise ValueError(
-            f"{file}: init_lora_weights is {config['init_lora_weights']!r}, so the adapter needs changed base weights. Convert "
-            "it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
-        )
-    for name, value in config.items():
-        known = name in _KNOWN_FIELDS or (name == "bias" and value == "none")
-        if name == "modules_to_save" and isinstance(value, list):
-            known = all(module in (SCORE, "classifier") for module in value)
-        if not known and value not in (None, False, 0, "", [], {}):
-            raise ValueError(f"{file}: {name} is {value!r}, which is not supported; expected it absent or null.")
-    for name in ("r", "lora_alpha"):
-        if not _is_positive(value := config.get(name)):
-            raise ValueError(f"{file}: {name} is {value!r}; expected a positive number of at most {MAX_ALPHA:.0e}.")
-    base = [config.get(name) for name in ("base_model_name_or_path", "revision")]
-    if not all(name is None or (isinstance(name, str) and len(name) < MAX_NAME_CHARACTERS) for name in base):
-        raise ValueError(f"{file}: base_model_name_or_path or revision is {base!r}; expected a model's name or folder.")
-    config["alpha_pattern"] = _alphas(config.get("alpha_pattern") or {}, file)
-    return config
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_ALPHA
-
-
-def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:
-    """The (position, alpha) of each `alpha_pattern`, by a layer's name or, after a dot, the end of a name.
-
-    PEFT accepts regular expressions, which in an untrusted file can run forever. PEFT itself writes names and ends of names.
-    """
-    found: dict[str, tuple[int, float]] = {}
-    for pattern, alpha in patterns.items() if isinstance(patterns, dict) else [("", patterns)]:
-        name = _NAME_PATTERN.fullmatch(pattern)
-        if name is None or not _is_positive(alpha):
-            raise ValueError(
-                f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number for a layer's name or its last "
-                "parts. Regular expressions are not supported."
-            )
-        own = name[2].replace("\\", "")
-        own = name_in_language_model(own) or own
-        found.setdefault(("" if name[1] else ".") + own, (len(found), float(alpha)))
-    return found
-
-
-def _stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape:
-    alphas, parts = config["alpha_pattern"], layer.split(".")
-    named = [layer, *("." + ".".join(parts[i:]) for i in range(len(parts)))]
-    matching = [alphas[name] for name in named if name in alphas] if alphas else []
-    _, alpha = min(matching, default=(0, float(config["lora_alpha"])))  # the first matching pattern
-    return AdapterShape(rank, alpha, bool(config.get("use_rslora")), bool(config.get("use_dora")))
-
-
 def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     """The adapter with our modules' names. Tensors of experts are assigned to projections by their shapes."""
     if adapter.outside:
@@ -428,18 +261,18 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
             raise ValueError(f"{adapter.folder} has only {unread}, and lean_ft computes text.")
         say("adapter", f"{adapter.folder}: not read are {unread}")
     modules, shapes = dict(model.named_modules()), dict(adapter.shapes)
-    own_names = {module_on_disk(model.source.config, own): own for own in modules}
+    own_names = {model.source.module_name(own, in_whole=False): own for own in modules}
     renamed = {theirs: own for theirs, own in own_names.items() if not isinstance(modules[own], Experts)}
     for name, shape in adapter.shapes.items():
         place = own_names.get(stem := name.removesuffix(".base_layer"), "")
         if not isinstance(modules.get(place), Experts):
             continue
-        stored = [adapter.tensors[name + ending].shape for ending in _OF_LINEAR if name + ending in adapter.tensors]
+        stored = [adapter.tensors[name + ending].shape for ending in OF_LINEAR if name + ending in adapter.tensors]
         for projection in PROJECTIONS:
             num_experts, num_outputs, num_inputs = _sizes(modules, layer := f"{place}.{projection}")
             if [sides[axis] for sides, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
                 renamed[name] = layer
-                shapes[name] = _stored_shape(adapter.config, f"{stem}.{projection}", shape.rank // num_experts)
+                shapes[name] = stored_shape(adapter.config, f"{stem}.{projection}", shape.rank // num_experts)
 
     def own(name: str) -> str:
         layer, *ending = re.split(r"(?=\.lora_|\.token_adapter\.)", name, maxsplit=1)
@@ -481,11 +314,11 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
         except KeyError:
             lack = "cannot be adapted here" if name in modules else f"{what} does not have"
             raise ValueError(f"{adapter.folder} adapts {name}, which {lack}. {other}") from None
-        a, b = _endings(modules[name]) if name in modules else _OF_LINEAR
+        a, b = _endings(modules[name]) if name in modules else OF_LINEAR
         expected[name + a] = (shape.rank * num_layers, num_inputs)
         expected[name + b] = (num_outputs, shape.rank * num_layers)
         if shape.dora:
-            expected[name + _MAGNITUDE] = (num_outputs,)
+            expected[name + MAGNITUDE] = (num_outputs,)
     missing = sorted(expected.keys() - adapter.tensors.keys())
     if missing or not (expected or adapter.rows):
         raise ValueError(f"{adapter.folder / WEIGHTS_FILE} lacks {missing[0] if missing else 'any adapter'}.")
@@ -524,12 +357,12 @@ def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:
     if model.config.tied_embeddings and name.startswith("lm_head."):
         name = name.replace("lm_head", EMBEDDING)
     if name in adapter.tensors and name.endswith(ENDING):
-        return torch.equal(_read(stored), _read(adapter.tensors[name]))
+        return torch.equal(read_tensor(stored), read_tensor(adapter.tensors[name]))
     name = name.replace(".token_adapter", "").replace(".base_layer.", ".")
     own = dict(model.named_parameters()).get(name)
     if own is None or own.shape != stored.shape:
         return False
-    is_same = (_read(stored).to(own) == own.detach()).view(len(own), -1).all(1)
+    is_same = (read_tensor(stored).to(own) == own.detach()).view(len(own), -1).all(1)
     is_same[adapter.rows.get(name.removesuffix(".weight"), [])] = True
     return bool(is_same.all())
 
@@ -551,7 +384,7 @@ def _put_stored(model: Decoder, name: str, adapters: Sequence[StoredAdapter]) ->
     a, b = _endings(layer)
     values = {a: torch.cat(matrices_a), b: torch.cat(matrices_b, dim=1)}
     if first.dora:
-        values[_MAGNITUDE] = _read(adapters[0].tensors[name + _MAGNITUDE])
+        values[MAGNITUDE] = read_tensor(adapters[0].tensors[name + MAGNITUDE])
     _set_values(layer, values)
     layer.requires_grad_(False)
 
@@ -578,10 +411,4 @@ def _set_values(layer: AdaptedLayer, values: dict[str, Tensor]) -> None:
         layer.start_A.copy_(a[rank:])
         layer.start_B.copy_(-b[:, rank:])
     if layer.lora_magnitude_vector is not None:
-        layer.lora_magnitude_vector.copy_(values[_MAGNITUDE])
-
-
-def _read(stored: StoredTensor) -> Tensor:
-    if stored.dtype is None or not stored.dtype.is_floating_point:
-        raise ValueError(f"{stored.file}: a tensor has dtype {stored.dtype_name}; expected F32, BF16 or F16.")
-    return stored.read()
+        layer.lora_magnitude_vector.copy_(values[MAGNITUDE])

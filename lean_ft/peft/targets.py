@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lean_ft.models import Decoder
-from lean_ft.models.families import FAMILIES, Family
 from lean_ft.models.moe import Experts, Router
-from lean_ft.models.names_on_disk import module_on_disk
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.peft.layers import AdaptedLayer
 from lean_ft.quantize.nf4 import NF4Linear
@@ -68,11 +66,11 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     layer = model.get_submodule(name)
     if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
         return True
-    family = FAMILIES.get(model.source.config.get("model_type", ""), Family())
+    family = model.source.family
     were_single = any("*" in place for places in family.on_disk.values() for place in places)
     if not were_single or family.one_part_per_layer:  # PEFT has no older version of this family
         return False
-    return module_on_disk(model.source.config, name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+    return model.source.module_name(name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 def _layers(model: Decoder) -> dict[str, nn.Module]:

@@ -22,9 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder, empty_model
-from lean_ft.models.hf_format import tensors_on_disk, write_configs
 from lean_ft.models.moe import Experts
 from lean_ft.models.safetensors_file import read_header
+from lean_ft.models.saving import write_configs
+from lean_ft.models.source import tensors_on_disk
 from lean_ft.quantize.cpu_linear import fast_linear
 from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, QuantizedKind, RecipeConfig
 from lean_ft.system.whole_files import read_json

@@ -165,7 +165,7 @@ class Run:
                 f"eval_tasks needs one process, and there are {self.ranks.size}. Remove it, and use leanft run evaluate after "
                 "training."
             )
-        if cfg.eval_tasks and (not isinstance(self.model, Decoder) or self.model.config.scores):
+        if cfg.eval_tasks and (not isinstance(self.model, Decoder) or self.model.config.num_scores):
             raise ValueError("eval_tasks needs a language model. Remove it.")
         if cfg.eval_tasks:
             find_tasks(cfg.eval_tasks)

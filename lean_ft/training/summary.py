@@ -134,7 +134,7 @@ class Results:
         say("memory", f"peak {gibibytes(self._peak_memory_bytes)} {kind}{growth}")
         say("time", f"{duration(seconds)} for {counted(steps, 'steps')}, with evaluations and checkpoints")
         if run.checkpoint is not None:
-            scores = isinstance(run.model, Decoder) and bool(run.model.config.scores)
+            scores = isinstance(run.model, Decoder) and bool(run.model.config.num_scores)
             say("checkpoint", str(run.checkpoint))
             say("next", command_that_tries(run.cfg, run.checkpoint, run.tokenizer, scores=scores))
             needs = "" if find_spec("matplotlib") else f": {install_command('plots')}"

@@ -149,13 +149,13 @@ class TestFailures:
         def full(*_, **__):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("lean_ft.models.hf_format.write_file", full)
+        monkeypatch.setattr("lean_ft.models.saving.write_file", full)
         with pytest.raises(OSError, match=r"became full during the export.*Nothing was kept"):
             export_folder(qwen_folder, destination)
         assert files_beside(destination) == []
 
     def test_a_folder_that_does_not_compute_the_same_is_not_kept(self, qwen_folder, destination, monkeypatch):
-        def save_another(model, folder, max_shard_bytes):
+        def save_another(model, folder, max_shard_bytes, whole):
             save_model(model, folder, max_shard_bytes)
             tensors = stored(folder)
             tensors["model.layers.1.mlp.down_proj.weight"] *= 2

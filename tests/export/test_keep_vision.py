@@ -9,11 +9,25 @@ from safetensors.torch import load_file, save_file
 
 from lean_ft.export import export_folder
 from lean_ft.models import load_model, save_model
-from lean_ft.models.hf_format import tensors_on_disk
+from lean_ft.models.source import tensors_on_disk
 from tests.export.test_folder import stored
 from tests.models.conftest import WHOLES, whole_model
+from tests.peft.test_multimodal import with_older_names
 
+# Kinds of folders of multimodal models that differ in their names; text-only folders are in tests/models/test_parity.py.
+KINDS = ("Gemma3", "Mistral3", "Qwen3_5", "Gemma4", "Llama4")
 IDS = torch.arange(3, 43).view(2, 20)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_that_is_loaded_and_saved_whole_is_the_same(name, tmp_path):
+    whole_model(name).save_pretrained(tmp_path / "new")
+    for original in (tmp_path / "new", with_older_names(tmp_path / "new", tmp_path / "old")):
+        save_model(load_model(original), saved := original.with_suffix(".saved"), whole=True)
+        before, after = stored(original), stored(saved)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert (saved / "config.json").read_bytes() == (original / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("name", WHOLES)

@@ -31,7 +31,7 @@ from lean_ft.gguf.splitting import APPROXIMATED, PRE_TOKENIZERS, RULES
 from lean_ft.gguf.tokenizer import _sentencepiece_merges
 from lean_ft.hub.paths import path_at_commit, resolve_model_path
 from lean_ft.models import load_model
-from lean_ft.models.hf_format import stored_tensors
+from lean_ft.models.stored_weights import stored_tensors
 from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer

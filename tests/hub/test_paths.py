@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft.hub import paths
-from lean_ft.peft.peft_format import read_adapter
+from lean_ft.peft.stored_adapter import read_adapter
 from tests.hub.hub_server import Repository
 
 COMMIT = "c" * 40

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from lean_ft.models import build_decoder, load_model, save_model
-from lean_ft.models.hf_format import weights_fingerprint
+from lean_ft.models.stored_weights import weights_fingerprint
 
 IDS = torch.arange(40).view(2, 20)
 

@@ -21,7 +21,6 @@ from lean_ft.generation import Sampling, sample
 from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, save_model
 from lean_ft.models.config_json import as_its_family, language_model_config
 from lean_ft.models.families import FAMILIES
-from lean_ft.models.names_on_disk import module_on_disk
 from tests.generation.plain_draws import samples
 from tests.models.conftest import Reference, reference_model, whole_model
 from tests.models.family_cases import CASES, NUM_TOKENS, YARN, longrope, with_all_experts
@@ -75,12 +74,7 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
     parameters = {name: p for name, p in model.named_parameters() if not name.endswith("e_score_correction_bias")}
     if not isinstance(model, Decoder):
         return parameters
-    return {name_in_transformers(model, name): parameter for name, parameter in parameters.items()}
-
-
-def name_in_transformers(model: Decoder, name: str) -> str:
-    as_ours = ".mlp." in name and model.mixture and not FAMILIES[model.source.config["model_type"]].in_memory
-    return name if as_ours else module_on_disk(model.source.config, name)
+    return {model.source.module_name(name): parameter for name, parameter in parameters.items()}
 
 
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -350,7 +344,7 @@ def decoder_of(reference: Reference) -> Decoder:
         tensors = [*reference.named_buffers(), *reference.named_parameters()]
         tensors = {name.replace(".gate.", ".").replace(".moe_statics.", "."): tensor for name, tensor in tensors}
         for name, buffer in model.named_buffers():
-            place = name_in_transformers(model, name).replace(".gate.", ".").replace(".moe_statics.", ".")
+            place = model.source.module_name(name).replace(".gate.", ".").replace(".moe_statics.", ".")
             buffer.copy_(tensors[place])
     return model
 

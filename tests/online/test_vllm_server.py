@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from lean_ft import load_model
 from lean_ft.generation import Sampling, sample
-from lean_ft.models.hf_format import tensors_on_disk
+from lean_ft.models.source import tensors_on_disk
+from lean_ft.online.vllm_server import VLLMServer
 from lean_ft.peft import load_merged
+from tests.models.conftest import whole_model
 from tests.recipes.conftest import PROBLEMS, run_recipe
 from tests.training.toy_runs import metrics
 
@@ -126,6 +128,14 @@ def test_an_adapter_is_merged_on_the_way(train: Callable[..., Path], server: Ser
     for name, tensor in tensors_on_disk(merged).items():
         torch.testing.assert_close(server.weights[1][name], tensor, rtol=0, atol=0)
     assert any(not torch.equal(server.weights[0][name], tensor) for name, tensor in server.weights[1].items())
+
+
+def test_the_server_gets_the_names_of_the_folder_that_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_model("Gemma3").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(VLLMServer, "_ask", lambda *_: {"data": [{"id": "model"}]})
+    VLLMServer("http://server", tmp_path / "weights")._give_weights(load_model(tmp_path / "model"))
+    given = {name for file in (tmp_path / "weights").glob("*.safetensors") for name in load_file(file)}
+    assert given == {name for name in load_file(tmp_path / "model" / "model.safetensors") if "language_model" in name}
 
 
 def test_what_cannot_be_is_refused(train: Callable[..., Path]) -> None:

@@ -13,7 +13,7 @@ from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder
 from lean_ft.models.config import DecoderConfig, LayerConfig
-from lean_ft.models.hf_format import build_decoder
+from lean_ft.models.new_model import build_decoder
 from lean_ft.models.rope import RopeConfig
 from lean_ft.optim import Optimizer, build_optimizer
 from lean_ft.parallel import cut, join, parallelize

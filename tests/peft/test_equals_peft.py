@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lean_ft import load_model
-from lean_ft.models.names_on_disk import module_on_disk
-from lean_ft.peft import apply_lora, load_adapter, peft_format
+from lean_ft.peft import apply_lora, load_adapter, stored_adapter
 from lean_ft.settings import LoRAConfig
 from tests.peft.conftest import FAMILIES, IDS, assert_peft_computes_it, from_peft, loss_of, randomize
 
@@ -39,8 +38,7 @@ def test_an_adapter_of_peft_has_its_logits_and_gradients(family, kind, targets, 
     loss_of(expected).backward()
     loss_of(logits).backward()
     expected_grads = {_name(name): p.grad for name, p in reference.named_parameters() if p.requires_grad}
-    own = model.source.config
-    grads = {module_on_disk(own, name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    grads = {model.source.module_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert grads.keys() == expected_grads.keys()
     for name, grad in grads.items():
         assert (grad - expected_grads[name]).norm() <= 1e-3 * expected_grads[name].norm(), name
@@ -135,8 +133,8 @@ def test_alpha_patterns_match_as_pefts_do(patterns, expected):
     layer = "model.layers.1.self_attn.q_proj"
     matching = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
     assert next(matching, 16) == expected
-    config = {"lora_alpha": 16, "alpha_pattern": peft_format._alphas(patterns, Path())}
-    assert peft_format._stored_shape(config, layer, 8).alpha == expected
+    config = {"lora_alpha": 16, "alpha_pattern": stored_adapter._alphas(patterns, Path())}
+    assert stored_adapter.stored_shape(config, layer, 8).alpha == expected
 
 
 @pytest.mark.parametrize(
@@ -145,4 +143,4 @@ def test_alpha_patterns_match_as_pefts_do(patterns, expected):
 )
 def test_other_alpha_patterns_are_refused(patterns):
     with pytest.raises(ValueError, match="alpha_pattern has"):
-        peft_format._alphas(patterns, Path())
+        stored_adapter._alphas(patterns, Path())

@@ -107,7 +107,7 @@ def test_transformers_opens_it_with_equal_logits_and_gradients(train: Train, tmp
 
     config = with_labels(ClassificationDataConfig(source="tiny/topics_validation.jsonl", max_length=96))
     (batch,) = prepare_batches(config, load_tokenizer("tiny"), 8, 0)[0].take(1)
-    ours = load_model(folder, scores=None)
+    ours = load_model(folder, may_score=True)
     scores, _ = output_scores(ours, batch.built, batch.last)
     classification_losses(scores, batch.targets).mean().backward()
     theirs(batch.input_ids, attention_mask=batch.is_token.long(), labels=batch.targets).loss.backward()
@@ -151,7 +151,7 @@ def test_a_classifier_and_its_adapter_are_called_a_classifier(train: Train, tmp_
             assert "a classifier of 4 labels" in f"{result.exception} {result.output}"
         with pytest.raises(ValueError, match=message):
             open_model(folder)
-        assert open_reward_model(folder, "cpu")[0].config.scores == 4
+        assert open_reward_model(folder, "cpu")[0].config.num_scores == 4
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "whole" / "step_00000001")
 
@@ -174,7 +174,7 @@ def test_an_adapter_that_peft_made_of_a_classifier_opens(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="adapts a classifier of 3 labels, which gives scores and no text"):
         open_model(tmp_path / "adapter")
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
-    merged = load_model(tmp_path / "merged", scores=None)
+    merged = load_model(tmp_path / "merged", may_score=True)
     (tmp_path / "rows.jsonl").write_text('{"text": "a text"}')
     (row,) = score_rows(merged, tokenizer, str(tmp_path / "rows.jsonl"))
     assert list(row["probabilities"]) == ["LABEL_0", "LABEL_1", "LABEL_2"]

@@ -11,7 +11,7 @@ import torch
 from lean_ft.generation import Sampling, sample
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model, save_model
-from lean_ft.models.hf_format import stored_dtype
+from lean_ft.models.stored_weights import stored_dtype
 from lean_ft.peft import load_adapter
 from lean_ft.system.catalog import copy_to, find_recipe, load_recipe, recipes
 from lean_ft.tokenizers import load_tokenizer

@@ -6,7 +6,8 @@ from lean_ft.models.families.family import Family, no_layer
 from lean_ft.models.families.hybrids import HYBRIDS
 from lean_ft.models.families.mamba import MAMBA
 from lean_ft.models.families.mixtures import MIXTURES
+from lean_ft.models.families.multimodal import MULTIMODAL, Multimodal
 
-__all__ = ["FAMILIES", "Family", "no_layer"]
+__all__ = ["FAMILIES", "MULTIMODAL", "Family", "Multimodal", "no_layer"]
 
 FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **HYBRIDS, **MAMBA}

@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lean_ft.models.config_fields import Fields, head_dim_of, listed
+from lean_ft.models.config_fields import ConfigFields, head_dim_of, listed
 from lean_ft.models.families.family import (
-    ACTIVATIONS,
+    ACTIVATION_NAMES,
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
     Family,
@@ -24,16 +24,16 @@ from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
 
 
-def _layers_without_rope(fields: Fields, layer: int) -> bool:
+def _layers_without_rope(fields: ConfigFields, layer: int) -> bool:
     slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
     return slides and not has_rope(fields, layer)
 
 
-def _all_but_every_nth_layer(fields: Fields, layer: int) -> bool:
+def _all_but_every_nth_layer(fields: ConfigFields, layer: int) -> bool:
     return (layer + 1) % fields.count("sliding_window_pattern") != 0
 
 
-def _unlisted_layers_but_every_nth(fields: Fields, layer: int) -> bool:
+def _unlisted_layers_but_every_nth(fields: ConfigFields, layer: int) -> bool:
     """As `_all_but_every_nth_layer`, for files without `layer_types`; with it the pattern is ignored."""
     fields.get("sliding_window_pattern")
     if fields.get("layer_types") is not None:
@@ -47,42 +47,42 @@ _LONGEST = "max_position_embeddings"
 # Rotary settings by the fields, the layer's number and whether the layer has a window.
 
 
-def _rope_except_in_some_layers(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+def _rope_except_in_some_layers(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     return rope_config(fields) if has_rope(fields, layer) else None
 
 
-def _interleaved_rope_in_windows(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+def _interleaved_rope_in_windows(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     return rope_config(fields, interleaved=True, in_float32=True) if is_windowed else None
 
 
-def _rope_in_windowed_layers(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+def _rope_in_windowed_layers(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     """Without windows, all layers have rope."""
     return rope_config(fields) if is_windowed or fields.get("sliding_window") is None else None
 
 
-def _rope_with_alpha(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _rope_with_alpha(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     """`alpha` only changes the base; the length and other settings have no effect."""
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("alpha"):
         return rope_config(fields)
-    own = Fields(settings, {"rope_theta": fields.get("rope_theta")}, f"{fields.where}: {key}")
+    own = ConfigFields(settings, {"rope_theta": fields.get("rope_theta")}, f"{fields.where}: {key}")
     head_dim = head_dim_of(fields)
     theta = own.positive("rope_theta") * own.positive("alpha") ** (head_dim / (head_dim - 2))
     return rope_config(fields, settings={"rope_theta": theta}, key=key)
 
 
-def _rope_with_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("llama_4_scaling_beta"):
         return rope_config(fields)
-    own = Fields(settings, {}, f"{fields.where}: {key}")
+    own = ConfigFields(settings, {}, f"{fields.where}: {key}")
     growth = own.positive("llama_4_scaling_beta"), own.positive("original_max_position_embeddings")
     # The settings repeat the longest context.
     known = {name: value for name, value in settings.items() if name not in ("llama_4_scaling_beta", _LONGEST)}
     return rope_config(fields, settings=known, key=key, query_growth=growth[0], query_growth_positions=growth[1])
 
 
-def _rope_by_window(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     """One base for layers with a window; another base and the scaling for full attention."""
     theta = fields.positive("rope_local_base_freq" if is_windowed else "rope_theta")
     if fields.get("rope_parameters") is None:
@@ -97,7 +97,7 @@ def _rope_by_window(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig
     return rope_config(fields, settings=settings, key=f"rope_parameters: {kind}")
 
 
-def _all_but_every_sixth_and_the_last(fields: Fields, layer: int) -> bool:
+def _all_but_every_sixth_and_the_last(fields: ConfigFields, layer: int) -> bool:
     last = fields.count("num_hidden_layers") - 1
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds[-1:] == ["sliding_attention"]:
@@ -111,7 +111,7 @@ def _all_but_every_sixth_and_the_last(fields: Fields, layer: int) -> bool:
 _PER_LAYER_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
 
 
-def _gemma4_layer_facts(fields: Fields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
+def _gemma4_layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
     """Layers with full attention have other heads, and the upper layers use keys and values of the last lower layer of the same
     kind. Published files have fields for the heads of full attention; transformers 5 writes heads per layer."""
     facts: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _gemma4_layer_facts(fields: Fields, is_windowed: Sequence[bool], layer: int)
         settings = {str(number).zfill(4): own for number, own in by_layer.items()}.get(f"{layer:04}", {})  # "5" or "05"
         if unknown := set(settings) - _PER_LAYER_FIELDS.keys():
             raise ValueError(f"{where}: {layer} has {listed(unknown)}; expected only {listed(_PER_LAYER_FIELDS)}.")
-        own = Fields(settings, {}, f"{where}: {layer}")
+        own = ConfigFields(settings, {}, f"{where}: {layer}")
         facts |= {_PER_LAYER_FIELDS[name]: own.count(name) for name in settings}
     elif not is_windowed[layer]:
         facts["head_dim"] = fields.count("global_head_dim")
@@ -142,7 +142,7 @@ def _gemma4_layer_facts(fields: Fields, is_windowed: Sequence[bool], layer: int)
     return facts
 
 
-def _layer_input_vocab_size(fields: Fields) -> int:
+def _layer_input_vocab_size(fields: ConfigFields) -> int:
     if not fields.count("hidden_size_per_layer_input", least=0):
         return 0
     return fields.count("vocab_size_per_layer_input", least=fields.count("vocab_size"))
@@ -187,24 +187,24 @@ _GEMMA_4 = Family(
 )
 
 DENSE: dict[str, Family] = {
-    "llama": Family(facts={**ATTENTION_BIAS, **_MLP_BIAS}, defaults={"max_position_embeddings": 2048}),
+    "llama": Family(scores_as="Llama", facts={**ATTENTION_BIAS, **_MLP_BIAS}, defaults={"max_position_embeddings": 2048}),
     "mistral": Family(
-        has_window=every_layer,
+        scores_as="Mistral", has_window=every_layer,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "qwen2": Family(
-        facts={"qkv_bias": True}, has_window=upper_layers, reads_layer_types=True, defaults=QWEN_DEFAULTS,
+        scores_as="Qwen2", facts={"qkv_bias": True}, has_window=upper_layers, reads_layer_types=True, defaults=QWEN_DEFAULTS,
     ),
     "qwen3": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "head"}, has_window=upper_layers, reads_layer_types=True,
+        scores_as="Qwen3", facts={**ATTENTION_BIAS, "qk_norm": "head"}, has_window=upper_layers, reads_layer_types=True,
         defaults={**QWEN_DEFAULTS, "head_dim": 128},
     ),
     "gemma": Family(
-        facts=_GEMMA_FACTS, defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16},
-        activations={**ACTIVATIONS, "gelu": "gelu_tanh"},  # older files mean gelu_tanh
+        scores_as="Gemma", facts=_GEMMA_FACTS, defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16},
+        activations={**ACTIVATION_NAMES, "gelu": "gelu_tanh"},  # older files mean gelu_tanh
     ),
     "gemma2": Family(
-        facts={**_GEMMA_2_FACTS, "attention_softcap": number_or_null("attn_logit_softcapping")},
+        scores_as="Gemma2", facts={**_GEMMA_2_FACTS, "attention_softcap": number_or_null("attn_logit_softcapping")},
         has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
         defaults={
             **_GEMMA_DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256,
@@ -213,8 +213,8 @@ DENSE: dict[str, Family] = {
         activation_field="hidden_activation",
     ),
     "gemma3_text": Family(
-        facts={**_GEMMA_2_FACTS, "qk_norm": "head"}, has_window=_all_but_every_nth_layer, reads_layer_types=True,
-        rope=_rope_by_window,
+        scores_as="Gemma3Text", facts={**_GEMMA_2_FACTS, "qk_norm": "head"}, has_window=_all_but_every_nth_layer,
+        reads_layer_types=True, rope=_rope_by_window,
         defaults={
             **_GEMMA_DEFAULTS, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
             "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
@@ -244,16 +244,16 @@ DENSE: dict[str, Family] = {
         _GEMMA_4, defaults={**_GEMMA_4.defaults, "max_position_embeddings": 262144, "sliding_window": 1024}
     ),
     "phi3": Family(
-        facts={"fused_qkv": True, "fused_gate_up": True}, has_window=every_layer,
+        scores_as="Phi3", facts={"fused_qkv": True, "fused_gate_up": True}, has_window=every_layer,
         rope=lambda fields, layer, is_windowed: rope_config(fields, may_be_partial=True),
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     ),
     "olmo2": Family(
-        facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
+        scores_as="Olmo2", facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     ),
     "smollm3": Family(
-        facts={**ATTENTION_BIAS, **_MLP_BIAS}, has_window=_layers_without_rope, reads_layer_types=True,
+        scores_as="SmolLM3", facts={**ATTENTION_BIAS, **_MLP_BIAS}, has_window=_layers_without_rope, reads_layer_types=True,
         rope=_rope_except_in_some_layers,
         defaults={
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
@@ -272,11 +272,11 @@ DENSE: dict[str, Family] = {
         },
     ),
     "ministral": Family(
-        has_window=every_layer, reads_layer_types=True,
+        scores_as="Ministral", has_window=every_layer, reads_layer_types=True,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "ministral3": Family(
-        has_window=every_layer, rope=_rope_with_growing_queries,
+        scores_as="Ministral3", has_window=every_layer, rope=_rope_with_growing_queries,
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
             "rope_parameters": {
@@ -286,7 +286,7 @@ DENSE: dict[str, Family] = {
         },
     ),
     "olmo3": Family(
-        facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
+        scores_as="Olmo3", facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
         has_window=_all_but_every_nth_layer, reads_layer_types=True, rope=_rope_by_window,
         defaults={
             "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096,
@@ -294,7 +294,7 @@ DENSE: dict[str, Family] = {
         },
     ),
     "glm4": Family(
-        facts={"qkv_bias": flag("attention_bias"), "norm_placement": "both", "fused_gate_up": True},
+        scores_as="Glm4", facts={"qkv_bias": flag("attention_bias"), "norm_placement": "both", "fused_gate_up": True},
         rope=partial(partial_rope, interleaved=True),
         on_disk={
             "post_attention_layernorm": ("post_self_attn_layernorm",),
@@ -307,6 +307,7 @@ DENSE: dict[str, Family] = {
         },
     ),
     "seed_oss": Family(
+        scores_as="SeedOss",
         facts={"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_out_bias"), **_MLP_BIAS},
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
@@ -322,12 +323,12 @@ DENSE: dict[str, Family] = {
         },
     ),
     "hunyuan_v1_dense": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "turned_head"}, rope=_rope_with_alpha,
+        scores_as="HunYuanDenseV1", facts={**ATTENTION_BIAS, "qk_norm": "turned_head"}, rope=_rope_with_alpha,
         on_disk={"self_attn.q_norm": ("self_attn.query_layernorm",), "self_attn.k_norm": ("self_attn.key_layernorm",)},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     ),
     "exaone4": Family(
-        facts={"norm_placement": "post", "qk_norm": "head"}, has_window=_unlisted_layers_but_every_nth,
+        scores_as="Exaone4", facts={"norm_placement": "post", "qk_norm": "head"}, has_window=_unlisted_layers_but_every_nth,
         reads_layer_types=True, rope=_rope_in_windowed_layers,
         defaults={
             "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096,
@@ -335,7 +336,7 @@ DENSE: dict[str, Family] = {
         },
     ),
     "apertus": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "head"}, activations={"xielu": "xielu"},
+        facts={**ATTENTION_BIAS, "qk_norm": "head", "gated": False}, activations={"xielu": "xielu"},
         on_disk={"input_layernorm": ("attention_layernorm",), "post_attention_layernorm": ("feedforward_layernorm",)},
         defaults={
             "hidden_act": "xielu", "rms_norm_eps": 1e-5, "max_position_embeddings": 65536, "rope_theta": 12e6,

@@ -7,7 +7,7 @@ from operator import methodcaller
 from typing import Any
 
 from lean_ft.models.config import MixerConfig
-from lean_ft.models.config_fields import Fields
+from lean_ft.models.config_fields import ConfigFields
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config
 
@@ -19,31 +19,31 @@ flag, count, number, number_or_null = (
 # Which layers have a window if config.json does not list layer types, by the fields and the layer's number.
 
 
-def no_layer(fields: Fields, layer: int) -> bool:
+def no_layer(fields: ConfigFields, layer: int) -> bool:
     return False
 
 
-def every_layer(fields: Fields, layer: int) -> bool:
+def every_layer(fields: ConfigFields, layer: int) -> bool:
     return fields.get("sliding_window") is not None
 
 
-def upper_layers(fields: Fields, layer: int) -> bool:
+def upper_layers(fields: ConfigFields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer >= fields.count("max_window_layers", least=0)
 
 
-def has_rope(fields: Fields, layer: int) -> bool:
+def has_rope(fields: ConfigFields, layer: int) -> bool:
     by_interval = (layer + 1) % fields.count("no_rope_layer_interval") != 0
     if fields.get("no_rope_layers") is None:
         return by_interval
     return fields.of_each_layer("no_rope_layers")[layer] == 1  # despite the field's name, 1 marks layers with rope
 
 
-def partial_rope(fields: Fields, layer: int, is_windowed: bool, **facts: Any) -> RopeConfig:
+def partial_rope(fields: ConfigFields, layer: int, is_windowed: bool, **facts: Any) -> RopeConfig:
     fields.positive("partial_rotary_factor")  # refuses null, which transformers replaces when it saves the file
     return rope_config(fields, may_be_partial=True, **facts)
 
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -54,34 +54,38 @@ class Family:
     facts: Mapping[str, Any] = field(default_factory=dict)
     # Values of absent fields. None for num_key_value_heads means as many as query heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    has_window: Callable[[Fields, int], bool] = no_layer
-    rope: Callable[[Fields, int, bool], RopeConfig | None] = lambda fields, layer, is_windowed: rope_config(fields)
+    has_window: Callable[[ConfigFields, int], bool] = no_layer
+    rope: Callable[[ConfigFields, int, bool], RopeConfig | None] = lambda fields, layer, is_windowed: rope_config(
+        fields
+    )
     # The layer type with a window; "chunked_attention" has chunks instead of windows.
     window_kind: str = "sliding_attention"
     # Whether `layer_types` of config.json decides which layers have a window.
     reads_layer_types: bool = False
     # Further facts of LayerConfig, by the layers with a window and the layer's number.
-    layer_facts: Callable[[Fields, Sequence[bool], int], Mapping[str, Any]] = lambda fields, is_windowed, layer: {}
+    layer_facts: Callable[[ConfigFields, Sequence[bool], int], Mapping[str, Any]] = lambda fields, is_windowed, layer: {}
     # Rewrites a config.json to the spelling that the row reads.
     preprocessed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     # Mixers by layer type, and the layer type if config.json lists none. "hybrid" is a mixer in parallel to attention. With one
     # part per layer, "mlp" and "moe" are feed-forward layers, and other layers have none.
-    mixers: Mapping[str, Callable[[Fields], MixerConfig]] = field(default_factory=dict)
+    mixers: Mapping[str, Callable[[ConfigFields], MixerConfig]] = field(default_factory=dict)
     one_part_per_layer: bool = False
-    layer_type: Callable[[Fields, int], str] = lambda fields, layer: "full_attention"
+    layer_type: Callable[[ConfigFields, int], str] = lambda fields, layer: "full_attention"
     activation_field: str = "hidden_act"
     # Activations by their names in config.json.
-    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATION_NAMES)
     norm_eps_field: str = "rms_norm_eps"
     # Facts of MixtureConfig; empty if the family has no experts.
     mixture: Mapping[str, Any] = field(default_factory=dict)
-    has_mixture: Callable[[Fields, int], bool] = lambda fields, layer: True
+    has_mixture: Callable[[ConfigFields, int], bool] = lambda fields, layer: True
     # Replacements of parts of parameter names in the folder. With several names the first dimension is split among them; `*` is
     # the index of a stacked matrix, which is stored by itself.
     on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prefix_on_disk: str = "model."  # of all parameters but the output layer's
     # Names of modules in memory in transformers and PEFT, if they differ from `on_disk`.
     in_memory: Mapping[str, str] = field(default_factory=dict)
+    # The start of the name of transformers' sequence classification model; empty if the family has none.
+    scores_as: str = ""
 
 
 ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "output_bias": flag("attention_bias")}

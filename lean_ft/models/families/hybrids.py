@@ -4,23 +4,23 @@ from functools import partial
 from typing import Any
 
 from lean_ft.models.config import DeltaRuleConfig, ShortConvolutionConfig
-from lean_ft.models.config_fields import Fields
+from lean_ft.models.config_fields import ConfigFields
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, partial_rope
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, MIXTURE, MIXTURE_DEFAULTS, every_nth_layer_but_some
 
 # Layer types if config.json does not list them.
 
 
-def _attention_in_every_nth_layer(fields: Fields, layer: int) -> str:
+def _attention_in_every_nth_layer(fields: ConfigFields, layer: int) -> str:
     return "linear_attention" if (layer + 1) % fields.count("full_attention_interval") else "full_attention"
 
 
-def _attention_in_full_attn_idxs(fields: Fields, layer: int) -> str:
+def _attention_in_full_attn_idxs(fields: ConfigFields, layer: int) -> str:
     with_attention = fields.layer_numbers("full_attn_idxs")
     return "full_attention" if with_attention is None or layer in with_attention else "conv"
 
 
-def _delta_rule(fields: Fields, fused_projections: bool) -> DeltaRuleConfig:
+def _delta_rule(fields: ConfigFields, fused_projections: bool) -> DeltaRuleConfig:
     num_key_heads, num_heads = (fields.count(f"linear_num_{of}_heads") for of in ("key", "value"))
     if num_heads % num_key_heads:
         expected = f"a multiple of linear_num_key_heads, {num_key_heads}"
@@ -30,11 +30,11 @@ def _delta_rule(fields: Fields, fused_projections: bool) -> DeltaRuleConfig:
     return DeltaRuleConfig(num_key_heads, num_heads, key_dim, value_dim, num_taps, fused_projections)
 
 
-def _short_convolution(fields: Fields) -> ShortConvolutionConfig:
+def _short_convolution(fields: ConfigFields) -> ShortConvolutionConfig:
     return ShortConvolutionConfig(fields.count("hidden_size"), fields.count("conv_L_cache"), fields.flag("conv_bias"))
 
 
-def _adjusted_intermediate_size(fields: Fields) -> int:
+def _adjusted_intermediate_size(fields: ConfigFields) -> int:
     """Two thirds of the configured size times a factor, rounded up to a multiple, unless adjustment is off."""
     size = fields.count("intermediate_size" if fields.get("block_ff_dim") is None else "block_ff_dim")
     if fields.flag("block_auto_adjust_ff_dim"):
@@ -67,7 +67,7 @@ _DELTA_RULE = {"linear_attention": partial(_delta_rule, fused_projections=False)
 
 HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family(
-        **_QWEN_HYBRID, mixers={"linear_attention": partial(_delta_rule, fused_projections=True)},
+        scores_as="Qwen3Next", **_QWEN_HYBRID, mixers={"linear_attention": partial(_delta_rule, fused_projections=True)},
         mixture={**_QWEN_HYBRID_MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")},
         has_mixture=every_nth_layer_but_some, on_disk=EXPERTS_ON_DISK,
         defaults={
@@ -77,7 +77,8 @@ HYBRIDS: dict[str, Family] = {
         },
     ),
     "qwen3_5_text": Family(
-        **_QWEN_HYBRID, mixers=_DELTA_RULE, defaults={**_QWEN_HYBRID_DEFAULTS, "num_key_value_heads": 4},
+        scores_as="Qwen3_5Text", **_QWEN_HYBRID, mixers=_DELTA_RULE,
+        defaults={**_QWEN_HYBRID_DEFAULTS, "num_key_value_heads": 4},
     ),
     "qwen3_5_moe_text": Family(
         **_QWEN_HYBRID, mixers=_DELTA_RULE, mixture={**_QWEN_HYBRID_MIXTURE, "weights_sum_to_one": True},

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from lean_ft.models.config import Mamba2Config
-from lean_ft.models.config_fields import Fields, head_dim_of
+from lean_ft.models.config_fields import ConfigFields, head_dim_of
 from lean_ft.models.families.dense import DENSE
-from lean_ft.models.families.family import ACTIVATIONS, ATTENTION_BIAS, Family, count, flag, number, partial_rope
+from lean_ft.models.families.family import ACTIVATION_NAMES, ATTENTION_BIAS, Family, count, flag, number, partial_rope
 from lean_ft.models.families.mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS, MIXTURE, MIXTURE_DEFAULTS
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config
 
 
-def _mamba2(fields: Fields, **facts: Any) -> Mamba2Config:
+def _mamba2(fields: ConfigFields, **facts: Any) -> Mamba2Config:
     """Read the fields that these families share; `facts` override them."""
     num_heads, num_groups = fields.count("mamba_n_heads"), fields.count("mamba_n_groups")
     size = fields.count("mamba_expand") * fields.count("hidden_size")
@@ -32,7 +32,7 @@ def _mamba2(fields: Fields, **facts: Any) -> Mamba2Config:
         "key_dim": fields.count("mamba_d_state"),
         "value_dim": value_dim,
         "num_taps": fields.count("mamba_d_conv"),
-        "activation": ACTIVATIONS.get(str(fields.get("hidden_act"))),
+        "activation": ACTIVATION_NAMES.get(str(fields.get("hidden_act"))),
         "convolution_bias": fields.flag("mamba_conv_bias"),
         "in_bias": bias,
         "out_bias": bias,
@@ -42,7 +42,7 @@ def _mamba2(fields: Fields, **facts: Any) -> Mamba2Config:
     return Mamba2Config(**{**read, **facts})
 
 
-def _step_limits(fields: Fields) -> tuple[float, float]:
+def _step_limits(fields: ConfigFields) -> tuple[float, float]:
     limits = fields.get("time_step_limit")
     if limits is None:
         return 0.0, math.inf
@@ -53,7 +53,7 @@ def _step_limits(fields: Fields) -> tuple[float, float]:
     return limits[0], limits[1]
 
 
-def _multipliers(fields: Fields, name: str, number_of: int) -> tuple[float, ...]:
+def _multipliers(fields: ConfigFields, name: str, number_of: int) -> tuple[float, ...]:
     values = fields.get(name)
     if values is None:
         return (1.0,) * number_of
@@ -62,14 +62,14 @@ def _multipliers(fields: Fields, name: str, number_of: int) -> tuple[float, ...]
     return tuple(float(x) for x in values)
 
 
-def _optional_rope(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+def _optional_rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     kind = fields.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise ValueError(f"{fields.where}: position_embedding_type is {kind!r}; expected rope, nope or null.")
     return rope_config(fields) if kind == "rope" else None
 
 
-def _falcon_mamba2(fields: Fields) -> Mamba2Config:
+def _falcon_mamba2(fields: ConfigFields) -> Mamba2Config:
     norm = None
     if fields.flag("mamba_rms_norm"):
         norm = "before_gate" if fields.flag("mamba_norm_before_gate") else "after_gate"
@@ -83,7 +83,7 @@ def _falcon_mamba2(fields: Fields) -> Mamba2Config:
     )
 
 
-def _attention_in_listed_layers(fields: Fields, layer: int) -> str:
+def _attention_in_listed_layers(fields: ConfigFields, layer: int) -> str:
     return "full_attention" if layer in (fields.layer_numbers("attn_layer_indices") or []) else "linear_attention"
 
 
@@ -98,17 +98,19 @@ def _with_nemotron_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if not isinstance(kinds, list) else {**config, "layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
-def _nemotron_mamba2(fields: Fields) -> Mamba2Config:
+def _nemotron_mamba2(fields: ConfigFields) -> Mamba2Config:
     num_heads, num_groups = fields.count("mamba_num_heads"), fields.count("n_groups")
     if num_heads % num_groups:
         raise ValueError(
             f"{fields.where}: mamba_num_heads is {num_heads}; expected a multiple of n_groups, {num_groups}."
         )
     activation, bias = str(fields.get("mamba_hidden_act")), fields.flag("use_bias")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{fields.where}: mamba_hidden_act is {activation!r}; expected one of {sorted(ACTIVATIONS)}.")
+    if activation not in ACTIVATION_NAMES:
+        raise ValueError(
+            f"{fields.where}: mamba_hidden_act is {activation!r}; expected one of {sorted(ACTIVATION_NAMES)}."
+        )
     sizes = fields.count("ssm_state_size"), fields.count("mamba_head_dim"), fields.count("conv_kernel")
-    kind: Any = ACTIVATIONS[activation]
+    kind: Any = ACTIVATION_NAMES[activation]
     biases = fields.flag("use_conv_bias"), bias, bias
     return Mamba2Config(num_groups, num_heads, *sizes, kind, *biases, "after_gate", _step_limits(fields))
 
@@ -182,11 +184,15 @@ MAMBA: dict[str, Family] = {
         },
     ),
     "nemotron_h": Family(
-        facts={"tied_embeddings": False, "mlp_bias": flag("mlp_bias")},  # as in transformers, which ties nothing here
+        # As in transformers, which ties nothing here.
+        facts={"tied_embeddings": False, "mlp_bias": flag("mlp_bias"), "gated": False},
         preprocessed=_with_nemotron_layer_types, mixers={"linear_attention": _nemotron_mamba2}, one_part_per_layer=True,
         rope=lambda fields, layer, is_windowed: None, activation_field="mlp_hidden_act",
         activations={"relu2": "relu2"}, norm_eps_field="layer_norm_epsilon",
-        mixture={**CORRECTED_MIXTURE, "shared_intermediate_size": count("moe_shared_expert_intermediate_size")},
+        mixture={
+            **CORRECTED_MIXTURE, "gated": False,
+            "shared_intermediate_size": count("moe_shared_expert_intermediate_size"),
+        },
         on_disk={
             "mlp.experts.gate_up_proj": ("mixer.experts.*.up_proj.weight",),
             "mlp.experts.down_proj": ("mixer.experts.*.down_proj.weight",), "input_layernorm": ("norm",),

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from lean_ft.models.config import LatentConfig
-from lean_ft.models.config_fields import Fields, head_dim_of
+from lean_ft.models.config_fields import ConfigFields, head_dim_of
 from lean_ft.models.families.family import (
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
@@ -21,7 +21,7 @@ from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
 
 
-def _num_experts(fields: Fields) -> int:
+def _num_experts(fields: ConfigFields) -> int:
     """transformers has written either field for the same family; defaults have the first."""
     names = [name for name in ("num_local_experts", "num_experts") if fields.config.get(name) is not None]
     counts = {name: fields.count(name) for name in names or ["num_local_experts"]}
@@ -30,28 +30,28 @@ def _num_experts(fields: Fields) -> int:
     return next(iter(counts.values()))
 
 
-def _router_aux_loss_coef(fields: Fields) -> float:
+def _router_aux_loss_coef(fields: ConfigFields) -> float:
     """transformers adds the loss only if it also returns the router's logits."""
     return fields.positive("router_aux_loss_coef", or_0=True) if fields.flag("output_router_logits") else 0.0
 
 
-def _every_second_of_the_lower_layers(fields: Fields, layer: int) -> bool:
+def _every_second_of_the_lower_layers(fields: ConfigFields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer % 2 == 0 and not upper_layers(fields, layer)
 
 
 # Which layers have experts.
 
 
-def every_nth_layer_but_some(fields: Fields, layer: int) -> bool:
+def every_nth_layer_but_some(fields: ConfigFields, layer: int) -> bool:
     without = fields.layer_numbers("mlp_only_layers") or []
     return layer not in without and (layer + 1) % fields.count("decoder_sparse_step") == 0
 
 
-def _all_layers_but_the_first(fields: Fields, layer: int) -> bool:
+def _all_layers_but_the_first(fields: ConfigFields, layer: int) -> bool:
     return layer >= fields.count("first_k_dense_replace", least=0)
 
 
-def _rope_of_rotary_dim(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _rope_of_rotary_dim(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     """Partial rotation; published files have the number of rotated features."""
     if fields.get("rotary_dim") is None:
         return rope_config(fields, may_be_partial=True)
@@ -60,17 +60,17 @@ def _rope_of_rotary_dim(fields: Fields, layer: int, is_windowed: bool) -> RopeCo
     return rope_config(fields, settings={**share, **settings}, key=key, may_be_partial=True)
 
 
-def _every_nth_layer_between(fields: Fields, layer: int) -> bool:
+def _every_nth_layer_between(fields: ConfigFields, layer: int) -> bool:
     first, last = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", least=-1)
     return first <= layer and (layer <= last or last == -1) and (layer + 1) % fields.count("moe_layer_interval") == 0
 
 
-def _listed_or_every_nth_layer(fields: Fields, layer: int) -> bool:
+def _listed_or_every_nth_layer(fields: ConfigFields, layer: int) -> bool:
     layers, step = fields.layer_numbers("moe_layers"), fields.count("interleave_moe_layer_step")
     return (layer + 1) % step == 0 if layers is None else layer in layers
 
 
-def _interleaved_rope_or_growing_queries(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig | None:
+def _interleaved_rope_or_growing_queries(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     """Layers without rotation may have queries that grow with the position."""
     if has_rope(fields, layer):
         return rope_config(fields, interleaved=True, in_float32=True)
@@ -80,30 +80,30 @@ def _interleaved_rope_or_growing_queries(fields: Fields, layer: int, is_windowed
     return RopeConfig(theta=1.0, scaling="proportional", nonzero_fraction=0.0, query_growth_start=1, **growth)
 
 
-def _latent(fields: Fields) -> LatentConfig:
+def _latent(fields: ConfigFields) -> LatentConfig:
     query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
     return LatentConfig(
         fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
     )
 
 
-def _yarn_scale(fields: Fields) -> float:
+def _yarn_scale(fields: ConfigFields) -> float:
     """The scale of the scores, which grows with `yarn`'s factor."""
     scale = (fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")) ** -0.5
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
         return scale
-    own = Fields(settings, {}, f"{fields.where}: {key}")
+    own = ConfigFields(settings, {}, f"{fields.where}: {key}")
     factor = own.positive("factor")
     return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
-def _longrope_with_two_scales(fields: Fields, layer: int, is_windowed: bool) -> RopeConfig:
+def _longrope_with_two_scales(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     """`longrope` with separate factors of cos and sin for short and long documents."""
     rope, (key, settings) = rope_config(fields, ignored=("short_mscale", "long_mscale")), rope_settings(fields)
     if rope.scaling == "default":
         return rope
-    own = Fields(settings, {}, f"{fields.where}: {key}")
+    own = ConfigFields(settings, {}, f"{fields.where}: {key}")
     if rope.scaling != "longrope":
         raise ValueError(f"{own.where} has the rope type {rope.scaling!r}; expected longrope in this family.")
     return replace(
@@ -111,13 +111,13 @@ def _longrope_with_two_scales(fields: Fields, layer: int, is_windowed: bool) -> 
     )
 
 
-def _head_bias(fields: Fields) -> bool:
+def _head_bias(fields: ConfigFields) -> bool:
     if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings"):
         raise ValueError(f"{fields.where}: lm_head_bias and tie_word_embeddings are both true; expected one at most.")
     return fields.flag("lm_head_bias")
 
 
-def _two_experts_per_token(fields: Fields) -> int:
+def _two_experts_per_token(fields: ConfigFields) -> int:
     if (number := fields.count("num_experts_per_tok")) != 2:
         raise ValueError(
             f"{fields.where}: num_experts_per_tok is {number}; expected 2, which transformers always uses."
@@ -142,6 +142,7 @@ _MIXTRAL_ON_DISK = {
     "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
     "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
 }
+_MIXTRAL_IN_MEMORY = {"mlp.": "mlp."}  # transformers has renamed the module, not its stored tensors
 CORRECTED_MIXTURE = {
     "num_experts": count("n_routed_experts"), "experts_per_token": count("num_experts_per_tok"),
     "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
@@ -159,20 +160,21 @@ CORRECTED_MIXTURE_DEFAULTS = {
 
 MIXTURES: dict[str, Family] = {
     "mixtral": Family(
-        has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=_MIXTRAL_ON_DISK,
+        scores_as="Mixtral", has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=_MIXTRAL_ON_DISK,
+        in_memory=_MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
         },
     ),
     "phimoe": Family(
-        facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
+        scores_as="Phimoe", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
         has_window=every_layer, rope=_longrope_with_two_scales,
         mixture={
             **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False, "router_name": "router",
             "sparsemixer_margin": lambda fields: 2 * fields.positive("router_jitter_noise", or_0=True),
         },
-        on_disk={**_MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)},
+        on_disk={**_MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)}, in_memory=_MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6, "num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01,
@@ -180,7 +182,7 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "qwen3_moe": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "head"},
+        scores_as="Qwen3Moe", facts={**ATTENTION_BIAS, "qk_norm": "head"},
         has_window=lambda fields, layer: fields.flag("use_sliding_window") and every_layer(fields, layer),
         mixture={
             **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
@@ -201,7 +203,8 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "qwen2_moe": Family(
-        facts={"qkv_bias": flag("qkv_bias")}, has_window=_every_second_of_the_lower_layers, reads_layer_types=True,
+        scores_as="Qwen2Moe", facts={"qkv_bias": flag("qkv_bias")}, has_window=_every_second_of_the_lower_layers,
+        reads_layer_types=True,
         mixture={
             **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
             "weights_sum_to_one": flag("norm_topk_prob"),
@@ -250,14 +253,14 @@ MIXTURES: dict[str, Family] = {
     "minimax_m2": Family(
         facts={"qk_norm": "projection"}, rope=_rope_of_rotary_dim,
         mixture={**MIXTURE, "weights_sum_to_one": True, "score": "sigmoid", "has_score_correction": True},
-        on_disk={"mlp.gate.e_score": ("block_sparse_moe.e_score",), **_MIXTRAL_ON_DISK},
+        on_disk={"mlp.gate.e_score": ("block_sparse_moe.e_score",), **_MIXTRAL_ON_DISK}, in_memory=_MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
             "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1536,
         },
     ),
     "deepseek_v3": Family(
-        facts={
+        scores_as="DeepseekV3", facts={
             **ATTENTION_BIAS, "num_kv_heads": count("num_attention_heads"), "attention_scale": _yarn_scale,
             "latent": _latent,
         },
@@ -284,7 +287,6 @@ MIXTURES: dict[str, Family] = {
             "shared_intermediate_size": count("intermediate_size"),
         },
         has_mixture=_listed_or_every_nth_layer, on_disk={"mlp.": ("feed_forward.",)},
-        in_memory={"mlp.": "feed_forward."},
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 5e5, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
@@ -294,8 +296,8 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "gpt_oss": Family(
-        facts={**ATTENTION_BIAS, "attention_sinks": True}, has_window=lambda fields, layer: layer % 2 == 0,
-        reads_layer_types=True,
+        scores_as="GptOss", facts={**ATTENTION_BIAS, "attention_sinks": True},
+        has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
         mixture={
             **MIXTURE, "weights_sum_to_one": True, "router_name": "router", "router_bias": True, "expert_bias": True,
             "input_first": True, "gates_interleaved": True, "gate_scale": number("swiglu_alpha"), "up_offset": 1.0,

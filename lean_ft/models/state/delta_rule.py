@@ -16,11 +16,16 @@ from lean_ft.models.state.convolution import Convolution
 from lean_ft.models.state.state_mixer import StateMixer, log_decay_of, read_state
 
 
+def _draw_decays(decays: Tensor) -> None:
+    decays.copy_(torch.empty_like(decays, dtype=torch.float32).uniform_(0.01, 16.0).log_())
+
+
 class GatedDeltaRule(StateMixer):
     """The gated delta rule with its projections, convolution, norm and gate."""
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
+        self.initial = {"dt_bias": 1.0, "A_log": _draw_decays}
         mixer, hidden_size = config.layers[layer_index].mixer, config.hidden_size
         assert isinstance(mixer, DeltaRuleConfig)
         self.config = mixer

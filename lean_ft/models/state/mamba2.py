@@ -27,6 +27,11 @@ class Mamba2(StateMixer):
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
+        self.initial = {
+            "dt_bias": 1.0,
+            "D": 1.0,
+            "A_log": lambda decays: decays.copy_(torch.arange(1.0, len(decays) + 1).log_()),
+        }
         mixer, hidden_size = config.layers[layer_index].mixer, config.hidden_size
         assert isinstance(mixer, Mamba2Config)
         self.config = mixer

@@ -1,0 +1,79 @@
+"""A decoder without stored weights: on the meta device, or with random weights."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lean_ft.models.config import DecoderConfig
+from lean_ft.models.decoder import Decoder
+from lean_ft.models.source import all_tensors, own_tensors
+from lean_ft.system.shapes_only import outside
+from lean_ft.system.shards import part_of
+
+AfterModule = Callable[[Decoder, str], None]
+Fill = Callable[[str, Tensor], None]
+
+
+def build_decoder(
+    config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """A decoder with random weights: normal of standard deviation `initializer_range`, zero biases, norms of scale 1."""
+    model = empty_decoder(config, dtype)
+    fill_model(model, device, random_weights(model))
+    return model
+
+
+def empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
+    """A decoder on the meta device."""
+    try:
+        with outside(), torch.device("meta"):
+            model = Decoder(config)
+            wide = () if model.mixture is None else model.mixture.in_float32
+            for name, tensor in all_tensors(model):
+                if not name.endswith(wide):
+                    tensor.data = tensor.data.to(dtype)
+            return model
+    except RuntimeError as error:  # the number of bytes exceeds 64 bits
+        raise ValueError(f"config.json describes a tensor that is too large for any machine: {error}") from None
+
+
+@torch.no_grad()
+def fill_model(model: Decoder, device: str | torch.device, fill: Fill, after_module: AfterModule | None = None) -> None:
+    """Allocate and fill the parameters of a meta model, one module at a time."""
+    # A list of names, not of modules, so that modules replaced by `after_module` are freed.
+    for name in [name for name, _ in model.named_modules()]:
+        module = model.get_submodule(name)
+        module.to_empty(device=device, recurse=False)
+        for own_name, tensor in own_tensors(module):
+            fill(f"{name}.{own_name}" if name else own_name, tensor)
+        del module
+        if after_module is not None:
+            after_module(model, name)
+
+
+def random_weights(model: Decoder) -> Fill:
+    """Fill a parameter as a new model has it: by its module's `initial` (a number, or a function that fills the tensor), with
+    zeros for a bias, or drawn."""
+    initial = {
+        f"{place}.{key}": value for place, module in model.named_modules() for key, value in _initial(module).items()
+    }
+
+    def draw(name: str, parameter: Tensor) -> None:
+        here = part_of(parameter)
+        if here.values.shape != here.shape:  # draw the whole, so that the numbers do not depend on the number of ranks
+            whole = torch.empty(here.shape, dtype=parameter.dtype, device=here.values.device)
+            draw(name, whole)
+            here.values.copy_(here.within(whole))
+        elif callable(value := initial.get(name)):
+            value(here.values)
+        elif value is not None or name.endswith("bias"):
+            here.values.fill_(value or 0.0)
+        else:
+            here.values.normal_(0.0, model.config.initializer_range)
+
+    return draw
+
+
+def _initial(module: nn.Module) -> dict[str, float | Callable[[Tensor], object]]:
+    return {"weight": 1.0} if isinstance(module, nn.LayerNorm) else getattr(module, "initial", {})

@@ -1,0 +1,143 @@
+"""Save a model as a Hugging Face folder, under the names that the folder it was read from has.
+
+The language model of a multimodal model is saved by itself, as a folder of its own family, or with `whole` put back into the
+multimodal model.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lean_ft.models.decoder import Decoder
+from lean_ft.models.dequantized import Readable, dequantized
+from lean_ft.models.new_model import empty_decoder
+from lean_ft.models.safetensors_file import write_file
+from lean_ft.models.source import parts_on_disk
+from lean_ft.models.stored_weights import CONFIG_PURPOSE, WEIGHTS_INDEX, first_few, stored_tensors
+from lean_ft.system.shards import ALONE, Part, Ranks, part_of
+from lean_ft.system.whole_files import read_json, write_json, write_whole
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def save_model(
+    model: Decoder,
+    path: str | Path,
+    max_shard_bytes: int = 5_000_000_000,
+    *,
+    whole: bool = False,
+    ranks: Ranks = ALONE,
+    weights: Mapping[str, Part] | None = None,
+) -> None:
+    """Write config.json and safetensors files that `load_model` and transformers' `from_pretrained` read.
+
+    Weights above `max_shard_bytes` are split into several files with an index. config.json is the loaded config with the
+    current dtype; generation_config.json is copied. Each file is written atomically, and weight files of an earlier save are
+    removed. For a sharded model all `ranks` call this, and each rank writes its rows.
+
+    Args:
+        whole: for the language model of a multimodal folder: write that folder's model. All names are the folder's own, and
+            tensors and settings of images are copied from it, one file of weights in memory at a time.
+        weights: values to write instead of the model's, such as copies of `parts_on_disk(model)`.
+
+    Raises:
+        ValueError: if the model has no config.json, or its parameters are not those of its config (such as with an adapter), or
+            with `whole` not those of the folder.
+    """
+    if not model.source.config:
+        raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
+    expected = dict(empty_decoder(model.config, torch.float32).named_parameters())
+    if different := expected.keys() ^ dict(model.named_parameters()).keys():
+        raise ValueError(
+            f"the model's parameters differ from those of its config.json: {first_few(different)}. Save an adapter by "
+            "lean_ft.peft.save_adapter, or merge it first."
+        )
+    from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
+
+    folder = Path(path)
+    parts = dict(parts_on_disk(model) if weights is None else weights)
+    parts, copied = _in_whole(model, parts) if whole else (parts, {})
+    ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
+    split = split_state_dict_into_shards_factory(
+        parts,
+        get_storage_size=lambda part: part.whole_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        tensors = {name: _read(copied[name]) if name in copied else parts[name] for name in names}
+        write_file(folder / file_name, tensors, {"format": "pt"}, ranks)
+    ranks.on_rank_zero(lambda: _write_index(folder, split))
+    ranks.on_rank_zero(lambda: _write_configs_of_whole(model, folder) if whole else write_configs(model, folder))
+
+
+def write_configs(model: Decoder, folder: Path, **more: Any) -> None:
+    """Write config.json with the model's dtype and the fields `more`, and the loaded generation_config.json."""
+    spelled = [key for key in ("dtype", "torch_dtype") if key in model.source.config] or ["dtype"]
+    dtype = str(model.dtype).removeprefix("torch.")
+    write_json(folder / "config.json", {**model.source.config, **dict.fromkeys(spelled, dtype), **more})
+    _write_generation_config(model, folder)
+
+
+def _write_generation_config(model: Decoder, folder: Path) -> None:
+    if model.source.generation_config is not None:
+        with write_whole(folder / "generation_config.json") as temporary:
+            temporary.write_bytes(model.source.generation_config)
+
+
+def _write_index(folder: Path, split: Any) -> None:
+    """Write the index, and remove weight files of an earlier save."""
+    current = set(split.filename_to_tensors)
+    if split.is_sharded:
+        weight_map = dict(sorted(split.tensor_to_filename.items()))
+        write_json(folder / WEIGHTS_INDEX, {"metadata": split.metadata, "weight_map": weight_map})
+        current.add(WEIGHTS_INDEX)
+    for stale in [folder / WEIGHTS_INDEX, *folder.glob("model*.safetensors")]:
+        if stale.name not in current:
+            stale.unlink(missing_ok=True)
+
+
+def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part], dict[str, Readable]]:
+    """All tensors of the multimodal folder by its own names: the model's `parts`, and as parts without values those to copy, which
+    are also returned as stored."""
+    source = model.source
+    assert source.folder is not None and source.part_of, "only the language model of a folder has a whole"
+    if lost := parts.keys() - source.names.values():
+        raise ValueError(
+            f"{source.folder} lacks {min(lost)}, a tensor of the model. Give the folder that it was taken from."
+        )
+    stored = dequantized(stored_tensors(source.folder), source.quantization)
+    copied = {name: stored[name] for name, own in source.names.items() if own is None}
+    if unknown := [name for name, tensor in copied.items() if tensor.dtype is None]:
+        raise ValueError(f"{copied[unknown[0]].file}: {unknown[0]} has a dtype that cannot be copied.")
+    places = {name: part_of(torch.empty(t.shape, dtype=t.dtype, device="meta")) for name, t in copied.items()}
+    return {name: places[name] if own is None else parts[own] for name, own in source.names.items()}, copied
+
+
+def _read(stored: Readable) -> Part:
+    part = part_of(torch.empty(stored.shape, dtype=stored.dtype))
+    stored.read_part(part)
+    return part
+
+
+def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
+    """Copy the multimodal model's settings, with the dtype and vocabulary size of the model, whose weights are not quantized."""
+    whole = model.source.folder
+    assert whole is not None
+    changes = {"vocab_size": model.config.vocab_size}
+    changes |= dict.fromkeys(("dtype", "torch_dtype"), str(model.dtype).removeprefix("torch."))
+
+    def updated(settings: dict[str, Any]) -> dict[str, Any]:
+        return {key: changes.get(key, value) for key, value in settings.items() if key != "quantization_config"}
+
+    config = read_json(whole / "config.json", CONFIG_PURPOSE)
+    changed = {**updated(config), **{key: updated(config[key]) for key in ("text_config",) if key in config}}
+    for name in ("config.json", *PROCESSOR_FILES):
+        if (whole / name).is_file():
+            shutil.copyfile(whole / name, folder / name)
+    if changed != config:
+        write_json(folder / "config.json", changed)
+    _write_generation_config(model, folder)

@@ -1,0 +1,205 @@
+"""An adapter's folder in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, read without a model.
+
+The tensors define the adapted layers and their ranks; the config defines the scaling. An unsupported field that would change the
+result is refused by name. Only safetensors are read, because a pickled adapter can run code.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lean_ft.hub.paths import checkpoint_hint
+from lean_ft.models.config_json import OF_REWARD, label_fields
+from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header
+from lean_ft.models.source import name_in_language_model
+from lean_ft.peft.layers import AdapterShape
+from lean_ft.peft.lora import SCORE
+from lean_ft.peft.new_rows import ENDING
+from lean_ft.system.whole_files import read_json
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+LABELS_FILE = "labels.json"
+PREFIX = "base_model.model."
+MAX_ALPHA = 1e6  # also of the rank; published adapters have at most thousands
+
+# Suffixes of the names of a layer's two matrices.
+OF_LINEAR = (".lora_A.weight", ".lora_B.weight")
+OF_EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
+MAGNITUDE = ".lora_magnitude_vector"
+
+# Fields that are read, that change nothing after training, or that follow from the tensors.
+_KNOWN_FIELDS = {
+    *("peft_type", "base_model_name_or_path", "revision", "lora_alpha", "alpha_pattern", "use_dora", "use_rslora"),
+    *("r", "rank_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "lora_dropout", "init_lora_weights", "corda_config", "eva_config", "loftq_config"),
+    *("lora_ga_config", "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
+    *("runtime_config", "task_type", "trainable_token_indices"),
+}
+_NAME_PATTERN = re.compile(r"(\^)?(?:\.\*\\\.)?((?:[\w.-]|\\[.-])+)\$?", re.ASCII)
+# Values of `init_lora_weights` that do not change the model's own weights.
+_HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter on disk, its tensors not yet read."""
+
+    folder: Path
+    config: dict[str, Any]
+    base_model: str | None
+    shapes: dict[str, AdapterShape]  # by layer name
+    tensors: dict[str, StoredTensor]  # by name in the language model, without PEFT's prefix
+    rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
+    outside: list[str]  # tensors of a multimodal model's layers that are not in its language model
+
+
+def read_factors(adapter: StoredAdapter, name: str) -> tuple[Tensor, Tensor]:
+    """Read A (R, I) and B (O, R) of a layer."""
+    a, b = OF_EMBEDDING if name + OF_EMBEDDING[0] in adapter.tensors else OF_LINEAR
+    return read_tensor(adapter.tensors[name + a]), read_tensor(adapter.tensors[name + b])
+
+
+def ids_of_rows(*paths: str | Path) -> list[int]:
+    """Ids of the adapters' token rows if they are contiguous, as new tokens are; `load_model` adds rows for them."""
+    ids = sorted({id for path in paths for rows in read_adapter(Path(path)).rows.values() for id in rows})
+    return ids if ids and ids[-1] - ids[0] == len(ids) - 1 else []
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in PEFT's format."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def base_model(folder: Path) -> str:
+    """The adapter's base model: a folder, or a Hub repository. Raises ValueError if the adapter does not name it."""
+    name = read_adapter(folder).base_model
+    if name is None:
+        raise ValueError(f"{folder} does not name its base model. Pass the model's folder.")
+    return name
+
+
+def read_adapter(folder: Path) -> StoredAdapter:
+    """Describe the adapter in `folder`. Raises ValueError if there is none or it is not supported."""
+    config = _read_config(folder)
+    if not (folder / WEIGHTS_FILE).is_file():
+        pickled = " Its weights are pickled, which can run code when opened. Save it as safetensors with PEFT."
+        raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
+    tensors, outside = dict[str, StoredTensor](), list[str]()
+    for name, stored in read_header(folder / WEIGHTS_FILE).items():
+        if not name.startswith(PREFIX):
+            raise ValueError(f"{stored.file}: {name} is not a PEFT tensor name; expected {PREFIX}...")
+        # Older versions of PEFT append .weight to the magnitude's name.
+        name = name.removeprefix(PREFIX)
+        name = name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
+        if (own := name_in_language_model(name)) is None:
+            outside.append(name)
+            continue
+        if own in tensors:
+            raise ValueError(f"{stored.file} has two tensors for {own}, under different names. Remove one of them.")
+        tensors[own] = stored
+    shapes = {}
+    for name, stored in tensors.items():
+        if name.endswith((OF_LINEAR[0], OF_EMBEDDING[0])):
+            layer = name.removesuffix(OF_LINEAR[0]).removesuffix(OF_EMBEDDING[0])
+            shapes[layer] = stored_shape(config, layer, rank=stored.shape[0])
+    model, revision = config.get("base_model_name_or_path"), config.get("revision")
+    base = f"{model}@{revision}" if model and revision else model or None
+    return StoredAdapter(folder, config, base, shapes, tensors, _stored_rows(folder, config, tensors), outside)
+
+
+def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
+    indices = config.get("trainable_token_indices") or {}
+    rows = {}
+    for layer in (name.removesuffix(ENDING) for name in tensors if name.endswith(ENDING)):
+        ids = indices
+        if isinstance(indices, dict):
+            ids = next((ids for n, ids in indices.items() if layer.endswith(name_in_language_model(n) or n)), None)
+        if ids is None and indices:  # a tied layer's rows, stored a second time
+            continue
+        if not isinstance(ids, list) or not ids or not all(isinstance(id, int) and id >= 0 for id in ids):
+            field = f"{folder / CONFIG_FILE}: trainable_token_indices is {indices!r}"
+            raise ValueError(f"{field}; expected the ids of the stored rows of {layer}.")
+        rows[layer] = ids
+    return rows
+
+
+def labels_of(folder: str | Path) -> dict[str, Any] | None:
+    """The fields of config.json about the labels of an adapter with a score layer; None for other adapters. PEFT's files do not
+    have them, so a classifier that PEFT saved has transformers' default names."""
+    if labels := read_json(Path(folder) / LABELS_FILE):
+        return labels
+    score = read_adapter(Path(folder)).tensors.get(f"{SCORE}.weight")
+    if score is None or score.shape[0] == 1:
+        return None if score is None else OF_REWARD
+    return label_fields([f"LABEL_{i}" for i in range(score.shape[0])], is_multi=False)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        hint = checkpoint_hint(folder)
+        raise ValueError(f"{folder} has no adapter: expected PEFT's files {CONFIG_FILE} and {WEIGHTS_FILE}.{hint}")
+    config = read_json(file, "it describes the adapter.")
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"{file}: peft_type is {kind!r}, which is not supported; expected LORA.")
+    if config.get("init_lora_weights") not in _HARMLESS_STARTS:
+        raise ValueError(
+            f"{file}: init_lora_weights is {config['init_lora_weights']!r}, so the adapter needs changed base weights. Convert "
+            "it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+    for name, value in config.items():
+        known = name in _KNOWN_FIELDS or (name == "bias" and value == "none")
+        if name == "modules_to_save" and isinstance(value, list):
+            known = all(module in (SCORE, "classifier") for module in value)
+        if not known and value not in (None, False, 0, "", [], {}):
+            raise ValueError(f"{file}: {name} is {value!r}, which is not supported; expected it absent or null.")
+    for name in ("r", "lora_alpha"):
+        if not _is_positive(value := config.get(name)):
+            raise ValueError(f"{file}: {name} is {value!r}; expected a positive number of at most {MAX_ALPHA:.0e}.")
+    base = [config.get(name) for name in ("base_model_name_or_path", "revision")]
+    if not all(name is None or (isinstance(name, str) and len(name) < MAX_NAME_CHARACTERS) for name in base):
+        raise ValueError(f"{file}: base_model_name_or_path or revision is {base!r}; expected a model's name or folder.")
+    config["alpha_pattern"] = _alphas(config.get("alpha_pattern") or {}, file)
+    return config
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_ALPHA
+
+
+def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:
+    """The (position, alpha) of each `alpha_pattern`, by a layer's name or, after a dot, the end of a name.
+
+    PEFT accepts regular expressions, which in an untrusted file can run forever. PEFT itself writes names and ends of names.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for pattern, alpha in patterns.items() if isinstance(patterns, dict) else [("", patterns)]:
+        name = _NAME_PATTERN.fullmatch(pattern)
+        if name is None or not _is_positive(alpha):
+            raise ValueError(
+                f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number for a layer's name or its last "
+                "parts. Regular expressions are not supported."
+            )
+        own = name[2].replace("\\", "")
+        own = name_in_language_model(own) or own
+        found.setdefault(("" if name[1] else ".") + own, (len(found), float(alpha)))
+    return found
+
+
+def stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape:
+    alphas, parts = config["alpha_pattern"], layer.split(".")
+    named = [layer, *("." + ".".join(parts[i:]) for i in range(len(parts)))]
+    matching = [alphas[name] for name in named if name in alphas] if alphas else []
+    _, alpha = min(matching, default=(0, float(config["lora_alpha"])))  # the first matching pattern
+    return AdapterShape(rank, alpha, bool(config.get("use_rslora")), bool(config.get("use_dora")))
+
+
+def read_tensor(stored: StoredTensor) -> Tensor:
+    if stored.dtype is None or not stored.dtype.is_floating_point:
+        raise ValueError(f"{stored.file}: a tensor has dtype {stored.dtype_name}; expected F32, BF16 or F16.")
+    return stored.read()
