@@ -49,8 +49,8 @@ from lean_ft.data.sft import SFTReader
 from lean_ft.data.sources import read_rows
 from lean_ft.export import export_gguf
 from lean_ft.generation.stopping import stop_ids
-from lean_ft.gguf.importance import read_imatrix
 from lean_ft.gguf.open import gguf_folder
+from lean_ft.gguf.quantize import read_imatrix
 from lean_ft.gguf.splitting import QWEN2_PATTERN
 from lean_ft.models import load_model
 from lean_ft.models.safetensors_file import read_header, write_file

@@ -1,12 +1,18 @@
 """Write the packages of lean_ft and their imports into docs/design.md, as a table from the top layer to the lowest.
 
     python scripts/draw_map.py            # rewrite the map
-    python scripts/draw_map.py --check    # exit 1 if the map is stale
+    python scripts/draw_map.py --check    # exit 1 if the map is stale, or the imports are not as they should be
 
 A row names the packages that a package imports. Imports that follow from others are left out, as are `system`, `settings`
-and `torch_private`, which almost every package imports. `hub.upload` has a row of its own, because it imports `export`.
+and `torch_private`, which almost every package imports. `hub.upload`, which imports `export`, has a row of its own, as has
+`gguf.write`: the modules of `gguf` that know models. The others turn a file into a folder, below `hub`.
+
+It also prints the number of circles of modules that import each other, the largest circle, and the number of upward arrows: a
+package that imports one of a row above. A circle has at most 3 modules. No module of lean_ft is imported by a string, because
+no rule of import-linter sees such an import, except by tables of lazy exports and for packages of others.
 """
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -16,11 +22,21 @@ import grimp
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "design.md"
 MAP = re.compile(r"<!-- map -->\n.*?<!-- /map -->\n", re.S)
 EVERYWHERE = ("system", "settings", "torch_private")
+OWN_ROWS = {"hub.upload": "hub.upload"}
+OWN_ROWS |= {f"gguf.{name}": "gguf.write" for name in ("write", "quantize", "vocabulary", "tensors", "names")}
+MOST_IN_CIRCLE = 3
+# Tables of lazy exports, and objectives by the name in the settings
+LAZY = {"__init__.py", "data/__init__.py", "data/objective.py", "generation/__init__.py"}
 
 
-def imports() -> dict[str, set[str]]:
+def graph_of(root: Path = PAGE.parents[1]) -> grimp.ImportGraph:
+    """The imports of lean_ft, or of another tree with a package `lean_ft`."""
+    sys.path.insert(0, str(root))
+    return grimp.build_graph("lean_ft", cache_dir=None, exclude_type_checking_imports=True)
+
+
+def imports(graph: grimp.ImportGraph) -> dict[str, set[str]]:
     """The packages that each package imports."""
-    graph = grimp.build_graph("lean_ft", cache_dir=None, exclude_type_checking_imports=True)
     found: dict[str, set[str]] = {}
     for module in graph.modules:
         package = _package(module)
@@ -31,9 +47,33 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules, each of which imports all others of its group, directly or not."""
+    above = {module: reachable(module, edges, set()) for module in edges}
+    groups = {tuple(sorted(m for m in above[module] if module in above.get(m, ()))) for module in edges}
+    return [[*group] for group in groups if len(group) > 1]
+
+
+def imports_by_string(folder: Path) -> list[str]:
+    """Each call that imports a module of lean_ft by a string, or by a name that is computed: file, line and code."""
+    found = []
+    for file in sorted(folder.rglob("*.py")):
+        path = file.relative_to(folder).as_posix()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            function = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if function not in ("import_module", "__import__") or path in LAZY:
+                continue
+            name = node.args[0]
+            of_others = isinstance(name, ast.Constant) and not str(name.value).startswith(("lean_ft", "."))
+            if not of_others and "_SERVICES" not in ast.unparse(node):  # packages of loggers
+                found.append(f"lean_ft/{path}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
 def _package(module: str) -> str:
     names = module.split(".")[1:]
-    return "hub.upload" if names == ["hub", "upload"] else names[0] if names and names[0] != "__main__" else ""
+    of_module = OWN_ROWS.get(".".join(names[:2]))
+    return of_module or (names[0] if names and names[0] != "__main__" else "")
 
 
 def reachable(package: str, edges: dict[str, set[str]], seen: set[str]) -> set[str]:
@@ -53,23 +93,39 @@ def _implied(package: str, other: str, edges: dict[str, set[str]]) -> bool:
     )
 
 
-def draw() -> str:
+def draw(edges: dict[str, set[str]]) -> str:
     """The table with its markers."""
-    edges = imports()
     lines = ["<!-- map -->", "| package | imports |", "|---|---|"]
-    for package, others in sorted(edges.items(), key=lambda edge: (-len(reachable(edge[0], edges, set())), edge[0])):
-        direct = [f"`{other}`" for other in sorted(others) if not _implied(package, other, edges)]
+    for package in rows(edges):
+        direct = [f"`{other}`" for other in sorted(edges[package]) if not _implied(package, other, edges)]
         lines += [f"| `{package}` | {', '.join(direct)} |"] if direct else []
     return "\n".join([*lines, "<!-- /map -->", ""])
 
 
+def rows(edges: dict[str, set[str]]) -> list[str]:
+    """The packages, from the one that imports most others."""
+    return sorted(edges, key=lambda package: (-len(reachable(package, edges, set())), package))
+
+
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    drawn = MAP.sub(lambda _: draw(), page)
+    page, graph = PAGE.read_text(encoding="utf-8"), graph_of()
+    edges = imports(graph)
+    drawn = MAP.sub(lambda _: draw(edges), page)
+    found = circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules})
+    order, largest = rows(edges), max(map(len, found), default=0)
+    arrows = [(a, b) for a in order for b in sorted(edges[a]) if b in order and order.index(b) < order.index(a)]
+    print(f"circles of modules: {len(found)}, the largest of {largest}")
+    print(f"upward arrows between packages: {len(arrows)} {', '.join(f'{a} -> {b}' for a, b in arrows)}".rstrip())
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(drawn, encoding="utf-8")
-    elif drawn != page:
-        sys.exit("docs/design.md: the map is stale. Run python scripts/draw_map.py.")
+        return
+    problems = ["docs/design.md: the map is stale. Run python scripts/draw_map.py."] if drawn != page else []
+    problems += [f"a circle of imports: {', '.join(circle)}" for circle in found if len(circle) > MOST_IN_CIRCLE]
+    problems += [
+        f"{one}: imported by a string, which no rule sees" for one in imports_by_string(PAGE.parents[1] / "lean_ft")
+    ]
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":

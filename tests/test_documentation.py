@@ -153,6 +153,7 @@ def test_settings_are_found_and_wrong_ones_refused(config_classes):
 # Replacements in commands, applied in order, with the reason. Folders with the names of models hold the embedded model.
 SUBSTITUTES = [
     (r"\[(--.*?)\]", r"\1", "include options in brackets"),
+    (r" --imatrix \S+", "", "a program of llama.cpp makes the file"),
     (
         r"^(leanft run (?!generate|quantize|evaluate)(?!.*max_steps=).*)",
         r"\1 max_steps=2 eval_answers=0 compile=false plan=false",
@@ -180,6 +181,7 @@ NOT_RUN = {
     "leanft push ": "uploads; tests/cli/test_push_verb.py tests it on loopback",
     "leanft serve ": "runs until Ctrl-C; tests/generation/test_server.py tests it",
     "llama-cli ": "a program of llama.cpp; tests/gguf/test_llama_cpp.py",
+    "llama-imatrix ": "a program of llama.cpp; tests/gguf/test_quantize.py",
     "ollama ": "another program; tests/export/test_ollama.py",
     "leanft run --nproc-per-node ": "starts processes; tests/parallel tests it",
 }

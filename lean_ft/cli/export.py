@@ -7,20 +7,10 @@ import typer
 from lean_ft.cli.arguments import Debug
 
 _CANNOT_COMBINE = {
-    "--adapter": {
-        "--dtype",
-        "--max-shard-size",
-        "--dcp",
-        "--merge",
-        "--keep-vision",
-        "--imatrix",
-        "--calibrate",
-        "--ollama",
-    },
+    "--adapter": {"--dtype", "--max-shard-size", "--dcp", "--merge", "--keep-vision", "--imatrix", "--ollama"},
     "--keep-vision": {"--gguf"},
     "--dcp": {"--gguf", "--max-shard-size", "--keep-vision"},
     "--gguf": {"--dtype", "--max-shard-size"},  # it sets how numbers are stored, and writes one file
-    "--imatrix": {"--calibrate"},
 }
 
 
@@ -58,14 +48,6 @@ def export(
         str | None,
         typer.Option(
             "--imatrix", metavar="FILE", help="With a quantized --gguf: the importance of inputs, from llama-imatrix."
-        ),
-    ] = None,
-    calibrate: Annotated[
-        str | None,
-        typer.Option(
-            "--calibrate",
-            metavar="DATA",
-            help="With a quantized --gguf: rows to compute the importance of inputs from, and the perplexity before and after.",
         ),
     ] = None,
     dcp: Annotated[
@@ -107,7 +89,7 @@ def export(
     from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf, export_gguf_adapter
 
     options = {"--dtype": dtype, "--max-shard-size": max_shard_size, "--gguf": gguf, "--base": base}
-    options |= {"--imatrix": imatrix, "--calibrate": calibrate}
+    options["--imatrix"] = imatrix
     flags = {"--dcp": dcp, "--merge": merge, "--keep-vision": keep_vision, "--adapter": adapter, "--ollama": ollama}
     given = {name for name, value in options.items() if value is not None} | {name for name, on in flags.items() if on}
     for option, others in _CANNOT_COMBINE.items():
@@ -117,14 +99,14 @@ def export(
         raise ValueError(
             "--base is only used with --merge, --keep-vision, or --adapter and --gguf. Add one of them, or remove --base."
         )
-    if gguf is None and (found := sorted(given & {"--imatrix", "--calibrate", "--ollama"})):
+    if gguf is None and (found := sorted(given & {"--imatrix", "--ollama"})):
         raise ValueError(f"{found[0]} is only used with --gguf. Add --gguf q4_k_m, or remove {found[0]}.")
     if adapter and gguf is not None:
         typer.echo(str(export_gguf_adapter(source, destination, gguf, force, base)))
     elif adapter:
         typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
     elif gguf is not None:
-        typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, imatrix, calibrate, ollama)))
+        typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, imatrix, ollama)))
     elif dcp:
         typer.echo(str(export_dcp(source, destination, dtype, force, merge, base)))
     else:

@@ -2,8 +2,7 @@
 
 from lean_ft.export.dcp import export_dcp
 from lean_ft.export.folder import export_adapter, export_folder, merge
-from lean_ft.export.gguf import export_gguf
-from lean_ft.export.gguf_adapter import export_gguf_adapter
+from lean_ft.export.gguf import export_gguf, export_gguf_adapter
 from lean_ft.export.places import Exported
 from lean_ft.gguf.write import GGUF_KINDS
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
+from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
-from lean_ft.gguf.cache import gguf_file
-from lean_ft.peft.finished_models import find_base, tokenizer_folder
-from lean_ft.system.checkpoint_folder import MANIFEST, STATE_FOLDER
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged
+from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from lean_ft.system.checkpoint_folder import MANIFEST, STATE_FOLDER
 from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import free_bytes

@@ -88,7 +88,9 @@ class JudgingModel:
         """Raise ValueError as `open_reward_model` does, and for a model with more than one score."""
         self._model, self._tokenizer = open_reward_model(path, device)
         if self._model.config.num_scores != 1:
-            raise ValueError(f"{path} is a classifier of {self._model.config.num_scores} labels; a reward is one score.")
+            raise ValueError(
+                f"{path} is a classifier of {self._model.config.num_scores} labels; a reward is one score."
+            )
         self._model.requires_grad_(False).eval()
         ids, own = range(asked_with.vocab_size), self._tokenizer
         self._reads_tokens = all(own.token_text(i) == asked_with.token_text(i) for i in ids)

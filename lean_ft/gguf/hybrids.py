@@ -9,18 +9,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.gguf.header import Facts
-from lean_ft.gguf.mixtures import (
+from lean_ft.gguf.rows import (
     CORRECTED_EXPERTS,
     EXPERTS,
+    GRANITE_NUMBERS,
     LOCAL_EXPERTS,
+    PLUS_ONE,
     USUAL_EXPERTS,
+    Change,
+    GGUFFamily,
+    Step,
+    StoredAs,
+    always,
+    biases,
     mixture_of,
     qwen_config,
     renamed,
     scaled,
     times,
 )
-from lean_ft.gguf.rows import GRANITE_NUMBERS, PLUS_ONE, Change, GGUFFamily, Step, StoredAs, always, biases
 
 if TYPE_CHECKING:
     from lean_ft.models import Decoder, DecoderConfig

@@ -17,8 +17,7 @@ import numpy as np
 from lean_ft.gguf.cache import GGUF_INDEX, gguf_cache, with_given_name
 from lean_ft.gguf.header import Facts, read_header
 from lean_ft.gguf.hybrids import HYBRIDS
-from lean_ft.gguf.mixtures import MIXTURES
-from lean_ft.gguf.rows import DENSE, GGUFFamily
+from lean_ft.gguf.rows import DENSE, MIXTURES, GGUFFamily
 from lean_ft.gguf.tokenizer import tokenizer_files
 from lean_ft.system.cache import limit_size, load_entry
 from lean_ft.system.spelling import did_you_mean

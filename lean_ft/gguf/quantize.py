@@ -4,22 +4,29 @@ A block is a run of weights in a row. It stores a few bits per weight, its code,
 lowest value. Blocks of the k kinds have 256 weights in parts of 16 or 32, and the scales of the parts are quantized too.
 
 A scale is searched: each trial scale rounds the weights to codes, least squares gives the best scale for these codes, and the
-one with the smallest weighted error is kept. The importance of an input feature multiplies the weight of its error.
+one with the smallest weighted error is kept. The importance of an input feature, the mean square of that input from llama.cpp's
+`llama-imatrix`, multiplies the weight of its error.
 
-Source: llama.cpp, ggml-quants.c (formats, trial scales, weights of errors) and llama-quant.cpp (the kinds of tensors).
+Source: llama.cpp, ggml-quants.c (formats, trial scales, weights of errors), llama-quant.cpp (the kinds of tensors) and
+common/imatrix-loader.cpp.
 
-Shapes: R rows, C columns, N blocks, P parts of a block, B weights of a block or part.
+Shapes: R rows, C columns, N blocks, P parts of a block, B weights of a block or part, E experts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from lean_ft.gguf.header import gguf_package, read_header
 
 if TYPE_CHECKING:
     from lean_ft.models import DecoderConfig
@@ -82,29 +89,43 @@ def num_bytes(kind: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) // block * block_bytes
 
 
-def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
+class Errors(dict[str, Tensor]):
+    """Kind of tensors -> the sums of squares of the errors and of the weights."""
+
+    def __str__(self) -> str:
+        sums = {"all": torch.stack([*self.values()]).sum(0), **self} if len(self) > 1 else self
+        return ", ".join(f"{kind} {float((error / size).sqrt()):.2%}" for kind, (error, size) in sums.items())
+
+
+def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None, errors: Errors | None = None) -> Tensor:
     """Return the stored rows, uint8 (..., bytes), of a tensor (..., C).
 
-    importance: (C,), or (experts, C) for a tensor (experts, R, C); the mean square of each input feature. Kinds that round
-    without a search (q8_0, mxfp4) ignore it. Raises ValueError if a weight is too large for the float16 scales.
+    importance: (C,), or (E, C) for a tensor (E, R, C); the mean square of each input feature. Kinds that round without a search
+    (q8_0, mxfp4) ignore it. errors: gets the relative error. Raises ValueError if a weight is too large for the float16 scales.
     """
     if tensor.ndim == 3:
         each = [None] * len(tensor) if importance is None else importance.expand(len(tensor), -1)
-        return torch.stack([quantize(expert, kind, one) for expert, one in zip(tensor, each, strict=True)])
-    block, _, encode = FORMATS[kind]
+        return torch.stack([quantize(expert, kind, one, errors) for expert, one in zip(tensor, each, strict=True)])
+    gguf, (block, _, encode) = gguf_package(), FORMATS[kind]
     stored = torch.empty(num_bytes(kind, tensor.shape), dtype=torch.uint8).view(len(tensor), -1)
     if importance is not None:
         # An input that was always 0 in the data still counts a little.
         importance = (importance / importance.mean()).nan_to_num_(1.0).float() + 1e-6
 
-    def store(rows: Tensor, place: Tensor) -> None:
+    def store(rows: Tensor, place: Tensor) -> Tensor:
         x = rows.float().contiguous().view(-1, block)
         of_x = None if importance is None else importance.expand_as(rows).reshape(-1, block)
         torch.cat(encode(x, of_x), 1, out=place.view(len(x), -1))
+        values = torch.from_numpy(gguf.quants.dequantize(place.numpy(), gguf.GGMLQuantizationType[kind.upper()]))
+        return torch.stack(
+            [torch.linalg.vector_norm(one, dtype=torch.float64) for one in (values.view_as(x) - x, x)]
+        ).square()
 
     step = max(1, _SLICE // tensor.shape[1])
     with serial_operations() as num_threads, ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(store, tensor.split(step), stored.split(step)))
+        sums = sum(pool.map(store, tensor.split(step), stored.split(step)), torch.zeros(2, dtype=torch.float64))
+    if errors is not None:
+        errors[kind] = errors.get(kind, 0) + sums
     return stored
 
 
@@ -325,3 +346,90 @@ FORMATS = {
     "q5_k": _Format(256, 176, partial(_q4_k, bits=5)),
     "q6_k": _Format(256, 210, _q6_k),
 }
+
+
+# Importance -----------------------------------------------------------------------------------------------------------
+
+Importance = dict[str, Tensor]
+"""Matrix of the file, such as blk.0.attn_q.weight -> the importance of its input features, (C,), or (E, C) for experts."""
+
+
+def read_imatrix(file: Path) -> Importance:
+    """Read an importance matrix of llama.cpp, in GGUF or in the older binary format. Raises ValueError if it is damaged."""
+    if not file.is_file():
+        raise ValueError(f"--imatrix: no such file: {file}. Pass a file that llama-imatrix wrote.")
+    with file.open("rb") as stream:
+        is_gguf = stream.read(4) == b"GGUF"
+    found = _read_gguf(file) if is_gguf else _read_binary(file)
+    for name, importance in found.items():
+        if not bool((importance.isfinite() & (importance >= 0)).all()):
+            raise ValueError(f"--imatrix: {file} has a negative or infinite number for {name}. Make it again.")
+    return found
+
+
+def _read_gguf(file: Path) -> Importance:
+    found, (_, tensors) = Importance(), read_header(file)
+    for name, stored in tensors.items():
+        matrix = name.removesuffix(".in_sum2")
+        counts = tensors.get(f"{matrix}.counts")
+        if matrix == name or counts is None or {stored.kind, counts.kind} != {"F32"}:
+            continue
+        sums, number = (
+            torch.from_numpy(np.fromfile(file, np.float32, math.prod(one.shape), offset=one.offset))
+            for one in (stored, counts)
+        )
+        sums = sums.view(-1, stored.shape[-1])  # one dimension in the file of a single matrix
+        if len(number) not in (1, len(sums)):
+            raise ValueError(f"--imatrix: {file} is damaged: {matrix} has {len(number)} counts. Make it again.")
+        found[matrix] = _mean(sums, number[:, None])
+    if not found:
+        raise ValueError(
+            f"--imatrix: {file} has no importance, only other tensors. Pass a file that llama-imatrix wrote."
+        )
+    return found
+
+
+def _read_binary(file: Path) -> Importance:
+    content, found, place = file.read_bytes(), Importance(), 4
+    try:
+        for _ in range(struct.unpack_from("<I", content)[0]):
+            (length,) = struct.unpack_from("<I", content, place)
+            name = content[place + 4 : place + 4 + length].decode()
+            num_calls, size = struct.unpack_from("<iI", content, place + 4 + length)
+            place += 12 + length
+            sums = torch.frombuffer(bytearray(content[place : place + 4 * size]), dtype=torch.float32)
+            if len(sums) != size or name in found or num_calls < 0:
+                raise ValueError("truncated")
+            found[name], place = sums / max(1, num_calls), place + 4 * size
+    except (struct.error, ValueError):  # also of bytes that are not UTF-8, and of an empty buffer
+        found.clear()
+    if not found:
+        raise ValueError(
+            f"--imatrix: {file} is damaged, or not an importance matrix. Pass a file that llama-imatrix wrote."
+        )
+    return found
+
+
+def check_importance(importance: Importance, shapes: Mapping[str, tuple[int, ...]], source: str) -> Importance:
+    """Return the importance of the matrices `shapes` of the file, in the shape for `quantize`.
+
+    Raises ValueError if a matrix has none, or one of another size. source: where the importance comes from.
+    """
+    remedy = "Make it with llama-imatrix from this model."
+    if missing := [name for name in shapes if name not in importance]:
+        raise ValueError(
+            f"{source} lacks {len(missing)} of the {len(shapes)} matrices to quantize, such as {missing[0]}. {remedy}"
+        )
+    checked = Importance()
+    for name, shape in shapes.items():
+        expected = shape[-1] * (shape[0] if len(shape) == 3 else 1)
+        if importance[name].numel() != expected:
+            found = f"{importance[name].numel():,} numbers for {name}; expected {expected:,}"
+            raise ValueError(f"{source} has {found}, as it is of another model. {remedy}")
+        checked[name] = importance[name].view(*shape[:-2], -1)
+    return checked
+
+
+def _mean(sums: Tensor, counts: Tensor) -> Tensor:
+    """The importance (C,) or (E, C). All features of an expert that saw no token count the same."""
+    return torch.where(counts > 0, sums / counts, 1.0).float().squeeze(0)

@@ -14,8 +14,7 @@ import torch
 
 from lean_ft.gguf.cache import GGUF_INDEX
 from lean_ft.gguf.header import Facts, TensorPlace, num_rows
-from lean_ft.gguf.layouts import is_exact, load
-from lean_ft.gguf.names import all_tensors, architecture_metadata, divisors_of, layout_of
+from lean_ft.gguf.names import all_tensors, architecture_metadata, divisors_of, is_exact, layout_of, load
 from lean_ft.gguf.open import GGUF_FAMILIES, USE_FOLDER
 from lean_ft.gguf.rows import GGUFFamily, Step
 from lean_ft.models.safetensors_file import StoredTensor

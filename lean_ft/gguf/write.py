@@ -1,9 +1,11 @@
-"""Write a GGUF file, one tensor at a time.
+"""Write a model as a GGUF file, one tensor at a time, if llama.cpp computes it as lean_ft does.
 
 Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor names and metadata for these architectures.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,87 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.gguf.header import gguf_package
-from lean_ft.gguf.names import architecture_metadata
-from lean_ft.gguf.quantize import FORMATS, num_bytes, quantize
-from lean_ft.gguf.rows import GGUFFamily
+from lean_ft.gguf.header import Facts, TensorPlace, gguf_package
+from lean_ft.gguf.names import all_tensors, architecture_metadata, divisors_of
+from lean_ft.gguf.open import GGUF_FAMILIES, config_of
+from lean_ft.gguf.quantize import FORMATS, Errors, num_bytes, quantize
+from lean_ft.gguf.rows import REFUSED, GGUFFamily
 from lean_ft.gguf.vocabulary import tokenizer_metadata
-from lean_ft.models import Decoder
+from lean_ft.models import Decoder, DecoderConfig, decoder_config
 from lean_ft.tokenizers import Tokenizer
 
 # How matrices are stored -> llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
 GGUF_KINDS = {
     "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q6_k": 18, "q5_k_m": 17, "q4_k_m": 15, "q4_0": 2, "iq4_nl": 25, "mxfp4": 38,
 }  # fmt: skip
+
+_AGAIN = " Download the file again."
+# Fields of the configuration that change no number of the forward pass, or none beyond rounding.
+_WITHOUT_EFFECT = {"initializer_range", "router_aux_loss_coef"}
+# The file has the divisors of frequencies that these fields of RopeConfig give.
+_IN_DIVISORS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "attention_factor"}
+
+
+def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
+    """Return the row of `GGUF_FAMILIES`. Raises ValueError if llama.cpp would compute something else."""
+    name = model.source.config["model_type"]
+    if name in REFUSED:
+        raise ValueError(f"{folder}: llama.cpp does not compute {name} as it was trained: {REFUSED[name]}.")
+    if name not in GGUF_FAMILIES:
+        raise ValueError(
+            f"{folder}: --gguf supports the families {', '.join(GGUF_FAMILIES)}, but this is {name}. Export a Hugging Face "
+            "folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
+        )
+    family = GGUF_FAMILIES[name]
+    name = next(other for other, row in GGUF_FAMILIES.items() if row is family)  # mistral is read as llama
+    if family.architecture_of is not None:
+        family = family._replace(architecture=family.architecture_of(model.config))
+    if without := [key for key, (field, _) in family.numbers.items() if getattr(model.config, field) is None]:
+        raise ValueError(f"{folder} has no {without[0]}, which llama.cpp's architecture {family.architecture} needs.")
+    is_computed = f"{folder}: llama.cpp's architecture {family.architecture} does not compute the model"
+    try:
+        read = _read_back(model, family, name)
+    except ValueError as error:
+        raise ValueError(
+            f"{is_computed}: {str(error).removesuffix(_AGAIN)} Export a Hugging Face folder instead."
+        ) from None
+    for place, found, expected in _differences(model.config, read, family.not_stored):
+        raise ValueError(f"{is_computed}: {place} is {found}, and it always computes with {expected}.")
+    return family
+
+
+def _read_back(model: Decoder, family: GGUFFamily, name: str) -> DecoderConfig:
+    """The configuration that is read from the header of a model's file. Raises ValueError if the header cannot be read."""
+    metadata = {f"{family.architecture}.{key}": value for key, value in architecture_metadata(model, family).items()}
+    tensors = {key: TensorPlace("F32", tuple(tensor.shape), 0, 0) for key, tensor in all_tensors(model, family, "meta")}
+    metadata["general.architecture"] = family.architecture
+    facts = Facts(Path("its file"), metadata, tensors, divisors_of(model.config))
+    return decoder_config(config_of(facts, name), where="its file")
+
+
+def _differences(own: Any, read: Any, not_stored: frozenset[str], where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each fact of a model that its file is read without: name, value, value in the file."""
+    ignored = not_stored | _WITHOUT_EFFECT
+    if getattr(own, "scaling", None) in ("llama3", "longrope"):
+        ignored |= _IN_DIVISORS
+    for field in fields(own):
+        found, expected, place = getattr(own, field.name), getattr(read, field.name), f"{field.name}{where}"
+        if field.name in ignored or found == expected:
+            continue
+        if field.name == "layers" and len(found) == len(expected):
+            for i, (layer, other) in enumerate(zip(found, expected, strict=True)):
+                yield from _differences(layer, other, not_stored, f" of layer {i}")
+        elif is_dataclass(found) and type(found) is type(expected):
+            yield from _differences(found, expected, not_stored, f" of the {place}")
+        elif not (
+            isinstance(found, float) and isinstance(expected, float) and math.isclose(found, expected, rel_tol=1e-5)
+        ):
+            yield place, _brief(found), _brief(expected)
+
+
+def _brief(value: Any) -> Any:
+    """The kind of a part of the model in place of its configuration."""
+    return f"a {type(value).__name__.removesuffix('Config')}" if is_dataclass(value) else value
 
 
 def model_metadata(
@@ -44,11 +115,14 @@ def write_gguf(
     entries: dict[str, tuple[str, tuple[int, ...]]],
     tensors: Iterable[tuple[str, Tensor]],
     importance: Mapping[str, Tensor] = {},
-) -> None:
-    """Write a file. entries: kind and shape of each tensor. importance: as `quantize` takes it, by tensor. Floats of the metadata
-    are stored in 32 bits. Raises ValueError if a weight is too large for its kind."""
+) -> Errors:
+    """Write a file, and return the relative errors of its quantized tensors.
+
+    entries: kind and shape of each tensor. importance: as `quantize` takes it, by tensor. Floats of the metadata are stored in 32
+    bits. Raises ValueError if a weight is too large for its kind.
+    """
     gguf = gguf_package()
-    writer = gguf.GGUFWriter(file, architecture)
+    writer, errors = gguf.GGUFWriter(file, architecture), Errors()
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     for key, value in metadata.items():
         getattr(writer, f"add_{kinds[type(value)]}")(key, value)
@@ -61,18 +135,15 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tensors:
-        writer.write_tensor_data(_encode(tensor, entries[name][0], importance.get(name)))
+        kind = entries[name][0]
+        if kind in FORMATS:
+            data = quantize(tensor, kind, importance.get(name), errors).numpy()
+        elif kind == "bf16":
+            data = tensor.to(torch.bfloat16).view(torch.uint16).numpy()
+        else:
+            data = (tensor.float() if kind == "f32" else tensor.half()).numpy()
+            if kind == "f16" and not np.isfinite(data).all():
+                raise ValueError("a weight is above 65,504, which float16 cannot hold. Choose --gguf bf16 or f32.")
+        writer.write_tensor_data(data)
     writer.close()
-
-
-def _encode(tensor: Tensor, kind: str, importance: Tensor | None) -> np.ndarray:
-    """Return the data of a tensor as stored in the file."""
-    if kind == "f32":
-        return tensor.float().numpy()
-    if kind == "f16":
-        if not bool((converted := tensor.half()).isfinite().all()):
-            raise ValueError("a weight is above 65,504, which float16 cannot hold. Choose --gguf bf16 or f32.")
-        return converted.numpy()
-    if kind == "bf16":
-        return tensor.to(torch.bfloat16).view(torch.uint16).numpy()
-    return quantize(tensor, kind, importance).numpy()
+    return errors

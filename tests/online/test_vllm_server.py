@@ -130,7 +130,9 @@ def test_an_adapter_is_merged_on_the_way(train: Callable[..., Path], server: Ser
     assert any(not torch.equal(server.weights[0][name], tensor) for name, tensor in server.weights[1].items())
 
 
-def test_the_server_gets_the_names_of_the_folder_that_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_gets_the_names_of_the_folder_that_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole_model("Gemma3").save_pretrained(tmp_path / "model")
     monkeypatch.setattr(VLLMServer, "_ask", lambda *_: {"data": [{"id": "model"}]})
     VLLMServer("http://server", tmp_path / "weights")._give_weights(load_model(tmp_path / "model"))
