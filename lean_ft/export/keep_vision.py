@@ -18,7 +18,7 @@ from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.hf_format import WEIGHTS_INDEX, stored_tensors, tensors_on_disk
 from lean_ft.models.names_on_disk import name_in_language_model
 from lean_ft.models.safetensors_file import write_file
-from lean_ft.system.checkpoint_folder import TRAINING_STATE_FILE, read_training_state
+from lean_ft.system.run_directory import TRAINING_STATE_FILE, read_training_state
 from lean_ft.system.shards import part_of
 from lean_ft.system.whole_files import read_json, write_json
 

@@ -23,8 +23,8 @@ import lean_ft
 from lean_ft.data import Batches
 from lean_ft.optim import Optimizer
 from lean_ft.settings import RecipeConfig, recipe_name
-from lean_ft.system.checkpoint_folder import checkpoint_step, from_checkpoint, list_checkpoints, read_random_state
 from lean_ft.system.log import say
+from lean_ft.system.run_directory import checkpoint_step, from_checkpoint, list_checkpoints, read_random_state
 from lean_ft.system.shards import Part, Ranks
 from lean_ft.system.units import duration, gibibytes
 from lean_ft.system.whole_files import delete_whole
@@ -44,7 +44,7 @@ from lean_ft.training.checkpoint import (
 from lean_ft.training.commands import command_to_continue
 from lean_ft.training.length import Length
 from lean_ft.training.random_state import RandomState, capture_random_state
-from lean_ft.training.run_directory import settings_of
+from lean_ft.training.records import settings_of
 from lean_ft.training.starting import Start
 
 AUTO_SAVE_SECONDS = 30 * 60  # save_every=auto: the longest time between two saves

@@ -32,9 +32,9 @@ from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer, scheduled
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig
-from lean_ft.system.checkpoint_folder import from_checkpoint
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
+from lean_ft.system.run_directory import METRICS_FILE, from_checkpoint
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.units import number
@@ -49,9 +49,7 @@ from lean_ft.training.metrics import Metrics, set_metrics_aside, trim_metrics
 from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
 from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
-from lean_ft.training.regularization import check_applied
-from lean_ft.training.run_directory import (
-    METRICS_FILE,
+from lean_ft.training.records import (
     DirectoryLock,
     facts_that_ranks_share,
     gather_facts,
@@ -60,6 +58,7 @@ from lean_ft.training.run_directory import (
     record_start,
     settings_of,
 )
+from lean_ft.training.regularization import check_applied
 from lean_ft.training.starting import Start, decide_start
 from lean_ft.training.summary import Results, describe_evaluation, log_start
 

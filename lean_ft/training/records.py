@@ -1,17 +1,9 @@
-"""The run directory: its lock, its records about the run, and checks of its content.
-
-config.yaml      the resolved settings, which `leanft run RECIPE --config` reads; facts about the run as comments
-run.json         the same facts for programs, with one entry per start of the run
-functions/       sources of the functions that were passed from Python
-metrics.jsonl    see lean_ft.training.metrics
-step_00000100/   see lean_ft.system.checkpoint_folder
-"""
+"""The lock of a run directory, and the records that a run writes there: config.yaml and run.json."""
 
 import fcntl
 import os
 import platform
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,18 +16,12 @@ import lean_ft
 from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
-from lean_ft.system.checkpoint_folder import list_checkpoints
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact, redact_values
+from lean_ft.system.run_directory import CONFIG_FILE, LOCK_FILE, RUN_FILE, read_starts
 from lean_ft.system.shards import Ranks
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
-from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_json, write_whole
-
-CONFIG_FILE = "config.yaml"
-RUN_FILE = "run.json"
-METRICS_FILE = "metrics.jsonl"
-LOCK_FILE = ".lock"
-LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler or `tee` may open these in the directory before we start
+from lean_ft.system.whole_files import LEFTOVER, open_in_place, remove, write_json, write_whole
 
 Settings = dict[str, Any]  # dotted key -> JSON value
 
@@ -100,40 +86,6 @@ def git_commit(folder: Path) -> str | None:
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def holds_run(directory: Path) -> bool:
-    return (directory / RUN_FILE).exists() or (directory / CONFIG_FILE).exists() or bool(list_checkpoints(directory))
-
-
-def check_usable(directory: Path) -> None:
-    """Raise ValueError if `directory` is a file, is read-only, or holds files that do not belong to a run."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"output_dir={directory} is a file. Set a directory; it need not exist.")
-    nearest = directory
-    while not nearest.exists():
-        nearest = nearest.parent
-    try:
-        # Permission bits are not enough: they allow root everything, also on a read-only disk.
-        tempfile.TemporaryDirectory(prefix=".lean_ft-", dir=nearest).cleanup()
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={directory} cannot be written: {nearest}: {error.strerror}. Set another output_dir."
-        ) from None
-    if foreign := foreign_files(directory):
-        shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
-        raise ValueError(
-            f"output_dir={directory} holds files that do not belong to a run ({shown}). Set a new or empty "
-            f"directory, or the directory of a run to resume."
-        )
-
-
-def foreign_files(directory: Path) -> list[str]:
-    """Names of the files in a directory that holds no run, except for hidden files and a scheduler's logs."""
-    if not directory.is_dir() or holds_run(directory):
-        return []
-    names = sorted(path.name for path in directory.iterdir())
-    return [name for name in names if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)]
 
 
 def remove_half_written(directory: Path) -> None:
@@ -231,19 +183,3 @@ def record_end(directory: Path, *, writes: bool) -> None:
     if starts and "ended" not in starts[-1]:
         starts[-1]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(directory / RUN_FILE, {"starts": starts}, 1, on_disk=True)
-
-
-def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """The entries of run.json, oldest first; empty if the file is missing."""
-    path = directory / RUN_FILE
-    delete = "Delete it to continue without the record of earlier starts."
-    try:
-        starts = read_json(path).get("starts", [])
-    except ValueError as error:
-        raise ValueError(f"{error} {delete}") from None
-    if not isinstance(starts, list) or not all(
-        isinstance(start, dict) and isinstance(start.get("settings"), dict) and isinstance(start.get("recipe", ""), str)
-        for start in starts
-    ):
-        raise ValueError(f"{path} is not a list of a run's starts. {delete}")
-    return starts
