@@ -43,36 +43,6 @@ def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
 
 
-def gather_facts(
-    cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int, num_ranks: int
-) -> dict[str, Any]:
-    """Versions, hardware, commit and data of this start of the run."""
-    facts: dict[str, Any] = {
-        "recipe": recipe_name(cfg),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "start_step": start_step,
-        "lean_ft": lean_ft.__version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "safetensors": safetensors.__version__,
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "num_threads": torch.get_num_threads(),
-        "git_commit": git_commit(Path.cwd()),
-        "data_fingerprint": data_fingerprint,
-    }
-    named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
-    for one in [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]:
-        if is_function_path(one) and (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
-            facts[f"hash of {redact(str(file))}"] = file_digest(one)
-    if device.type == "cuda":
-        facts["cuda"] = torch.version.cuda
-    if num_ranks > 1:
-        facts["processes"] = num_ranks
-    return facts
-
-
 def git_commit(folder: Path) -> str | None:
     """The git commit of `folder`, with `+changes` if tracked files differ from it; None outside a repository."""
 
@@ -159,8 +129,41 @@ def lock_directory(directory: Path, ranks: Ranks) -> DirectoryLock | None:
     return lock
 
 
-def record_start(cfg: RecipeConfig, facts: dict[str, Any]) -> None:
-    """Write config.yaml and add this start, with its `facts`, to run.json."""
+def record_start(
+    cfg: RecipeConfig,
+    device: torch.device,
+    data_fingerprint: str,
+    start_step: int,
+    resumed_from: Path | None,
+    num_ranks: int,
+) -> None:
+    """Write config.yaml and add this start to run.json: its settings, versions, hardware, commit and data."""
+    named = settings_of(cfg)
+    facts: dict[str, Any] = {
+        "recipe": recipe_name(cfg),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "start_step": start_step,
+        "lean_ft": lean_ft.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "safetensors": safetensors.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "num_threads": torch.get_num_threads(),
+        "git_commit": git_commit(Path.cwd()),
+        "data_fingerprint": data_fingerprint,
+    }
+    for one in [one for value in named.values() for one in (value if isinstance(value, list) else [value])]:
+        function = one.get("function", one.get("format")) if isinstance(one, dict) else one
+        if is_function_path(function) and (file := Path(function.rpartition(":")[0]).expanduser()).is_file():
+            facts[f"hash of {redact(str(file))}"] = file_digest(function)
+    if device.type == "cuda":
+        facts["cuda"] = torch.version.cuda
+    if num_ranks > 1:
+        facts["processes"] = num_ranks
+    if resumed_from is not None:
+        facts["resumed_from"] = str(resumed_from)
     directory, facts = cfg.output_dir, redact_values(facts)
     settings = to_yaml(redact_values(cfg.model_dump(mode="json")))
     for one in [one for one in PASSED if one in settings]:
@@ -174,7 +177,7 @@ def record_start(cfg: RecipeConfig, facts: dict[str, Any]) -> None:
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
-    write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]}, 1, on_disk=True)
+    write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": named}]}, 1, on_disk=True)
 
 
 def record_end(directory: Path, *, writes: bool) -> None:

@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from torch import nn
 
 from lean_ft.hub.paths import path_at_commit
-from lean_ft.settings import RecipeConfig, models_of, recipe_name
+from lean_ft.optim import scheduled
+from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
@@ -43,9 +45,11 @@ from lean_ft.system.run_directory import (
     read_run,
 )
 from lean_ft.system.units import counted
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.length import Length
 from lean_ft.training.metrics import Row, is_number, lines_until
 from lean_ft.training.records import DirectoryLock, Settings, locks, settings_of
+from lean_ft.training.regularization import check_applied
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -177,6 +181,30 @@ def read_earlier(cfg: RecipeConfig, *, quick: bool) -> RecordedRun:
         return read_run(cfg.output_dir, remark, quick=quick)
     except ValueError as error:
         raise ValueError(f"{error} Set another output_dir to start a new run, or delete {cfg.output_dir}.") from None
+
+
+def check_recipe(cfg: RecipeConfig, model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if the recipe ignores a setting about its model or tokenizer."""
+    check_applied(model, cfg)
+    settings = cfg.group(ModelConfig)
+    if settings is not None and any(tokenizer.token_id(token) is None for token in settings.new_tokens):
+        raise ValueError(
+            "the tokenizer lacks model.new_tokens. In the recipe, load it by load_tokenizer(cfg.model, ...)."
+        )
+
+
+def say_changes(start: Start, cfg: RecipeConfig, total_steps: int) -> None:
+    """Log the checkpoint that a run resumes from, and what changed since."""
+    say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
+    for change in start.changes:
+        say("changed", f"{change}. The results will differ from a run that had this value from the start")
+    schedule, planned = cfg.group(ScheduleConfig), start.state["total_steps"]
+    if schedule is not None and any(
+        scheduled(schedule, step, planned) != scheduled(schedule, step, total_steps)
+        for step in range(start.step if planned != total_steps else 0)
+    ):
+        effect = f"schedule.name={schedule.name} uses the new total from now on"
+        say("changed", f"total steps: {planned} then, {total_steps} now. {effect}")
 
 
 # Before anything is loaded ----------------------------------------------------------------------------------------
