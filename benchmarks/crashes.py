@@ -37,7 +37,7 @@ from results import RESULTS, print_result, require_hardware, write_result
 from tiny_runs import STEPS, digests, fork, metrics, recipe, train, write_inputs
 
 from lean_ft.system.catalog import find_recipe, load_recipe
-from lean_ft.system.checkpoint_folder import check_whole, checkpoint_step, list_checkpoints
+from lean_ft.system.run_directory import check_whole, checkpoint_step, list_checkpoints
 
 SAVE_EVERY = 2
 MOST_KILLS_OF_A_RUN = 3

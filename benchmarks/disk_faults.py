@@ -28,7 +28,7 @@ from tiny_runs import STEPS, config, digests, finish, fork, train, write_inputs
 
 import lean_ft.training.checkpoint
 import lean_ft.training.checkpoints
-from lean_ft.system.checkpoint_folder import check_whole, list_checkpoints
+from lean_ft.system.run_directory import check_whole, list_checkpoints
 from lean_ft.training import starting
 
 SAVES = ["save_every=4"]
@@ -288,7 +288,7 @@ def damaged_files(
         log, answer = place / "log", place / "found"
 
         def find(answer: Path = answer) -> None:
-            answer.write_text(str(starting._recorded(config(inputs, run, SAVES), quick=False)[0]))
+            answer.write_text(str(starting.read_earlier(config(inputs, run, SAVES), quick=False).checkpoint))
 
         for kind in kinds:
             path.unlink()

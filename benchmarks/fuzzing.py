@@ -61,23 +61,24 @@ from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
 from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
-from lean_ft.system.checkpoint_folder import (
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
+from lean_ft.system.run_directory import (
     OPTIMIZER_FILE,
     RANDOM_STATE_FILE,
     TRAINING_STATE_FILE,
     check_whole,
     from_checkpoint,
     read_random_state,
+    read_starts,
     read_training_state,
     write_manifest,
 )
-from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import loggers, starting
 from lean_ft.training.curves import read_curves
 from lean_ft.training.metrics import trim_metrics
 from lean_ft.training.random_state import capture_random_state, restore_random_state
-from lean_ft.training.run_directory import read_starts, settings_of
+from lean_ft.training.records import settings_of
 
 CASE_CPU_SECONDS = 10.0
 CASE_MEMORY_BYTES = 2**31
@@ -779,11 +780,11 @@ def _runs(folder: Path) -> dict[str, Target]:
     def resume() -> None:
         read = read_training_state(checkpoint)
         with from_checkpoint(checkpoint):
-            starting._compare_settings(cfg, read, checkpoint, is_own=True)
+            starting._differences(starting._recorded_settings(read), settings_of(cfg))
             batches.load_state_dict(read["batches"])
             LossScaler(True).load_state_dict(read["scaler"])
-        starting._compare_data(cfg, batches.fingerprint, read, checkpoint)
-        starting._compare_base("x", read, checkpoint)
+        start = starting.Start(checkpoint, read)
+        starting._compare_content(start, settings_of(cfg), batches.fingerprint, "x")
 
     def draw() -> None:
         with from_checkpoint(checkpoint, ValueError):
@@ -808,7 +809,7 @@ def _runs(folder: Path) -> dict[str, Target]:
         "training_state.json": Target(12, checkpoint / TRAINING_STATE_FILE, [as_json(state)], break_json, resume),
         "random_state.json": Target(3, checkpoint / RANDOM_STATE_FILE, [as_json(capture_random_state(torch.device("cpu")))], break_json, draw),
         "manifest.json": Target(8, whole / "manifest.json", [manifest], break_json, lambda: check_whole(whole)),
-        "run.json": Target(10, folder / "run.json", [starts], break_json, lambda: [starting._compare_identity(cfg, one) for one in read_starts(folder)]),
+        "run.json": Target(10, folder / "run.json", [starts], break_json, lambda: [starting._changes(starting._recorded_settings(one), settings_of(cfg), starting.IDENTITY) for one in read_starts(folder)]),
         "metrics.jsonl": Target(10, folder / "metrics.jsonl", [lines], break_bytes, curves),
         "loggers.json": Target(2, folder / "loggers.json", [b'{"wandb": "abc"}'], break_json, lambda: loggers._records(folder)),
     }  # fmt: skip

@@ -44,8 +44,8 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     from lean_ft.optim import build_optimizer
     from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig
     from lean_ft.tokenizers import load_tokenizer
-    from lean_ft.training.checkpoint import write_checkpoint
-    from lean_ft.training.checkpoints import BackgroundWriter, host_copies, host_copy
+    from lean_ft.training.checkpoint import weight_parts, write_checkpoint
+    from lean_ft.training.checkpoints import BackgroundWriter, host_copies
 
     return_freed_memory()
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
 
     saved = iter(range(1, 1000))
 
-    def save(model: torch.nn.Module, state: Any) -> float:
+    def save(weights: Any, state: Any) -> float:
         began = time.perf_counter()
         place = folder / "run"
         write_checkpoint(
@@ -87,6 +87,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
             optimizer_state=state,
             training_state={},
             random_state={},
+            weights=weights,
         )
         return time.perf_counter() - began
 
@@ -95,10 +96,10 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     writer = BackgroundWriter()
     for _ in range(rounds):
         plain.append(step())
-        waited.append(save(model, optimizer.state_parts()))
+        waited.append(save(None, optimizer.state_parts()))
         plain.append(step())
         began = time.perf_counter()
-        copy, state = host_copy(model), host_copies(optimizer.state_parts())
+        copy, state = host_copies(weight_parts(model)), host_copies(optimizer.state_parts())
         copied.append(time.perf_counter() - began)
         writer.start(lambda copy=copy, state=state: written.append(save(copy, state)))
         extra = 0.0
@@ -106,7 +107,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
             extra += step() - statistics.median(plain)
         writer.wait()
         beside.append(extra)
-    copy_bytes = sum(p.nbytes for p in copy.parameters()) + sum(tensor.nbytes for tensor in state.values())
+    copy_bytes = sum(part.values.nbytes for part in (*copy.values(), *state.values()))
     times = {"plain": plain, "waited": waited, "copied": copied, "beside": beside, "written": written}
     report.write_text(json.dumps({**times, "copy_bytes": copy_bytes}))
 

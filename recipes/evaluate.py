@@ -22,12 +22,12 @@ from lean_ft.quantize.held_out_loss import mean_loss
 from lean_ft.settings import AskedModelConfig, Device, Settings, SFTDataConfig
 from lean_ft.settings.base import RegularExpression
 from lean_ft.system.log import say
+from lean_ft.system.run_directory import METRICS_FILE
 from lean_ft.system.units import number
 from lean_ft.system.whole_files import read_json, write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training import answer_held_out
 from lean_ft.training.answers import all_are_questions
-from lean_ft.training.run_directory import METRICS_FILE
 
 
 class Config(Settings):

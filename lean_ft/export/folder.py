@@ -19,7 +19,7 @@ from lean_ft.models.source import Source
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.peft.stored_adapter import read_adapter
-from lean_ft.system.checkpoint_folder import TRAINING_STATE_FILE, read_training_state
+from lean_ft.system.run_directory import TRAINING_STATE_FILE, read_training_state
 from lean_ft.system.units import parse_bytes
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import checkpoint_bytes

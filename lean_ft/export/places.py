@@ -17,7 +17,7 @@ from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from lean_ft.system.checkpoint_folder import MANIFEST, STATE_FOLDER
+from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER
 from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import free_bytes

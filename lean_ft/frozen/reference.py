@@ -54,7 +54,7 @@ from lean_ft.system.log import say
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.progress import shown
-from lean_ft.training.run_directory import facts_that_ranks_share
+from lean_ft.training.records import facts_that_ranks_share
 
 Reference = Callable[[PairBatch], Tensor]
 """Returns log-probabilities (P, 2) of a batch on the model's device, without gradients; (P, 1) for an

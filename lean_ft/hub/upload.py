@@ -18,9 +18,9 @@ from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system.installation import install_command
 from lean_ft.system.redaction import redact
+from lean_ft.system.run_directory import METRICS_FILE, read_starts
 from lean_ft.system.units import gibibytes, number
 from lean_ft.training.curves import draw_curves
-from lean_ft.training.run_directory import METRICS_FILE, read_starts
 
 CARD, _PICTURE = "README.md", "curves.png"
 _FACTS = ("lean_ft", "torch", "python", "device", "processes", "git_commit", "data_fingerprint", "started")

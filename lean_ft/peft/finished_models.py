@@ -7,7 +7,7 @@ from typing import Any
 from lean_ft.hub.download import TOKENIZER_FILES
 from lean_ft.hub.paths import repository_name, resolve_model_path
 from lean_ft.peft.stored_adapter import is_adapter, read_adapter
-from lean_ft.system.checkpoint_folder import (
+from lean_ft.system.run_directory import (
     MANIFEST,
     TRAINING_STATE_FILE,
     check_whole,

@@ -7,8 +7,7 @@ no random number and does not change the run.
 """
 
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -17,12 +16,11 @@ from lean_ft.data import Batch
 from lean_ft.generation import Sampling, longest_first, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
-from lean_ft.system.units import duration
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.progress import shown
 
 T = TypeVar("T")
 
-_PROGRESS_SECONDS = 10.0  # between two progress lines
 _SHOWN = 40  # characters of a question or an answer in a sample line
 
 
@@ -76,15 +74,7 @@ def say_answers(
             f"eval_answers={max_questions} needs held-out rows, and there are none. Set data.validation_source or "
             "data.validation_fraction, or eval_answers=0."
         )
-    started = said = time.perf_counter()
-
-    def progress(num_answered: int, total: int) -> None:
-        nonlocal said
-        if (now := time.perf_counter()) - said > _PROGRESS_SECONDS:
-            say("", f"{num_answered} of {total} held-out questions answered in {duration(now - started)}")
-            said = now
-
-    report = answer_held_out(model, tokenizer, held_out, max_questions, pattern, progress)
+    report = answer_held_out(model, tokenizer, held_out, max_questions, pattern)
     total, what = len(report.answers), "the whole answer" if pattern is None else f"the text that {pattern} finds last"
     share = f"{report.num_right} of {total} held-out questions right ({report.exact_match:.1%})"
     say("answers", f"{when}: {share}; exact match of {what}")
@@ -101,7 +91,6 @@ def answer_held_out(
     held_out: Iterable[Batch],
     max_questions: int,
     pattern: str | None = None,
-    progress: Callable[[int, int], None] = lambda num_answered, total: None,
 ) -> AnswerReport:
     """Return the model's greedy answers to at most `max_questions` held-out sequences, evenly spaced.
 
@@ -138,11 +127,11 @@ def answer_held_out(
 
     given: dict[int, list[int]] = {}
     lengths = [len(prompt) + limit for (prompt, _), limit in zip(questions, limits, strict=True)]
-    for asked in longest_first(lengths, max(batch.num_tokens for batch in batches)):
+    together = list(longest_first(lengths, max(batch.num_tokens for batch in batches)))
+    for asked in shown(together, len(together), "answering"):
         prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
         answers = sample(model, prompts, Sampling(limit, stop_ids=ends))
         given.update(zip(asked, (answer.ids for answer in answers), strict=True))
-        progress(len(given), len(questions))
 
     return AnswerReport(
         [

@@ -1,6 +1,6 @@
 """Write a checkpoint, and read it back: the weights, and the state that resumes the run exactly.
 
-`lean_ft.system.checkpoint_folder` has the folder's layout. Nothing in it is pickled.
+`lean_ft.system.run_directory` has the folder's layout. Nothing in it is pickled.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from lean_ft.models import parts_on_disk, save_model
 from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapter_bytes, adapter_parts, has_adapter, restore_adapter, save_adapter
-from lean_ft.system.checkpoint_folder import (
+from lean_ft.system.run_directory import (
     BESIDE_FILE,
     OPTIMIZER_FILE,
     RANDOM_STATE_FILE,

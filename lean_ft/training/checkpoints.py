@@ -8,10 +8,9 @@ The copy holds the trained weights and the optimizer state; frozen weights are s
 weights and state until it is written.
 """
 
-import copy
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +22,9 @@ import lean_ft
 from lean_ft.data import Batches
 from lean_ft.optim import Optimizer
 from lean_ft.settings import RecipeConfig, recipe_name
-from lean_ft.system.checkpoint_folder import checkpoint_step, from_checkpoint, list_checkpoints, read_random_state
 from lean_ft.system.log import say
-from lean_ft.system.shards import Part, Ranks
+from lean_ft.system.run_directory import checkpoint_step, from_checkpoint, list_checkpoints
+from lean_ft.system.shards import Part, Ranks, local
 from lean_ft.system.units import duration, gibibytes
 from lean_ft.system.whole_files import delete_whole
 from lean_ft.tokenizers import Tokenizer
@@ -44,7 +43,7 @@ from lean_ft.training.checkpoint import (
 from lean_ft.training.commands import command_to_continue
 from lean_ft.training.length import Length
 from lean_ft.training.random_state import RandomState, capture_random_state
-from lean_ft.training.run_directory import settings_of
+from lean_ft.training.records import settings_of
 from lean_ft.training.starting import Start
 
 AUTO_SAVE_SECONDS = 30 * 60  # save_every=auto: the longest time between two saves
@@ -58,7 +57,8 @@ class Place:
     batches: dict[str, Any]
     scaler: dict[str, Any] | None
     random_state: RandomState
-    num_updates: tuple[int, int]  # made and skipped: they show whether a step has begun to update
+    step_count: int  # updates that were made and skipped: they show whether a step has begun to update
+    skipped_steps: int
     carried: dict[str, Any] | None
 
 
@@ -92,15 +92,15 @@ class Checkpoints:
         self._beside = carried if isinstance(carried, nn.Module) else None
         self._carried = None if isinstance(carried, nn.Module) else carried
 
-    def restore(self, start: Start) -> RandomState | None:
-        """Read the checkpoint that the run starts from, and return its random state. For a complete run, which can still answer
+    def restore(self, start: Start) -> None:
+        """Read the checkpoint that the run starts from, without the random state. For a complete run, which can still answer
         questions, read the weights alone. Raises ValueError if it is not of this model and optimizer, or damaged."""
         folder, state = start.folder, start.state
         assert folder is not None
         self.newest, self.saved_steps = folder, start.step
         restore_weights(folder, self._model)
         if start.is_complete:
-            return None
+            return
         restore_optimizer(folder, self._optimizer)
         if self._beside is not None:
             restore_beside(folder, self._beside)
@@ -110,7 +110,6 @@ class Checkpoints:
                 self._optimizer.scaler.load_state_dict(state["scaler"])
             if self._carried is not None and state.get("carried") is not None:
                 self._carried.load_state_dict(state["carried"])
-        return read_random_state(folder)
 
     def needed_bytes(self) -> int:
         """Upper bound of a checkpoint's size on the disk."""
@@ -141,7 +140,8 @@ class Checkpoints:
             self._batches.state_dict(),
             self._optimizer.scaler.state_dict(),
             capture_random_state(device),
-            self._num_updates,
+            self._optimizer.step_count,
+            self._optimizer.skipped_steps,
             None if self._carried is None else self._carried.state_dict(),
         )
 
@@ -149,13 +149,10 @@ class Checkpoints:
         """Count the time to the first save from now on."""
         self._ended_at = time.perf_counter()
 
-    @property
-    def _num_updates(self) -> tuple[int, int]:
-        return self._optimizer.step_count, self._optimizer.skipped_steps
-
     def has_updated_since(self, place: Place) -> bool:
         """Whether an update has begun since `place`, so that the weights may belong to no step."""
-        return not self._optimizer.is_whole or place.num_updates != self._num_updates
+        now = self._optimizer
+        return not now.is_whole or (place.step_count, place.skipped_steps) != (now.step_count, now.skipped_steps)
 
     def is_due(self, done: int) -> bool:
         """Whether `save_every` asks for a checkpoint after `done` steps."""
@@ -198,15 +195,12 @@ class Checkpoints:
             "total_steps": self._length.total_steps,
             "base_fingerprint": self.base_fingerprint,
         }
-        model, weights, optimizer_state = self._model, weight_parts(self._model), self._optimizer.state_parts()
+        weights, optimizer_state = weight_parts(self._model), self._optimizer.state_parts()
         in_background, beside = self._cfg.save_async and not wait, trained_parts(self._beside)
         if in_background:
-            optimizer_state, beside = host_copies(optimizer_state), host_copies(beside)
-            if ranks.size > 1:
-                weights = host_copies(weights)
-            else:
-                model = host_copy(model)
-                weights = weight_parts(model)
+            trained = {local(p).untyped_storage().data_ptr() for p in self._model.parameters() if p.requires_grad}
+            weights, optimizer_state = host_copies(weights, trained), host_copies(optimizer_state)
+            beside = host_copies(beside)
         copied = f" (copied in {duration(time.perf_counter() - started)})" if in_background else ""
 
         def write() -> None:
@@ -214,7 +208,7 @@ class Checkpoints:
                 self.newest = write_checkpoint(
                     self._cfg.output_dir,
                     done,
-                    model=model,
+                    model=self._model,
                     tokenizer=self._tokenizer,
                     optimizer_state=optimizer_state,
                     training_state=training_state,
@@ -283,22 +277,15 @@ def most_checkpoints(length: Length, start_step: int) -> int:
     return min(saves, cfg.most_kept + cfg.keep_best + multiples + 1)
 
 
-def host_copy(model: nn.Module) -> nn.Module:
-    """A model with copies of the trained weights on the CPU, for saving. Frozen parameters and buffers are shared.
-
-    Parameter hooks and compiled code are not copied.
-    """
-    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():
-        kept = parameter
-        if parameter.requires_grad:
-            kept = nn.Parameter(parameter.detach().to("cpu", copy=True))
-        memo[id(parameter)] = kept
-    return copy.deepcopy(model, memo)
-
-
-def host_copies(parts: Mapping[str, Part]) -> dict[str, Part]:
-    return {name: replace(part, values=part.values.to("cpu", copy=True)) for name, part in parts.items()}
+def host_copies(parts: Mapping[str, Part], trained: Collection[int] | None = None) -> dict[str, Part]:
+    """The parts with copies of their tensors on the CPU. `trained`: addresses of the memory that changes; parts in other memory
+    (frozen weights) are shared."""
+    return {
+        name: part
+        if trained is not None and part.values.untyped_storage().data_ptr() not in trained
+        else replace(part, values=part.values.to("cpu", copy=True))
+        for name, part in parts.items()
+    }
 
 
 class BackgroundWriter:

@@ -26,15 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.data import Batch, Batches
-from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.memory.host_memory import trim_heap
 from lean_ft.models import Decoder
 from lean_ft.optim import Optimizer, scheduled
 from lean_ft.peft import base_fingerprint
-from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig
-from lean_ft.system.checkpoint_folder import from_checkpoint
+from lean_ft.settings import RecipeConfig, ScheduleConfig
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
+from lean_ft.system.run_directory import METRICS_FILE, from_checkpoint, read_random_state
 from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.units import number
@@ -42,26 +41,24 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
 from lean_ft.training.checkpoints import Checkpoints, Place
-from lean_ft.training.commands import command_to_continue, commands_to_evaluate
+from lean_ft.training.commands import command_to_continue
+from lean_ft.training.evaluations import check_evaluations, describe_evaluation, run_eval_tasks, say_missing_evaluations
 from lean_ft.training.length import Length
 from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, set_metrics_aside, trim_metrics
 from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
-from lean_ft.training.random_state import RandomState, capture_random_state, restore_random_state
-from lean_ft.training.regularization import check_applied
-from lean_ft.training.run_directory import (
-    METRICS_FILE,
+from lean_ft.training.random_state import restore_random_state
+from lean_ft.training.records import (
     DirectoryLock,
     facts_that_ranks_share,
-    gather_facts,
     lock_directory,
     record_end,
     record_start,
     settings_of,
 )
-from lean_ft.training.starting import Start, decide_start
-from lean_ft.training.summary import Results, describe_evaluation, log_start
+from lean_ft.training.starting import Start, check_recipe, decide_start, say_changes
+from lean_ft.training.summary import Results, log_start
 
 
 class Run:
@@ -102,7 +99,6 @@ class Run:
         self._done_steps = 0
         self._begun: Place | None = None  # the place at which the current step began
         self._logged = False  # whether the current step has called log()
-        self._random_state: RandomState | None = None  # of the checkpoint, until the first step
         writes, vocab_size = ranks.rank == 0, model.config.vocab_size if isinstance(model, Decoder) else None
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, length.steps_per_epoch, writes=writes)
         self._results = Results()
@@ -110,17 +106,15 @@ class Run:
         self._checkpoints = Checkpoints(
             cfg, model, optimizer, batches, tokenizer, length, self._bad_steps, ranks, carried
         )
-        self._skipped_before = 0  # the optimizer's count of skipped steps when the current step began
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
         self._lock: DirectoryLock | None = None  # held by rank 0
 
-        check_applied(model, cfg)
-        self._check_tokenizer()
+        check_recipe(cfg, model, tokenizer)
         if (watcher := stage()) is not None:
             watcher.watch_run(self)
             return
-        self._check_evaluations()
+        check_evaluations(cfg, model, ranks, has_held_out=held_out is not None)
         ranks.check_same(facts_that_ranks_share(cfg, batches))
         self._lock = lock_directory(self.directory, ranks)
         try:
@@ -145,31 +139,6 @@ class Run:
 
     # Starting -----------------------------------------------------------------------------------------------------
 
-    def _check_tokenizer(self) -> None:
-        settings = self.cfg.group(ModelConfig)
-        if settings is not None and any(self.tokenizer.token_id(token) is None for token in settings.new_tokens):
-            raise ValueError(
-                "the tokenizer lacks model.new_tokens. In the recipe, load it by load_tokenizer(cfg.model, ...)."
-            )
-
-    def _check_evaluations(self) -> None:
-        """Raise ValueError now, rather than after an hour, if an evaluation cannot run."""
-        cfg = self.cfg
-        if cfg.stop_after_evals and self._held_out is None:
-            raise ValueError(
-                f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
-                "data.validation_source or data.validation_fraction, or remove stop_after_evals."
-            )
-        if cfg.eval_tasks and self.ranks.size > 1:
-            raise ValueError(
-                f"eval_tasks needs one process, and there are {self.ranks.size}. Remove it, and use leanft run evaluate after "
-                "training."
-            )
-        if cfg.eval_tasks and (not isinstance(self.model, Decoder) or self.model.config.num_scores):
-            raise ValueError("eval_tasks needs a language model. Remove it.")
-        if cfg.eval_tasks:
-            find_tasks(cfg.eval_tasks)
-
     def _open(self) -> None:
         """Start in the locked directory: new, from a checkpoint, or complete."""
         cfg, length, fingerprint = self.cfg, self.length, self.batches.fingerprint
@@ -183,12 +152,12 @@ class Run:
         for row in start.rows:
             self._results.note(row)
         if start.folder is not None:
-            self._random_state = self._checkpoints.restore(start)
+            self._checkpoints.restore(start)
         if start.is_complete:
             length.total_steps = start.step  # a smaller `max_steps` undoes no steps
             return
         if start.folder is not None:
-            self._say_changes()
+            say_changes(start, cfg, self.total_steps)
         if (schedule := cfg.group(ScheduleConfig)) is not None:
             for step in range(start.step, self.total_steps):  # a user's function fails now rather than in an hour
                 scheduled(schedule, step, self.total_steps)
@@ -200,26 +169,11 @@ class Run:
             else:
                 set_metrics_aside(self._metrics.path)
             self._checkpoints.check_free_space(needed_bytes, start.step)
-            facts = gather_facts(cfg, self.device, fingerprint, start.step, self.ranks.size)
-            record_start(cfg, facts if start.folder is None else {**facts, "resumed_from": str(start.folder)})
+            record_start(cfg, self.device, fingerprint, start.step, start.folder, self.ranks.size)
             self._metrics.loggers = Loggers(cfg.log, self.directory, settings_of(cfg), start.step)
 
         self.ranks.on_rank_zero(record)
         log_start(self)
-
-    def _say_changes(self) -> None:
-        """Log what a resumed run changes."""
-        start, total_steps, planned = self._start, self.total_steps, self._start.state["total_steps"]
-        say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
-        for change in start.changes:
-            say("changed", f"{change}. The results will differ from a run that had this value from the start")
-        schedule = self.cfg.group(ScheduleConfig)
-        if schedule is not None and any(
-            scheduled(schedule, step, planned) != scheduled(schedule, step, total_steps)
-            for step in range(start.step if planned != total_steps else 0)
-        ):
-            effect = f"schedule.name={schedule.name} uses the new total from now on"
-            say("changed", f"total steps: {planned} then, {total_steps} now. {effect}")
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -241,7 +195,9 @@ class Run:
         """
         if self._start.is_complete:
             self._release()
-            self._say_complete()
+            say("complete", f"{self.length.ending(self.total_steps)}. Checkpoint: {self.checkpoint}")
+            say("", f"To continue training, raise {self.length.limits}. To start another run, set a new output_dir.")
+            say_missing_evaluations(self.cfg, self._start, self.length, has_held_out=self._held_out is not None)
             self._answer_held_out(f"at step {self.total_steps}")
             record_end(self.directory, writes=self.writes)
             return
@@ -254,9 +210,9 @@ class Run:
                 ProgressBar(self.start_step, self.total_steps, self.directory) as self._progress,
                 profiled(cfg, self.model, self.device, writes=self.writes) as profiler,
             ):
-                if self._random_state is not None:
-                    with from_checkpoint(self.checkpoint or self.directory, ValueError):
-                        restore_random_state(self._random_state, self.device)
+                if (folder := self._start.folder) is not None:
+                    with from_checkpoint(folder, ValueError):
+                        restore_random_state(read_random_state(folder), self.device)
                 for step in range(self.start_step, self.total_steps):
                     if step <= self.start_step + 1:  # preparing data and compiling leave much freed memory
                         trim_heap()
@@ -264,7 +220,6 @@ class Run:
                     if self.ranks.rank > 0:  # its draws (dropout) differ from other ranks' and repeat after a resume
                         torch.manual_seed(zlib.crc32(f"{cfg.seed} {step} {self.ranks.rank}".encode()))
                     self._begun = self._checkpoints.place()
-                    self._skipped_before = self.optimizer.skipped_steps
                     self._metrics.begin_step()
                     try:
                         yield step
@@ -324,7 +279,7 @@ class Run:
             lr=lr,
             values={"loss": loss, "grad_norm": grad_norm, **more},
             micro_batches=micro_batches,
-            skipped=self.optimizer.skipped_steps > self._skipped_before,
+            skipped=self._begun is not None and self.optimizer.skipped_steps > self._begun.skipped_steps,
         )
 
     @property
@@ -456,23 +411,16 @@ class Run:
 
     def _answer_held_out(self, when: str) -> None:
         """Have the model answer held-out questions, if `eval_answers` asks for it."""
-        if self.cfg.eval_answers:
-            model, cfg = cast(Decoder, self.model), self.cfg
-            say_answers(when, model, self.tokenizer, self._held_out, cfg.eval_answers, pattern=cfg.eval_pattern)
+        asked, pattern = self.cfg.eval_answers, self.cfg.eval_pattern
+        say_answers(when, cast(Decoder, self.model), self.tokenizer, self._held_out, asked, pattern=pattern)
 
     def _run_tasks(self) -> None:
         """Run `eval_tasks`, without an effect on the rest of the run."""
-        cfg = self.cfg
-        if not cfg.eval_tasks:
-            return
-        model, random_state = cast(Decoder, self.model), capture_random_state(self.device)
-        options = {"limit": cfg.eval_tasks_limit, "seed": cfg.seed, "tokens_at_a_time": cfg.pass_tokens}
-        found = run_tasks(model, self.tokenizer, cfg.eval_tasks, **options)
-        restore_random_state(random_state, self.device)
-        self._flush()
-        row = {f"eval_{task}/{name}": value for task, values in found.items() for name, value in values.items()}
-        self._metrics.write_line(self._done_steps, row)
-        say("tasks", f"after step {self._done_steps}: {', '.join(f'{k[5:]} {number(v)}' for k, v in row.items())}")
+        if self.cfg.eval_tasks:
+            row = run_eval_tasks(self.cfg, cast(Decoder, self.model), self.tokenizer)
+            self._flush()
+            self._metrics.write_line(self._done_steps, row)
+            say("tasks", f"after step {self._done_steps}: {', '.join(f'{k[5:]} {number(v)}' for k, v in row.items())}")
 
     # Ending -------------------------------------------------------------------------------------------------------
 
@@ -480,15 +428,3 @@ class Run:
         say("stopped", f"after step {self._done_steps} of {self.total_steps}; all steps are saved. To resume, run:")
         say("", command_to_continue(self.cfg))
         raise SystemExit(exit_code)
-
-    def _say_complete(self) -> None:
-        """Say that nothing is left to train, and how to repeat a last evaluation that was interrupted."""
-        say("complete", f"{self.length.ending(self.total_steps)}. Checkpoint: {self.checkpoint}")
-        say("", f"To continue training, raise {self.length.limits}. To start another run, set a new output_dir.")
-        step, lines = self.total_steps, [row for row in self._start.rows if row["step"] == self.total_steps]
-        lacks_rows = self._held_out is not None and step not in self.length.eval_losses
-        lacks_tasks = bool(self.cfg.eval_tasks) and all("tokens" in row or "eval_loss" in row for row in lines)
-        if self._start.is_own and self.checkpoint is not None and (lacks_rows or lacks_tasks):
-            say("missing", f"the evaluation after step {step}, which was interrupted. To repeat it, run:")
-            for command in commands_to_evaluate(self.cfg, self.checkpoint, rows=lacks_rows, tasks=lacks_tasks):
-                say("", command)

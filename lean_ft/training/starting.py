@@ -16,7 +16,7 @@ way, a run directory as a model is held to its newest checkpoint.
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -24,37 +24,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from torch import nn
 
-from lean_ft.hub.paths import path_at_commit, repository_name
-from lean_ft.settings import RecipeConfig, models_of, recipe_name
+from lean_ft.hub.paths import path_at_commit
+from lean_ft.optim import scheduled
+from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
-from lean_ft.system.checkpoint_folder import (
-    TRAINING_STATE_FILE,
-    State,
-    check_whole,
-    checkpoint_step,
-    from_checkpoint,
-    list_checkpoints,
-    newest_whole,
-    read_training_state,
-)
 from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
-from lean_ft.system.redaction import redact_values
-from lean_ft.system.units import counted
-from lean_ft.training.length import Length
-from lean_ft.training.metrics import Row, is_number, lines_until
-from lean_ft.training.run_directory import (
+from lean_ft.system.run_directory import (
     METRICS_FILE,
-    DirectoryLock,
-    Settings,
+    RecordedRun,
+    State,
     check_usable,
     foreign_files,
     holds_run,
-    locks,
-    read_starts,
-    settings_of,
+    list_checkpoints,
+    newest_whole,
+    read_named,
+    read_run,
 )
+from lean_ft.system.units import counted
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.length import Length
+from lean_ft.training.metrics import Row, is_number, lines_until
+from lean_ft.training.records import DirectoryLock, Settings, locks, settings_of
+from lean_ft.training.regularization import check_applied
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -124,89 +119,92 @@ class Start:
 
 
 def decide_start(
-    cfg: RecipeConfig, length: Length | None = None, data_fingerprint: str = "", base_fingerprint: str | None = None
+    cfg: RecipeConfig,
+    length: Length | None = None,
+    data_fingerprint: str = "",
+    base_fingerprint: str | None = None,
+    earlier: RecordedRun | None = None,
 ) -> Start:
     """Decide how a run with these settings starts. Nothing is loaded or changed.
 
     Without `length`, before model and data are loaded, checksums of large files and the content of the data are not compared,
-    and nothing is logged. `base_fingerprint`: of the frozen weights below an adapter. Damaged checkpoints are skipped. Raises
-    ValueError, with the settings that differ and both values, if `output_dir` and `resume` cannot hold this run.
+    and nothing is logged. `base_fingerprint`: of the frozen weights below an adapter. `earlier`: the run that is resumed, if it
+    was read before. Raises ValueError, with the settings that differ and both values, if `output_dir` and `resume` cannot hold
+    this run.
     """
-    check_usable(cfg.output_dir)
-    if cfg.resume == "never" and holds_run(cfg.output_dir):
-        raise ValueError(
-            f"output_dir={cfg.output_dir} holds a run, and resume=never starts a new one. Set another output_dir, "
-            f"delete {cfg.output_dir}, or set resume=auto to resume that run."
-        )
-    folder, before = _recorded(cfg, quick=length is None)
+    earlier = earlier or read_earlier(cfg, quick=length is None)
+    folder = earlier.checkpoint
+    is_own = folder is None or folder.resolve().parent == cfg.output_dir.resolve()
+    before, now = _recorded_settings(earlier.state, is_own), _settings(cfg, is_own)
     if folder is None:
-        if before:
-            _compare_identity(cfg, before)
+        if changes := _changes(before, now, ("recipe", *IDENTITY)):
+            raise ValueError(_refusal(f"output_dir={cfg.output_dir} holds another run", changes))
         return Start()
-    is_own = folder.resolve().parent == cfg.output_dir.resolve()
-    with from_checkpoint(folder):
-        start = Start(folder, before, is_own, changes=_compare_settings(cfg, before, folder, is_own))
-    if length is None:
-        is_complete, limits = cfg.max_steps is not None and cfg.max_steps <= start.step, "max_steps"
-    else:
-        _compare_data(cfg, data_fingerprint, before, folder)
-        _compare_base(base_fingerprint, before, folder)
-        rows = lines_until(cfg.output_dir / METRICS_FILE, start.step)[0] if is_own else []
-        start = replace(start, rows=rows)
+    refused, logged = _differences(before, now)
+    if refused:
+        hint = _hint(cfg, before, refused)
+        raise ValueError(_refusal(f"{folder} was written with other settings", [*refused.values()]) + hint)
+    start = Start(folder, earlier.state, is_own, changes=[*logged.values()])
+    is_complete, limits = cfg.max_steps is not None and cfg.max_steps <= start.step, "max_steps"
+    if length is not None:
+        _compare_content(start, now, data_fingerprint, base_fingerprint)
+        start = replace(start, rows=lines_until(cfg.output_dir / METRICS_FILE, start.step)[0] if is_own else [])
         length = replace(length, eval_losses=start.eval_losses)
         is_complete, limits = length.is_over(start.step), length.limits
-    if is_complete:
-        _check_complete(cfg, before, limits)
+    if is_complete and (changes := _changes(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT))):
+        raise ValueError(
+            f"output_dir={cfg.output_dir} holds a complete run of {counted(start.step, 'steps')} with other settings:{_lines(changes)}\n"
+            f"Set a new output_dir for a run with the new settings, or raise {limits} to extend that run."
+        )
     return replace(start, is_complete=is_complete)
 
 
-def _recorded(cfg: RecipeConfig, *, quick: bool) -> tuple[Path | None, State]:
-    """The verified checkpoint that `cfg.resume` asks for and its training state, or None and the record of the last start.
+def read_earlier(cfg: RecipeConfig, *, quick: bool) -> RecordedRun:
+    """The run that `cfg.resume` asks for, with a verified checkpoint, or an empty record. Raises ValueError if it cannot go on
+    in `output_dir`.
 
     `auto` skips damaged checkpoints with a log line each, and raises ValueError if no other is left: a new run would replace
     them. `quick` logs nothing, and verifies small files and the sizes of large files.
     """
+    check_usable(cfg.output_dir)
     if cfg.resume == "never":
-        return None, {}
+        if holds_run(cfg.output_dir):
+            raise ValueError(
+                f"output_dir={cfg.output_dir} holds a run, and resume=never starts a new one. Set another output_dir, "
+                f"delete {cfg.output_dir}, or set resume=auto to resume that run."
+            )
+        return RecordedRun()
     if cfg.resume != "auto":
-        folder = _named_checkpoint(cfg)
-        check_whole(folder, quick=quick)
-        return folder, read_training_state(folder)
+        return read_named(cfg.resume, cfg.output_dir, quick=quick)
     remark = "" if quick else "Skipped; the run replaces it when it reaches that step again."
     try:
-        folder = newest_whole(cfg.output_dir, remark, quick=quick)
+        return read_run(cfg.output_dir, remark, quick=quick)
     except ValueError as error:
         raise ValueError(f"{error} Set another output_dir to start a new run, or delete {cfg.output_dir}.") from None
-    if folder is not None:
-        return folder, read_training_state(folder)
-    starts = read_starts(cfg.output_dir)
-    return None, starts[-1] if starts else {}
 
 
-def _named_checkpoint(cfg: RecipeConfig) -> Path:
-    """The checkpoint folder of `resume=PATH`. Raises ValueError if resuming from it would overwrite later checkpoints."""
-    folder = Path(cfg.resume).expanduser()
-    if not folder.is_dir():
+def check_recipe(cfg: RecipeConfig, model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if the recipe ignores a setting about its model or tokenizer."""
+    check_applied(model, cfg)
+    settings = cfg.group(ModelConfig)
+    if settings is not None and any(tokenizer.token_id(token) is None for token in settings.new_tokens):
         raise ValueError(
-            f"resume={cfg.resume}: no such folder. Expected auto, never, or a checkpoint (runs/a/step_00000100)."
+            "the tokenizer lacks model.new_tokens. In the recipe, load it by load_tokenizer(cfg.model, ...)."
         )
-    if not (folder / TRAINING_STATE_FILE).is_file():
-        inside = list_checkpoints(folder)
-        hint = "To start from a model's weights, set model.path to its folder."
-        if inside:
-            hint = f"It is a run directory. Its newest checkpoint is {inside[-1]}."
-        raise ValueError(f"resume={cfg.resume} is not a checkpoint: it has no {TRAINING_STATE_FILE}. {hint}")
-    is_own = folder.resolve().parent == cfg.output_dir.resolve()
-    later = [
-        p.name for p in list_checkpoints(cfg.output_dir) if not is_own or checkpoint_step(p) > checkpoint_step(folder)
-    ]
-    if later:
-        remedy = "delete them" if is_own else f"delete {cfg.output_dir}"
-        raise ValueError(
-            f"resume={cfg.resume} would overwrite {', '.join(later)} in output_dir={cfg.output_dir}. Set resume=auto to "
-            f"resume from {later[-1]}, set another output_dir for the branch, or {remedy}."
-        )
-    return folder
+
+
+def say_changes(start: Start, cfg: RecipeConfig, total_steps: int) -> None:
+    """Log the checkpoint that a run resumes from, and what changed since."""
+    say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
+    for change in start.changes:
+        say("changed", f"{change}. The results will differ from a run that had this value from the start")
+    schedule, planned = cfg.group(ScheduleConfig), start.state["total_steps"]
+    if schedule is not None and any(
+        scheduled(schedule, step, planned) != scheduled(schedule, step, total_steps)
+        for step in range(start.step if planned != total_steps else 0)
+    ):
+        effect = f"schedule.name={schedule.name} uses the new total from now on"
+        say("changed", f"total steps: {planned} then, {total_steps} now. {effect}")
 
 
 # Before anything is loaded ----------------------------------------------------------------------------------------
@@ -234,8 +232,10 @@ def settled(cfg: ConfigT) -> Iterator[ConfigT]:
     if "output_dir" not in cfg.model_fields_set and (is_launched or size == "1"):
         directory = Path(decided_by_rank_zero("output_dir", choose) if is_launched else choose())
     try:
-        cfg = hold_models(cfg.model_copy(update={"output_dir": directory}))
-        decide_start(cfg)
+        cfg = cfg.model_copy(update={"output_dir": directory})
+        earlier = read_earlier(cfg, quick=True)
+        cfg = hold_models(cfg, earlier)
+        decide_start(cfg, earlier=earlier)
         yield cfg
     finally:
         if directory in locks:  # the run did not begin
@@ -275,44 +275,43 @@ def _obstacle(cfg: RecipeConfig) -> str | None:
     if cfg.resume != "auto":
         return f"holds a run, and resume={cfg.resume} starts a new one"
     try:
-        if (starts := read_starts(directory)) and "ended" in starts[-1]:
-            return "holds a finished run"
-        before = _recorded(cfg, quick=True)[1]
+        earlier = read_run(directory, quick=True)
     except ValueError:
-        before = {}
-    if not before:
+        earlier = RecordedRun()
+    if earlier.has_ended:
+        return "holds a finished run"
+    if not earlier.state:
         return "holds a run with damaged files"
-    cfg = hold_models(cfg, log=False)
-    refused, logged = _differences(cfg, before, own=True)
-    changes = [*_changed(before["settings"], settings_of(cfg), sorted(CONTENT)), *refused.values()]
+    before, now = _recorded_settings(earlier.state), _settings(hold_models(cfg, earlier, log=False))
+    refused, logged = _differences(before, now)
+    changes = [*_changes(before, now, sorted(CONTENT)), *refused.values()]
     changes += [change for name, change in logged.items() if not name.startswith(HOW_IT_COMPUTES)]
     more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
     return f"holds a run with other settings ({changes[0]}{more})" if changes else None
 
 
-def hold_models(cfg: ConfigT, *, log: bool = True) -> ConfigT:
+def hold_models(cfg: ConfigT, earlier: RecordedRun | None = None, *, log: bool = True) -> ConfigT:
     """Return the settings with each hub model at a commit and each run directory at a checkpoint, which a training run logs.
 
-    They become the commit or checkpoint that the run in `output_dir` began with, else the newest. A branch or tag in
+    They become the commit or checkpoint that the `earlier` run began with, else the newest. A branch or tag in
     `org/name@revision` is looked up, so that resuming is refused if it has moved. Raises as `lean_ft.hub.download`, and
     ValueError if a run directory has no whole checkpoint.
     """
     is_training = isinstance(cfg, RecipeConfig)
-    recorded = _recorded(cfg, quick=True)[1].get("settings", {}) if is_training else {}
+    recorded = {} if earlier is None else earlier.state.get("settings", {})
     held: dict[str, BaseModel] = {}
     for (group, name), asked in models_of(cfg).items():
-        begun = recorded.get(f"{group}.{name}")
-        if repository_name(asked) is not None:
-            label, kind, path = "hub", "commit", path_at_commit(asked, begun)
+        begun, folder = recorded.get(f"{group}.{name}"), Path(asked).expanduser()
+        label, kind, path = "hub", "commit", str(path_at_commit(asked, begun))
         # Recipes that do not train read run directories themselves, with their adapters.
-        elif is_training and list_checkpoints(folder := Path(asked).expanduser()):
+        if is_training and path == asked and list_checkpoints(folder):
             resumes = begun is not None and Path(begun).parent == folder
             label, kind = "run", "checkpoint"
-            path = begun if resumes else newest_whole(folder, "An earlier checkpoint is used.")
-        else:
+            path = begun if resumes else str(newest_whole(folder, "An earlier checkpoint is used."))
+        if path == asked:
             continue
-        held[group] = (held.get(group) or getattr(cfg, group)).model_copy(update={name: str(path)})
-        if log and is_training and str(path) != asked:
+        held[group] = (held.get(group) or getattr(cfg, group)).model_copy(update={name: path})
+        if log and is_training:
             key = group if name == "path" else name  # model, teacher
             say(label, f"{key} {path}{f', the {kind} that this run began with' if path == begun else ''}")
     return cfg.model_copy(update=held)
@@ -321,28 +320,20 @@ def hold_models(cfg: ConfigT, *, log: bool = True) -> ConfigT:
 # Comparing settings -----------------------------------------------------------------------------------------------
 
 
-def _compare_settings(cfg: RecipeConfig, state: State, folder: Path, is_own: bool) -> list[str]:
-    """Compare `cfg` with the settings in a checkpoint's state, and return the allowed changes to log.
-
-    The recipe is compared too, unless the run branches from another one.
-    """
-    refused, logged = _differences(cfg, state, own=is_own)
-    hint, rows, size = "", _rows_per_step(state["settings"]), cfg.batch_size
-    if refused.keys() & set(BATCH):
-        hint = f"\nbatch_size and gradient_accumulation_steps may change if a step keeps its {rows} rows."
-        if rows % size == 0:
-            hint = f"\nWith batch_size={size}, set gradient_accumulation_steps={rows // size} to keep {rows} rows per step."
-    if refused:
-        raise ValueError(_refusal(f"{folder} was written with other settings", list(refused.values())) + hint)
-    return list(logged.values())
+def _settings(cfg: RecipeConfig, is_own: bool = True) -> Settings:
+    """The settings of this start, with the recipe, unless it branches from another run."""
+    return {**settings_of(cfg), **({"recipe": recipe_name(cfg)} if is_own else {})}
 
 
-def _differences(cfg: RecipeConfig, state: State, *, own: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """The settings that differ from those in a checkpoint's or start's `state`, by name, with both values: first those that
-    make another run, then those that a resumed run may change. Data is not compared. `own`: compare the recipe too."""
-    before, now = dict(state["settings"]), settings_of(cfg)
-    if own:
-        before["recipe"], now["recipe"] = without_alias(state["recipe"]), recipe_name(cfg)
+def _recorded_settings(state: State, is_own: bool = True) -> Settings:
+    """The same settings in a checkpoint's or start's state; empty if nothing is recorded."""
+    recipe = {"recipe": without_alias(state["recipe"])} if is_own and "recipe" in state else {}
+    return {**state.get("settings", {}), **recipe}
+
+
+def _differences(before: Settings, now: Settings) -> tuple[dict[str, str], dict[str, str]]:
+    """The settings that differ, by name, with both values: first those that make another run, then those that a resumed run may
+    change. Data is not compared."""
     keeps_rows = _rows_per_step(before) == _rows_per_step(now)
     refused, logged = dict[str, str](), dict[str, str]()
     for key in sorted(before.keys() | now.keys()):
@@ -360,52 +351,39 @@ def _of_group(settings: Settings, key: str) -> Any:
 
 
 def _rows_per_step(settings: Settings) -> int:
-    return math.prod(settings.get(key, 1) for key in BATCH)
+    return math.prod(number for key in BATCH if isinstance(number := settings.get(key, 1), int))
 
 
-def _check_complete(cfg: RecipeConfig, state: State, limits: str) -> None:
-    """Compare a complete run, which `limits` ended, with the settings that start it again."""
-    before, now = state["settings"], settings_of(cfg)
-    if changes := _changed(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT)):
-        raise ValueError(
-            f"output_dir={cfg.output_dir} holds a complete run of {counted(state['step'], 'steps')} with other settings:{_lines(changes)}\n"
-            f"Set a new output_dir for a run with the new settings, or raise {limits} to extend that run."
-        )
+def _hint(cfg: RecipeConfig, before: Settings, refused: Collection[str]) -> str:
+    """How the batches may change."""
+    rows, size = _rows_per_step(before), cfg.batch_size
+    if not set(BATCH) & set(refused):
+        return ""
+    if rows % size:
+        return f"\nbatch_size and gradient_accumulation_steps may change if a step keeps its {rows} rows."
+    return f"\nWith batch_size={size}, set gradient_accumulation_steps={rows // size} to keep {rows} rows per step."
 
 
-def _compare_identity(cfg: RecipeConfig, start: State) -> None:
-    """Compare the recipe, model and data of a run without a checkpoint."""
-    before: Settings = {"recipe": without_alias(start.get("recipe", "")), **start["settings"]}
-    now: Settings = {"recipe": recipe_name(cfg), **settings_of(cfg)}
-    if changes := _changed(before, now, ("recipe", *IDENTITY)):
-        raise ValueError(_refusal(f"output_dir={cfg.output_dir} holds another run", changes))
+def _compare_content(start: Start, now: Settings, data_fingerprint: str, base_fingerprint: str | None) -> None:
+    """Compare the content of the data, and the weights below an adapter, with those that the checkpoint was trained on.
 
-
-def _compare_data(cfg: RecipeConfig, fingerprint: str, state: State, folder: Path) -> None:
-    """Compare the content of the data with what the checkpoint was trained on."""
-    if fingerprint == state["data_fingerprint"]:
-        return
-    changes = _changed(state["settings"], settings_of(cfg), sorted(CONTENT))
-    changes.append(_change("data fingerprint", state["data_fingerprint"], fingerprint))
-    raise ValueError(_refusal(f"{folder} was trained on other data", changes))
-
-
-def _compare_base(fingerprint: str | None, state: State, folder: Path) -> None:
-    """Compare the base weights that an adapter was trained with. Checkpoints of early versions and models with random weights
-    have no fingerprint, and are not compared."""
+    Checkpoints of early versions and models with random weights have no fingerprint of weights, and are not compared.
+    """
+    state = start.state
+    if data_fingerprint != state["data_fingerprint"]:
+        changes = _changes(_recorded_settings(state), now, sorted(CONTENT))
+        changes.append(_change("data fingerprint", state["data_fingerprint"], data_fingerprint))
+        raise ValueError(_refusal(f"{start.folder} was trained on other data", changes))
     before = state.get("base_fingerprint")
-    if before is not None and fingerprint is not None and before != fingerprint:
-        change = _change("fingerprint of the weights of model.path", before, fingerprint)
-        raise ValueError(_refusal(f"{folder} holds an adapter of another model", [change]))
+    if before is not None and base_fingerprint is not None and before != base_fingerprint:
+        change = _change("fingerprint of the weights of model.path", before, base_fingerprint)
+        raise ValueError(_refusal(f"{start.folder} holds an adapter of another model", [change]))
 
 
-def _changed(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
+def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
     """The settings in both that differ. A setting that one side lacks belongs to another version or an edited recipe."""
-    return [
-        _change(key, before[key], now[key])
-        for key in keys
-        if key in before.keys() & now.keys() and redact_values(before[key]) != now[key]
-    ]
+    in_both = before.keys() & now.keys()
+    return [_change(key, before[key], now[key]) for key in keys if key in in_both and before[key] != now[key]]
 
 
 def _change(key: str, old: Any, new: Any) -> str:

@@ -157,22 +157,6 @@ class Results:
             )
 
 
-def describe_evaluation(row: Row) -> str:
-    """An evaluation's line of metrics in words: `held-out loss 1.234`, or the reward, and the share of right rows."""
-    text = "no held-out token has a label"
-    if "eval_completion_length" in row:
-        reward = row.get("eval_reward")
-        text = "no held-out completion got a reward" if reward is None else f"held-out reward {number(reward)}"
-        text += f", completion length {number(row['eval_completion_length'])}"
-    elif row["eval_loss"] is not None or "eval_loss" in row.get("non_finite", {}):
-        text = f"held-out loss {number(row['eval_loss'])}"
-    if (right := row.get("eval_rewards/accuracies")) is not None:
-        text += f", {right:.1%} of pairs right"
-    if (right := row.get("eval_accuracy")) is not None:
-        text += f", {right:.1%} of texts right, macro-F1 {row['eval_macro_f1']:.3f}"
-    return text
-
-
 def describe_model(model: nn.Module) -> str:
     """`1,234 parameters, all trained; 4.8 KiB in bfloat16 on cpu`."""
     parameters = list(model.parameters())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lean_ft.system.checkpoint_folder import check_whole, manifest_digest
+from lean_ft.system.run_directory import check_whole, manifest_digest
 from lean_ft.system.shards import part_of
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoint import restore_optimizer, restore_weights

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lean_ft.training.metrics import Metrics, trim_metrics
+from lean_ft.training.metrics import Metrics, lines_until, trim_metrics
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,8 @@ def test_recording_does_not_read_the_tensors(path, monkeypatch):
 def test_trimming_keeps_whole_lines_up_to_the_step(step, kept, path):
     lines = ['{"step": 1, "loss": 1}\n', '{"step": 1, "eval_loss": 1}\n', '{"step": 2, "loss": 2}\n']
     path.write_text("".join(lines) + '{"step": 3, "lo')
-    assert trim_metrics(path, step) == [json.loads(line) for line in lines[:kept]]
+    assert lines_until(path, step)[0] == [json.loads(line) for line in lines[:kept]]
+    trim_metrics(path, step)
     assert path.read_text() == "".join(lines[:kept])
 
 
@@ -95,7 +96,8 @@ def test_trimming_keeps_whole_lines_up_to_the_step(step, kept, path):
 def test_lines_lost_in_a_power_cut_are_reported_and_the_file_kept(damage, path, capsys):
     lines = [b'{"step": %d, "loss": 1}\n' % step for step in (1, 2, 3)]
     path.write_bytes(damaged := b"".join(damage(lines)))
-    kept = trim_metrics(path, 3)
+    kept, _ = lines_until(path, 3)
+    trim_metrics(path, 3)
     assert f"lost the lines of steps {len(kept) + 1} to 3" in capsys.readouterr().out
     assert (path.parent / "metrics.damaged.jsonl").read_bytes() == damaged
     assert path.read_bytes() == b"".join(lines[: len(kept)])

@@ -7,7 +7,7 @@ import pytest
 
 from lean_ft.cli.run import run_recipe
 from lean_ft.settings.run import DEFAULT_OUTPUT_DIR
-from lean_ft.training.starting import hold_models
+from lean_ft.training.starting import settled
 from tests.hub.hub_server import Repository
 from tests.training.toy_runs import QWEN, digests
 
@@ -30,8 +30,8 @@ def repository(hub_server):
 @pytest.fixture
 def train(recipe, config):
     def run(output_dir, **settings):
-        cfg = hold_models(config(output_dir, **{"model__path": "org/toy", **settings}))
-        recipe.main(cfg)
+        with settled(config(output_dir, **{"model__path": "org/toy", **settings})) as cfg:
+            recipe.main(cfg)
         return output_dir
 
     return run

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft.settings.run import DEFAULT_OUTPUT_DIR
-from lean_ft.training.run_directory import DirectoryLock, locks
+from lean_ft.training.records import DirectoryLock, locks
 from lean_ft.training.starting import choose_output_dir, settled
 
 

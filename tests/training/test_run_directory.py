@@ -1,7 +1,7 @@
 import fcntl
 import subprocess
 
-from lean_ft.training.run_directory import DirectoryLock, git_commit, remove_half_written
+from lean_ft.training.records import DirectoryLock, git_commit, remove_half_written
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):

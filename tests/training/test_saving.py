@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from lean_ft.system.checkpoint_folder import list_checkpoints
+from lean_ft.system.run_directory import list_checkpoints
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoints import kept_steps, most_checkpoints
 from lean_ft.training.length import Length

@@ -1,17 +1,9 @@
-"""The run directory: its lock, its records about the run, and checks of its content.
-
-config.yaml      the resolved settings, which `leanft run RECIPE --config` reads; facts about the run as comments
-run.json         the same facts for programs, with one entry per start of the run
-functions/       sources of the functions that were passed from Python
-metrics.jsonl    see lean_ft.training.metrics
-step_00000100/   see lean_ft.system.checkpoint_folder
-"""
+"""The lock of a run directory, and the records that a run writes there: config.yaml and run.json."""
 
 import fcntl
 import os
 import platform
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,18 +16,12 @@ import lean_ft
 from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
-from lean_ft.system.checkpoint_folder import list_checkpoints
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact, redact_values
+from lean_ft.system.run_directory import CONFIG_FILE, LOCK_FILE, RUN_FILE, read_starts
 from lean_ft.system.shards import Ranks
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
-from lean_ft.system.whole_files import LEFTOVER, open_in_place, read_json, remove, write_json, write_whole
-
-CONFIG_FILE = "config.yaml"
-RUN_FILE = "run.json"
-METRICS_FILE = "metrics.jsonl"
-LOCK_FILE = ".lock"
-LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler or `tee` may open these in the directory before we start
+from lean_ft.system.whole_files import LEFTOVER, open_in_place, remove, write_json, write_whole
 
 Settings = dict[str, Any]  # dotted key -> JSON value
 
@@ -57,36 +43,6 @@ def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
 
 
-def gather_facts(
-    cfg: RecipeConfig, device: torch.device, data_fingerprint: str, start_step: int, num_ranks: int
-) -> dict[str, Any]:
-    """Versions, hardware, commit and data of this start of the run."""
-    facts: dict[str, Any] = {
-        "recipe": recipe_name(cfg),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "start_step": start_step,
-        "lean_ft": lean_ft.__version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "safetensors": safetensors.__version__,
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "num_threads": torch.get_num_threads(),
-        "git_commit": git_commit(Path.cwd()),
-        "data_fingerprint": data_fingerprint,
-    }
-    named = [one for value in settings_of(cfg).values() for one in (value if isinstance(value, list) else [value])]
-    for one in [one.get("function", one.get("format")) if isinstance(one, dict) else one for one in named]:
-        if is_function_path(one) and (file := Path(one.rpartition(":")[0]).expanduser()).is_file():
-            facts[f"hash of {redact(str(file))}"] = file_digest(one)
-    if device.type == "cuda":
-        facts["cuda"] = torch.version.cuda
-    if num_ranks > 1:
-        facts["processes"] = num_ranks
-    return facts
-
-
 def git_commit(folder: Path) -> str | None:
     """The git commit of `folder`, with `+changes` if tracked files differ from it; None outside a repository."""
 
@@ -100,40 +56,6 @@ def git_commit(folder: Path) -> str | None:
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def holds_run(directory: Path) -> bool:
-    return (directory / RUN_FILE).exists() or (directory / CONFIG_FILE).exists() or bool(list_checkpoints(directory))
-
-
-def check_usable(directory: Path) -> None:
-    """Raise ValueError if `directory` is a file, is read-only, or holds files that do not belong to a run."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"output_dir={directory} is a file. Set a directory; it need not exist.")
-    nearest = directory
-    while not nearest.exists():
-        nearest = nearest.parent
-    try:
-        # Permission bits are not enough: they allow root everything, also on a read-only disk.
-        tempfile.TemporaryDirectory(prefix=".lean_ft-", dir=nearest).cleanup()
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={directory} cannot be written: {nearest}: {error.strerror}. Set another output_dir."
-        ) from None
-    if foreign := foreign_files(directory):
-        shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
-        raise ValueError(
-            f"output_dir={directory} holds files that do not belong to a run ({shown}). Set a new or empty "
-            f"directory, or the directory of a run to resume."
-        )
-
-
-def foreign_files(directory: Path) -> list[str]:
-    """Names of the files in a directory that holds no run, except for hidden files and a scheduler's logs."""
-    if not directory.is_dir() or holds_run(directory):
-        return []
-    names = sorted(path.name for path in directory.iterdir())
-    return [name for name in names if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)]
 
 
 def remove_half_written(directory: Path) -> None:
@@ -207,8 +129,41 @@ def lock_directory(directory: Path, ranks: Ranks) -> DirectoryLock | None:
     return lock
 
 
-def record_start(cfg: RecipeConfig, facts: dict[str, Any]) -> None:
-    """Write config.yaml and add this start, with its `facts`, to run.json."""
+def record_start(
+    cfg: RecipeConfig,
+    device: torch.device,
+    data_fingerprint: str,
+    start_step: int,
+    resumed_from: Path | None,
+    num_ranks: int,
+) -> None:
+    """Write config.yaml and add this start to run.json: its settings, versions, hardware, commit and data."""
+    named = settings_of(cfg)
+    facts: dict[str, Any] = {
+        "recipe": recipe_name(cfg),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "start_step": start_step,
+        "lean_ft": lean_ft.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "safetensors": safetensors.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "num_threads": torch.get_num_threads(),
+        "git_commit": git_commit(Path.cwd()),
+        "data_fingerprint": data_fingerprint,
+    }
+    for one in [one for value in named.values() for one in (value if isinstance(value, list) else [value])]:
+        function = one.get("function", one.get("format")) if isinstance(one, dict) else one
+        if is_function_path(function) and (file := Path(function.rpartition(":")[0]).expanduser()).is_file():
+            facts[f"hash of {redact(str(file))}"] = file_digest(function)
+    if device.type == "cuda":
+        facts["cuda"] = torch.version.cuda
+    if num_ranks > 1:
+        facts["processes"] = num_ranks
+    if resumed_from is not None:
+        facts["resumed_from"] = str(resumed_from)
     directory, facts = cfg.output_dir, redact_values(facts)
     settings = to_yaml(redact_values(cfg.model_dump(mode="json")))
     for one in [one for one in PASSED if one in settings]:
@@ -222,7 +177,7 @@ def record_start(cfg: RecipeConfig, facts: dict[str, Any]) -> None:
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
-    write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": settings_of(cfg)}]}, 1, on_disk=True)
+    write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": named}]}, 1, on_disk=True)
 
 
 def record_end(directory: Path, *, writes: bool) -> None:
@@ -231,19 +186,3 @@ def record_end(directory: Path, *, writes: bool) -> None:
     if starts and "ended" not in starts[-1]:
         starts[-1]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(directory / RUN_FILE, {"starts": starts}, 1, on_disk=True)
-
-
-def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """The entries of run.json, oldest first; empty if the file is missing."""
-    path = directory / RUN_FILE
-    delete = "Delete it to continue without the record of earlier starts."
-    try:
-        starts = read_json(path).get("starts", [])
-    except ValueError as error:
-        raise ValueError(f"{error} {delete}") from None
-    if not isinstance(starts, list) or not all(
-        isinstance(start, dict) and isinstance(start.get("settings"), dict) and isinstance(start.get("recipe", ""), str)
-        for start in starts
-    ):
-        raise ValueError(f"{path} is not a list of a run's starts. {delete}")
-    return starts

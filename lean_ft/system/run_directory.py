@@ -1,6 +1,10 @@
-"""The folder of a checkpoint: its names, its manifest, and whether it is whole.
+"""A run's directory on the disk: its files, its checkpoints, and whether they are whole.
 
-    step_00000100/
+    config.yaml      the resolved settings, which `leanft run RECIPE --config` reads; facts about the run as comments
+    run.json         the same facts for programs, with one entry per start of the run
+    functions/       sources of the functions that were passed from Python
+    metrics.jsonl    see lean_ft.training.metrics
+    step_00000100/   a checkpoint
       config.json, *.safetensors, tokenizer files     a Hugging Face folder; with an adapter, a PEFT adapter folder
       training_state/optimizer.safetensors            the optimizer's tensors
       training_state/beside.safetensors               weights of a module that trains besides the model, if any
@@ -9,21 +13,28 @@
       manifest.json                                   size and sha256 of every file above, and its own
 
 A folder `step_*` is always whole (see `lean_ft.system.whole_files`), unless a disk failed or someone changed it: the
-manifest shows that. `lean_ft.training.checkpoint` reads and writes what is inside.
+manifest shows that. `lean_ft.training` writes these files, and reads tensors and the state of generators.
 """
 
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lean_ft.system.log import say
 from lean_ft.system.whole_files import read_json, sync, write_json
 
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
+LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler or `tee` may open these in the directory before we start
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
 OPTIMIZER_FILE = f"{STATE_FOLDER}/optimizer.safetensors"
@@ -32,10 +43,110 @@ TRAINING_STATE_FILE = f"{STATE_FOLDER}/training_state.json"
 RANDOM_STATE_FILE = f"{STATE_FOLDER}/random_state.json"
 QUICK_BYTES = 2**20  # a quick check does not compute the checksums of larger files
 
-DAMAGED = "the checkpoint is damaged."
+DAMAGED = "The checkpoint is damaged."
 NAME = re.compile(r"step_(\d{8,})")
 
 State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a directory or a checkpoint records of a run."""
+
+    checkpoint: Path | None = None
+    """The newest whole checkpoint."""
+    state: State = field(default_factory=dict)
+    """The checkpoint's training state. Without a checkpoint, the last start's entry in run.json; empty if there is no run."""
+    has_ended: bool = False
+    """Whether the last start made all of its steps."""
+
+
+def read_run(directory: Path, remark: str = "", *, quick: bool = False) -> RecordedRun:
+    """Read the run in `directory`, which may be absent. Raises ValueError as `newest_whole`, and if run.json is damaged."""
+    starts = read_starts(directory)
+    has_ended = bool(starts) and "ended" in starts[-1]
+    checkpoint = newest_whole(directory, remark, quick=quick)
+    if checkpoint is None:
+        return RecordedRun(None, starts[-1] if starts else {}, has_ended)
+    return RecordedRun(checkpoint, read_training_state(checkpoint), has_ended)
+
+
+def read_named(resume: str, directory: Path, *, quick: bool = False) -> RecordedRun:
+    """Read the checkpoint of `resume=PATH`, from which a run goes on in `directory`.
+
+    Raises ValueError if it is no whole checkpoint, or the run would overwrite later checkpoints.
+    """
+    folder = Path(resume).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"resume={resume}: no such folder. Expected auto, never, or a checkpoint (runs/a/step_00000100)."
+        )
+    if not (folder / TRAINING_STATE_FILE).is_file():
+        inside = list_checkpoints(folder)
+        hint = "To start from a model's weights, set model.path to its folder."
+        if inside:
+            hint = f"It is a run directory. Its newest checkpoint is {inside[-1]}."
+        raise ValueError(f"resume={resume} is not a checkpoint: it has no {TRAINING_STATE_FILE}. {hint}")
+    is_own = folder.resolve().parent == directory.resolve()
+    later = [p.name for p in list_checkpoints(directory) if not is_own or checkpoint_step(p) > checkpoint_step(folder)]
+    if later:
+        remedy = "delete them" if is_own else f"delete {directory}"
+        raise ValueError(
+            f"resume={resume} would overwrite {', '.join(later)} in output_dir={directory}. Set resume=auto to "
+            f"resume from {later[-1]}, set another output_dir for the branch, or {remedy}."
+        )
+    check_whole(folder, quick=quick)
+    return RecordedRun(folder, read_training_state(folder))
+
+
+def holds_run(directory: Path) -> bool:
+    return (directory / RUN_FILE).exists() or (directory / CONFIG_FILE).exists() or bool(list_checkpoints(directory))
+
+
+def check_usable(directory: Path) -> None:
+    """Raise ValueError if `directory` is a file, is read-only, or holds files that do not belong to a run."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"output_dir={directory} is a file. Set a directory; it need not exist.")
+    nearest = directory
+    while not nearest.exists():
+        nearest = nearest.parent
+    try:
+        # Permission bits are not enough: they allow root everything, also on a read-only disk.
+        tempfile.TemporaryDirectory(prefix=".lean_ft-", dir=nearest).cleanup()
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={directory} cannot be written: {nearest}: {error.strerror}. Set another output_dir."
+        ) from None
+    if foreign := foreign_files(directory):
+        shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
+        raise ValueError(
+            f"output_dir={directory} holds files that do not belong to a run ({shown}). Set a new or empty "
+            f"directory, or the directory of a run to resume."
+        )
+
+
+def foreign_files(directory: Path) -> list[str]:
+    """Names of the files in a directory that holds no run, except for hidden files and a scheduler's logs."""
+    if not directory.is_dir() or holds_run(directory):
+        return []
+    names = sorted(path.name for path in directory.iterdir())
+    return [name for name in names if not name.startswith(".") and not name.endswith(LOG_SUFFIXES)]
+
+
+def read_starts(directory: Path) -> list[dict[str, Any]]:
+    """The entries of run.json, oldest first; empty if the file is missing."""
+    path = directory / RUN_FILE
+    delete = "Delete it to continue without the record of earlier starts."
+    starts = _read(path, delete).get("starts", []) if path.exists() else []
+    if not isinstance(starts, list) or not all(
+        isinstance(start, dict) and isinstance(start.get("settings"), dict) and isinstance(start.get("recipe", ""), str)
+        for start in starts
+    ):
+        raise ValueError(f"{path} is not a list of a run's starts. {delete}")
+    return starts
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -123,7 +234,7 @@ def _read_manifest(folder: Path) -> dict[str, State]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: {folder} is not a whole checkpoint.")
     try:
-        manifest = read_json(path)
+        manifest = _read(path)
         files = manifest["files"]
         step = NAME.fullmatch(folder.name)
         right = manifest["format"] == 1 and (step is None or manifest["step"] == int(step[1]))
@@ -142,7 +253,7 @@ def _read_manifest(folder: Path) -> dict[str, State]:
 def read_training_state(folder: Path) -> State:
     """Step, settings and data position of a checkpoint. Raises ValueError if a field is missing or has another type."""
     path = folder / TRAINING_STATE_FILE
-    state = read_json(path, DAMAGED)
+    state = _read(path)
     expected = {"step": int, "total_steps": int, "recipe": str, "settings": dict, "data_fingerprint": str}
     for name, kind in expected.items():
         if type(state.get(name)) is not kind:
@@ -156,7 +267,15 @@ def read_training_state(folder: Path) -> State:
 
 def read_random_state(folder: Path) -> State:
     """The state of the random number generators in a checkpoint. Raises ValueError if the file cannot be read."""
-    return read_json(folder / RANDOM_STATE_FILE, DAMAGED)
+    return _read(folder / RANDOM_STATE_FILE)
+
+
+def _read(path: Path, remedy: str = DAMAGED) -> State:
+    """The object in a JSON file. Raises ValueError, with the `remedy`, for anything else."""
+    try:
+        return read_json(path, "the file is missing.")
+    except ValueError as error:
+        raise ValueError(f"{error} {remedy}") from None
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""What a run evaluates besides its loop's held-out loss, and what it says about evaluations."""
+
+from torch import nn
+
+from lean_ft.generation.tasks import find_tasks, run_tasks
+from lean_ft.models import Decoder
+from lean_ft.settings import RecipeConfig
+from lean_ft.system.log import say
+from lean_ft.system.shards import Ranks
+from lean_ft.system.units import number
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.commands import commands_to_evaluate
+from lean_ft.training.length import Length
+from lean_ft.training.metrics import Row
+from lean_ft.training.random_state import capture_random_state, restore_random_state
+from lean_ft.training.starting import Start
+
+
+def check_evaluations(cfg: RecipeConfig, model: nn.Module, ranks: Ranks, *, has_held_out: bool) -> None:
+    """Raise ValueError now, rather than after an hour, if an evaluation cannot run."""
+    if cfg.stop_after_evals and not has_held_out:
+        raise ValueError(
+            f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
+            "data.validation_source or data.validation_fraction, or remove stop_after_evals."
+        )
+    if not cfg.eval_tasks:
+        return
+    if ranks.size > 1:
+        raise ValueError(
+            f"eval_tasks needs one process, and there are {ranks.size}. Remove it, and use leanft run evaluate after "
+            "training."
+        )
+    if not isinstance(model, Decoder) or model.config.num_scores:
+        raise ValueError("eval_tasks needs a language model. Remove it.")
+    find_tasks(cfg.eval_tasks)
+
+
+def run_eval_tasks(cfg: RecipeConfig, model: Decoder, tokenizer: Tokenizer) -> Row:
+    """Run `eval_tasks`, and return their metrics by name. Random number generators are left as they were."""
+    device = next(model.parameters()).device
+    random_state = capture_random_state(device)
+    options = {"limit": cfg.eval_tasks_limit, "seed": cfg.seed, "tokens_at_a_time": cfg.pass_tokens}
+    found = run_tasks(model, tokenizer, cfg.eval_tasks, **options)
+    restore_random_state(random_state, device)
+    return {f"eval_{task}/{name}": value for task, values in found.items() for name, value in values.items()}
+
+
+def describe_evaluation(row: Row) -> str:
+    """An evaluation's line of metrics in words: `held-out loss 1.234`, or the reward, and the share of right rows."""
+    text = "no held-out token has a label"
+    if "eval_completion_length" in row:
+        reward = row.get("eval_reward")
+        text = "no held-out completion got a reward" if reward is None else f"held-out reward {number(reward)}"
+        text += f", completion length {number(row['eval_completion_length'])}"
+    elif row["eval_loss"] is not None or "eval_loss" in row.get("non_finite", {}):
+        text = f"held-out loss {number(row['eval_loss'])}"
+    if (right := row.get("eval_rewards/accuracies")) is not None:
+        text += f", {right:.1%} of pairs right"
+    if (right := row.get("eval_accuracy")) is not None:
+        text += f", {right:.1%} of texts right, macro-F1 {row['eval_macro_f1']:.3f}"
+    return text
+
+
+def say_missing_evaluations(cfg: RecipeConfig, start: Start, length: Length, *, has_held_out: bool) -> None:
+    """For a complete run whose last evaluation was interrupted, print the commands that repeat it."""
+    last = [row for row in start.rows if row["step"] == start.step]
+    rows = has_held_out and start.step not in length.eval_losses
+    tasks = bool(cfg.eval_tasks) and all("tokens" in row or "eval_loss" in row for row in last)
+    if not start.is_own or start.folder is None or not (rows or tasks):
+        return
+    say("missing", f"the evaluation after step {start.step}, which was interrupted")
+    commands = list(commands_to_evaluate(cfg, start.folder, rows=rows, tasks=tasks))
+    say(
+        "",
+        "To repeat it, run:" if commands else f"Only training evaluates these rows: raise {length.limits} to continue.",
+    )
+    for command in commands:
+        say("", command)
