@@ -216,7 +216,7 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
         if model.source.score_is_new and name == "score.weight":
             part_of(parameter).values.zero_()
             return
-        for place, part in model.source.stored_parts(name, parameter):
+        for place, part in model.source.stored(name, parameter):
             if model.source.new_ids and place in _ROWS_PER_TOKEN:
                 _read_and_add_rows(stored[place], part, model.source.new_ids)
             else:
