@@ -1,8 +1,7 @@
-"""Load and save Hugging Face model folders.
+"""Load Hugging Face model folders.
 
 Every tensor is checked against config.json before memory is allocated. A missing, unexpected or misshapen tensor raises an
-error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model. Pickled
-weights (.bin, .pth) can run code when they are opened, so only safetensors files are read.
+error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model.
 """
 
 from collections.abc import Mapping, Sequence
