@@ -8,6 +8,7 @@ Only one model is in memory at a time: the source is freed before the copy is re
 
 import gc
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -128,7 +129,7 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
     Raises ValueError if that is unknown, or if the model there does not read images.
     """
     if base is None and model.source.part_of:
-        base = model.source.folder
+        return model.source
     if base is None and (folder / TRAINING_STATE_FILE).is_file():
         base = read_training_state(folder)["settings"].get("model.path")
     if base is None:
@@ -139,7 +140,7 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
             f"{source.folder} is not a model that reads images (its model_type is {source.config.get('model_type')!r}): leave "
             "out --keep-vision, or give the folder that the language model was taken from with --base."
         )
-    return source
+    return replace(source, generation_config=model.source.generation_config)
 
 
 @torch.inference_mode()

@@ -20,13 +20,13 @@ from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, 
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.layers import MLP, RMSNorm, gated
 from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
+from lean_ft.models.positions import lengths_of_documents, positions_of
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 from lean_ft.models.source import Sharding, Source
 from lean_ft.models.state.convolution import ShortConvolution
 from lean_ft.models.state.delta_rule import GatedDeltaRule
 from lean_ft.models.state.mamba2 import Mamba2
 from lean_ft.models.state.state_mixer import StateMixer
-from lean_ft.torch_private import assert_on_device
 
 # Hugging Face's names of a layer's norms: before and after attention, before and after the feed-forward layer.
 _IN, _MIDDLE, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
@@ -279,7 +279,7 @@ class Decoder(nn.Module):
             raise ValueError("positions are required if ranks share a row.")
         shape = (input_ids if tokens is None or positions is None else positions).shape
         seen = self._seen(shape, cu_seqlens, prefixes, num_prefix_tokens)
-        positions = _positions(shape, input_ids.device, positions, cu_seqlens, cache, lengths, prefixes)
+        positions = positions_of(shape, input_ids.device, positions, cu_seqlens, cache, lengths, prefixes)
         hidden, all_router_logits = self._through_layers(input_ids, positions, cu_seqlens, cache, seen)
         if cache is not None:
             cache.advance()
@@ -372,11 +372,7 @@ class Decoder(nn.Module):
         if cu_seqlens is None:
             is_whole_row = self.sharding.row_tokens is None
             return None if is_whole_row else positions.amax(-1, keepdim=True).expand_as(positions) + 1
-        flat = positions.flatten()
-        document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
-        last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)
-        last = last.scatter_reduce(0, document, flat, "amax")
-        return (last[document] + 1).view(positions.shape)
+        return lengths_of_documents(positions, cu_seqlens)
 
     def _scaled(self, embedded: Tensor, multiplier: float) -> Tensor:
         if self.config.embedding_multiplier_in_weight_dtype:
@@ -406,53 +402,3 @@ class Decoder(nn.Module):
         row_tokens = self.sharding.row_tokens
         num_head_parts = 1 if row_tokens is None else row_tokens.num_head_parts
         return KVCache(self.config, batch_size, capacity, self.dtype, device, num_head_parts)
-
-
-def _positions(
-    shape: torch.Size,
-    device: torch.device,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cache: KVCache | None,
-    lengths: Tensor | None,
-    prefixes: Tensor | None,
-) -> Tensor:
-    """Each token's position in its document, (B or 1, T). Raises ValueError for invalid combinations of the arguments."""
-    num_rows, num_tokens = shape
-    if cache is not None:
-        if cu_seqlens is not None or positions is not None:
-            raise ValueError("a cache cannot be combined with cu_seqlens or positions; it has its own positions.")
-        if torch.is_grad_enabled():
-            raise ValueError("a cache keeps no gradients; call the model inside torch.no_grad().")
-        return cache.begin(num_tokens, lengths)
-    if lengths is not None:
-        raise ValueError("lengths need a cache; without a cache, padding on the right has no effect.")
-    if cu_seqlens is not None:
-        _check_documents(cu_seqlens, num_rows, num_tokens)
-    if positions is not None:
-        return positions
-    if cu_seqlens is None:
-        return torch.arange(num_tokens, device=device)[None]  # (1, T) serves all rows
-    indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    document = _document_of(indices, cu_seqlens)
-    positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
-    return positions if prefixes is None else positions + prefixes.diff(dim=1)[document].view_as(positions)
-
-
-def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The document's number for each token index of the flattened batch."""
-    return torch.bucketize(indices, cu_seqlens, right=True) - 1
-
-
-def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None:
-    """Raise ValueError if a document is longer than a row, or documents do not end with the batch. On a GPU a failure is a
-    device-side assertion, so that the host does not wait."""
-    end = num_rows * num_tokens
-    fits = (cu_seqlens.diff() <= num_tokens).all() & (cu_seqlens[-1] == end)
-    message = (
-        f"cu_seqlens has a document longer than a row of {num_tokens} tokens, or does not end with the batch, at {end}."
-    )
-    if cu_seqlens.is_cuda:
-        assert_on_device(fits, message)
-    elif not fits:
-        raise ValueError(message)

@@ -1,8 +1,7 @@
-"""Load and save Hugging Face model folders.
+"""Load Hugging Face model folders.
 
 Every tensor is checked against config.json before memory is allocated. A missing, unexpected or misshapen tensor raises an
-error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model. Pickled
-weights (.bin, .pth) can run code when they are opened, so only safetensors files are read.
+error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -221,7 +220,7 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
         if model.source.score_is_new and name == "score.weight":
             part_of(parameter).values.zero_()
             return
-        for place, part in model.source.stored_parts(name, parameter):
+        for place, part in model.source.stored(name, parameter):
             if model.source.new_ids and place in _ROWS_PER_TOKEN:
                 _read_and_add_rows(stored[place], part, model.source.new_ids)
             else:

@@ -51,9 +51,8 @@ class Source:
     def family(self) -> Family:
         return FAMILIES.get(self.config.get("model_type", ""), Family())
 
-    def stored(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stored tensors of a parameter: their names in a folder of the language model, and contiguous views of the
-        parameter."""
+    def _pieces(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stored tensors of a whole parameter, as contiguous views of it."""
         family = self.family
         part = next((part for part in family.on_disk if part in name), None)
         places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
@@ -67,14 +66,15 @@ class Source:
             for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
                 yield place.replace("*", str(index)), piece
 
-    def stored_parts(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Part]]:
-        """As `stored`, for a parameter that may be sharded: this rank's part of each tensor."""
+    def stored(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Part]]:
+        """Yield the stored tensors of a parameter, which may be sharded: their names in a folder of the language model, and this
+        rank's part of each as a contiguous view."""
         here = part_of(parameter)
         if here.values.shape == here.shape:
-            for place, tensor in self.stored(name, here.values):
+            for place, tensor in self._pieces(name, here.values):
                 yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
             return
-        pieces = self.stored(name, torch.empty(here.shape, device="meta"))  # views that take no memory
+        pieces = self._pieces(name, torch.empty(here.shape, device="meta"))  # views that take no memory
         if here.run is not None:  # a layer's matrix, which every family stores as one tensor
             ((place, _),) = pieces
             yield place, here
@@ -151,11 +151,10 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
 
     If the family stores a parameter as several tensors, these are views of the parameter, not copies.
     """
-    source = source_of(model)
-    return dict(pair for name, tensor in all_tensors(model) for pair in source.stored(name, tensor.detach()))
+    return {name: part.values for name, part in parts_on_disk(model).items()}
 
 
 def parts_on_disk(model: nn.Module) -> dict[str, Part]:
     """As `tensors_on_disk`, for a model that may be sharded: this rank's part of each tensor."""
     source = source_of(model)
-    return dict(pair for name, tensor in all_tensors(model) for pair in source.stored_parts(name, tensor))
+    return dict(pair for name, tensor in all_tensors(model) for pair in source.stored(name, tensor))

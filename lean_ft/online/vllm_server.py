@@ -88,7 +88,7 @@ class VLLMServer:
         source, own_names = model.source, model.source.own_names
         for layer, tensors in groupby(plain_tensors(model), key=lambda named: _layer_of(named[0])):
             of_layer = {
-                own_names.get(place, place): part.contiguous()
+                own_names.get(place, place): part.values
                 for name, tensor in tensors
                 for place, part in source.stored(name, tensor.detach())
             }

@@ -1,0 +1,69 @@
+"""The position of each token in its document, and the length of that document.
+
+Shapes: B rows, T tokens of a row.
+"""
+
+import torch
+from torch import Tensor
+
+from lean_ft.models.cache import KVCache
+from lean_ft.torch_private import assert_on_device
+
+
+def positions_of(
+    shape: torch.Size,
+    device: torch.device,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cache: KVCache | None,
+    lengths: Tensor | None,
+    prefixes: Tensor | None,
+) -> Tensor:
+    """Each token's position in its document, (B or 1, T). Raises ValueError for invalid combinations of the arguments."""
+    num_rows, num_tokens = shape
+    if cache is not None:
+        if cu_seqlens is not None or positions is not None:
+            raise ValueError("a cache cannot be combined with cu_seqlens or positions; it has its own positions.")
+        if torch.is_grad_enabled():
+            raise ValueError("a cache keeps no gradients; call the model inside torch.no_grad().")
+        return cache.begin(num_tokens, lengths)
+    if lengths is not None:
+        raise ValueError("lengths need a cache; without a cache, padding on the right has no effect.")
+    if cu_seqlens is not None:
+        _check_documents(cu_seqlens, num_rows, num_tokens)
+    if positions is not None:
+        return positions
+    if cu_seqlens is None:
+        return torch.arange(num_tokens, device=device)[None]  # (1, T) serves all rows
+    indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = _document_of(indices, cu_seqlens)
+    positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
+    return positions if prefixes is None else positions + prefixes.diff(dim=1)[document].view_as(positions)
+
+
+def lengths_of_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The length of each token's document with its prefix, (B, T)."""
+    flat = positions.flatten()
+    document = _document_of(torch.arange(len(flat), dtype=cu_seqlens.dtype, device=flat.device), cu_seqlens)
+    last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)
+    last = last.scatter_reduce(0, document, flat, "amax")
+    return (last[document] + 1).view(positions.shape)
+
+
+def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The document's number for each token index of the flattened batch."""
+    return torch.bucketize(indices, cu_seqlens, right=True) - 1
+
+
+def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None:
+    """Raise ValueError if a document is longer than a row, or documents do not end with the batch. On a GPU a failure is a
+    device-side assertion, so that the host does not wait."""
+    end = num_rows * num_tokens
+    fits = (cu_seqlens.diff() <= num_tokens).all() & (cu_seqlens[-1] == end)
+    message = (
+        f"cu_seqlens has a document longer than a row of {num_tokens} tokens, or does not end with the batch, at {end}."
+    )
+    if cu_seqlens.is_cuda:
+        assert_on_device(fits, message)
+    elif not fits:
+        raise ValueError(message)
