@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
+from lean_ft.models.frozen_weight import TENSORS, Form, Frozen, as_frozen, product_dtype
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.layers import ACTIVATIONS, MLP, is_gated, unit_rms, wide, wide_dtype
 
@@ -137,12 +138,11 @@ class Experts(nn.Module):
         Adapters add the product of two low-rank matrices per expert: (E, D, R) and (E, R, 2 * I) to the gate and up
         projection, (E, I, R) and (E, R, D) to the down projection.
         """
-        gate_up, down = self.gate_up_proj, self.down_proj
-        if torch.is_autocast_enabled(tokens.device.type):
-            dtype = torch.get_autocast_dtype(tokens.device.type)
-            tokens, gate_up, down = tokens.to(dtype), gate_up.to(dtype), down.to(dtype)
-        bias, low_rank = self.gate_up_proj_bias, (*low_rank_gate_up, *low_rank_down)
-        mixed = _Mix.apply(tokens, weights, chosen, gate_up, bias, down, self.config, *low_rank)
+        tokens = tokens.to(product_dtype(tokens))
+        gate_up, down = as_frozen(self.gate_up_proj), as_frozen(self.down_proj)
+        forms, low_rank = (gate_up.form, down.form), (*low_rank_gate_up, *low_rank_down)
+        others = (*low_rank, *gate_up.tensors, *down.tensors)
+        mixed = _Mix.apply(tokens, weights, chosen, self.gate_up_proj_bias, self.config, forms, *others)
         if self.down_proj_bias is not None:
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
@@ -150,11 +150,15 @@ class Experts(nn.Module):
 
     def inner(self, tokens: Tensor, expert: int) -> Tensor:
         """The inputs (N, I) of the down projection of one expert, for tokens (N, D)."""
-        into, _ = _input_first(self.gate_up_proj[expert], self.down_proj[expert], self.config)
-        factors = tokens @ into
+        factors = tokens @ _input_first(as_frozen(self.gate_up_proj).whole(experts=expert), self.config)
         if self.gate_up_proj_bias is not None:
             factors += self.gate_up_proj_bias[expert]
         return _activation(factors, self.config)
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """The stacks of experts of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
 
 
 class MixtureOfExperts(nn.Module):
@@ -221,43 +225,47 @@ class _Mix(torch.autograd.Function):
         tokens: Tensor,  # (N, D)
         weights: Tensor,  # (N, K)
         chosen: Tensor,  # (N, K)
-        gate_up: Tensor,
         gate_up_bias: Tensor | None,  # (E, 2 * I)
-        down: Tensor,
         config: MixtureConfig,
-        *low_rank: Tensor | None,  # left and right of gate_up, left and right of down
+        forms: tuple[Form, Form],  # of gate_up and down
+        *others: Tensor | None,  # low rank: left and right of gate_up, left and right of down; then the stored weights
     ) -> Tensor:
         order, ends = _sort(chosen, config.num_experts)
-        into, out_of = _input_first(gate_up, down, config)  # (E, D, 2 * I), (E, I, D)
+        low_rank, gate_up, down = _unpacked(others, forms)
+        into = _input_first(gate_up.whole(tokens.dtype), config)  # (E, D, 2 * I)
         factors = _project(_rows(tokens, order, config), into, low_rank[:2], ends)  # (M, 2 * I)
+        del into
         if gate_up_bias is not None:
             factors += gate_up_bias.to(factors.dtype).index_select(0, chosen.flatten()[order])
-        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down, *low_rank)
-        ctx.config = config
+        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up_bias, *others)
+        ctx.config, ctx.forms = config, forms
         row_weights = weights.flatten()[order, None]
         if config.scales_input:
             inner = _activation(_weighed(factors, row_weights), config)  # (M, I)
         else:
             inner = _activation(factors, config).mul_(row_weights)
+        out_of = _input_first(down.whole(tokens.dtype), config)  # (E, I, D)
         return _sum_of_choices(_project(inner, out_of, low_rank[2:], ends), order, config)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down, *low_rank = ctx.saved_tensors
+        tokens, weights, chosen, order, ends, factors, gate_up_bias, *others = ctx.saved_tensors
         config = ctx.config
-        into, out_of = _input_first(gate_up, down, config)
+        low_rank, gate_up, down = _unpacked(others, ctx.forms)
         row_weights = weights.flatten()[order, None]  # (M, 1)
         grad_rows = _rows(grad, order, config)  # (M, D)
         weighed = _weighed(factors, row_weights) if config.scales_input else factors
         inner = _activation(weighed, config)  # (M, I)
+        out_of = _input_first(down.whole(grad.dtype, again=True), config)
         grad_inner = _project_back(grad_rows, out_of, low_rank[2:], ends)  # without the weights of outputs
+        del out_of
         if not config.scales_input:
             grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
             inner.mul_(row_weights)
             grad_inner.mul_(row_weights)
-        grad_down = None
-        if ctx.needs_input_grad[5]:
-            grad_down = _outer(inner, grad_rows, ends, config)
+        grad_gate_up, grad_down = ([None] * len(stored.tensors) for stored in (gate_up, down))
+        if ctx.needs_input_grad[-1]:
+            grad_down = [_outer(inner, grad_rows, ends, config).to(down.form.dtype)]
         grad_low_rank_down = _low_rank_gradients(inner, grad_rows, low_rank[2:], ends)
         del inner, grad_rows
         grad_factors = _activation_gradient(weighed, grad_inner, config)  # (M, 2 * I)
@@ -266,10 +274,10 @@ class _Mix(torch.autograd.Function):
             grad_weights = (factors * grad_factors).sum(-1, dtype=weights.dtype)
             grad_factors.mul_(row_weights)
         grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
-        grad_gate_up = grad_bias = None
+        grad_bias = None
+        if ctx.needs_input_grad[10]:
+            grad_gate_up = [_outer(_rows(tokens, order, config), grad_factors, ends, config).to(gate_up.form.dtype)]
         if ctx.needs_input_grad[3]:
-            grad_gate_up = _outer(_rows(tokens, order, config), grad_factors, ends, config)
-        if ctx.needs_input_grad[4]:
             experts = torch.arange(config.num_experts, device=chosen.device)[:, None]
             is_of_expert = (chosen.flatten()[order] == experts).to(grad_factors.dtype)  # (E, M)
             grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)
@@ -278,9 +286,16 @@ class _Mix(torch.autograd.Function):
             grad_low_rank_gate_up = _low_rank_gradients(_rows(tokens, order, config), grad_factors, low_rank[:2], ends)
         grad_tokens = None
         if ctx.needs_input_grad[0]:
+            into = _input_first(gate_up.whole(grad.dtype, again=True), config)
             grad_tokens = _sum_of_choices(_project_back(grad_factors, into, low_rank[:2], ends), order, config)
-        grads = grad_tokens, grad_weights, None, grad_gate_up, grad_bias, grad_down, None
-        return *grads, *grad_low_rank_gate_up, *grad_low_rank_down
+        grads = grad_tokens, grad_weights, None, grad_bias, None, None
+        return *grads, *grad_low_rank_gate_up, *grad_low_rank_down, *grad_gate_up, *grad_down
+
+
+def _unpacked(others: Sequence[Any], forms: tuple[Form, Form]) -> tuple[_LowRank, Frozen, Frozen]:
+    """The four low-rank matrices, the gate and up projection and the down projection."""
+    first, second = 4, 4 + len(TENSORS[forms[0].kind])
+    return others[:first], Frozen(forms[0], tuple(others[first:second])), Frozen(forms[1], tuple(others[second:]))
 
 
 def _project(rows: Tensor, matrices: Tensor, low_rank: _LowRank, ends: Tensor) -> Tensor:
@@ -328,8 +343,8 @@ def _sum_of_choices(rows: Tensor, order: Tensor, config: MixtureConfig) -> Tenso
     return F.embedding_bag(places.view(-1, config.experts_per_token), rows, mode="sum")
 
 
-def _input_first(gate_up: Tensor, down: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
-    return (gate_up, down) if config.input_first else (gate_up.mT, down.mT)
+def _input_first(stack: Tensor, config: MixtureConfig) -> Tensor:
+    return stack if config.input_first else stack.mT
 
 
 def _outer(inputs: Tensor, grads: Tensor, ends: Tensor, config: MixtureConfig) -> Tensor:

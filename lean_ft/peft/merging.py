@@ -15,11 +15,10 @@ from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import own_tensors
-from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.peft.lora import adapted_layers, has_adapter, take_adapters_off
-from lean_ft.peft.new_rows import TrainedRows, trained_rows
+from lean_ft.peft.layers import AdaptedLayer, adapted_layers, base_modules
+from lean_ft.peft.lora import take_adapters_off
+from lean_ft.peft.new_rows import trained_rows
 from lean_ft.peft.peft_format import base_model, ids_of_rows, labels_of, load_adapter
-from lean_ft.quantize.nf4 import NF4Linear
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ def plain_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
     Raises ValueError for a quantized model.
     """
-    layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()] if has_adapter(model) else []
+    layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()]
     frozen = {id(layer.frozen_weight): layer for layer in layers}
-    for place, module in model.named_modules():
-        if isinstance(module, AdaptedLayer | TrainedRows):
-            continue
+    for place, module in base_modules(model):
         for name, tensor in own_tensors(module):
             layer = frozen.get(id(tensor))
             whole = f"{place}.{name}".replace(".base_layer", "")
@@ -97,7 +94,7 @@ def _square(tensor: Tensor) -> float:
 def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
     layers = adapted_layers(model)
     for name, layer in layers.items():
-        if isinstance(layer.base_layer, NF4Linear):
+        if layer.frozen.form.kind != "plain":
             quantized = f"{name} is quantized, and an adapter can be merged only into unquantized weights"
             raise ValueError(f"{quantized}. Load the model without lora.quantize, then the saved adapter.")
     return layers
