@@ -65,34 +65,28 @@ class Frozen(NamedTuple):
         again: expand again in backward. Otherwise a compiler that recomputes a layer would recognize the same values and keep
         every dense weight of the layer from forward to backward.
         """
-        form, tensors = self if experts is None else self._of(experts)
-        dtype = form.dtype if dtype is None else dtype
-        if form.kind == "plain":
-            return tensors[0].to(dtype)
-        if form.kind == "float8":
+        (kind, shape, own_dtype, stays_whole), tensors = self
+        dtype = own_dtype if dtype is None else dtype
+        if kind == "nf4":
+            tensors = tensors[0], _nf4_scales(*tensors[1:])
+        if experts is not None:  # a stack's experts follow one another in every tensor
+            tensors = tuple(tensor.unflatten(0, (shape[0], -1))[experts] for tensor in tensors)
+            shape = shape[1:] if isinstance(experts, int) else (len(tensors[0]), *shape[1:])
+        if kind == "plain":
+            return (tensors[0] if experts is None else tensors[0].view(shape)).to(dtype)
+        if kind == "float8":
             numbers, scales = tensors
-            return (numbers.float() * scales).view(form.shape).to(dtype)
-        if form.kind == "mxfp4":
+            return (numbers.float() * scales).view(shape).to(dtype)
+        if kind == "mxfp4":
             blocks, exponents = tensors  # (..., groups, 16): two numbers per byte; (..., groups), biased by 127
             values = _BYTE_VALUES.to(blocks.device)[blocks.int()].flatten(-2)  # (..., groups, 32)
-            return torch.ldexp(values, exponents.int()[..., None] - 127).view(form.shape).to(dtype)
-        levels, *scales = tensors
+            return torch.ldexp(values, exponents.int()[..., None] - 127).view(shape).to(dtype)
         # Other arguments make it a distinct call for the compiler.
-        shape = (1, *form.shape) if again and not form.stays_whole else form.shape
+        call_shape = (1, *shape) if again and not stays_whole else shape
         # The compiler supports these operators, but not the library's functions around them.
         expand = torch.ops.bitsandbytes.dequantize_4bit
-        return expand(levels, _nf4_scales(*scales), NF4_BLOCK, "nf4", shape, dtype).view(form.shape)
-
-    def _of(self, experts: int | slice | Tensor) -> "Frozen":
-        form, tensors = self
-        num_experts, *sides = form.shape
-        if form.kind == "nf4":  # a stack is quantized as one matrix
-            tensors = tuple(tensor.view(num_experts, -1) for tensor in (tensors[0], _nf4_scales(*tensors[1:])))
-        tensors = tuple(tensor[experts] for tensor in tensors)
-        shape = tuple(sides) if isinstance(experts, int) else (len(tensors[0]), *sides)
-        if form.kind == "nf4":
-            tensors = tensors[0].reshape(-1, 1), tensors[1].flatten()
-        return Frozen(form._replace(shape=shape), tensors)
+        levels, scales = tensors[0].view(-1, 1), tensors[1].flatten()
+        return expand(levels, scales, NF4_BLOCK, "nf4", call_shape, dtype).view(shape)
 
     @property
     def nbytes(self) -> int:

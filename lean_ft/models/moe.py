@@ -16,7 +16,7 @@ an expert, R rank of an adapter.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,10 +102,6 @@ class NormedRouter(nn.Module):
         return best.softmax(-1) * self.per_expert_scale[chosen], chosen
 
 
-_LowRank = Sequence[Tensor | None]  # left (E, inputs, R) and right (E, R, outputs), or None twice
-NO_LOW_RANK = (None, None)
-
-
 class Experts(nn.Module):
     """The experts' projections, stacked."""
 
@@ -130,8 +126,8 @@ class Experts(nn.Module):
         tokens: Tensor,
         weights: Tensor,
         chosen: Tensor,
-        low_rank_gate_up: _LowRank = NO_LOW_RANK,
-        low_rank_down: _LowRank = NO_LOW_RANK,
+        gate_up_adapter: tuple[Tensor, Tensor] | None = None,
+        down_adapter: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The sum (N, D) of the outputs of the experts `chosen` (N, K), weighted by `weights` (N, K), for tokens (N, D).
 
@@ -140,9 +136,9 @@ class Experts(nn.Module):
         """
         tokens = tokens.to(product_dtype(tokens))
         gate_up, down = as_frozen(self.gate_up_proj), as_frozen(self.down_proj)
-        forms, low_rank = (gate_up.form, down.form), (*low_rank_gate_up, *low_rank_down)
-        others = (*low_rank, *gate_up.tensors, *down.tensors)
-        mixed = _Mix.apply(tokens, weights, chosen, self.gate_up_proj_bias, self.config, forms, *others)
+        tensors = (*(gate_up_adapter or (None, None)), *gate_up.tensors, *(down_adapter or (None, None)), *down.tensors)
+        forms = gate_up.form, down.form
+        mixed = _Mix.apply(tokens, weights, chosen, self.gate_up_proj_bias, self.config, forms, *tensors)
         if self.down_proj_bias is not None:
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
@@ -150,7 +146,8 @@ class Experts(nn.Module):
 
     def inner(self, tokens: Tensor, expert: int) -> Tensor:
         """The inputs (N, I) of the down projection of one expert, for tokens (N, D)."""
-        factors = tokens @ _input_first(as_frozen(self.gate_up_proj).whole(experts=expert), self.config)
+        into = as_frozen(self.gate_up_proj).whole(experts=expert)
+        factors = tokens @ (into if self.config.input_first else into.T)
         if self.gate_up_proj_bias is not None:
             factors += self.gate_up_proj_bias[expert]
         return _activation(factors, self.config)
@@ -228,45 +225,37 @@ class _Mix(torch.autograd.Function):
         gate_up_bias: Tensor | None,  # (E, 2 * I)
         config: MixtureConfig,
         forms: tuple[Form, Form],  # of gate_up and down
-        *others: Tensor | None,  # low rank: left and right of gate_up, left and right of down; then the stored weights
+        *tensors: Tensor | None,  # of both `_stacks`
     ) -> Tensor:
         order, ends = _sort(chosen, config.num_experts)
-        low_rank, gate_up, down = _unpacked(others, forms)
-        into = _input_first(gate_up.whole(tokens.dtype), config)  # (E, D, 2 * I)
-        factors = _project(_rows(tokens, order, config), into, low_rank[:2], ends)  # (M, 2 * I)
-        del into
+        gate_up, down = _stacks(config, forms, tensors)
+        factors = gate_up.product(_rows(tokens, order, config), ends)  # (M, 2 * I)
         if gate_up_bias is not None:
             factors += gate_up_bias.to(factors.dtype).index_select(0, chosen.flatten()[order])
-        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up_bias, *others)
+        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors)
         ctx.config, ctx.forms = config, forms
         row_weights = weights.flatten()[order, None]
         if config.scales_input:
             inner = _activation(_weighed(factors, row_weights), config)  # (M, I)
         else:
             inner = _activation(factors, config).mul_(row_weights)
-        out_of = _input_first(down.whole(tokens.dtype), config)  # (E, I, D)
-        return _sum_of_choices(_project(inner, out_of, low_rank[2:], ends), order, config)
+        return _sum_of_choices(down.product(inner, ends), order, config)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weights, chosen, order, ends, factors, gate_up_bias, *others = ctx.saved_tensors
-        config = ctx.config
-        low_rank, gate_up, down = _unpacked(others, ctx.forms)
+        tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors = ctx.saved_tensors
+        config, trains = ctx.config, ctx.needs_input_grad
+        gate_up, down = _stacks(config, ctx.forms, tensors)
         row_weights = weights.flatten()[order, None]  # (M, 1)
         grad_rows = _rows(grad, order, config)  # (M, D)
         weighed = _weighed(factors, row_weights) if config.scales_input else factors
         inner = _activation(weighed, config)  # (M, I)
-        out_of = _input_first(down.whole(grad.dtype, again=True), config)
-        grad_inner = _project_back(grad_rows, out_of, low_rank[2:], ends)  # without the weights of outputs
-        del out_of
+        grad_inner = down.product_back(grad_rows, ends)  # without the weights of outputs
         if not config.scales_input:
             grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
             inner.mul_(row_weights)
             grad_inner.mul_(row_weights)
-        grad_gate_up, grad_down = ([None] * len(stored.tensors) for stored in (gate_up, down))
-        if ctx.needs_input_grad[-1]:
-            grad_down = [_outer(inner, grad_rows, ends, config).to(down.form.dtype)]
-        grad_low_rank_down = _low_rank_gradients(inner, grad_rows, low_rank[2:], ends)
+        grads_down = down.gradients(inner, grad_rows, ends, trains=trains[-1])
         del inner, grad_rows
         grad_factors = _activation_gradient(weighed, grad_inner, config)  # (M, 2 * I)
         del grad_inner, weighed
@@ -274,54 +263,62 @@ class _Mix(torch.autograd.Function):
             grad_weights = (factors * grad_factors).sum(-1, dtype=weights.dtype)
             grad_factors.mul_(row_weights)
         grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
-        grad_bias = None
-        if ctx.needs_input_grad[10]:
-            grad_gate_up = [_outer(_rows(tokens, order, config), grad_factors, ends, config).to(gate_up.form.dtype)]
-        if ctx.needs_input_grad[3]:
+        grads_gate_up: list[Tensor | None] = [None] * (2 + len(gate_up.weight.tensors))
+        if trains[8] or gate_up.left is not None:
+            grads_gate_up = gate_up.gradients(_rows(tokens, order, config), grad_factors, ends, trains=trains[8])
+        grad_bias = grad_tokens = None
+        if trains[3]:
             experts = torch.arange(config.num_experts, device=chosen.device)[:, None]
             is_of_expert = (chosen.flatten()[order] == experts).to(grad_factors.dtype)  # (E, M)
             grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)
-        grad_low_rank_gate_up = None, None
-        if low_rank[0] is not None:
-            grad_low_rank_gate_up = _low_rank_gradients(_rows(tokens, order, config), grad_factors, low_rank[:2], ends)
-        grad_tokens = None
-        if ctx.needs_input_grad[0]:
-            into = _input_first(gate_up.whole(grad.dtype, again=True), config)
-            grad_tokens = _sum_of_choices(_project_back(grad_factors, into, low_rank[:2], ends), order, config)
-        grads = grad_tokens, grad_weights, None, grad_bias, None, None
-        return *grads, *grad_low_rank_gate_up, *grad_low_rank_down, *grad_gate_up, *grad_down
+        if trains[0]:
+            grad_tokens = _sum_of_choices(gate_up.product_back(grad_factors, ends), order, config)
+        return grad_tokens, grad_weights, None, grad_bias, None, None, *grads_gate_up, *grads_down
 
 
-def _unpacked(others: Sequence[Any], forms: tuple[Form, Form]) -> tuple[_LowRank, Frozen, Frozen]:
-    """The four low-rank matrices, the gate and up projection and the down projection."""
-    first, second = 4, 4 + len(TENSORS[forms[0].kind])
-    return others[:first], Frozen(forms[0], tuple(others[first:second])), Frozen(forms[1], tuple(others[second:]))
+class _Stack(NamedTuple):
+    """One projection of all experts: its weight, and the low-rank matrices of an adapter or None twice."""
+
+    weight: Frozen
+    input_first: bool
+    left: Tensor | None  # (E, inputs, R)
+    right: Tensor | None  # (E, R, outputs)
+
+    def product(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Each row (M, inputs) times its expert's matrix, plus the low-rank product if there is an adapter: (M, outputs)."""
+        weight = self.weight.whole(rows.dtype)
+        return _product(rows, weight if self.input_first else weight.mT, self.left, self.right, ends)
+
+    def product_back(self, grad: Tensor, ends: Tensor) -> Tensor:
+        """The gradient of the rows of `product`."""
+        weight = self.weight.whole(grad.dtype, again=True)
+        left, right = (None if factor is None else factor.mT for factor in (self.left, self.right))
+        return _product(grad, weight.mT if self.input_first else weight, right, left, ends)
+
+    def gradients(self, rows: Tensor, grad: Tensor, ends: Tensor, *, trains: bool) -> list[Tensor | None]:
+        """The gradients of the low-rank matrices, and of the stored tensors if the weight trains."""
+        found: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
+        if trains:  # in the layout of the weight
+            outer = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
+            found[2] = outer.to(self.weight.form.dtype)
+        if self.left is not None and self.right is not None:
+            found[0] = grouped_outer(rows, grouped_matmul(grad, self.right.mT, ends), ends)
+            found[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
+        return found
 
 
-def _project(rows: Tensor, matrices: Tensor, low_rank: _LowRank, ends: Tensor) -> Tensor:
-    """Each row (M, D) times its expert's matrix (E, D, I), plus the low-rank product if there is an adapter."""
+def _stacks(config: MixtureConfig, forms: tuple[Form, Form], tensors: Sequence[Any]) -> list[_Stack]:
+    """The gate and up projection and the down projection; of each, `tensors` has left, right and the stored weight."""
+    end = 2 + len(TENSORS[forms[0].kind])
+    pieces = zip(forms, (tensors[:end], tensors[end:]), strict=True)
+    return [_Stack(Frozen(form, tuple(own[2:])), config.input_first, *own[:2]) for form, own in pieces]
+
+
+def _product(rows: Tensor, matrices: Tensor, left: Tensor | None, right: Tensor | None, ends: Tensor) -> Tensor:
     projected = grouped_matmul(rows, matrices, ends)
-    left, right = low_rank
     if left is not None and right is not None:
         projected += grouped_matmul(grouped_matmul(rows, left, ends), right, ends)
     return projected
-
-
-def _project_back(grad: Tensor, matrices: Tensor, low_rank: _LowRank, ends: Tensor) -> Tensor:
-    """The gradient of the rows of `_project`."""
-    left, right = (None if factor is None else factor.mT for factor in low_rank)
-    return _project(grad, matrices.mT, (right, left), ends)
-
-
-def _low_rank_gradients(
-    rows: Tensor, grad: Tensor, low_rank: _LowRank, ends: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the low-rank matrices of `_project`."""
-    left, right = low_rank
-    if left is None or right is None:
-        return None, None
-    grad_left = grouped_outer(rows, grouped_matmul(grad, right.mT, ends), ends)
-    return grad_left, grouped_outer(grouped_matmul(rows, left, ends), grad, ends)
 
 
 def _sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -341,15 +338,6 @@ def _sum_of_choices(rows: Tensor, order: Tensor, config: MixtureConfig) -> Tenso
     # Unlike index_add, this sums in float32 and in a fixed order.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return F.embedding_bag(places.view(-1, config.experts_per_token), rows, mode="sum")
-
-
-def _input_first(stack: Tensor, config: MixtureConfig) -> Tensor:
-    return stack if config.input_first else stack.mT
-
-
-def _outer(inputs: Tensor, grads: Tensor, ends: Tensor, config: MixtureConfig) -> Tensor:
-    """The gradient of a projection, in the layout of the projection."""
-    return grouped_outer(inputs, grads, ends) if config.input_first else grouped_outer(grads, inputs, ends)
 
 
 def _weighed(factors: Tensor, row_weights: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models.frozen_weight import Frozen, as_frozen, product_dtype
-from lean_ft.models.moe import NO_LOW_RANK, Experts
-from lean_ft.peft.layers import AdaptedLayer, AdapterShape, sides_of
+from lean_ft.models.moe import Experts
+from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -22,16 +22,9 @@ class ExpertsAdapter(AdaptedLayer):
     """The adapter of one stacked projection: `lora_A` (E * R, I) and `lora_B` (O, R * E), in PEFT's layout."""
 
     def __init__(self, base_layer: Experts, projection: str, shape: AdapterShape, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.base_layer, self.projection, self.shape = base_layer, projection, shape
-        self.config = base_layer.config
+        self.projection, self.config = projection, base_layer.config
         self.is_transposed = self.config.input_first_in_adapters  # PEFT's interpretation
-        num_experts = self.num_experts = self.frozen.form.shape[0]
-        num_outputs, num_inputs = sides_of(self.frozen, self.is_transposed)
-        device = self.frozen.tensors[0].device
-        self.lora_A = nn.Parameter(torch.empty(num_experts * shape.rank, num_inputs, dtype=dtype, device=device))
-        self.lora_B = nn.Parameter(torch.empty(num_outputs, shape.rank * num_experts, dtype=dtype, device=device))
-        self.lora_magnitude_vector = self.start_A = self.start_B = None
+        super().__init__(base_layer, shape, dtype)
 
     @property
     def frozen(self) -> Frozen:
@@ -39,8 +32,8 @@ class ExpertsAdapter(AdaptedLayer):
 
     def thin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The factors (E, I, R) and (E, R, O), whose product is added to the matrix that a row is multiplied by."""
-        a = self.lora_A.unflatten(0, (self.num_experts, -1)) * self.shape.scaling  # (E, R, I)
-        b = self.lora_B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)  # (E, O, R)
+        a = self.lora_A.unflatten(0, (-1, self.shape.rank)) * self.shape.scaling  # (E, R, I)
+        b = self.lora_B.unflatten(1, (self.shape.rank, -1)).permute(2, 0, 1)  # (E, O, R)
         a, b = a.to(dtype), b.to(dtype)
         return (a.mT, b.mT) if self.is_transposed == self.config.input_first else (b, a)
 
@@ -65,7 +58,7 @@ class LoRAExperts(nn.Module):
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """tokens (N, D); weights (N, K) of the chosen experts (N, K); returns (N, D)."""
         dtype, adapters = product_dtype(tokens), (self.gate_up_proj, self.down_proj)
-        pairs = (NO_LOW_RANK if adapter is None or not adapter.is_on else adapter.thin(dtype) for adapter in adapters)
+        pairs = (None if adapter is None or not adapter.is_on else adapter.thin(dtype) for adapter in adapters)
         return self.base_layer(tokens, weights, chosen, *pairs)
 
 

@@ -65,10 +65,10 @@ class AdaptedLayer(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.shape = shape
-        num_outputs, num_inputs = sides_of(self.frozen, self.is_transposed)
-        device = self.frozen.tensors[0].device
-        self.lora_A = nn.Parameter(torch.empty(shape.rank, num_inputs, dtype=dtype, device=device))
-        self.lora_B = nn.Parameter(torch.empty(num_outputs, shape.rank, dtype=dtype, device=device))
+        num_matrices, num_outputs, num_inputs = linear_shape(self.frozen, self.is_transposed)
+        rank, device = num_matrices * shape.rank, self.frozen.tensors[0].device
+        self.lora_A = nn.Parameter(torch.empty(rank, num_inputs, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(num_outputs, rank, dtype=dtype, device=device))
         self.lora_magnitude_vector: nn.Parameter | None = None
         self.register_buffer("start_A", None, persistent=False)  # PiSSA's first pair
         self.register_buffer("start_B", None, persistent=False)
@@ -221,10 +221,10 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if not hasattr(module, "base_layer"))
 
 
-def sides_of(weight: Frozen, is_transposed: bool) -> tuple[int, int]:
-    """Outputs and inputs of a weight, or of each weight of a stack."""
-    outputs, inputs = weight.form.shape[-2:]
-    return (inputs, outputs) if is_transposed else (outputs, inputs)
+def linear_shape(weight: Frozen, is_transposed: bool) -> tuple[int, int, int]:
+    """The number of matrices of a weight or a stack, their outputs and their inputs."""
+    num_matrices, *sides = (1, *weight.form.shape)[-3:]
+    return num_matrices, *(reversed(sides) if is_transposed else sides)
 
 
 def row_norms(weight: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from lean_ft.models.names_on_disk import module_on_disk, name_in_language_model
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header, read_same, write_file
 from lean_ft.models.source import source_of
 from lean_ft.peft.experts import PROJECTIONS
-from lean_ft.peft.layers import AdaptedLayer, AdapterShape, adapted_layers, sides_of
+from lean_ft.peft.layers import AdaptedLayer, AdapterShape, adapted_layers, linear_shape
 from lean_ft.peft.lora import OUTPUT, SCORE, has_adapter, put_adapter
 from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
 from lean_ft.peft.targets import TIED, is_adaptable, is_parameter_to_peft, is_projection_of_experts
@@ -454,12 +454,11 @@ def _sizes(model: Decoder, name: str) -> tuple[int, int, int]:
     place, _, own = name.rpartition(".")
     owner: Any = model.get_submodule(place)
     if is_projection_of_experts(model, name):
-        frozen = as_frozen(getattr(owner, own))
-        return frozen.form.shape[0], *sides_of(frozen, owner.config.input_first_in_adapters)
+        return linear_shape(as_frozen(getattr(owner, own)), owner.config.input_first_in_adapters)
     layer = getattr(owner, own)
     if not is_adaptable(layer):
         raise AttributeError(name)
-    return 1, *sides_of(as_frozen(layer.weight), isinstance(layer, nn.Embedding))
+    return linear_shape(as_frozen(layer.weight), isinstance(layer, nn.Embedding))
 
 
 def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
