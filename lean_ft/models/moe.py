@@ -298,9 +298,8 @@ class _Stack(NamedTuple):
     def gradients(self, rows: Tensor, grad: Tensor, ends: Tensor, *, trains: bool) -> list[Tensor | None]:
         """The gradients of the low-rank matrices, and of the stored tensors if the weight trains."""
         found: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
-        if trains:  # in the layout of the weight
-            outer = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
-            found[2] = outer.to(self.weight.form.dtype)
+        if trains:  # in the layout of the weight; autograd converts it to the dtype of the weight
+            found[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
         if self.left is not None and self.right is not None:
             found[0] = grouped_outer(rows, grouped_matmul(grad, self.right.mT, ends), ends)
             found[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
