@@ -82,12 +82,6 @@ class AdaptedLayer(nn.Module):
         """The frozen weight as it is stored."""
         return as_frozen(self.base_layer.weight)  # pyright: ignore[reportArgumentType]
 
-    @property
-    def frozen_weight(self) -> Tensor:
-        """The frozen weight parameter; a quantized layer has none."""
-        (weight,) = self.frozen.tensors
-        return weight
-
     def linear_weight(self) -> Tensor:
         """The frozen weight as a linear map (O, I)."""
         weight = self.frozen.whole()
@@ -223,8 +217,8 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def linear_shape(weight: Frozen, is_transposed: bool) -> tuple[int, int, int]:
     """The number of matrices of a weight or a stack, their outputs and their inputs."""
-    num_matrices, *sides = (1, *weight.form.shape)[-3:]
-    return num_matrices, *(reversed(sides) if is_transposed else sides)
+    num_matrices, outputs, inputs = (1, *weight.form.shape)[-3:]
+    return (num_matrices, inputs, outputs) if is_transposed else (num_matrices, outputs, inputs)
 
 
 def row_norms(weight: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def plain_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     Raises ValueError for a quantized model.
     """
     layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()]
-    frozen = {id(layer.frozen_weight): layer for layer in layers}
+    frozen = {id(layer.frozen.tensors[0]): layer for layer in layers}
     for place, module in base_modules(model):
         for name, tensor in own_tensors(module):
             layer = frozen.get(id(tensor))
@@ -72,15 +72,15 @@ def load_merged(
     load_adapter(model, adapter)
     squares = []  # of each layer's weight, its change and the rounding error
     for layer in _mergeable_layers(model).values():
-        weight, exact = layer.frozen_weight.detach(), layer.merged_weight()
+        weight, exact = layer.frozen.tensors[0].detach(), layer.merged_weight()
         rounded = exact.to(weight.dtype, copy=True)
         error = _square(rounded.float() - exact)
         squares.append((_square(weight.float()), _square(exact.sub_(weight)), error))
-        layer.frozen_weight.data = rounded
+        layer.frozen.tensors[0].data = rounded
     for layer in trained_rows(model).values():
         start, exact = layer.start.float(), layer.rows.float()
         squares.append((_square(start), _square(exact - start), _square(layer.rows.to(layer.start) - exact)))
-        layer.frozen_weight.data = layer.merged_weight()
+        layer.frozen.tensors[0].data = layer.merged_weight()
     take_adapters_off(model)
     weights, changes, errors = map(sum, zip(*squares, strict=True))
     change, rounding_error = ((part / (weights or 1.0)) ** 0.5 for part in (changes, errors))
