@@ -43,10 +43,9 @@ from lean_ft.models.config_json import gives_scores
 from lean_ft.models.device import resolve_device
 from lean_ft.models.source import name_in_language_model
 from lean_ft.models.stored_weights import stored_dtype, stored_tensors
+from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.optim import build_optimizer
-from lean_ft.peft import load_with_adapter
-from lean_ft.peft.layers import LoRALinear
-from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.peft import adapted_layers, load_with_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig, TrainingConfig
 from lean_ft.settings.base import Device
 from lean_ft.system.environment import available_bytes
@@ -248,13 +247,12 @@ class Check:
 
     def _adapter(self, name: str, cfg: CheckedConfig, quantizes: bool) -> Row:
         model, gradients = self._gradients(cfg)
-        layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+        layers = {n: layer for n, layer in adapted_layers(model).items() if f"{n}.weight" in self.gradients}
         plain, what = self.gradients, "gradients of lora_B, with the plain step"
         if quantizes:
             whole = load_model(self.cfg.model, self.device)
-            for n, layer in model.named_modules():
-                if isinstance(layer, NF4Linear):
-                    whole.get_submodule(n.removesuffix(".base_layer")).weight.data = layer.weight.float()
+            for n, weight in quantized_weights(model).items():
+                whole.get_parameter(n.replace(".base_layer", "")).data = weight.frozen.whole().float()
             logits, plain, _ = self._results(whole)
             what += f" on 4-bit weights (logits {_relative(logits, self.logits):.0%} off)"
         factors = {f"{n}.lora_B": layer.shape.scaling * layer.lora_A.detach().float() for n, layer in layers.items()}

@@ -39,7 +39,7 @@ from lean_ft.data.unpaired import Unpaired
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
-from lean_ft.peft import AdaptedLayer, TrainedRows, adapter_off, has_adapter
+from lean_ft.peft import adapter_off, base_modules, has_adapter
 from lean_ft.settings import (
     AnswerDataConfig,
     AnswersConfig,
@@ -241,9 +241,7 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
     """
     digest = hashlib.blake2b(json.dumps(model.source.config, sort_keys=True, default=str).encode(), digest_size=16)
     found: list[Tensor] = []  # int64
-    for name, module in model.named_modules():
-        if isinstance(module, AdaptedLayer | TrainedRows):
-            continue  # its own tensors belong to the adapter
+    for name, module in base_modules(model):
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
             part = part_of(tensor)
             size = math.prod(part.shape)

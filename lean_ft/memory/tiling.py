@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lean_ft.models.frozen_weight import quantized_weights
+
 
 def tile_mlp(model: nn.Module, num_tiles: int) -> int:
     """Split the tokens of every feed-forward layer (`mlp` and `mixture`) into `num_tiles`; return the number of layers.
@@ -37,9 +39,8 @@ def tile_mlp(model: nn.Module, num_tiles: int) -> int:
     for mlp in found:
         mlp.num_tiles = num_tiles
         mlp.forward = MethodType(_tiled, mlp)
-        for layer in mlp.modules():
-            if hasattr(layer, "stays_whole"):  # all tiles need a quantized layer's weight
-                layer.stays_whole = True
+        for weight in quantized_weights(mlp).values():  # all tiles need it
+            weight.form = weight.form._replace(stays_whole=True)
     return len(found)
 
 

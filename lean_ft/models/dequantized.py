@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.models.frozen_weight import Form, Frozen
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.shards import Part
 
 READABLE = ("fp8", "mxfp4")
 _STRIP_NUMBERS = 2**18  # numbers dequantized at a time
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_LEVELS = torch.cat((_E2M1, -_E2M1))
-# The two numbers of each byte, (256, 2); the lower 4 bits are the first.
-_BYTE_VALUES = torch.stack((_LEVELS.repeat(16), _LEVELS.repeat_interleave(16)), 1)
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,8 @@ class ScaledTensor:
                 numbers = _read(self.numbers, first, (num_rows, width))
                 of_rows = scales[torch.arange(row, row + num_rows) // block_rows]
                 scale = of_rows[:, torch.arange(column, column + width) // block_columns]
-                flat[done : done + numbers.numel()].view(num_rows, width).copy_(numbers.float() * scale)
+                rows = Frozen(Form("float8", (num_rows, width), torch.float32), (numbers, scale))
+                flat[done : done + numbers.numel()].view(num_rows, width).copy_(rows.whole())
                 first, length, done = first + numbers.numel(), length - numbers.numel(), done + numbers.numel()
 
 
@@ -91,10 +89,10 @@ class FourBitStack:
         for expert, matrix in enumerate(part.values.view(-1, *self.shape[1:]), start=part.first // of_matrix):
             for row in range(0, num_rows, strip):
                 size, place = min(strip, num_rows - row), expert * num_rows + row
-                packed = _read(self.blocks, place * num_groups * 16, (size, num_groups, 16))
-                exponents = _read(self.exponents, place * num_groups, (size, num_groups, 1)).int() - 127
-                numbers = torch.ldexp(_BYTE_VALUES[packed.int()].flatten(-2), exponents)  # (size, groups, 32)
-                matrix[:, row : row + size] = numbers.flatten(1).T
+                blocks = _read(self.blocks, place * num_groups * 16, (size, num_groups, 16))
+                exponents = _read(self.exponents, place * num_groups, (size, num_groups))
+                rows = Frozen(Form("mxfp4", (size, 32 * num_groups), torch.float32), (blocks, exponents))
+                matrix[:, row : row + size] = rows.whole().T
 
 
 Readable = StoredTensor | ScaledTensor | FourBitStack

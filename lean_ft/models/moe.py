@@ -16,13 +16,14 @@ an expert, R rank of an adapter.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
+from lean_ft.models.frozen_weight import TENSORS, Form, Frozen, as_frozen, product_dtype
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.layers import ACTIVATIONS, MLP, unit_rms, wide, wide_dtype
 
@@ -102,10 +103,6 @@ class NormedRouter(nn.Module):
         return best.softmax(-1) * self.per_expert_scale[chosen], chosen
 
 
-_LowRank = Sequence[Tensor | None]  # left (E, inputs, R) and right (E, R, outputs), or None twice
-NO_LOW_RANK = (None, None)
-
-
 class Experts(nn.Module):
     """The experts' projections, stacked."""
 
@@ -130,20 +127,19 @@ class Experts(nn.Module):
         tokens: Tensor,
         weights: Tensor,
         chosen: Tensor,
-        low_rank_gate_up: _LowRank = NO_LOW_RANK,
-        low_rank_down: _LowRank = NO_LOW_RANK,
+        gate_up_adapter: tuple[Tensor, Tensor] | None = None,
+        down_adapter: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The sum (N, D) of the outputs of the experts `chosen` (N, K), weighted by `weights` (N, K), for tokens (N, D).
 
         Adapters add the product of two low-rank matrices per expert: (E, D, R) and (E, R, 2 * I) to the gate and up
         projection, (E, I, R) and (E, R, D) to the down projection.
         """
-        gate_up, down = self.gate_up_proj, self.down_proj
-        if torch.is_autocast_enabled(tokens.device.type):
-            dtype = torch.get_autocast_dtype(tokens.device.type)
-            tokens, gate_up, down = tokens.to(dtype), gate_up.to(dtype), down.to(dtype)
-        bias, low_rank = self.gate_up_proj_bias, (*low_rank_gate_up, *low_rank_down)
-        mixed = _Mix.apply(tokens, weights, chosen, gate_up, bias, down, self.config, *low_rank)
+        tokens = tokens.to(product_dtype(tokens))
+        gate_up, down = as_frozen(self.gate_up_proj), as_frozen(self.down_proj)
+        tensors = (*(gate_up_adapter or (None, None)), *gate_up.tensors, *(down_adapter or (None, None)), *down.tensors)
+        forms = gate_up.form, down.form
+        mixed = _Mix.apply(tokens, weights, chosen, self.gate_up_proj_bias, self.config, forms, *tensors)
         if self.down_proj_bias is not None:
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
@@ -151,11 +147,16 @@ class Experts(nn.Module):
 
     def inner(self, tokens: Tensor, expert: int) -> Tensor:
         """The inputs (N, I) of the down projection of one expert, for tokens (N, D)."""
-        into, _ = _input_first(self.gate_up_proj[expert], self.down_proj[expert], self.config)
-        factors = tokens @ into
+        into = as_frozen(self.gate_up_proj).whole(experts=expert)
+        factors = tokens @ (into if self.config.input_first else into.T)
         if self.gate_up_proj_bias is not None:
             factors += self.gate_up_proj_bias[expert]
         return _activation(factors, self.config)
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """The stacks of experts of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
 
 
 class MixtureOfExperts(nn.Module):
@@ -222,44 +223,40 @@ class _Mix(torch.autograd.Function):
         tokens: Tensor,  # (N, D)
         weights: Tensor,  # (N, K)
         chosen: Tensor,  # (N, K)
-        gate_up: Tensor,
         gate_up_bias: Tensor | None,  # (E, 2 * I)
-        down: Tensor,
         config: MixtureConfig,
-        *low_rank: Tensor | None,  # left and right of gate_up, left and right of down
+        forms: tuple[Form, Form],  # of gate_up and down
+        *tensors: Tensor | None,  # of both `_stacks`
     ) -> Tensor:
         order, ends = _sort(chosen, config.num_experts)
-        into, out_of = _input_first(gate_up, down, config)  # (E, D, 2 * I), (E, I, D)
-        factors = _project(_rows(tokens, order, config), into, low_rank[:2], ends)  # (M, 2 * I)
+        gate_up, down = _stacks(config, forms, tensors)
+        factors = gate_up.product(_rows(tokens, order, config), ends)  # (M, 2 * I)
         if gate_up_bias is not None:
             factors += gate_up_bias.to(factors.dtype).index_select(0, chosen.flatten()[order])
-        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down, *low_rank)
-        ctx.config = config
+        ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors)
+        ctx.config, ctx.forms = config, forms
         row_weights = weights.flatten()[order, None]
         if config.scales_input:
             inner = _activation(_weighed(factors, row_weights), config)  # (M, I)
         else:
             inner = _activation(factors, config).mul_(row_weights)
-        return _sum_of_choices(_project(inner, out_of, low_rank[2:], ends), order, config)
+        return _sum_of_choices(down.product(inner, ends), order, config)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weights, chosen, order, ends, factors, gate_up, gate_up_bias, down, *low_rank = ctx.saved_tensors
-        config = ctx.config
-        into, out_of = _input_first(gate_up, down, config)
+        tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors = ctx.saved_tensors
+        config, trains = ctx.config, ctx.needs_input_grad
+        gate_up, down = _stacks(config, ctx.forms, tensors)
         row_weights = weights.flatten()[order, None]  # (M, 1)
         grad_rows = _rows(grad, order, config)  # (M, D)
         weighed = _weighed(factors, row_weights) if config.scales_input else factors
         inner = _activation(weighed, config)  # (M, I)
-        grad_inner = _project_back(grad_rows, out_of, low_rank[2:], ends)  # without the weights of outputs
+        grad_inner = down.product_back(grad_rows, ends)  # without the weights of outputs
         if not config.scales_input:
             grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
             inner.mul_(row_weights)
             grad_inner.mul_(row_weights)
-        grad_down = None
-        if ctx.needs_input_grad[5]:
-            grad_down = _outer(inner, grad_rows, ends, config)
-        grad_low_rank_down = _low_rank_gradients(inner, grad_rows, low_rank[2:], ends)
+        grads_down = down.gradients(inner, grad_rows, ends, trains=trains[-1])
         del inner, grad_rows
         grad_factors = _activation_gradient(weighed, grad_inner, config)  # (M, 2 * I)
         del grad_inner, weighed
@@ -267,47 +264,61 @@ class _Mix(torch.autograd.Function):
             grad_weights = (factors * grad_factors).sum(-1, dtype=weights.dtype)
             grad_factors.mul_(row_weights)
         grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
-        grad_gate_up = grad_bias = None
-        if ctx.needs_input_grad[3]:
-            grad_gate_up = _outer(_rows(tokens, order, config), grad_factors, ends, config)
-        if ctx.needs_input_grad[4]:
+        grads_gate_up: list[Tensor | None] = [None] * (2 + len(gate_up.weight.tensors))
+        if trains[8] or gate_up.left is not None:
+            grads_gate_up = gate_up.gradients(_rows(tokens, order, config), grad_factors, ends, trains=trains[8])
+        grad_bias = grad_tokens = None
+        if trains[3]:
             experts = torch.arange(config.num_experts, device=chosen.device)[:, None]
             is_of_expert = (chosen.flatten()[order] == experts).to(grad_factors.dtype)  # (E, M)
             grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)
-        grad_low_rank_gate_up = None, None
-        if low_rank[0] is not None:
-            grad_low_rank_gate_up = _low_rank_gradients(_rows(tokens, order, config), grad_factors, low_rank[:2], ends)
-        grad_tokens = None
-        if ctx.needs_input_grad[0]:
-            grad_tokens = _sum_of_choices(_project_back(grad_factors, into, low_rank[:2], ends), order, config)
-        grads = grad_tokens, grad_weights, None, grad_gate_up, grad_bias, grad_down, None
-        return *grads, *grad_low_rank_gate_up, *grad_low_rank_down
+        if trains[0]:
+            grad_tokens = _sum_of_choices(gate_up.product_back(grad_factors, ends), order, config)
+        return grad_tokens, grad_weights, None, grad_bias, None, None, *grads_gate_up, *grads_down
 
 
-def _project(rows: Tensor, matrices: Tensor, low_rank: _LowRank, ends: Tensor) -> Tensor:
-    """Each row (M, D) times its expert's matrix (E, D, I), plus the low-rank product if there is an adapter."""
+class _Stack(NamedTuple):
+    """One projection of all experts: its weight, and the low-rank matrices of an adapter or None twice."""
+
+    weight: Frozen
+    input_first: bool
+    left: Tensor | None  # (E, inputs, R)
+    right: Tensor | None  # (E, R, outputs)
+
+    def product(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Each row (M, inputs) times its expert's matrix, plus the low-rank product if there is an adapter: (M, outputs)."""
+        weight = self.weight.whole(rows.dtype)
+        return _product(rows, weight if self.input_first else weight.mT, self.left, self.right, ends)
+
+    def product_back(self, grad: Tensor, ends: Tensor) -> Tensor:
+        """The gradient of the rows of `product`."""
+        weight = self.weight.whole(grad.dtype, again=True)
+        left, right = (None if factor is None else factor.mT for factor in (self.left, self.right))
+        return _product(grad, weight.mT if self.input_first else weight, right, left, ends)
+
+    def gradients(self, rows: Tensor, grad: Tensor, ends: Tensor, *, trains: bool) -> list[Tensor | None]:
+        """The gradients of the low-rank matrices, and of the stored tensors if the weight trains."""
+        found: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
+        if trains:  # in the layout of the weight; autograd converts it to the dtype of the weight
+            found[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
+        if self.left is not None and self.right is not None:
+            found[0] = grouped_outer(rows, grouped_matmul(grad, self.right.mT, ends), ends)
+            found[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
+        return found
+
+
+def _stacks(config: MixtureConfig, forms: tuple[Form, Form], tensors: Sequence[Any]) -> list[_Stack]:
+    """The gate and up projection and the down projection; of each, `tensors` has left, right and the stored weight."""
+    end = 2 + len(TENSORS[forms[0].kind])
+    pieces = zip(forms, (tensors[:end], tensors[end:]), strict=True)
+    return [_Stack(Frozen(form, tuple(own[2:])), config.input_first, *own[:2]) for form, own in pieces]
+
+
+def _product(rows: Tensor, matrices: Tensor, left: Tensor | None, right: Tensor | None, ends: Tensor) -> Tensor:
     projected = grouped_matmul(rows, matrices, ends)
-    left, right = low_rank
     if left is not None and right is not None:
         projected += grouped_matmul(grouped_matmul(rows, left, ends), right, ends)
     return projected
-
-
-def _project_back(grad: Tensor, matrices: Tensor, low_rank: _LowRank, ends: Tensor) -> Tensor:
-    """The gradient of the rows of `_project`."""
-    left, right = (None if factor is None else factor.mT for factor in low_rank)
-    return _project(grad, matrices.mT, (right, left), ends)
-
-
-def _low_rank_gradients(
-    rows: Tensor, grad: Tensor, low_rank: _LowRank, ends: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the low-rank matrices of `_project`."""
-    left, right = low_rank
-    if left is None or right is None:
-        return None, None
-    grad_left = grouped_outer(rows, grouped_matmul(grad, right.mT, ends), ends)
-    return grad_left, grouped_outer(grouped_matmul(rows, left, ends), grad, ends)
 
 
 def _sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -327,15 +338,6 @@ def _sum_of_choices(rows: Tensor, order: Tensor, config: MixtureConfig) -> Tenso
     # Unlike index_add, this sums in float32 and in a fixed order.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return F.embedding_bag(places.view(-1, config.experts_per_token), rows, mode="sum")
-
-
-def _input_first(gate_up: Tensor, down: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
-    return (gate_up, down) if config.input_first else (gate_up.mT, down.mT)
-
-
-def _outer(inputs: Tensor, grads: Tensor, ends: Tensor, config: MixtureConfig) -> Tensor:
-    """The gradient of a projection, in the layout of the projection."""
-    return grouped_outer(inputs, grads, ends) if config.input_first else grouped_outer(grads, inputs, ends)
 
 
 def _weighed(factors: Tensor, row_weights: Tensor) -> Tensor:

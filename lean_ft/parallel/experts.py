@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lean_ft.models import Decoder
-from lean_ft.models.moe import Experts, MixtureOfExperts
+from lean_ft.models.moe import Experts, MixtureOfExperts, experts_of
 from lean_ft.parallel.collectives import all_to_all
 from lean_ft.parallel.ranks import EXPERTS, ManyRanks
 from lean_ft.parallel.tensor import cut_parameter
@@ -75,10 +75,9 @@ def check_experts(model: Decoder, num_ranks: int) -> None:
     for layer in model.config.layers:
         if layer.mixture is not None and (number := layer.mixture.num_experts) % num_ranks:
             raise ValueError(f"{setting} does not divide this model's {number} experts. Set a value that does.")
-    for name, module in model.named_modules():
-        if isinstance(module, MixtureOfExperts) and not isinstance(module.experts, Experts):
-            fix = "Set other lora.targets, such as [q_proj,k_proj,v_proj,o_proj], or remove parallel.experts."
-            raise ValueError(f"{setting} does not support the adapter of {name}.experts. {fix}")
+    if adapted := [name for name in experts_of(model) if name.endswith(".base_layer")]:
+        fix = "Set other lora.targets, such as [q_proj,k_proj,v_proj,o_proj], or remove parallel.experts."
+        raise ValueError(f"{setting} does not support the adapter of {adapted[0].removesuffix('.base_layer')}. {fix}")
 
 
 def cut_experts(model: Decoder, ranks: ManyRanks) -> None:

@@ -1,8 +1,7 @@
 """Adapters: LoRA, DoRA and QLoRA, saved in PEFT's format, loaded from it, and merged on copies."""
 
-from lean_ft.peft.layers import AdaptedLayer
+from lean_ft.peft.layers import adapted_layers, base_modules
 from lean_ft.peft.lora import (
-    adapted_layers,
     adapter_off,
     apply_lora,
     has_adapter,
@@ -11,7 +10,6 @@ from lean_ft.peft.lora import (
     quantize_as_loaded,
 )
 from lean_ft.peft.merging import MergeReport, load_merged, plain_tensors
-from lean_ft.peft.new_rows import TrainedRows
 from lean_ft.peft.peft_format import (
     adapter_bytes,
     adapter_parts,
@@ -21,19 +19,16 @@ from lean_ft.peft.peft_format import (
     save_adapter,
 )
 from lean_ft.peft.stored_adapter import ids_of_rows, is_adapter, labels_of
-from lean_ft.quantize.nf4 import NF4Linear
 
 __all__ = [
-    "AdaptedLayer",
     "MergeReport",
-    "NF4Linear",
-    "TrainedRows",
     "adapted_layers",
     "adapter_bytes",
     "adapter_off",
     "adapter_parts",
     "apply_lora",
     "base_fingerprint",
+    "base_modules",
     "has_adapter",
     "ids_of_rows",
     "is_adapter",

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
+from lean_ft.models.frozen_weight import FrozenParameter, quantized_weights
 from lean_ft.models.hf_format import Unread
 from lean_ft.models.source import own_tensors
-from lean_ft.peft.layers import AdaptedLayer, row_norms
+from lean_ft.peft.layers import AdaptedLayer, adapted_layers, base_modules, row_norms
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
-from lean_ft.quantize.nf4 import CUT_NAMES, NF4Linear, check_available, quantize, whole
+from lean_ft.quantize.nf4 import check_available, to_nf4
 from lean_ft.system.shards import Part, local, part_of, whole_shape
 
 BASE = ".base_layer"
@@ -26,18 +27,17 @@ class UnreadBesideAdapter(Unread):
     """Weights of a model on the meta device whose adapters are in place."""
 
     def into(self, model: Decoder) -> None:
-        adapters = {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
+        adapters, quantized = adapted_layers(model), quantized_weights(model)
         below_dora = {layer.base_layer: layer for layer in adapters.values() if layer.shape.dora}
         below_rows: dict[nn.Module, TrainedRows] = {layer.base_layer: layer for layer in trained_rows(model).values()}
-        for name, module in model.named_modules():
-            if isinstance(module, AdaptedLayer | TrainedRows):
-                continue
+        for name, module in base_modules(model):
             own_name = name.replace(BASE, "")
+            if name in quantized:
+                layer = model.get_submodule(name.rpartition(".")[0])
+                self._quantize(quantized[name], own_name, below_dora.get(layer))
+                continue
             for key, parameter in own_tensors(module):
-                if isinstance(module, NF4Linear) and key in CUT_NAMES:
-                    if key == CUT_NAMES[0]:
-                        self._quantize(module, f"{own_name}.weight", below_dora.get(module))
-                elif key == "weight" and module in below_dora | below_rows:
+                if key == "weight" and module in below_dora | below_rows:
                     weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=local(parameter).device)
                     self.fill(f"{own_name}.weight", weight)
                     _keep(part_of(parameter), weight)
@@ -50,15 +50,15 @@ class UnreadBesideAdapter(Unread):
         for layer in adapters.values():
             _draw(layer)
 
-    def _quantize(self, module: NF4Linear, name: str, adapter: AdaptedLayer | None) -> None:
-        device = local(module.levels).device
+    def _quantize(self, place: FrozenParameter, name: str, adapter: AdaptedLayer | None) -> None:
+        device = local(place.frozen.tensors[0]).device
         check_available(on_gpu=device.type == "cuda")
-        weight = torch.empty(module.out_features, module.in_features, dtype=module.dtype, device=device)
+        weight = torch.empty(place.form.shape, dtype=place.form.dtype, device=device)
         self.fill(name, weight)
-        frozen = quantize(weight)
-        module.take(frozen)
+        frozen = to_nf4(weight)
+        place.take(frozen)
         if adapter is not None:
-            _measure(adapter, whole(frozen, module.out_features, weight))
+            _measure(adapter, frozen.whole())
 
 
 def _keep(part: Part, whole: Tensor) -> None:

@@ -11,8 +11,8 @@ Shapes: E experts, R rank, I inputs, O outputs of the projection.
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models.config import MixtureConfig
-from lean_ft.models.moe import NO_LOW_RANK, Experts
+from lean_ft.models.frozen_weight import Frozen, as_frozen, product_dtype
+from lean_ft.models.moe import Experts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -22,40 +22,26 @@ class ExpertsAdapter(AdaptedLayer):
     """The adapter of one stacked projection: `lora_A` (E * R, I) and `lora_B` (O, R * E), in PEFT's layout."""
 
     def __init__(self, base_layer: Experts, projection: str, shape: AdapterShape, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.base_layer, self.projection, self.shape = base_layer, projection, shape
-        weight = self.frozen_weight
-        num_experts, num_outputs, num_inputs = self.linear_weight().shape
-        self.num_experts, device = num_experts, weight.device
-        self.lora_A = nn.Parameter(torch.empty(num_experts * shape.rank, num_inputs, dtype=dtype, device=device))
-        self.lora_B = nn.Parameter(torch.empty(num_outputs, shape.rank * num_experts, dtype=dtype, device=device))
-        self.lora_magnitude_vector = self.start_A = self.start_B = None
+        self.projection, self.config = projection, base_layer.config
+        self.is_transposed = self.config.input_first_in_adapters  # PEFT's interpretation
+        super().__init__(base_layer, shape, dtype)
 
     @property
-    def frozen_weight(self) -> nn.Parameter:
-        return getattr(self.base_layer, self.projection)
-
-    @property
-    def _config(self) -> MixtureConfig:
-        assert isinstance(self.base_layer, Experts)
-        return self.base_layer.config
-
-    def linear_weight(self) -> Tensor:
-        """The frozen weights as linear maps (E, O, I), in PEFT's interpretation."""
-        return self.frozen_weight.mT if self._config.input_first_in_adapters else self.frozen_weight
+    def frozen(self) -> Frozen:
+        return as_frozen(getattr(self.base_layer, self.projection))
 
     def thin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The factors (E, I, R) and (E, R, O), whose product is added to the matrix that a row is multiplied by."""
-        a = self.lora_A.unflatten(0, (self.num_experts, -1)) * self.shape.scaling  # (E, R, I)
-        b = self.lora_B.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)  # (E, O, R)
+        a = self.lora_A.unflatten(0, (-1, self.shape.rank)) * self.shape.scaling  # (E, R, I)
+        b = self.lora_B.unflatten(1, (self.shape.rank, -1)).permute(2, 0, 1)  # (E, O, R)
         a, b = a.to(dtype), b.to(dtype)
-        return (a.mT, b.mT) if self._config.input_first_in_adapters == self._config.input_first else (b, a)
+        return (a.mT, b.mT) if self.is_transposed == self.config.input_first else (b, a)
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         left, right = self.thin(torch.float32)
-        weight = self.frozen_weight.float()
-        if self._config.input_first:
+        weight = self.frozen.whole(torch.float32)
+        if self.config.input_first:
             return torch.baddbmm(weight, left, right)
         return torch.baddbmm(weight, right.mT, left.mT)
 
@@ -71,9 +57,19 @@ class LoRAExperts(nn.Module):
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """tokens (N, D); weights (N, K) of the chosen experts (N, K); returns (N, D)."""
-        dtype = tokens.dtype
-        if torch.is_autocast_enabled(tokens.device.type):
-            dtype = torch.get_autocast_dtype(tokens.device.type)
-        adapters = (self.gate_up_proj, self.down_proj)
-        pairs = (NO_LOW_RANK if adapter is None or not adapter.is_on else adapter.thin(dtype) for adapter in adapters)
+        dtype, adapters = product_dtype(tokens), (self.gate_up_proj, self.down_proj)
+        pairs = (None if adapter is None or not adapter.is_on else adapter.thin(dtype) for adapter in adapters)
         return self.base_layer(tokens, weights, chosen, *pairs)
+
+
+def put_experts_adapter(model: nn.Module, name: str, shape: AdapterShape, dtype: torch.dtype) -> ExpertsAdapter:
+    """Add an uninitialized adapter to the stacked projection `name`, and return it."""
+    place, _, projection = name.rpartition(".")
+    experts = model.get_submodule(place)
+    if not isinstance(experts, LoRAExperts):
+        assert isinstance(experts, Experts)
+        experts = LoRAExperts(experts)
+        model.set_submodule(place, experts)
+    layer = ExpertsAdapter(experts.base_layer, projection, shape, dtype)
+    setattr(experts, projection, layer)
+    return layer

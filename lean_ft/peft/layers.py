@@ -20,15 +20,15 @@ outputs whose weight is stored transposed.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.moe import Router
+from lean_ft.models.frozen_weight import Frozen, as_frozen
 from lean_ft.peft.low_rank import low_rank_linear
-from lean_ft.quantize.nf4 import NF4Linear
 
 _PISSA_OVERSAMPLING = 16  # additional singular directions, for accuracy
 _PISSA_ITERATIONS = 4
@@ -59,30 +59,33 @@ class AdaptedLayer(nn.Module):
     start_B: Tensor | None
     square_norms: Tensor  # of the frozen weight's rows; only for DoRA
     is_on = True  # `adapter_off` sets False: the layer then computes what the frozen layer does
+    is_transposed = False  # whether the frozen weight is stored as (I, O)
 
     def __init__(self, base_layer: nn.Module, shape: AdapterShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.shape = shape
-        weight = self.linear_weight()
-        (num_outputs, num_inputs), device = weight.shape, weight.device
-        self.lora_A = nn.Parameter(torch.empty(shape.rank, num_inputs, dtype=dtype, device=device))
-        self.lora_B = nn.Parameter(torch.empty(num_outputs, shape.rank, dtype=dtype, device=device))
+        num_matrices, num_outputs, num_inputs = linear_shape(self.frozen, self.is_transposed)
+        rank, device = num_matrices * shape.rank, self.frozen.tensors[0].device
+        self.lora_A = nn.Parameter(torch.empty(rank, num_inputs, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(num_outputs, rank, dtype=dtype, device=device))
         self.lora_magnitude_vector: nn.Parameter | None = None
         self.register_buffer("start_A", None, persistent=False)  # PiSSA's first pair
         self.register_buffer("start_B", None, persistent=False)
         if shape.dora:
-            self.register_buffer("square_norms", row_norms(weight).square(), persistent=False)
-            self.lora_magnitude_vector = nn.Parameter(row_norms(weight).to(dtype))
+            norms = row_norms(self.linear_weight())
+            self.register_buffer("square_norms", norms.square(), persistent=False)
+            self.lora_magnitude_vector = nn.Parameter(norms.to(dtype))
+
+    @property
+    def frozen(self) -> Frozen:
+        """The frozen weight as it is stored."""
+        return as_frozen(self.base_layer.weight)  # pyright: ignore[reportArgumentType]
 
     def linear_weight(self) -> Tensor:
         """The frozen weight as a linear map (O, I)."""
-        return self.base_layer.weight  # pyright: ignore[reportReturnType]
-
-    @property
-    def frozen_weight(self) -> nn.Parameter:
-        """The frozen weight parameter; a quantized layer has none."""
-        return self.base_layer.weight  # pyright: ignore[reportReturnType]
+        weight = self.frozen.whole()
+        return weight.mT if self.is_transposed else weight
 
     @torch.no_grad()
     def start_at_zero(self) -> None:
@@ -136,34 +139,31 @@ class AdaptedLayer(nn.Module):
         merged = torch.addmm(self.linear_weight().float(), b, a, alpha=self.shape.scaling)
         if self.lora_magnitude_vector is not None:
             merged.mul_((self.lora_magnitude_vector.float() / row_norms(merged))[:, None])
-        return merged
+        return merged.mT.contiguous() if self.is_transposed else merged
 
 
 class LoRALinear(AdaptedLayer):
     """A frozen linear layer, quantized or not, with an adapter."""
 
     def forward(self, x: Tensor) -> Tensor:
-        base, shape = self.base_layer, self.shape
-        assert isinstance(base, nn.Linear | NF4Linear | Router)
-        is_quantized = isinstance(base, NF4Linear)
-        frozen, stays_whole = (base.frozen, base.stays_whole) if is_quantized else ((base.weight,), False)
+        frozen, shape = self.frozen, self.shape
+        bias: Tensor | None = self.base_layer.bias  # pyright: ignore[reportAssignmentType]
         # Evaluation and sampling during training run without gradients, and without dropout.
         dropout = shape.dropout if self.training and torch.is_grad_enabled() else 0.0
         a, b = self.factors()
         if self.lora_magnitude_vector is None or not self.is_on:
-            return low_rank_linear(x, frozen, base.bias, a, b, shape.scaling, dropout, stays_whole)
-        product = low_rank_linear(x, frozen, None, a, b, shape.scaling, dropout, stays_whole)
+            return low_rank_linear(x, frozen, bias, a, b, shape.scaling, dropout)
+        product = low_rank_linear(x, frozen, None, a, b, shape.scaling, dropout)
         # Round the ratio's difference from 1, because bfloat16 has little precision near 1.
         change = (self.magnitude_ratio(a, b) - 1.0).to(x.dtype)
         scaled = torch.addcmul(product, product, change)
-        return scaled if base.bias is None else scaled + base.bias
+        return scaled if bias is None else scaled + bias
 
 
 class LoRAEmbedding(AdaptedLayer):
     """A frozen embedding with an adapter."""
 
-    def linear_weight(self) -> Tensor:
-        return self.base_layer.weight.T  # pyright: ignore[reportCallIssue, reportReturnType]
+    is_transposed = True
 
     @torch.no_grad()
     def start_at_zero(self) -> None:
@@ -180,9 +180,6 @@ class LoRAEmbedding(AdaptedLayer):
         if self.lora_magnitude_vector is None:
             return hidden
         return torch.addcmul(hidden, hidden, (self.magnitude_ratio(a, b) - 1.0).to(hidden.dtype))
-
-    def merged_weight(self) -> Tensor:
-        return super().merged_weight().T.contiguous()
 
 
 class LoRAOutput(AdaptedLayer):
@@ -206,6 +203,22 @@ class LoRAOutput(AdaptedLayer):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
+    """The model's layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
+
+
+def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the model's modules by name, without those that an adapter or trained rows added."""
+    return ((name, module) for name, module in model.named_modules() if not hasattr(module, "base_layer"))
+
+
+def linear_shape(weight: Frozen, is_transposed: bool) -> tuple[int, int, int]:
+    """The number of matrices of a weight or a stack, their outputs and their inputs."""
+    num_matrices, outputs, inputs = (1, *weight.form.shape)[-3:]
+    return (num_matrices, inputs, outputs) if is_transposed else (num_matrices, outputs, inputs)
 
 
 def row_norms(weight: Tensor) -> Tensor:

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.frozen_weight import FrozenLinear
 from lean_ft.models.hf_format import new_token_ids
-from lean_ft.models.moe import Experts
 from lean_ft.models.new_model import AfterModule
 from lean_ft.peft.cut_loading import UnreadBesideAdapter
-from lean_ft.peft.experts import ExpertsAdapter, LoRAExperts
-from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput
-from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows
+from lean_ft.peft.experts import put_experts_adapter
+from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput, adapted_layers
+from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows, trained_rows
 from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
-from lean_ft.quantize.nf4 import NF4Linear, check_available
+from lean_ft.quantize.nf4 import check_available, to_nf4
 from lean_ft.settings import LoRAConfig, ModelConfig
 from lean_ft.system.shards import ALONE, Ranks
 
@@ -123,40 +123,26 @@ def _check_suits_parameter(name: str, shape: AdapterShape, init: str, is_stack: 
 
 def put_adapter(model: Decoder, name: str, shape: AdapterShape, dtype: torch.dtype) -> AdaptedLayer:
     """Replace the layer `name`, or projection of experts, by one with an uninitialized adapter, and return it."""
-    if not is_projection_of_experts(model, name):
-        base = model.get_submodule(name)
-        of_matrix = LoRAEmbedding if isinstance(base, nn.Embedding) else LoRALinear
-        layer = (LoRAOutput if name == OUTPUT else of_matrix)(base, shape, dtype)
-        model.set_submodule(name, layer)
-        return layer
-    place, _, projection = name.rpartition(".")
-    experts = model.get_submodule(place)
-    if isinstance(experts, Experts):
-        experts = LoRAExperts(experts)
-        model.set_submodule(place, experts)
-    assert isinstance(experts, LoRAExperts)
-    layer = ExpertsAdapter(experts.base_layer, projection, shape, dtype)
-    setattr(experts, projection, layer)
+    if is_projection_of_experts(model, name):
+        return put_experts_adapter(model, name, shape, dtype)
+    base = model.get_submodule(name)
+    of_matrix = LoRAEmbedding if isinstance(base, nn.Embedding) else LoRALinear
+    layer = (LoRAOutput if name == OUTPUT else of_matrix)(base, shape, dtype)
+    model.set_submodule(name, layer)
     return layer
 
 
 def take_adapters_off(model: nn.Module) -> None:
     """Replace every adapted layer by its frozen layer."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoRAExperts) or (
-            isinstance(module, AdaptedLayer | TrainedRows) and not isinstance(module, ExpertsAdapter)
-        ):
-            model.set_submodule(name, module.base_layer)
+    wrappers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    for name, wrapper in wrappers.items():
+        if name.rpartition(".")[0] not in wrappers:  # the adapters of experts go with their wrapper
+            model.set_submodule(name, wrapper.base_layer)  # pyright: ignore[reportArgumentType]
 
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether any layer of the model has an adapter or trained rows."""
-    return any(isinstance(module, AdaptedLayer | TrainedRows) for module in model.modules())
-
-
-def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """The model's layers with an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}
+    return any(hasattr(module, "base_layer") for module in model.modules())
 
 
 @contextmanager
@@ -165,7 +151,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
     Raises ValueError for a model without an adapter.
     """
-    layers = [module for module in model.modules() if isinstance(module, AdaptedLayer | TrainedRows)]
+    layers: list[AdaptedLayer | TrainedRows] = [*adapted_layers(model).values(), *trained_rows(model).values()]
     if not layers:
         raise ValueError("the model has no adapter to turn off.")
     for layer in layers:
@@ -192,12 +178,12 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
         return None
     check_available(on_gpu=False)
 
-    def quantize(model: Decoder, name: str) -> None:
-        module = model.get_submodule(name)
-        if isinstance(module, Experts):
+    def quantize_module(model: Decoder, name: str) -> None:
+        if model.mixture is not None:
             raise ValueError("lora.quantize=nf4 does not support this model's stacked experts. Set lora.quantize=none.")
+        module = model.get_submodule(name)
         if isinstance(module, nn.Linear) and name not in (OUTPUT, SCORE):
             check_available(on_gpu=module.weight.is_cuda)
-            model.set_submodule(name, NF4Linear(module))
+            model.set_submodule(name, FrozenLinear(to_nf4(module.weight.detach()), module.bias))
 
-    return quantize
+    return quantize_module

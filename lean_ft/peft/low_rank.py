@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lean_ft.quantize.nf4 import Frozen, whole
+from lean_ft.models.frozen_weight import Form, Frozen, product_dtype
 from lean_ft.system.gpu_products import multiplies_into_float32
 from lean_ft.system.shapes_only import device_type
 
@@ -36,19 +36,16 @@ def low_rank_linear(
     b: Tensor,
     scaling: float,
     dropout: float,
-    stays_whole: bool = False,
 ) -> Tensor:
     """Return x W^T + bias + scaling * dropout(x) A^T B^T, shape (..., O), in the dtype of x (..., I).
 
-    `frozen` holds W (O, I), plain or quantized; see `NF4Linear` for `stays_whole`. `bias` (O,) is frozen. `a` (R, I) and
-    `b` (O, R) are rounded to the dtype of x for the products, one of them after it is multiplied by `scaling`; their
-    gradients have their own dtype.
+    `frozen` is W (O, I), and `bias` (O,) is frozen too. `a` (R, I) and `b` (O, R) are rounded to the dtype of x for the
+    products, one of them after it is multiplied by `scaling`; their gradients have their own dtype.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(product_dtype(x))
     # Outside of the autograd function, where the compiler supports random operations under checkpointing.
     dropped, mask = torch.native_dropout(x.detach(), dropout, True) if dropout else (None, None)
-    return _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, stays_whole, *frozen)
+    return _LowRankLinear.apply(x, bias, a, b, dropped, mask, scaling, dropout, frozen.form, *frozen.tensors)
 
 
 @torch.library.custom_op("lean_ft::sum_of_products", mutates_args=())
@@ -81,21 +78,21 @@ class _LowRankLinear(torch.autograd.Function):
         mask: Tensor | None,  # True for kept elements
         scaling: float,
         dropout: float,
-        stays_whole: bool,
-        *frozen: Tensor,
+        form: Form,
+        *tensors: Tensor,  # W as it is stored
     ) -> Tensor:
         rows = x.flatten(0, -2)  # (N, I)
         scaled, narrow = _in_dtype(a * scaling, b, x.dtype)
         inner = (rows if dropped is None else dropped.flatten(0, -2)) @ scaled.T  # (N, R)
-        weight = whole(frozen, b.shape[0], x)
+        weight = Frozen(form, tensors).whole(x.dtype)
         y = sum_of_products(rows, weight.T, bias, inner, narrow.T)  # (N, O)
-        ctx.save_for_backward(x, a, b, inner, mask, *frozen)
-        ctx.scaling, ctx.dropout, ctx.stays_whole = scaling, dropout, stays_whole
+        ctx.save_for_backward(x, a, b, inner, mask, *tensors)
+        ctx.scaling, ctx.dropout, ctx.form = scaling, dropout, form
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, a, b, inner, mask, *frozen = ctx.saved_tensors
+        x, a, b, inner, mask, *tensors = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)  # (N, O)
         thin, scaled = _in_dtype(a, b * ctx.scaling, x.dtype)
         grad_inner = grad_y @ scaled  # (N, R)
@@ -112,14 +109,14 @@ class _LowRankLinear(torch.autograd.Function):
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
             grad_a = _product(grad_inner.T, dropped.flatten(0, -2), a.dtype)
         if ctx.needs_input_grad[0]:
-            weight = whole(frozen, b.shape[0], x, again=not ctx.stays_whole)
+            weight = Frozen(ctx.form, tuple(tensors)).whole(x.dtype, again=True)
             if mask is None:
                 grad_x = sum_of_products(grad_y, weight, None, grad_inner, thin)  # (N, I)
             else:
                 dropped = _drop((grad_inner @ thin).mul_(mask.flatten(0, -2)), ctx.dropout)
                 grad_x = torch.mm(grad_y, weight).add_(dropped)
             grad_x = grad_x.view(x.shape)
-        return grad_x, None, grad_a, grad_b, None, None, None, None, None, *(None for _ in frozen)
+        return grad_x, None, grad_a, grad_b, None, None, None, None, None, *(None for _ in tensors)
 
 
 def _in_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

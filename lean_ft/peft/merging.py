@@ -15,12 +15,11 @@ from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.source import own_tensors
-from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.peft.lora import adapted_layers, has_adapter, take_adapters_off
-from lean_ft.peft.new_rows import TrainedRows, trained_rows
+from lean_ft.peft.layers import AdaptedLayer, adapted_layers, base_modules
+from lean_ft.peft.lora import take_adapters_off
+from lean_ft.peft.new_rows import trained_rows
 from lean_ft.peft.peft_format import load_adapter
 from lean_ft.peft.stored_adapter import base_model, ids_of_rows, labels_of
-from lean_ft.quantize.nf4 import NF4Linear
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,9 @@ def plain_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
     Raises ValueError for a quantized model.
     """
-    layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()] if has_adapter(model) else []
-    frozen = {id(layer.frozen_weight): layer for layer in layers}
-    for place, module in model.named_modules():
-        if isinstance(module, AdaptedLayer | TrainedRows):
-            continue
+    layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()]
+    frozen = {id(layer.frozen.tensors[0]): layer for layer in layers}
+    for place, module in base_modules(model):
         for name, tensor in own_tensors(module):
             layer = frozen.get(id(tensor))
             whole = f"{place}.{name}".replace(".base_layer", "")
@@ -76,15 +73,15 @@ def load_merged(
     load_adapter(model, adapter)
     squares = []  # of each layer's weight, its change and the rounding error
     for layer in _mergeable_layers(model).values():
-        weight, exact = layer.frozen_weight.detach(), layer.merged_weight()
+        weight, exact = layer.frozen.tensors[0].detach(), layer.merged_weight()
         rounded = exact.to(weight.dtype, copy=True)
         error = _square(rounded.float() - exact)
         squares.append((_square(weight.float()), _square(exact.sub_(weight)), error))
-        layer.frozen_weight.data = rounded
+        layer.frozen.tensors[0].data = rounded
     for layer in trained_rows(model).values():
         start, exact = layer.start.float(), layer.rows.float()
         squares.append((_square(start), _square(exact - start), _square(layer.rows.to(layer.start) - exact)))
-        layer.frozen_weight.data = layer.merged_weight()
+        layer.frozen.tensors[0].data = layer.merged_weight()
     take_adapters_off(model)
     weights, changes, errors = map(sum, zip(*squares, strict=True))
     change, rounding_error = ((part / (weights or 1.0)) ** 0.5 for part in (changes, errors))
@@ -98,7 +95,7 @@ def _square(tensor: Tensor) -> float:
 def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
     layers = adapted_layers(model)
     for name, layer in layers.items():
-        if isinstance(layer.base_layer, NF4Linear):
+        if layer.frozen.form.kind != "plain":
             quantized = f"{name} is quantized, and an adapter can be merged only into unquantized weights"
             raise ValueError(f"{quantized}. Load the model without lora.quantize, then the saved adapter.")
     return layers

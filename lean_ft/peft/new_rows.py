@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
+from lean_ft.models.frozen_weight import Frozen, as_frozen
 from lean_ft.system.shards import local
 
 EMBEDDING = "model.embed_tokens"
@@ -38,8 +39,8 @@ class TrainedRows(nn.Module):
     start: Tensor
 
     @property
-    def frozen_weight(self) -> nn.Parameter:
-        return self.base_layer.weight  # pyright: ignore[reportReturnType]
+    def frozen(self) -> Frozen:
+        return as_frozen(self.base_layer.weight)
 
     @property
     def weight(self) -> Tensor:

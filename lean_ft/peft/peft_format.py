@@ -24,13 +24,14 @@ from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.download import cached_name
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import kind_of_scores
-from lean_ft.models.moe import Experts, Router
+from lean_ft.models.frozen_weight import as_frozen
+from lean_ft.models.moe import Router, experts_of
 from lean_ft.models.safetensors_file import read_same, write_file
 from lean_ft.models.source import name_in_language_model, source_of
 from lean_ft.models.stored_weights import weights_fingerprint
-from lean_ft.peft.experts import PROJECTIONS, ExpertsAdapter
-from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding
-from lean_ft.peft.lora import OUTPUT, SCORE, adapted_layers, has_adapter, put_adapter
+from lean_ft.peft.experts import PROJECTIONS
+from lean_ft.peft.layers import AdaptedLayer, AdapterShape, adapted_layers, linear_shape
+from lean_ft.peft.lora import OUTPUT, SCORE, has_adapter, put_adapter
 from lean_ft.peft.new_rows import EMBEDDING, ENDING, TrainedRows, trained_rows
 from lean_ft.peft.stored_adapter import (
     CONFIG_FILE,
@@ -46,8 +47,7 @@ from lean_ft.peft.stored_adapter import (
     read_tensor,
     stored_shape,
 )
-from lean_ft.peft.targets import TIED, is_parameter_to_peft, is_projection_of_experts
-from lean_ft.quantize.nf4 import NF4Linear
+from lean_ft.peft.targets import TIED, is_adaptable, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import write_json
@@ -165,7 +165,7 @@ def _rows(model: nn.Module) -> dict[str, Tensor]:
 
 def _endings(layer: nn.Module) -> tuple[str, str]:
     """Suffixes of the names of a layer's matrices A and B."""
-    return OF_EMBEDDING if isinstance(layer, LoRAEmbedding | nn.Embedding) else OF_LINEAR
+    return OF_EMBEDDING if isinstance(getattr(layer, "base_layer", layer), nn.Embedding) else OF_LINEAR
 
 
 def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ def _tensors(layer: AdaptedLayer) -> dict[str, Tensor]:
 
 def _stem(model: nn.Module, name: str, layers: dict[str, AdaptedLayer]) -> str:
     """Prefix of the names of a layer's tensors. PEFT wraps experts for `gate_up_proj` first, then for `down_proj`."""
-    if not isinstance(layers[name], ExpertsAdapter):
+    if not is_projection_of_experts(model, name):
         return source_of(model).module_name(name)
     place, _, projection = name.rpartition(".")
     is_inner = projection == "gate_up_proj" and f"{place}.down_proj" in layers
@@ -194,9 +194,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     (rank, alpha), _ = Counter((s.rank, s.alpha) for s in shapes.values() or [first]).most_common(1)[0]
     as_parameters = [name for name in layers if is_parameter_to_peft(model, name)]
     modules = [name_of(name) for name in layers if name not in as_parameters]
-    parameters = [
-        name_of(name) + ("" if isinstance(layers[name], ExpertsAdapter) else ".weight") for name in as_parameters
-    ]
+    parameters = [name_of(name) + ".weight" * (not is_projection_of_experts(model, name)) for name in as_parameters]
     row_ids = {name_of(name).rpartition(".")[2]: rows.ids.tolist() for name, rows in trained_rows(model).items()}
     folder = model.source.folder
     name_or_path, revision, *_ = (
@@ -244,7 +242,7 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
     meant = {
         name
         for name, module in ((model.source.module_name(own), module) for own, module in model.named_modules())
-        if isinstance(module, nn.Linear | nn.Embedding | NF4Linear | Router | AdaptedLayer)
+        if isinstance(getattr(module, "base_layer", module), nn.Linear | nn.Embedding | Router)
         and name.rpartition(".")[2] in short
     }
     return short if meant == set(names) and not model.source.part_of else names
@@ -260,16 +258,16 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
         if not adapter.tensors:
             raise ValueError(f"{adapter.folder} has only {unread}, and lean_ft computes text.")
         say("adapter", f"{adapter.folder}: not read are {unread}")
-    modules, shapes = dict(model.named_modules()), dict(adapter.shapes)
+    modules, stacks, shapes = dict(model.named_modules()), experts_of(model), dict(adapter.shapes)
     own_names = {model.source.module_name(own, in_whole=False): own for own in modules}
-    renamed = {theirs: own for theirs, own in own_names.items() if not isinstance(modules[own], Experts)}
+    renamed = {theirs: own for theirs, own in own_names.items() if own not in stacks}
     for name, shape in adapter.shapes.items():
         place = own_names.get(stem := name.removesuffix(".base_layer"), "")
-        if not isinstance(modules.get(place), Experts):
+        if place not in stacks:
             continue
         stored = [adapter.tensors[name + ending].shape for ending in OF_LINEAR if name + ending in adapter.tensors]
         for projection in PROJECTIONS:
-            num_experts, num_outputs, num_inputs = _sizes(modules, layer := f"{place}.{projection}")
+            num_experts, num_outputs, num_inputs = _sizes(model, layer := f"{place}.{projection}")
             if [sides[axis] for sides, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
                 renamed[name] = layer
                 shapes[name] = stored_shape(adapter.config, f"{stem}.{projection}", shape.rank // num_experts)
@@ -284,21 +282,16 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
 
 
-def _sizes(modules: Mapping[str, nn.Module], name: str) -> tuple[int, int, int]:
-    """(layers, outputs, inputs) of an adaptable layer or stack of layers. Raises KeyError for any other name."""
-    place, _, projection = name.rpartition(".")
-    experts, layer = modules.get(place), modules.get(name)
-    if isinstance(experts, Experts) and projection in PROJECTIONS:
-        num_experts, *sides = getattr(experts, projection).shape
-        num_outputs, num_inputs = reversed(sides) if experts.config.input_first_in_adapters else sides
-        return num_experts, num_outputs, num_inputs
-    if isinstance(layer, nn.Embedding):
-        return 1, layer.embedding_dim, layer.num_embeddings
-    if isinstance(layer, nn.Linear | NF4Linear):
-        return 1, layer.out_features, layer.in_features
-    if isinstance(layer, Router):
-        return 1, layer.weight.shape[0], layer.weight.shape[1]
-    raise KeyError(name)
+def _sizes(model: Decoder, name: str) -> tuple[int, int, int]:
+    """(layers, outputs, inputs) of an adaptable layer or stack of layers. Raises AttributeError for any other name."""
+    place, _, own = name.rpartition(".")
+    owner: Any = model.get_submodule(place)
+    if is_projection_of_experts(model, name):
+        return linear_shape(as_frozen(getattr(owner, own)), owner.config.input_first_in_adapters)
+    layer = getattr(owner, own)
+    if not is_adaptable(layer):
+        raise AttributeError(name)
+    return linear_shape(as_frozen(layer.weight), isinstance(layer, nn.Embedding))
 
 
 def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
@@ -310,8 +303,8 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
         if model.config.tied_embeddings and name in (OUTPUT, EMBEDDING):
             raise ValueError(f"{adapter.folder}: {name} {TIED}. Train an adapter of other layers.")
         try:
-            num_layers, num_outputs, num_inputs = _sizes(modules, name)
-        except KeyError:
+            num_layers, num_outputs, num_inputs = _sizes(model, name)
+        except AttributeError:
             lack = "cannot be adapted here" if name in modules else f"{what} does not have"
             raise ValueError(f"{adapter.folder} adapts {name}, which {lack}. {other}") from None
         a, b = _endings(modules[name]) if name in modules else OF_LINEAR

@@ -5,15 +5,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from lean_ft.models import Decoder
-from lean_ft.models.moe import Experts, Router
+from lean_ft.models.moe import Experts, Router, experts_of
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
-from lean_ft.peft.layers import AdaptedLayer
-from lean_ft.quantize.nf4 import NF4Linear
 from lean_ft.system.parameter_names import matches_name
 from lean_ft.system.spelling import did_you_mean
 
 ALL_LINEAR = "all-linear"
-_ADAPTABLE = (nn.Linear, NF4Linear, Router, nn.Embedding, Experts)
 TIED = (
     "takes no adapter, because this model's embedding is also its output layer (tie_word_embeddings) and the adapter would "
     "change only one of them"
@@ -38,7 +35,7 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
         matched = [name for name, module in modules.items() if _matches(name, module, pattern)]
         if not matched:
             raise ValueError(_nothing_matched(pattern, modules))
-        other = [name for name in matched if not isinstance(modules[name], _ADAPTABLE)]
+        other = [name for name in matched if not is_adaptable(modules[name])]
         has_wildcards = any(char in pattern for char in "*?[")
         if other and (len(other) == len(matched) or not has_wildcards):
             raise ValueError(
@@ -64,7 +61,7 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     if is_projection_of_experts(model, name):
         return True
     layer = model.get_submodule(name)
-    if isinstance(layer.base_layer if isinstance(layer, AdaptedLayer) else layer, Router):
+    if isinstance(getattr(layer, "base_layer", layer), Router):
         return True
     family = model.source.family
     were_single = any("*" in place for places in family.on_disk.values() for place in places)
@@ -75,24 +72,29 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
 
 def _layers(model: Decoder) -> dict[str, nn.Module]:
     """The modules by name; experts by the names of their projections."""
-    layers: dict[str, nn.Module] = {}
+    layers, stacks = dict[str, nn.Module](), experts_of(model)
     for name, module in model.named_modules():
-        if isinstance(module, Experts):
+        if name in stacks:
             layers |= {f"{name}.{projection}": module for projection in PROJECTIONS}
         elif name:
             layers[name] = module
     return layers
 
 
+def is_adaptable(module: object) -> bool:
+    """Whether a module takes an adapter."""
+    return isinstance(module, nn.Linear | Router | nn.Embedding | Experts)
+
+
 def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
         is_layer = name.startswith("model.layers.") and not name.endswith((".mamba.out_proj", ".router.proj"))
-        return is_layer and isinstance(module, nn.Linear | NF4Linear | Experts)
+        return is_layer and is_adaptable(module) and not isinstance(module, Router | nn.Embedding)
     return matches_name(name, pattern)
 
 
 def _nothing_matched(pattern: str, modules: dict[str, nn.Module]) -> str:
-    names = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, _ADAPTABLE)})
+    names = sorted({name.rpartition(".")[2] for name, module in modules.items() if is_adaptable(module)})
     return (
         f"lora.targets: {pattern!r} matches no layer of this model.{did_you_mean(pattern, [ALL_LINEAR, *names])} "
         f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or one of {', '.join(names)}."

@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder, empty_model
-from lean_ft.models.moe import Experts
 from lean_ft.models.safetensors_file import read_header
 from lean_ft.models.saving import write_configs
 from lean_ft.models.source import tensors_on_disk
@@ -95,8 +94,7 @@ def torchao_config(kind: str, group_size: int) -> "AOBaseConfig":
 def _apply(quantize_: Any, model: Decoder, config: Any, kind: str, group_size: int) -> int:
     projections = {name: m for name, m in model.named_modules() if ".layers." in name and type(m) is nn.Linear}
     stored = tensors_on_disk(model)
-    is_mixture = any(isinstance(module, Experts) for module in model.modules())
-    if is_mixture or any(f"{name}.weight" not in stored for name in projections):
+    if model.mixture is not None or any(f"{name}.weight" not in stored for name in projections):
         raise ValueError("quantization does not support models with experts or fused projections. Use another model.")
     for name, linear in projections.items():
         if kind in _GROUPED and linear.in_features % group_size:

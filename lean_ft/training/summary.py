@@ -1,5 +1,6 @@
 """The log lines at a run's start and end."""
 
+import math
 import os
 import shlex
 from collections import deque
@@ -11,8 +12,8 @@ from torch import nn
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import dropouts
+from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.optim import first_decay_step, num_warmup_steps
-from lean_ft.peft import NF4Linear
 from lean_ft.settings import (
     DataConfig,
     MemoryConfig,
@@ -160,12 +161,14 @@ class Results:
 def describe_model(model: nn.Module) -> str:
     """`1,234 parameters, all trained; 4.8 KiB in bfloat16 on cpu`."""
     parameters = list(model.parameters())
-    quantized = [module for module in model.modules() if isinstance(module, NF4Linear)]
-    count = sum(whole_numel(p) for p in parameters) + sum(q.in_features * q.out_features for q in quantized)
+    quantized = [weight.frozen for weight in quantized_weights(model).values()]
+    count = sum(whole_numel(p) for p in parameters) + sum(math.prod(weight.form.shape) for weight in quantized)
     trained = sum(whole_numel(p) for p in parameters if p.requires_grad)
     share = "all trained" if trained == count else f"{trained:,} ({trained / count:.2%}) trained"
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + ["nf4"] * bool(quantized)
-    weights = sum(whole_numel(p) * p.element_size() for p in parameters) + sum(q.num_bytes for q in quantized)
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + sorted(
+        {weight.form.kind for weight in quantized}
+    )
+    weights = sum(whole_numel(p) * p.element_size() for p in parameters) + sum(weight.nbytes for weight in quantized)
     text = f"{count:,} parameters, {share}; {gibibytes(weights)} in {', '.join(dtypes)} on {parameters[0].device}"
     if not isinstance(model, Decoder):
         return text

@@ -81,21 +81,20 @@ def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, t
     assert (model(IDS) - load_model(folder)(IDS)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("target", ["mlp.gate", "gate_proj"])
-def test_what_peft_adapts_as_a_parameter_takes_no_dora(target, make_checkpoint):
-    folder, _ = make_checkpoint("qwen3_moe_some_layers")
-    with pytest.raises(ValueError, match=r"mlp\.gate.* is a parameter to PEFT.* only plain LoRA: lora\.dora is not"):
-        apply_lora(load_model(folder), LoRAConfig(targets=[target], dora=True))
+A_PARAMETER = r"mlp\.gate.* is a parameter to PEFT.* only plain LoRA: lora\.dora is not"
+REFUSED = [
+    *(("qwen3_moe_some_layers", {"targets": [target], "dora": True}, A_PARAMETER) for target in ("mlp.gate", "gate_proj")),
+    *(("mixtral", {name: value}, "is a stack of experts") for name, value in (("dora", True), ("dropout", 0.1), ("init", "pissa"))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [{"dora": True}, {"dropout": 0.1}, {"init": "pissa"}], ids=str)
-def test_what_stacks_cannot_have_is_refused(settings, make_checkpoint):
-    folder, _ = make_checkpoint("mixtral")
-    model = load_model(folder)
-    with pytest.raises(ValueError, match="is a stack of experts"):
+@pytest.mark.parametrize(("family", "settings", "message"), REFUSED, ids=str)
+def test_what_pefts_format_lacks_is_refused(family, settings, message, make_checkpoint):
+    model = load_model(make_checkpoint(family)[0])
+    with pytest.raises(ValueError, match=message):
         apply_lora(model, LoRAConfig(**settings))
     assert all(p.requires_grad for p in model.parameters())
-    apply_lora(model, LoRAConfig(targets=ATTENTION, **settings))
+    apply_lora(model, LoRAConfig(**{**settings, "targets": ATTENTION}))
 
 
 def test_stacks_are_not_quantized(make_checkpoint):

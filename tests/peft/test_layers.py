@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from lean_ft import load_model
 from lean_ft.memory import apply_memory
-from lean_ft.peft import NF4Linear, adapted_layers, apply_lora, quantize_as_loaded
+from lean_ft.models.frozen_weight import FrozenLinear
+from lean_ft.peft import adapted_layers, apply_lora, quantize_as_loaded
 from lean_ft.peft.layers import AdapterShape, LoRALinear
+from lean_ft.quantize.nf4 import to_nf4
 from lean_ft.settings import LoRAConfig, MemoryConfig
 from tests.models.conftest import kept_bytes
 from tests.peft.conftest import IDS, loss_of, randomize
@@ -56,7 +58,9 @@ def grads(layer: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dora", [False, True])
 def test_values_and_gradients_equal_the_formula(dora, bias, quantized):
     linear = linear_layer(bias)
-    layer = adapted_layer(NF4Linear(linear) if quantized else linear, dora=dora, rslora=True)
+    layer = adapted_layer(
+        FrozenLinear(to_nf4(linear.weight), linear.bias) if quantized else linear, dora=dora, rslora=True
+    )
     assert layer.shape.scaling == 6.0 / 2.0
     x, weight = inputs(), layer.linear_weight().clone()
     expected, y = plainly(layer, x, weight), layer(x)
@@ -112,7 +116,7 @@ def test_nothing_wider_than_the_rank_is_kept(quantized):
     linear = linear_layer()
     x = inputs()
     num_tokens = x[..., 0].numel()
-    layer = adapted_layer(NF4Linear(linear) if quantized else linear)
+    layer = adapted_layer(FrozenLinear(to_nf4(linear.weight), linear.bias) if quantized else linear)
     assert kept_bytes(lambda: layer(x), layer, x) == 4 * num_tokens * layer.shape.rank
     dropping = adapted_layer(linear, dropout=0.5)
     assert (

@@ -13,7 +13,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from lean_ft import load_model, save_model
 from lean_ft.memory import apply_memory
-from lean_ft.peft import NF4Linear, apply_lora, quantize_as_loaded
+from lean_ft.models.frozen_weight import FrozenLinear, quantized_weights
+from lean_ft.peft import apply_lora, quantize_as_loaded
+from lean_ft.quantize.nf4 import to_nf4
 from lean_ft.settings import LoRAConfig, MemoryConfig
 from tests.peft.conftest import IDS, loss_of, randomize
 from tests.training.toy_runs import QWEN
@@ -21,16 +23,23 @@ from tests.training.toy_runs import QWEN
 NF4 = LoRAConfig(quantize="nf4", rank=4)
 
 
+def quantized(linear: nn.Linear) -> FrozenLinear:
+    return FrozenLinear(to_nf4(linear.weight.detach()), linear.bias)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_numbers_equal_bitsandbytes(dtype):
+def test_the_numbers_equal_bitsandbytes_and_take_4_bits(dtype):
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     torch.manual_seed(0)
-    linear = nn.Linear(192, 320, bias=True).to(dtype)
-    layer = NF4Linear(linear)
+    linear = nn.Linear(192, 1024, bias=True).to(dtype)
+    layer = quantized(linear)
+    assert 8 * layer.weight.frozen.nbytes / linear.weight.numel() == pytest.approx(4.127, abs=0.05)
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
     expected = dequantize_4bit(*quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True))
-    assert torch.equal(layer.weight, expected)
-    assert layer.weight.dtype == dtype
+    weight = layer.weight.frozen.whole()
+    assert torch.equal(weight, expected)
+    assert weight.dtype == dtype
     assert (expected - linear.weight).norm() < 0.1 * linear.weight.norm()
     x = torch.randn(3, 7, 192, dtype=dtype, requires_grad=True)
     y, reference = layer(x), nn.functional.linear(x, expected, linear.bias)
@@ -43,25 +52,19 @@ def test_the_numbers_equal_bitsandbytes(dtype):
 def test_compiled_on_a_gpu_the_numbers_are_the_same():
     """Compiled code decodes the scales itself. A fused multiply-add may round them differently in the last bit."""
     torch.manual_seed(0)
-    layer = NF4Linear(nn.Linear(192, 320).cuda())  # 960 scales, so that the last block of scales is not full
+    layer = quantized(nn.Linear(192, 320).cuda())  # 960 scales, so that the last block of scales is not full
     x = torch.randn(5, 192, device="cuda")
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
-def test_bits_of_a_weight():
-    layer = NF4Linear(nn.Linear(1024, 1024, bias=False))
-    assert 8 * layer.num_bytes / 1024**2 == pytest.approx(4.127, abs=0.01)
-    assert list(layer.parameters()) == []
-
-
 def test_a_quantized_model_equals_one_with_the_dequantized_weights(tiny_folder):
     model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
-    quantized = {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
-    assert len(quantized) == 2 * 7
+    weights = quantized_weights(model)
+    assert len(weights) == 2 * 7
     reference = load_model(tiny_folder)
     with torch.no_grad():
-        for name, module in quantized.items():
-            reference.get_submodule(name).weight.copy_(module.weight)
+        for name, weight in weights.items():
+            reference.get_parameter(name).copy_(weight.frozen.whole())
     for each in (model, reference):
         apply_lora(each, NF4)
         randomize(each)
@@ -106,7 +109,7 @@ def test_weights_are_quantized_one_by_one_while_loading(tiny_folder):
         nonlocal largest
         quantize_as_loaded(NF4)(model, name)
         layers = [m for n, m in model.named_modules() if n.startswith("model.layers.")]
-        whole = [m for m in layers if isinstance(m, nn.Linear) and not m.weight.is_meta]
+        whole = [m for m in layers if type(m) is nn.Linear and not m.weight.is_meta]
         largest = max(largest, len(whole))
 
     load_model(tiny_folder, after_module=watch)
@@ -121,8 +124,10 @@ def test_random_weights_are_the_same_quantized_or_not(tiny_folder):
     torch.manual_seed(0)
     model = load_model(tiny_folder, random_init=True, after_module=quantize_as_loaded(NF4))
     assert torch.equal(model.model.embed_tokens.weight, plain.model.embed_tokens.weight)
-    last = "model.layers.1.mlp.down_proj"
-    assert torch.equal(model.get_submodule(last).weight, NF4Linear(plain.get_submodule(last)).weight)
+    last = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(
+        quantized_weights(model)[last].frozen.whole(), to_nf4(plain.get_parameter(last).detach()).whole()
+    )
 
 
 def test_quantized_weights_are_not_saved(tiny_folder, tmp_path):
@@ -141,12 +146,13 @@ def test_without_bitsandbytes_the_setting_is_refused(monkeypatch):
 GROWTH = """
 import sys, torch, bitsandbytes.functional
 from lean_ft.models import load_model
-from lean_ft.peft import quantize_as_loaded, NF4Linear
+from lean_ft.peft import quantize_as_loaded
+from lean_ft.quantize.nf4 import to_nf4
 from lean_ft.settings import LoRAConfig
 from lean_ft.memory.host_memory import return_freed_memory
 from lean_ft.training.process_memory import peak_memory_bytes
 return_freed_memory()
-NF4Linear(torch.nn.Linear(64, 64))  # memory that libraries allocate on first use
+to_nf4(torch.zeros(64, 64))  # memory that libraries allocate on first use
 before = peak_memory_bytes(torch.device("cpu"))
 model = load_model(sys.argv[1], dtype=torch.bfloat16, random_init=True,
                    after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lean_ft.models import load_model
-from lean_ft.peft import NF4Linear, apply_lora, quantize_as_loaded
+from lean_ft.models.frozen_weight import quantized_weights
+from lean_ft.peft import apply_lora, quantize_as_loaded
 from lean_ft.settings import LoRAConfig
 from tests.recipes.conftest import planned
 
@@ -21,7 +22,7 @@ def test_weights_and_states_are_their_real_bytes(lora):
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     # In the plan all matrices of the quantized model share one table of levels; here each has its own.
-    slack = 2**20 if any(isinstance(module, NF4Linear) for module in model.modules()) else 2**12
+    slack = 2**20 if quantized_weights(model) else 2**12
     assert abs(parts["weights"] - weights) < slack
     assert 0 <= parts["optimizer state"] - 2 * trained < 2**18
     assert parts.get("gradients", 0) <= trained

@@ -1,0 +1,180 @@
+"""Frozen weights in fewer bits: what is stored, and the dense weight that a product needs.
+
+    plain    the weight itself, in any dtype
+    nf4      4-bit levels of a normal distribution, a scale per 64 values; the scales minus their mean may be quantized to 8
+             bits in blocks of 256 ("double quantization"). The format and kernels are those of bitsandbytes on every device;
+             on CPUs they are faster than torchao's, which are PyTorch operations
+    float8   e4m3 numbers and float32 scales that broadcast against them: per matrix, row or block
+    mxfp4    4-bit numbers with a power of two per 32
+
+An autograd function keeps `tensors` for backward and calls `whole` in both passes, so that no dense weight is in memory between
+them. A trained weight is plain, and its gradient is that of its only tensor.
+
+Sources: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314 (nf4); DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437,
+section 3.3 (float8); OCP Microscaling Formats 1.0, 2023 (mxfp4).
+
+Shapes: E experts, O outputs, I inputs.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lean_ft.system.shards import part_of
+
+NF4_BLOCK = 64  # values that share a scale
+NF4_SCALE_BLOCK = 256  # scales that share a scale
+TENSORS = {
+    "plain": ("weight",),
+    "nf4": ("levels", "scales", "scale_scales", "mean_scale", "scale_levels"),
+    "float8": ("numbers", "scales"),
+    "mxfp4": ("blocks", "exponents"),
+}
+_OF_ALL_RANKS = ("mean_scale", "scale_levels")  # do not grow with the weight
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_LEVELS = torch.cat((_E2M1, -_E2M1))
+# The two numbers of each byte, (256, 2); the lower 4 bits are the first.
+_BYTE_VALUES = torch.stack((_LEVELS.repeat(16), _LEVELS.repeat_interleave(16)), 1)
+
+
+class Form(NamedTuple):
+    """How a weight is stored."""
+
+    kind: Literal["plain", "nf4", "float8", "mxfp4"]
+    shape: tuple[int, ...]  # (O, I), or (E, O, I) of a stack of experts
+    dtype: torch.dtype  # of the dense weight
+    stays_whole: bool = False
+    """Whether a compiler may keep the dense weight from forward to backward. Tiles keep it anyway, and one copy is less than
+    two."""
+
+
+class Frozen(NamedTuple):
+    """A weight as it is stored."""
+
+    form: Form
+    tensors: tuple[Tensor, ...]
+
+    def whole(
+        self, dtype: torch.dtype | None = None, experts: int | slice | Tensor | None = None, *, again: bool = False
+    ) -> Tensor:
+        """The dense weight (O, I) or (E, O, I), by default in the dtype that it had before it was quantized.
+
+        experts: expand one expert of a stack, (O, I), or a few of them.
+        again: expand again in backward. Otherwise a compiler that recomputes a layer would recognize the same values and keep
+        every dense weight of the layer from forward to backward.
+        """
+        (kind, shape, own_dtype, stays_whole), tensors = self
+        dtype = own_dtype if dtype is None else dtype
+        if kind == "nf4":
+            tensors = tensors[0], _nf4_scales(*tensors[1:])
+        if experts is not None:  # a stack's experts follow one another in every tensor
+            tensors = tuple(tensor.unflatten(0, (shape[0], -1))[experts] for tensor in tensors)
+            shape = shape[1:] if isinstance(experts, int) else (len(tensors[0]), *shape[1:])
+        if kind == "plain":
+            return (tensors[0] if experts is None else tensors[0].view(shape)).to(dtype)
+        if kind == "float8":
+            numbers, scales = tensors
+            return (numbers.float() * scales).view(shape).to(dtype)
+        if kind == "mxfp4":
+            blocks, exponents = tensors  # (..., groups, 16): two numbers per byte; (..., groups), biased by 127
+            values = _BYTE_VALUES.to(blocks.device)[blocks.int()].flatten(-2)  # (..., groups, 32)
+            return torch.ldexp(values, exponents.int()[..., None] - 127).view(shape).to(dtype)
+        # Other arguments make it a distinct call for the compiler.
+        call_shape = (1, *shape) if again and not stays_whole else shape
+        # The compiler supports these operators, but not the library's functions around them.
+        expand = torch.ops.bitsandbytes.dequantize_4bit
+        levels, scales = tensors[0].view(-1, 1), tensors[1].flatten()
+        return expand(levels, scales, NF4_BLOCK, "nf4", call_shape, dtype).view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _nf4_scales(scales: Tensor, *double: Tensor) -> Tensor:
+    """The float32 scales, which may be quantized themselves."""
+    if not double:
+        return scales
+    scale_scales, mean_scale, levels = double
+    if scales.is_cuda and torch.compiler.is_compiling():  # one kernel, which forward's recomputation and backward share
+        block = torch.arange(len(scales), device=scales.device) // NF4_SCALE_BLOCK
+        return levels[scales.int()] * scale_scales[block] + mean_scale
+    decode = torch.ops.bitsandbytes.dequantize_blockwise
+    return decode(scales, scale_scales, levels, NF4_SCALE_BLOCK, torch.float32) + mean_scale
+
+
+class FrozenParameter(nn.Module):
+    """A quantized weight in a model, with the name of the parameter that it replaces.
+
+    If it is created on `meta`, tensors that grow with the weight are parameters, so that they can be sharded.
+    """
+
+    def __init__(self, frozen: Frozen) -> None:
+        super().__init__()
+        self.form = frozen.form
+        for name, tensor in zip(TENSORS[self.form.kind], frozen.tensors, strict=True):
+            if tensor.is_meta and name not in _OF_ALL_RANKS:
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            else:
+                self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def frozen(self) -> Frozen:
+        return Frozen(self.form, tuple(getattr(self, name) for name in TENSORS[self.form.kind]))
+
+    @torch.no_grad()
+    def take(self, frozen: Frozen) -> None:
+        """Copy the tensors of `frozen`; if this weight is sharded, this rank's part."""
+        for own, tensor in zip(self.frozen.tensors, frozen.tensors, strict=True):
+            here = part_of(own)
+            here.values.view(-1).copy_(tensor.view(-1)[here.first : here.first + here.values.numel()])
+
+
+def as_frozen(weight: Tensor | FrozenParameter) -> Frozen:
+    """A layer's weight, quantized or not."""
+    if isinstance(weight, FrozenParameter):
+        return weight.frozen
+    return Frozen(Form("plain", tuple(weight.shape), weight.dtype), (weight,))
+
+
+def quantized_weights(model: nn.Module) -> dict[str, FrozenParameter]:
+    """The quantized weights of a model, by the names that plain parameters would have."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenParameter)}
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a product of x: autocast's if enabled, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer with a frozen, quantized weight."""
+
+    weight: FrozenParameter  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, weight: Frozen, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.form.shape
+        self.weight = FrozenParameter(weight)
+        self.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        form, tensors = self.weight.frozen
+        return _FrozenProduct.apply(x.to(product_dtype(x)), self.bias, form, *tensors)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, form: Form, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.form = form
+        return F.linear(x, Frozen(form, tensors).whole(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # read once, because checkpointing refuses a second access
+        weight = Frozen(ctx.form, tensors).whole(grad.dtype, again=True)
+        return grad @ weight, None, None, *(None for _ in tensors)

@@ -1,0 +1,72 @@
+"""Stacks of weights in fewer bits: one expert at a time, and in a mixture's products. The values themselves are compared with
+bitsandbytes in tests/peft/test_nf4.py, and with transformers in test_dequantized.py."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from lean_ft.models.config import MixtureConfig
+from lean_ft.models.frozen_weight import Form, Frozen, FrozenParameter, as_frozen
+from lean_ft.models.moe import MixtureOfExperts
+from lean_ft.quantize.nf4 import to_nf4
+from tests.models.conftest import kept_bytes
+
+SHAPE = (5, 12, 64)
+
+
+def stored(kind: str, weight: Tensor) -> Frozen:
+    """The stack with a scale per row, or per 32 values of a row."""
+    if kind == "plain":
+        return as_frozen(weight)
+    if kind.startswith("nf4"):
+        form, (levels, scales, scale_scales, mean_scale, scale_levels) = frozen = to_nf4(weight)
+        if kind == "nf4":
+            return frozen
+        scales = scale_levels[scales.int()].view(-1) * scale_scales.repeat_interleave(256)[: len(scales)] + mean_scale
+        return Frozen(form, (levels, scales))
+    if kind == "float8":
+        scales = weight.abs().amax(-1, keepdim=True) / 448
+        return Frozen(Form("float8", SHAPE, weight.dtype), ((weight / scales).to(torch.float8_e4m3fn), scales))
+    blocks = torch.randint(256, (*SHAPE[:2], 2, 16), dtype=torch.uint8)
+    exponents = torch.randint(120, 130, (*SHAPE[:2], 2), dtype=torch.uint8)
+    return Frozen(Form("mxfp4", SHAPE, weight.dtype), (blocks, exponents))
+
+
+@pytest.mark.parametrize("kind", ["plain", "nf4", "nf4 without double quantization", "float8", "mxfp4"])
+def test_some_experts_are_those_of_the_whole_stack(kind):
+    torch.manual_seed(0)
+    weight = torch.randn(SHAPE)
+    frozen = stored(kind, weight)
+    whole = frozen.whole(torch.bfloat16)
+    assert whole.shape == SHAPE and whole.dtype == torch.bfloat16
+    for experts in (3, slice(1, 4), torch.tensor([4, 0])):
+        assert torch.equal(frozen.whole(torch.bfloat16, experts), whole[experts])
+    if kind != "mxfp4":
+        assert (frozen.whole() - weight).norm() < 0.1 * weight.norm()
+
+
+@pytest.mark.parametrize("input_first", [False, True])
+def test_a_mixture_multiplies_quantized_stacks_and_keeps_nothing_dense(input_first):
+    torch.manual_seed(0)
+    config = MixtureConfig(4, 2, 32, weights_sum_to_one=True, input_first=input_first)
+    mixture = MixtureOfExperts(64, config)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    mixture.experts.requires_grad_(False)
+    reference = copy.deepcopy(mixture)
+    for name in ("gate_up_proj", "down_proj"):
+        frozen = to_nf4(getattr(mixture.experts, name))
+        getattr(reference.experts, name).data = frozen.whole()
+        delattr(mixture.experts, name)
+        setattr(mixture.experts, name, FrozenParameter(frozen))
+    results = []
+    for module in (reference, mixture):
+        x = torch.randn(30, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out, _ = module(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, module.gate.weight])])
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(found, expected)
+    kept = [kept_bytes(lambda module=module: module(x), module, x) for module in (reference, mixture)]
+    assert kept[0] == kept[1]
