@@ -41,9 +41,9 @@ from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.config_json import gives_scores
 from lean_ft.models.device import resolve_device
+from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.models.source import name_in_language_model
 from lean_ft.models.stored_weights import stored_dtype, stored_tensors
-from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.optim import build_optimizer
 from lean_ft.peft import adapted_layers, load_with_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig, TrainingConfig
