@@ -10,31 +10,23 @@ Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from lean_ft.data.batch import Batch
+from lean_ft.data.columns import OF_LOSS
 from lean_ft.data.formats import RowReader
 from lean_ft.settings import DataConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.batches import Batches, Layout
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Sequences of a batch and their positions, flattened to B * T."""
-
-    documents: np.ndarray  # (M,) document numbers in the layout
-    num_labels: np.ndarray  # (M,)
-    index: np.ndarray  # (N,) position that predicts each label, sequence after sequence
-    label: np.ndarray  # (N,)
-    last: np.ndarray  # (M,) position of each sequence's last token
+    from lean_ft.data.arrangement import Arrangement
+    from lean_ft.data.batches import Batches
+    from lean_ft.data.collate import Placed
+    from lean_ft.data.columns import Columns
 
 
 class Objective:
@@ -46,20 +38,19 @@ class Objective:
     """Unit in reports."""
     worse: ClassVar[tuple[str, ...]] = ()
     """Names of rejected or undesirable sequences, colored in previews."""
+    of_loss: ClassVar[tuple[str, ...]] = OF_LOSS
+    """Columns that the model does not read."""
     shares_prompts: ClassVar[bool] = False
     """Whether the sequences of a row can share their prompt."""
 
     def check(self, config: DataConfig, share_prompts: bool) -> None:
         """Raise ValueError for settings that the recipe does not support."""
 
-    def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
-        """Return the batch fields that need no tokens, so that they are available before the batch is built.
-
-        documents: (M,) document numbers in the layout; num_labels: (M,).
-        """
+    def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
+        """Return the batch fields that need no tokens, so that they are available before the batch is built."""
         return {}
 
-    def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
+    def token_fields(self, arrangement: Arrangement, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
 
@@ -106,17 +97,17 @@ def settings_class(config: DataConfig) -> type[DataConfig]:
     return next(kind for kind in type(config).__mro__ if kind.__module__ == DataConfig.__module__)
 
 
-def empty_batch(shape: tuple[int, int], num_documents: int | None, num_targets: int | None = None) -> Batch:
+def empty_batch(
+    shape: tuple[int, int], num_documents: int | None, num_targets: int | None = None, shares_prompts: bool = False
+) -> Batch:
     """Return a zero batch of `shape` (B, T). num_documents: None for padded rows; num_targets: None for B * T."""
     num_tokens = shape[0] * shape[1]
-    return Batch(
-        input_ids=zeros(*shape),
-        labels=zeros(*shape),
-        positions=zeros(*shape),
-        cu_seqlens=None if num_documents is None else zeros(num_documents + 1, dtype="int32"),
-        num_targets=num_tokens if num_targets is None else num_targets,
-        num_tokens=num_tokens,
-    )
+    inputs: dict[str, Any] = {"input_ids": zeros(*shape), "positions": zeros(*shape)}
+    if num_documents is not None:
+        inputs["cu_seqlens"] = zeros(num_documents + 1, dtype="int32")
+    if shares_prompts:
+        inputs["prefixes"] = zeros(num_documents or 0, 2, dtype="int32")
+    return Batch(inputs, zeros(*shape), num_tokens if num_targets is None else num_targets, num_tokens)
 
 
 def zeros(*shape: int, dtype: str = "int64") -> Tensor:

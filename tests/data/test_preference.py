@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_ft.data import preference_batches
+from lean_ft.data.columns import Document
 from lean_ft.data.documents import Renderer
 from lean_ft.data.pairs import PairReader, fit_answers, num_prompt_tokens
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Document, Row
+from lean_ft.data.rows import Row
 from lean_ft.settings import PreferenceDataConfig
 from tests.data.pair_texts import Text, texts_of
 
@@ -37,12 +38,12 @@ def render(tokenizer, *fields: dict[str, Any], **settings: Any) -> tuple[list[Pa
     pairs = []
     for sides in zip(documents[::2], documents[1::2], strict=True):
         length = num_prompt_tokens(sides)
-        pairs.append(Pair(sides[0][0][:length], *((ids[length:], mask[length:]) for ids, mask in sides)))
+        pairs.append(Pair(sides[0].ids[:length], *(side[length:] for side in sides)))
     return pairs, report
 
 
 def texts(tokenizer, pair: Pair) -> list[str]:
-    return [tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen[0], pair.rejected[0])]
+    return [tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen.ids, pair.rejected.ids)]
 
 
 CHAT = ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", "yes<|im_end|>", "no<|im_end|>"]
@@ -66,8 +67,8 @@ CHAT = ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", "yes<|im_end|>
 def test_ways_to_write_a_chat(fields: dict[str, Any], chat_tokenizer):
     (pair,), report = render(chat_tokenizer, fields)
     assert texts(chat_tokenizer, pair) == CHAT
-    assert pair.chosen[1].all() and pair.rejected[1].all()
-    num_tokens = 2 * len(pair.prompt) + len(pair.chosen[0]) + len(pair.rejected[0])
+    assert pair.chosen.trained.all() and pair.rejected.trained.all()
+    num_tokens = 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
     assert (report.kept, report.tokens) == (1, num_tokens)
     assert report.target_tokens == 4 + 3
 
@@ -79,7 +80,7 @@ def test_answers_of_several_turns(chat_tokenizer):
         texts(chat_tokenizer, pair)[1]
         == "a<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     )
-    assert chat_tokenizer.decode(pair.chosen[0][pair.chosen[1]]) == "a<|im_end|>b<|im_end|>"
+    assert chat_tokenizer.decode(pair.chosen.ids[pair.chosen.trained]) == "a<|im_end|>b<|im_end|>"
     # An earlier answer common to both sides is part of the prompt.
     shared = [user("q"), assistant("a"), user("r")]
     (pair,), _ = render(chat_tokenizer, {"chosen": [*shared, assistant("b")], "rejected": [*shared, assistant("c")]})
