@@ -95,7 +95,7 @@ class Arrangement:
 
         A packed batch is filled up to `batch_size` with empty rows, so that compiled code sees one shape.
         """
-        pieces = [np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
+        pieces = [np.arange(int(self.offsets[row]), int(self.offsets[row + 1])) for row in rows]
         if self.kind == "flat":
             pieces = [np.concatenate(pieces)]
             # +2: padding and the end.

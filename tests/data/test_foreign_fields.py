@@ -83,7 +83,7 @@ def render(tmp_path: Path, tokenizer) -> Any:
         settings |= {"labels": ["x", "y"]} if kind is ClassificationDataConfig else {}
         config = kind.model_validate({"source": str(file), **settings})
         documents, report = renderer_of(config, tokenizer, str(file))([Row(fields, "rows.jsonl, line 1")])
-        ids, mask = documents[0]
+        ids, mask = documents[0].ids, documents[0].trained
         return tokenizer.decode(ids), tokenizer.decode(ids[mask]), report
 
     return of

@@ -127,17 +127,17 @@ def test_cutting(sizes, max_prompt, max_completion, max_length, side):
     limits = {"max_prompt_length": max_prompt, "max_completion_length": max_completion, "max_length": max_length}
     config = PreferenceDataConfig(source="x", truncation_side=side, **limits)
     report = DataReport("preference")
-    sides = [(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool)) for ids in (chosen, rejected)]
-    kept = fit_answers(np.array(prompt, dtype=np.int32), sides, config, "a place", report)
+    asked, *sides = (Document(np.array(ids), np.ones(len(ids), dtype=bool)) for ids in (prompt, chosen, rejected))
+    kept = fit_answers(asked, sides, config, "a place", report)
     if expected is None:
         assert kept is None
         assert sum(report.dropped.values()) == 1
         return
     assert kept is not None
     kept_prompt, answers = kept
-    assert [kept_prompt.tolist(), *(ids.tolist() for ids, _ in answers)] == list(expected)
-    assert [len(mask) for _, mask in answers] == [len(expected[1]), len(expected[2])]
-    lost = 2 * len(prompt) + len(chosen) + len(rejected) - sum(len(kept_prompt) + len(ids) for ids, _ in answers)
+    assert [part.ids.tolist() for part in (kept_prompt, *answers)] == list(expected)
+    assert [len(answer.trained) for answer in answers] == [len(expected[1]), len(expected[2])]
+    lost = 2 * len(prompt) + len(chosen) + len(rejected) - sum(len(kept_prompt) + len(answer) for answer in answers)
     assert (report.lost_tokens, report.truncated) == (lost, int(lost > 0))
 
 
@@ -186,7 +186,7 @@ def test_a_pair_that_is_too_long_need_not_be_cut(overflow: str, plain_tokenizer)
             render(plain_tokenizer, *rows, **settings)
         return
     pairs, report = render(plain_tokenizer, *rows, **settings)
-    assert [len(pair.chosen[0]) for pair in pairs] == [6]
+    assert [len(pair.chosen) for pair in pairs] == [6]
     assert (report.dropped, report.truncated) == ({"longer than max_length": 2}, 0)
     # max_completion_length truncates the long answer first, so the pair fits.
     assert render(plain_tokenizer, *rows, **settings, max_completion_length=6)[1].kept == 3
