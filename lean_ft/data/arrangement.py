@@ -13,6 +13,7 @@ Legend: N documents, P pieces of them, R rows.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -78,12 +79,12 @@ class Arrangement:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
+    @cached_property
     def taken(self) -> np.ndarray:
         """(P,) number of positions of each piece."""
         return self.lengths if self.shared is None else self.lengths - self.shared
 
-    @property
+    @cached_property
     def widths(self) -> np.ndarray:
         """(R,) width of each row in a batch: the longest document of a padded row without shared prompts, otherwise the
         sum of its pieces."""
@@ -142,17 +143,14 @@ def arrange(
     shared (N,): tokens that each document shares with the one before it; packed: the result of `pack_documents`, if it
     is known.
     """
-    sides, kind = len(config.sides), "padded" if config.packing == "none" else "flat"
-    pieces = packed or {
-        "documents": np.arange(len(lengths)),
-        "firsts": np.zeros(len(lengths), dtype=np.int64),
-        "lengths": lengths,
-        "offsets": np.arange(0, len(lengths) + 1, sides),
-    }
+    sides = len(config.sides)
     if config.packs_rows:
-        kind, pieces = "packed", packed or pack_documents(lengths, config, shared)
+        found = packed or pack_documents(lengths, config, shared)
+        kind, pieces = "packed", [found[name] for name in ("documents", "firsts", "lengths", "offsets")]
+    else:
+        kind, pieces = "padded" if config.packing == "none" else "flat", whole_documents(lengths, sides)
     arrangement = Arrangement(
-        **pieces,
+        *pieces,
         kind=kind,
         row_tokens=config.max_length * (sides if kind == "packed" or shared is not None else 1),
         batch_size=batch_size,
@@ -161,13 +159,19 @@ def arrange(
         joined=config.packing == "wrapped",
         most_in_a_row=2 if config.packing == "wrapped" else sides,
         sides=sides,
-        shared=None if shared is None else shared[pieces["documents"]],
+        shared=None if shared is None else shared[pieces[0]],
     )
     if kind == "packed" and not arrangement.joined:
         tokens = np.add.reduceat(arrangement.taken, arrangement.offsets[:-1])
         most = int((np.diff(arrangement.offsets) + (tokens < arrangement.row_tokens)).max())
         return replace(arrangement, most_in_a_row=most)
     return arrangement
+
+
+def whole_documents(lengths: np.ndarray, sides: int) -> list[np.ndarray]:
+    """The first four fields of an `Arrangement` whose rows have `sides` documents each, in order."""
+    number = len(lengths)
+    return [np.arange(number), np.zeros(number, dtype=np.int64), lengths, np.arange(0, number + 1, sides)]
 
 
 def row_order(lengths: np.ndarray, generator: np.random.Generator | None, *, longest_first: bool) -> np.ndarray:

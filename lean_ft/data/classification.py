@@ -19,7 +19,7 @@ from lean_ft.data.batch import Batch
 from lean_ft.data.chats import check_text, parse_if_json
 from lean_ft.data.columns import Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, Fields, RowFormat, RowReader, formats_of, reading
-from lean_ft.data.objective import Objective, zeros
+from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
 from lean_ft.data.sources import first_rows, read_rows
@@ -224,13 +224,10 @@ class Classification(Objective):
         targets = values if values.shape[1] > 1 else values[:, 0].astype(np.int64)
         return {"targets": targets, "num_texts": len(placed.documents)}
 
-    def token_fields(self, arrangement: Arrangement, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
+    def token_fields(
+        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
+    ) -> dict[str, Any]:
         return {"last": placed.last}
-
-    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> TextBatch:
-        batch = super().longest(config, batch_size)
-        number = len(batch.input_ids)
-        return TextBatch(**vars(batch), last=zeros(number), targets=zeros(number), num_texts=number)
 
 
 OBJECTIVE = Classification()

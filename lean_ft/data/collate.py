@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lean_ft.data.arrangement import Arrangement
+from lean_ft.data.arrangement import Arrangement, whole_documents
 from lean_ft.data.batch import Batch
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.objective import PLAIN, Objective
@@ -131,10 +131,9 @@ def collate(
         "num_tokens": num_tokens,
     }
     fields |= objective.row_fields(columns, placed) | objective.token_fields(arrangement, columns, placed, epoch)
+    documents = None
     if arrangement.whole and columns.first is not None:
         documents = columns.first + placed.documents
-    else:
-        documents = None
     return objective.batch_type(**as_tensors(fields), documents=documents)
 
 
@@ -153,15 +152,12 @@ def batch_of(
 
     The other arguments are as in `Arrangement`.
     """
-    columns, number = Columns.join(documents, pad_id), len(documents)
+    columns = Columns.join(documents, pad_id)
     arrangement = Arrangement(
-        documents=np.arange(number),
-        firsts=np.zeros(number, dtype=np.int64),
-        lengths=columns.lengths,
-        offsets=np.arange(0, number + 1, sides),
+        *whole_documents(columns.lengths, sides),
         kind=kind,
         row_tokens=row_tokens,
-        batch_size=batch_size or number // sides,
+        batch_size=batch_size or len(documents) // sides,
         sides=sides,
         shared=shared,
     )

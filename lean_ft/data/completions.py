@@ -57,7 +57,9 @@ class SampledCompletions(Objective):
     unit = "completions"
     of_loss = (*OF_LOSS, *TOKEN_VALUES, "prompt")
 
-    def token_fields(self, arrangement: Arrangement, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
+    def token_fields(
+        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
+    ) -> dict[str, Any]:
         prompts = columns.per_document("prompt", placed.documents)[:, 0]
         shape = len(prompts), int((columns.lengths[placed.documents] - prompts).max())
         place = placed.token - prompts[placed.text]  # (K,) in the completion

@@ -103,25 +103,21 @@ class Renderer:
                         report.count_passage(passage)
             except ValueError as error:
                 self._skip_or_raise(error, report)
-        try:
-            tokenized = iter(self._tokenize([passage for _, passages in read for passage in passages]))
-            return [(row, [next(tokenized) for _ in passages]) for row, passages in read]
-        except ValueError:  # find the row that failed
-            return [found for row, passages in read if (found := self._alone(row, passages, report))]
+        return self._tokenize(read, report)
 
-    def _tokenize(self, passages: list[Passage | Document]) -> list[Document]:
-        """Tokenize texts; keep documents unchanged."""
-        tokenized = iter(self.tokenizer.tokenize([passage for passage in passages if isinstance(passage, Passage)]))
-        return [Document(*next(tokenized)) if isinstance(passage, Passage) else passage for passage in passages]
-
-    def _alone(
-        self, row: Row, passages: list[Passage | Document], report: DataReport
-    ) -> tuple[Row, list[Document]] | None:
+    def _tokenize(
+        self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport
+    ) -> list[tuple[Row, list[Document]]]:
+        """Tokenize all texts together, or one row after the other to find a row that fails; keep documents unchanged."""
+        texts = [passage for _, passages in read for passage in passages if isinstance(passage, Passage)]
         try:
-            return row, self._tokenize(passages)
+            tokenized = itertools.starmap(Document, self.tokenizer.tokenize(texts))
         except ValueError as error:
-            self._skip_or_raise(ValueError(f"{row.place}: {error}"), report)
-            return None
+            if len(read) > 1:
+                return [found for one in read for found in self._tokenize([one], report)]
+            self._skip_or_raise(ValueError(f"{read[0][0].place}: {error}"), report)
+            return []
+        return [(row, [next(tokenized) if isinstance(p, Passage) else p for p in passages]) for row, passages in read]
 
     def _skip_or_raise(self, error: ValueError, report: DataReport) -> None:
         if self.config.on_bad_row == "raise":

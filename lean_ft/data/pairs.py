@@ -38,7 +38,7 @@ from lean_ft.data.formats import (
     refuse_in_plain_text,
     writes_chats,
 )
-from lean_ft.data.objective import Objective, empty_batch, zeros
+from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
 from lean_ft.settings import AnswerDataConfig, DataConfig, PreferenceDataConfig, RewardDataConfig
@@ -274,35 +274,10 @@ class PreferencePairs(Objective):
             "margins": columns.per_document("row_values", rows)[:, 0],
         }
 
-    def token_fields(self, arrangement: Arrangement, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
+    def token_fields(
+        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
+    ) -> dict[str, Any]:
         return {"index": placed.index, "label": placed.label, "last": placed.last}
-
-    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> PairBatch:
-        """As in the base class. With shared prompts, a row has `max_length` tokens plus the longest completion."""
-        sides, length, answer = len(config.sides), config.max_length, config.max_length
-        if share_prompts and isinstance(config, AnswerDataConfig) and config.max_completion_length is not None:
-            answer = min(answer, config.max_completion_length)
-        shares_padded = share_prompts and not config.packs_rows
-        taken = length + answer if shares_padded else length * sides  # positions per row of data
-        number = batch_size if config.batch_tokens is None else config.batch_tokens // taken
-        num_documents = number * (3 if share_prompts else sides)
-        num_targets = number * 2 * answer if shares_padded else number * taken
-        batch = empty_batch(
-            (number, taken) if share_prompts else (number * sides, length),
-            num_documents if share_prompts or config.packing != "none" else None,
-            num_targets,
-            share_prompts,
-        )
-        return PairBatch(
-            **vars(batch),
-            index=zeros(num_targets),
-            label=zeros(num_targets),
-            answer_tokens=zeros(number, sides),
-            pairs=zeros(number),
-            last=zeros(number * sides),
-            margins=zeros(number, dtype="float32"),
-            num_pairs=number,
-        )
 
     def fitted(self, config: DataConfig, batches: Batches) -> dict[str, Any]:
         fitted = super().fitted(config, batches)

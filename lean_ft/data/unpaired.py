@@ -15,7 +15,6 @@ import numpy as np
 
 from lean_ft.data.columns import Document
 from lean_ft.data.formats import OF_PROMPTS, Fields, reading
-from lean_ft.data.objective import zeros
 from lean_ft.data.pairs import PairBatch, PairReader, PreferencePairs
 from lean_ft.data.rows import Row, kind
 from lean_ft.settings import DataConfig
@@ -109,13 +108,16 @@ class Unpaired(PreferencePairs):
         fields = super().row_fields(columns, placed)
         return fields | {"is_desirable": fields["margins"] > 0}
 
-    def token_fields(self, arrangement: Arrangement, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
+    def token_fields(
+        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
+    ) -> dict[str, Any]:
         fields = super().token_fields(arrangement, columns, placed, epoch)
         return fields | {"mismatched": self._mismatched(arrangement, columns, placed.documents, epoch)}
 
     def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> UnpairedBatch:
-        pairs = super().longest(config, batch_size)
-        batch = UnpairedBatch(**vars(pairs), is_desirable=zeros(pairs.num_pairs, dtype="bool"))
+        if not self.adds_mismatched:
+            return super().longest(config, batch_size)  # pyright: ignore[reportReturnType]
+        batch = replace(self, adds_mismatched=False).longest(config, batch_size)
         return replace(batch, mismatched=batch)
 
     def describe(self, values: np.ndarray) -> list[str]:
@@ -130,10 +132,10 @@ class Unpaired(PreferencePairs):
         return _first_mismatched(columns) + num_epochs * len(columns)
 
     def _mismatched(
-        self, arrangement: Arrangement, columns: Columns, documents: np.ndarray, epoch: int
+        self, arrangement: Arrangement | None, columns: Columns, documents: np.ndarray, epoch: int
     ) -> UnpairedBatch | None:
         """Combine each document's prompt with the previous document's completion; one row if documents are packed."""
-        if not self.adds_mismatched:
+        if not self.adds_mismatched or arrangement is None:
             return None
         from lean_ft.data.collate import batch_of  # loads torch
 

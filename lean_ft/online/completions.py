@@ -1,7 +1,7 @@
 """Completions of a round, and what a round of them tells: its metrics, and why it may train nothing."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,18 @@ class Completion:
     def divergence(self) -> float | None:
         return sum(self.divergences) if self.divergences else None
 
+    def shown(self, asked: Any, columns: Iterable[str]) -> dict[str, Any]:
+        """The line of samples.jsonl, with these columns of `log_extra`."""
+        row = {
+            "prompt": asked,
+            "answer": self.text,
+            "reward": self.reward,
+            "rewards": self.rewards,
+            **({"advantage": self.advantages[0]} if self.advantages else {}),
+            "ended": self.ended,
+        }
+        return row | {f"extra/{name}" if name in row else name: self.extras.get(name) for name in columns}
+
     def document(self, prompt: Sequence[int]) -> Document:
         """The prompt and the completion, of which the sampled tokens are trained."""
         return Document(np.array([*prompt, *self.ids]), np.array([False] * len(prompt) + self.trained))
@@ -97,3 +109,23 @@ def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[s
     if divergences := [one.divergence for one in completions if one.divergence is not None]:
         told["kl"] = sum(divergences) / num_tokens
     return {name: value for name, value in told.items() if not math.isnan(value)}
+
+
+def why_untrained(found: dict[str, float], any_trained: bool, has_values: bool) -> str:
+    """Why a round with these metrics changes nothing, and what helps; empty if it does.
+
+    has_values: a value model, rather than the prompt's other completions, is the baseline.
+    """
+    if "reward" not in found:
+        return "no completion has a reward, because all reward functions returned None"
+    if not any_trained:
+        return (
+            "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
+            "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
+        )
+    if has_values or found["even_groups"] < 1:
+        return ""
+    return (
+        "all completions of each prompt have the same reward. To sample other prompts instead, set "
+        "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
+    )

@@ -30,7 +30,7 @@ from lean_ft.data.completions import SampledCompletions
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
-from lean_ft.online.completions import Completion, differ, documents_of, round_metrics
+from lean_ft.online.completions import Completion, differ, documents_of, round_metrics, why_untrained
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
@@ -48,7 +48,6 @@ class Rounds(Generic[BatchT]):
     whole groups, or if `data.shared_prompt=true` and not `share_prompts`.
     """
 
-    answers_in_a_row = 1  # of a batch
     _has_values = False  # whether a value model, rather than the prompt's other completions, is the baseline
     unit = "completions"  # that a batch counts
 
@@ -79,10 +78,16 @@ class Rounds(Generic[BatchT]):
         self._place = self._round = 0
         self._step = self._steps  # steps done in the round; no round has begun
         self._answers: list[Completion] = []
+        self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
         self._told = set[str]()  # reasons why a round trained nothing
         self._sampling_seconds: float | None = None  # of the round, until it is logged
         watcher = stage()
         self._planned = None if watcher is None else watcher.batches(self._longest)
+
+    @property
+    def answers_in_a_row(self) -> int:
+        """Completions that make a row of a batch."""
+        return 1
 
     @property
     def batches_per_epoch(self) -> int:
@@ -119,12 +124,12 @@ class Rounds(Generic[BatchT]):
         self._answers += even[: self.num_answers - len(self._answers)]
         for one in self._answers:
             one.counts = [sampled and self._counts(one) for sampled in one.trained]
-        if self._planned is None and (why := self._why_untrained()) and why not in self._told:
+        trains = any(self._counts(one) for one in self._answers)
+        why = "" if self._planned is not None else why_untrained(self.metrics(), trains, self._has_values)
+        if why and why not in self._told:
             self._told.add(why)
-            say(
-                "WARNING",
-                f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported.",
-            )
+            told = f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported."
+            say("WARNING", told)
         self._sampling_seconds = time.perf_counter() - started
 
     def _ask(self) -> list[Prompt]:
@@ -200,39 +205,11 @@ class Rounds(Generic[BatchT]):
             found["sampling_seconds"], self._sampling_seconds = self._sampling_seconds, None
         return found
 
-    def _why_untrained(self) -> str:
-        """Why the sampled round changes nothing, and what helps; empty if it does."""
-        found = self.metrics()
-        if "reward" not in found:
-            return "no completion has a reward, because all reward functions returned None"
-        if not any(self._counts(one) for one in self._answers):
-            return (
-                "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
-                "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
-            )
-        if self._has_values or found["even_groups"] < 1:
-            return ""
-        return (
-            "all completions of each prompt have the same reward. To sample other prompts instead, set "
-            "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
-        )
-
     def shown(self, count: int) -> list[dict[str, Any]]:
         """A few completions of the round, from as many prompts as possible, for samples.jsonl."""
         step = max(1, len(self._answers) // count)
         columns = dict.fromkeys(column for answer in self._answers for column in answer.extras)
-        rows = []
-        for answer in self._answers[::step][:count]:
-            row = {
-                "prompt": self._prompts[answer.prompt].asked,
-                "answer": answer.text,
-                "reward": answer.reward,
-                "rewards": answer.rewards,
-                **({"advantage": answer.advantages[0]} if answer.advantages else {}),
-                "ended": answer.ended,
-            }
-            rows.append(row | {f"extra/{name}" if name in row else name: answer.extras.get(name) for name in columns})
-        return rows
+        return [one.shown(self._prompts[one.prompt].asked, columns) for one in self._answers[::step][:count]]
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -277,13 +254,6 @@ class Rollouts(Rounds[PolicyBatch]):
     Raises ValueError as `Rounds` does, for a single completion per prompt, and if the sampler's probabilities differ
     from the model's without `loss.correction`.
     """
-
-    def __init__(
-        self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
-    ) -> None:
-        super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
-        self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
-        self._masks_truncated = (cfg.group(PPOLossConfig) or cfg.needed(PolicyLossConfig)).mask_truncated
 
     # Log-probabilities before the first update ------------------------------------------------------------------------
 
@@ -332,7 +302,8 @@ class Rollouts(Rounds[PolicyBatch]):
         return entropies
 
     def _counts(self, answer: Completion) -> bool:
-        return answer.reward is not None and (answer.ended or not self._masks_truncated)
+        loss = self._cfg.group(PPOLossConfig) or self._cfg.needed(PolicyLossConfig)
+        return answer.reward is not None and (answer.ended or not loss.mask_truncated)
 
     def _work_out(self) -> None:
         loss, size = self._cfg.needed(PolicyLossConfig), self._cfg.generation.num_answers
@@ -427,11 +398,9 @@ class PairRollouts(Rounds[PairBatch]):
 
     unit = "pairs"
 
-    def __init__(
-        self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
-    ) -> None:
-        self.answers_in_a_row = cfg.generation.num_answers
-        super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
+    @property
+    def answers_in_a_row(self) -> int:
+        return self._cfg.generation.num_answers
 
     def _batches(self, first: int, end: int) -> list[PairBatch]:
         size, rows = self._cfg.generation.num_answers, self._cfg.batch_size
