@@ -69,6 +69,10 @@ class Batch:
         """This batch; `UnbuiltBatch` builds it."""
         return self
 
+    def ids(self) -> list[list[int]]:
+        """Token ids of each row, with padding."""
+        return self.input_ids.tolist()
+
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for files."""
         import torch

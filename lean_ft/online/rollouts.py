@@ -25,7 +25,6 @@ from torch import Tensor
 from lean_ft.data import Batch, PairBatch, PolicyBatch, Prompt, Prompts
 from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.data.collate import batch_of
-from lean_ft.data.columns import Document
 from lean_ft.data.completions import SampledCompletions
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
@@ -417,11 +416,13 @@ class PairRollouts(Rounds[PairBatch]):
         return [self._batch(pairs[i : i + rows]) for i in range(0, len(pairs), rows)]
 
     def _batch(self, pairs: Sequence[tuple[Completion, Completion]]) -> PairBatch:
-        return self._pair_batch([one.document(self._prompts[one.prompt].ids) for pair in pairs for one in pair])
+        answers = [one for pair in pairs for one in pair]
+        return self._pair_batch(answers, [self._prompts[one.prompt].ids for one in answers])
 
-    def _pair_batch(self, documents: Sequence[Document]) -> PairBatch:
-        """documents: the chosen completion of each pair before the rejected one, which shares its prompt."""
-        shared = [i % 2 * int(document.trained.argmax()) for i, document in enumerate(documents)]
+    def _pair_batch(self, answers: Sequence[Completion], prompts: Sequence[list[int]]) -> PairBatch:
+        """answers: the chosen completion of each pair before the rejected one, which shares its prompt."""
+        documents = [one.document(prompt) for one, prompt in zip(answers, prompts, strict=True)]
+        shared = [len(prompt) * (i % 2) for i, prompt in enumerate(prompts)]
         batch = batch_of(
             documents,
             PreferencePairs(),
@@ -436,4 +437,5 @@ class PairRollouts(Rounds[PairBatch]):
 
     def _longest(self) -> PairBatch:
         longest = Completion(0, [0] * self._cfg.generation.max_new_tokens, [], True, 0.0, [], "")
-        return self._pair_batch([longest.document(self._prompts[0].ids)] * (2 * self._cfg.batch_size))
+        number = 2 * self._cfg.batch_size
+        return self._pair_batch([longest] * number, [self._prompts[0].ids] * number)

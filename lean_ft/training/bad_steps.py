@@ -125,7 +125,7 @@ def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], t
     path = folder / f"step_{row['step']:08d}.safetensors"
     fields = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in batch.tensors().items()}
     write_file(path, fields, {})
-    texts = [[tokenizer.decode(ids)[:TEXT_CHARACTERS] for ids in batch.input_ids.tolist()] for batch in micro_batches]
+    texts = [[tokenizer.decode(ids)[:TEXT_CHARACTERS] for ids in batch.ids()] for batch in micro_batches]
     report = {"metrics": row, "num_targets": [batch.num_targets for batch in micro_batches], "texts": texts}
     path.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -79,4 +79,7 @@ def test_each_source_is_read_by_its_own_rows(tmp_path, plain_tokenizer) -> None:
     config = config_of(tmp_path, [[1, 0, 1], [0, 0, 0]], validation_source=f"{tmp_path}/held_out.jsonl")
     batches, held_out = prepare_batches(with_labels(config), plain_tokenizer, 1, seed=0)
     assert held_out is not None
-    assert (batches.layout.columns.per_document("row_values").tolist(), held_out.layout.columns.per_document("row_values").tolist()) == ([[1, 0, 1], [0, 0, 0]], [[1, 0, 1]])
+    assert (
+        batches.layout.columns.per_document("row_values").tolist(),
+        held_out.layout.columns.per_document("row_values").tolist(),
+    ) == ([[1, 0, 1], [0, 0, 0]], [[1, 0, 1]])

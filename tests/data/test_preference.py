@@ -201,50 +201,37 @@ PAIRS = [{"prompt": "p" * (i % 5 + 1), "chosen": f"{i}+" + "c" * (i % 9), "rejec
     ids=str,
 )
 def test_batches_hold_chosen_and_rejected_in_turn(layout: dict[str, Any], write, plain_tokenizer, monkeypatch):
+    """With and without shared prompts: of different lengths, empty prompts, and answers of one token."""
     monkeypatch.setattr("lean_ft.data.documents.FEW_ROWS", 0)
-    config = PreferenceDataConfig(source=write(PAIRS), max_length=32, validation_fraction=0.25, **layout)
-    batches, held_out = preference_batches(config, plain_tokenizer, batch_size=3, seed=0)
-    assert held_out is not None
-    assert (batches.report.kept, held_out.report.kept) == (30, 10)
-    taken = batches.take(batches.batches_per_epoch)
-    for some, report in ((taken, batches.report), (list(held_out), held_out.report)):
-        assert sum(batch.num_targets for batch in some) == report.target_tokens
+    rows = [*PAIRS, *({"prompt": "", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(4))]
+    config = PreferenceDataConfig(source=write(rows), max_length=32, validation_fraction=0.25, **layout)
 
     def expected(row: dict[str, str], side: str) -> Text:
         prompt, answer = (plain_tokenizer.encode(text) for text in (row["prompt"], row[side] + "<|end|>"))
-        return prompt + answer, [-100] * (len(prompt) - 1) + answer + [-100]
+        return prompt + answer, ([-100] * (len(prompt) - 1) + answer if prompt else answer[1:]) + [-100]
 
-    found = [both for batch in [*taken, *held_out] for _, *both in texts_of(batch)]
-    assert sorted(found) == sorted([expected(row, side) for side in ("chosen", "rejected")] for row in PAIRS)
-    assert all(batch.input_ids.shape == (3, 64) for batch in taken if layout.get("packing") == "bfd")
-    assert max(batch.num_tokens for batch in taken) <= layout.get("batch_tokens", 9999)
-
-
-@pytest.mark.parametrize(
-    "layout", [{}, {"packing": "bfd"}, {"packing": "padding_free"}, {"batch_tokens": 160}], ids=str
-)
-def test_a_shared_prompt_stands_once_and_the_texts_are_the_same(layout: dict[str, Any], write, plain_tokenizer):
-    """Prompts of different lengths, empty prompts, and answers of one token."""
-    no_prompt = [{"chosen": f"c{i}", "rejected": f"r{i}"} for i in range(3)]
-    source = write([*PAIRS, *no_prompt])
-    config = PreferenceDataConfig(source=source, max_length=32, max_prompt_length=4, validation_fraction=0.25, **layout)
-    texts, positions = [], []
+    everything = sorted([expected(row, side) for side in ("chosen", "rejected")] for row in rows)
+    shared, positions = [_same_ids(*both) for both in everything], list[int]()
+    assert {0, 1, 4} <= set(shared)
     for share_prompts in (False, True):
         batches, held_out = preference_batches(config, plain_tokenizer, 3, 0, share_prompts)
         assert held_out is not None
-        taken: list[Any] = [*batches.take(batches.batches_per_epoch), *held_out]
-        texts.append({pair: both for batch in taken for pair, *both in texts_of(batch)})
+        assert (batches.report.kept, held_out.report.kept) == (33, 11)
+        trained, validated = batches.take(batches.batches_per_epoch), list(held_out)
+        if not share_prompts:  # a shared prompt's last token has the first completion's label
+            for some, report in ((trained, batches.report), (validated, held_out.report)):
+                assert sum(batch.num_targets for batch in some) == report.target_tokens
+        taken: list[Any] = [*trained, *validated]
+        numbers, *both = zip(*(one for batch in taken for one in texts_of(batch)), strict=True)
+        assert sorted(map(list, zip(*both, strict=True))) == everything
+        assert sorted(numbers) == list(range(44))
         positions.append(sum(int(batch.is_token.sum()) for batch in taken))
-        assert sum(batch.num_prefix_tokens for batch in taken) == (positions[0] - positions[-1])
-    assert len(texts[0]) == 43
-    assert texts[0] == texts[1]
-    shared = [_same_ids(chosen, rejected) for chosen, rejected in texts[1].values()]
-    assert {0, 1, 4} <= set(shared)
+        assert sum(batch.num_prefix_tokens for batch in taken) == positions[0] - positions[-1]
+        assert all(batch.input_ids.shape == (3, 64) for batch in trained if layout.get("packing") == "bfd")
+        assert max(batch.num_tokens for batch in taken) <= layout.get("batch_tokens", 9999)
     assert positions[0] - positions[1] == sum(shared)
     if not layout:
-        widest = max(
-            len(chosen[0]) + len(rejected[0]) - _same_ids(chosen, rejected) for chosen, rejected in texts[1].values()
-        )
+        widest = max(len(c[0]) + len(r[0]) - own for (c, r), own in zip(everything, shared, strict=True))
         assert max(batch.input_ids.shape[1] for batch in taken) == -(-widest // 8) * 8
 
 
