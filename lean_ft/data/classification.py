@@ -31,7 +31,6 @@ from lean_ft.tokenizers import Passage, Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.arrangement import Arrangement
     from lean_ft.data.batches import Batches
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns
@@ -224,9 +223,7 @@ class Classification(Objective):
         targets = values if values.shape[1] > 1 else values[:, 0].astype(np.int64)
         return {"targets": targets, "num_texts": len(placed.documents)}
 
-    def token_fields(
-        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
-    ) -> dict[str, Any]:
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         return {"last": placed.last}
 
 

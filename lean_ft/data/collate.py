@@ -30,7 +30,7 @@ class Placed:
     def __init__(self, arrangement: Arrangement, columns: Columns, rows: np.ndarray) -> None:
         of_rows, width, self._num_boundaries = arrangement.of_batch(rows)
         self.shape, self.sides = (len(of_rows), width), arrangement.sides
-        self._columns, self._is_shared = columns, arrangement.shared is not None
+        self.arrangement, self._columns = arrangement, columns
         pieces, row = np.concatenate(of_rows), np.repeat(np.arange(len(of_rows)), [len(some) for some in of_rows])
         self.documents = arrangement.documents[pieces]
         """(M,) documents in the columns."""
@@ -97,7 +97,7 @@ class Placed:
         assert len(lengths) < self._num_boundaries
         boundaries = np.full(self._num_boundaries, self.shape[0] * self.shape[1], dtype=np.int32)
         boundaries[: len(lengths) + 1] = np.append(0, np.cumsum(lengths))
-        if self._is_shared:
+        if self.arrangement.shared is not None:
             prefixes = np.zeros((self._num_boundaries - 1, 2), dtype=np.int32)
             prefixes[: len(lengths)] = np.insert(self._prefixes, at, 0, axis=0)
             found |= {"prefixes": prefixes, "num_prefix_tokens": int(self._shared.sum())}
@@ -130,7 +130,7 @@ def collate(
         "num_targets": len(placed.label),
         "num_tokens": num_tokens,
     }
-    fields |= objective.row_fields(columns, placed) | objective.token_fields(arrangement, columns, placed, epoch)
+    fields |= objective.row_fields(columns, placed) | objective.token_fields(columns, placed, epoch)
     documents = None
     if arrangement.whole and columns.first is not None:
         documents = columns.first + placed.documents

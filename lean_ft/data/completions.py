@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.data.arrangement import Arrangement
 from lean_ft.data.batch import Batch
 from lean_ft.data.collate import Placed
 from lean_ft.data.columns import OF_LOSS, Columns
@@ -57,9 +56,7 @@ class SampledCompletions(Objective):
     unit = "completions"
     of_loss = (*OF_LOSS, *TOKEN_VALUES, "prompt")
 
-    def token_fields(
-        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
-    ) -> dict[str, Any]:
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         prompts = columns.per_document("prompt", placed.documents)[:, 0]
         shape = len(prompts), int((columns.lengths[placed.documents] - prompts).max())
         place = placed.token - prompts[placed.text]  # (K,) in the completion

@@ -24,7 +24,6 @@ from lean_ft.settings import AnswerDataConfig, DataConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.arrangement import Arrangement
     from lean_ft.data.batches import Batches
     from lean_ft.data.collate import Placed
 
@@ -50,9 +49,7 @@ class Objective:
         """Return the batch fields that need no tokens, so that they are available before the batch is built."""
         return {}
 
-    def token_fields(
-        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
-    ) -> dict[str, Any]:
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
 
@@ -79,9 +76,10 @@ class Objective:
         placed: Any = SimpleNamespace(sides=sides, documents=of_texts, num_labels=of_texts, last=of_texts)
         placed.index = placed.label = of_labels
         nothing: Any = Columns.join([Document(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool))])
-        fields = self.row_fields(nothing, placed) | self.token_fields(None, nothing, placed, 0)
+        fields = self.row_fields(nothing, placed) | self.token_fields(nothing, placed, 0)
         counts |= {
-            n: zeros(*v.shape, dtype=v.dtype.name) if isinstance(v, np.ndarray) else v for n, v in fields.items()
+            name: zeros(*value.shape, dtype=value.dtype.name) if isinstance(value, np.ndarray) else value
+            for name, value in fields.items()
         }
         return self.batch_type(inputs=inputs, labels=zeros(*shape), **counts)
 

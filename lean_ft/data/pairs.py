@@ -47,7 +47,6 @@ from lean_ft.tokenizers import Passage
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.arrangement import Arrangement
     from lean_ft.data.batches import Batches
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns
@@ -274,9 +273,7 @@ class PreferencePairs(Objective):
             "margins": columns.per_document("row_values", rows)[:, 0],
         }
 
-    def token_fields(
-        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
-    ) -> dict[str, Any]:
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         return {"index": placed.index, "label": placed.label, "last": placed.last}
 
     def fitted(self, config: DataConfig, batches: Batches) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from lean_ft.tokenizers import Passage
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.arrangement import Arrangement
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns
 
@@ -108,11 +107,9 @@ class Unpaired(PreferencePairs):
         fields = super().row_fields(columns, placed)
         return fields | {"is_desirable": fields["margins"] > 0}
 
-    def token_fields(
-        self, arrangement: Arrangement | None, columns: Columns, placed: Placed, epoch: int
-    ) -> dict[str, Any]:
-        fields = super().token_fields(arrangement, columns, placed, epoch)
-        return fields | {"mismatched": self._mismatched(arrangement, columns, placed.documents, epoch)}
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
+        fields = super().token_fields(columns, placed, epoch)
+        return fields | {"mismatched": self._mismatched(columns, placed, epoch)}
 
     def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> UnpairedBatch:
         if not self.adds_mismatched:
@@ -131,15 +128,13 @@ class Unpaired(PreferencePairs):
         """Number of values that `pairs` can take in `num_epochs`, with mismatched completions; columns: of training."""
         return _first_mismatched(columns) + num_epochs * len(columns)
 
-    def _mismatched(
-        self, arrangement: Arrangement | None, columns: Columns, documents: np.ndarray, epoch: int
-    ) -> UnpairedBatch | None:
+    def _mismatched(self, columns: Columns, placed: Placed, epoch: int) -> UnpairedBatch | None:
         """Combine each document's prompt with the previous document's completion; one row if documents are packed."""
-        if not self.adds_mismatched or arrangement is None:
+        if not self.adds_mismatched:
             return None
         from lean_ft.data.collate import batch_of  # loads torch
 
-        own = [columns[i] for i in documents]
+        arrangement, own = placed.arrangement, [columns[i] for i in placed.documents]
         begins = [int(one.trained.argmax()) for one in own]  # of completions
         mixed = []
         for i, one in enumerate(own):
@@ -154,7 +149,7 @@ class Unpaired(PreferencePairs):
             batch_size=arrangement.batch_size * arrangement.most_in_a_row,
         )
         assert isinstance(batch, UnpairedBatch)
-        numbers = _first_mismatched(columns) + epoch * len(columns) + documents
+        numbers = _first_mismatched(columns) + epoch * len(columns) + placed.documents
         return replace(batch, pairs=batch.pairs.new_tensor(numbers))
 
 
