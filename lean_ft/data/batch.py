@@ -69,17 +69,6 @@ class Batch:
         """This batch; `UnbuiltBatch` builds it."""
         return self
 
-    def ids(self) -> list[list[int]]:
-        """Token ids of each row, with padding."""
-        return self.input_ids.tolist()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, for files."""
-        import torch
-
-        fields = {**vars(self), **self.inputs}
-        return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
-
     def to(self, device: torch.device | str) -> Self:
         """Move the batch to `device`. Copies to a GPU use pinned memory and are asynchronous."""
         import torch

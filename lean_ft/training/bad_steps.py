@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lean_ft.data import Batch
 from lean_ft.models.safetensors_file import write_file
@@ -123,9 +124,14 @@ def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], t
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{row['step']:08d}.safetensors"
-    fields = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in batch.tensors().items()}
-    write_file(path, fields, {})
-    texts = [[tokenizer.decode(ids)[:TEXT_CHARACTERS] for ids in batch.ids()] for batch in micro_batches]
+    built = [getattr(batch, "built", batch) for batch in micro_batches]  # a recipe may have batches of its own class
+    fields = {
+        f"{i}.{name}": value
+        for i, batch in enumerate(built)
+        for name, value in {**vars(batch), **getattr(batch, "inputs", {})}.items()
+    }
+    write_file(path, {name: value for name, value in fields.items() if isinstance(value, Tensor)}, {})
+    texts = [[tokenizer.decode(ids)[:TEXT_CHARACTERS] for ids in batch.input_ids.tolist()] for batch in micro_batches]
     report = {"metrics": row, "num_targets": [batch.num_targets for batch in micro_batches], "texts": texts}
     path.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
