@@ -67,7 +67,8 @@ def work(kind: str, shape: str, batch_size: int, length: int, new_tokens: int, r
             optimizer, cross_entropy = build_optimizer(model, cfg), CrossEntropy(model, cfg)
             ids = torch.randint(model.config.vocab_size, (batch_size, length))
             positions = torch.arange(length).expand(batch_size, -1)
-            batch = Batch(ids, ids.roll(-1, 1), positions, None, num_targets=ids.numel(), num_tokens=ids.numel())
+            inputs = {"input_ids": ids, "positions": positions}
+            batch = Batch(inputs, ids.roll(-1, 1), num_targets=ids.numel(), num_tokens=ids.numel())
 
             def step(model=model, optimizer=optimizer, cross_entropy=cross_entropy, batch=batch) -> None:
                 optimizer.set_lr(1e-5)

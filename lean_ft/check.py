@@ -28,9 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.data.documents import Documents, renderer_of
-from lean_ft.data.packing import pack_documents
-from lean_ft.data.prepare import layout_of
+from lean_ft.data.arrangement import arrange
+from lean_ft.data.collate import collate
+from lean_ft.data.columns import Columns
+from lean_ft.data.documents import renderer_of
+from lean_ft.data.objective import objective_of
 from lean_ft.data.rows import IGNORED
 from lean_ft.data.sources import first_rows
 from lean_ft.export import export_folder
@@ -112,12 +114,13 @@ class Check:
         torch.set_float32_matmul_precision("highest")
         self.tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
         rows = first_rows(cfg.data.source, NUM_ROWS, cfg.data)[:NUM_ROWS]
-        self.documents = Documents.join(renderer_of(cfg.data, self.tokenizer, cfg.data.source)(rows)[0])
+        documents, _ = renderer_of(cfg.data, self.tokenizer, cfg.data.source)(rows)
+        self.documents = Columns.join(documents, self.tokenizer.pad_id)
         self.num_targets = int(self.documents.num_targets.sum())
         if not self.num_targets:
             raise ValueError(f"data.source={cfg.data.source}: its first {NUM_ROWS} rows have no token to train on.")
         self.hf_config = read_json(folder / "config.json")
-        self.ids = self.documents.tokens[: cfg.data.max_length].tolist()
+        self.ids = self.documents.values["ids"][: cfg.data.max_length].tolist()
         self.transformers: Any = None
         with suppress(ImportError):
             self.transformers = importlib.import_module("transformers")  # only here: the library does not depend on it
@@ -308,7 +311,8 @@ class Check:
         """Return the logits of all rows as one text, and gradients (with our parameter names) and loss of the plain
         step."""
         total = 0.0
-        for ids, trained in self.documents:
+        for document in self.documents:
+            ids, trained = document.ids, document.trained
             labels = torch.from_numpy(ids[1:]).long().masked_fill(~torch.from_numpy(trained[1:]), IGNORED)
             logits = self._logits(model, ids.tolist())[:-1]
             loss = F.cross_entropy(logits, labels.to(self.device), reduction="sum") / self.num_targets
@@ -341,10 +345,9 @@ class Check:
         """Return the model as a recipe prepares it, and its batches, each with a flag for the last."""
         model = load_with_adapter(cfg.model, cfg.lora, self.device)
         apply_memory(model, cfg.memory, compile=cfg.compile)
-        packed = pack_documents(self.documents, cfg.data) if cfg.data.packs_rows else {}
-        layout = layout_of(self.documents, packed, cfg.data, cfg.batch_size, self.tokenizer.pad_id)
-        plan = layout.plan(None)
-        return model, [(layout.batch(plan[i]).to(self.device), i == len(plan) - 1) for i in range(len(plan))]
+        arrangement, objective = arrange(self.documents.lengths, cfg.data, cfg.batch_size), objective_of(cfg.data)
+        batches = [collate(arrangement, self.documents, objective, rows) for rows in arrangement.plan(None)]
+        return model, [(batch.to(self.device), i == len(batches) - 1) for i, batch in enumerate(batches)]
 
     def _gradients(self, cfg: CheckedConfig) -> tuple[Decoder, Tensors]:
         model, batches = self._prepared(cfg)

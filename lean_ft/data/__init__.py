@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lean_ft.data.batch import Batch
     from lean_ft.data.batches import Batches, EvalBatches, longest_batch
+    from lean_ft.data.completions import PolicyBatch
     from lean_ft.data.pairs import PairBatch
     from lean_ft.data.prepare import preference_batches, prepare_batches, sft_batches, unpaired_batches
-    from lean_ft.data.prompts import PolicyBatch, Prompt, Prompts, prompt_rows
+    from lean_ft.data.prompts import Prompt, Prompts, prompt_rows
     from lean_ft.data.report import DataReport
     from lean_ft.data.unpaired import UnpairedBatch
 
@@ -34,9 +35,10 @@ _HOMES = {
     "Batch": "batch",
     "DataReport": "report",
     "PairBatch": "pairs",
+    "PolicyBatch": "completions",
     "UnpairedBatch": "unpaired",
     **dict.fromkeys(("Batches", "EvalBatches", "longest_batch"), "batches"),
-    **dict.fromkeys(("PolicyBatch", "Prompt", "Prompts", "prompt_rows"), "prompts"),
+    **dict.fromkeys(("Prompt", "Prompts", "prompt_rows"), "prompts"),
 }  # other names: prepare
 
 

@@ -8,7 +8,9 @@ Legend: B rows of a batch, T positions of a row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -22,32 +24,36 @@ if TYPE_CHECKING:  # processes that tokenize load this file, and not torch
 PADDED_TO_MULTIPLE_OF = 8
 
 
+def _argument(name: str) -> Any:
+    return property(lambda self: self.inputs.get(name))
+
+
 @dataclass(frozen=True)
 class Batch:
     """The input of one forward pass. Each objective adds its fields in a subclass."""
 
-    input_ids: Tensor  # (B, T) int64
+    inputs: dict[str, Any]
+    """Arguments of the forward pass by name: those of `Decoder.forward`, and (B, T) values of further columns. `positions`
+    count from 0 in each document. All batches of a run have `cu_seqlens` of one length, so that compiled code sees one
+    shape; repeats of B * T at its end are empty documents. Without `cu_seqlens`, each row is one document, padded on the
+    right. The last position of a shared prompt (`prefixes`) predicts the first token of several completions; `labels` has
+    the first completion's."""
     labels: Tensor  # (B, T) int64, shifted; -100 where nothing is trained
-    positions: Tensor  # (B, T) int64, from 0 in each document
-    cu_seqlens: Tensor | None
-    """int32, if packed: start of each document in the B * T flattened positions, then B * T, repeated to a fixed
-    length. All batches of a run have the same length, so that compiled code sees one shape; repeats are empty
-    documents. None: each row is one document, padded on the right."""
     num_targets: int
     """Number of labels that are not -100."""
     num_tokens: int
     """Number of computed positions, B * T."""
-    is_token: Tensor | None = None
-    """(B, T) bool: False on padding. None: no padding."""
     documents: np.ndarray | None = None
     """Document numbers in the prepared data, row after row; held-out documents follow the training documents. None if
     documents are cut or joined, or do not come from prepared data."""
-    prefixes: Tensor | None = None
-    """(documents, 2) int32, with shared prompts: start and end of the flattened positions that each document of
-    cu_seqlens continues. The last position of a shared prompt predicts the first token of several completions; `labels`
-    has the first completion's."""
-    num_prefix_tokens: int = 0
-    """Sum of the lengths of all prefixes."""
+
+    # Single arguments, for code that reads a batch.
+    input_ids = _argument("input_ids")
+    positions = _argument("positions")
+    cu_seqlens = _argument("cu_seqlens")
+    is_token = _argument("is_token")
+    prefixes = _argument("prefixes")
+    num_prefix_tokens = _argument("num_prefix_tokens")
 
     labels_whole_rows: ClassVar[bool] = False
     """Whether the subclass's fields describe whole sequences. If so, ranks that shard a row's tokens all get these
@@ -63,12 +69,6 @@ class Batch:
         """This batch; `UnbuiltBatch` builds it."""
         return self
 
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of a `Decoder`'s forward pass."""
-        names = ("input_ids", "positions", "cu_seqlens", "is_token", "prefixes", "num_prefix_tokens")
-        return {name: getattr(self, name) for name in names}
-
     def to(self, device: torch.device | str) -> Self:
         """Move the batch to `device`. Copies to a GPU use pinned memory and are asynchronous."""
         import torch
@@ -78,9 +78,54 @@ class Batch:
         def move(value: Any) -> Any:
             if isinstance(value, Batch):
                 return value.to(device)
+            if isinstance(value, dict):
+                return {name: move(one) for name, one in value.items()}
+            if not isinstance(value, torch.Tensor):
+                return value
             return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
 
-        return replace(self, **{k: move(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor | Batch)})
+        return replace(self, **{name: move(value) for name, value in vars(self).items()})
+
+    def part_of_rows(self, place: int, number: int) -> Self:
+        """Return part `place` of `number` equal parts of each row, for ranks that share rows.
+
+        Positions and bounds of documents stay those of the whole row, and with `labels_whole_rows` also the labels. Raises
+        ValueError if the rows do not divide.
+        """
+        num_rows, num_tokens = self.labels.shape
+        if num_tokens % number:
+            raise ValueError(
+                f"rows of {num_tokens} tokens do not divide evenly over {number} processes (parallel.context x "
+                "tensor). Set data.packing=bfd with a data.max_length that they divide."
+            )
+        width = num_tokens // number
+
+        def own(values: Tensor) -> Tensor:
+            return values[:, place * width : (place + 1) * width].contiguous()
+
+        per_token = [name for name, value in self.inputs.items() if getattr(value, "shape", 0) == self.labels.shape]
+        inputs = {**self.inputs, **{name: own(self.inputs[name]) for name in per_token if name != "positions"}}
+        if self.labels_whole_rows:
+            parts = {n: one.part_of_rows(place, number) for n, one in vars(self).items() if isinstance(one, Batch)}
+            return replace(self, inputs=inputs, **parts)
+        return replace(self, inputs=inputs, labels=own(self.labels), num_tokens=num_rows * width)
+
+    def questions(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield the ids of the prompt and of the right completion of every sequence that has a trained stretch."""
+        boundaries = range(0, self.num_tokens + 1, self.labels.shape[1])
+        if self.cu_seqlens is not None:
+            boundaries = self.cu_seqlens.tolist()
+        ids, labels = self.input_ids.flatten().tolist(), self.labels.flatten().tolist()
+        asked = None if self.asked is None else set(self.asked.tolist())
+        for start, end in pairwise(boundaries):
+            if asked is not None and asked.isdisjoint(range(start, end)):
+                continue
+            trained = [i for i in range(start, end) if labels[i] != IGNORED]
+            if trained:
+                last = first = trained[-1]
+                while first > start and labels[first - 1] != IGNORED:
+                    first -= 1
+                yield ids[start : first + 1], labels[first : last + 1]  # labels are shifted
 
     def without_targets(self) -> Self:
         """Return a copy without labels, for a pass that only keeps ranks synchronized."""

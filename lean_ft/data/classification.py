@@ -17,10 +17,11 @@ import numpy as np
 
 from lean_ft.data.batch import Batch
 from lean_ft.data.chats import check_text, parse_if_json
+from lean_ft.data.columns import Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, Fields, RowFormat, RowReader, formats_of, reading
-from lean_ft.data.objective import Objective, Placed, zeros
+from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Document, Row, kind
+from lean_ft.data.rows import Row, kind
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.settings import ClassificationDataConfig, DataConfig, Sources
 from lean_ft.system.shapes_only import stage
@@ -30,7 +31,9 @@ from lean_ft.tokenizers import Passage, Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.batches import Batches, Layout
+    from lean_ft.data.batches import Batches
+    from lean_ft.data.collate import Placed
+    from lean_ft.data.columns import Columns
 
 KNOWN = {"classification": Fields(("text",), ("label", "labels"))}
 
@@ -88,7 +91,7 @@ def label_weights(given: dict[str, float] | str | None, batches: Batches, names:
     if given is None or stage() is not None:
         return None
     if isinstance(given, str):  # balanced: each label has the same total weight
-        values = batches.layout.row_values(np.arange(len(batches.layout.starts)))
+        values = batches.layout.columns.per_document("row_values")
         counts = values.sum(0) if values.shape[1] > 1 else np.bincount(values[:, 0].astype(int), minlength=len(names))
         return (counts.sum() / (len(counts) * np.maximum(counts, 1))).tolist()
     for name in given.keys() - set(names):
@@ -192,8 +195,8 @@ class LabelReader(RowReader):
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         if (cut := self.cut(documents[0], place, report)) is None:
             return []
-        report.count_lost(len(documents[0][0]) - len(cut[0]))
-        return [(cut[0], np.arange(len(cut[0])) == len(cut[0]) - 1)]
+        report.count_lost(len(documents[0]) - len(cut))
+        return [replace(cut, trained=np.arange(len(cut)) == len(cut) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,18 +218,13 @@ class Classification(Objective):
     batch_type = TextBatch
     unit = "texts"
 
-    def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
-        values = layout.row_values(documents)
+    def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
+        values = columns.per_document("row_values", placed.documents)
         targets = values if values.shape[1] > 1 else values[:, 0].astype(np.int64)
-        return {"targets": targets, "num_texts": len(documents)}
+        return {"targets": targets, "num_texts": len(placed.documents)}
 
-    def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         return {"last": placed.last}
-
-    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> TextBatch:
-        batch = super().longest(config, batch_size)
-        number = len(batch.input_ids)
-        return TextBatch(**vars(batch), last=zeros(number), targets=zeros(number), num_texts=number)
 
 
 OBJECTIVE = Classification()

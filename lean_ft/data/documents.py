@@ -2,8 +2,6 @@
 
 The objective's reader renders and truncates the texts of a row. A row becomes one document, or consecutive documents
 for each of the settings' `sides`.
-
-Legend: N documents, S tokens in total.
 """
 
 import copyreg
@@ -11,15 +9,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
+from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.report import DataReport, count
-from lean_ft.data.rows import Digest, Document, Row
+from lean_ft.data.rows import Digest, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes
 from lean_ft.settings import DataConfig, Sources
@@ -27,7 +25,6 @@ from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 
 ROWS_AT_A_TIME = 512  # tokenized together; bounds the number of live Python objects
-ARRAYS = ("tokens", "trained", "lengths", "num_targets", "values")  # arguments of `Documents.of`
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # for fewer rows, starting processes costs more time than it saves
 
 # Pickle a tokenizer as its files; the other process loads them again.
@@ -35,64 +32,6 @@ copyreg.pickle(
     Tokenizer,
     lambda one: (load_tokenizer, (one.folder, one.template_file), {"chat_template_kwargs": one.chat_template_kwargs}),
 )
-
-
-@dataclass(frozen=True)
-class Documents:
-    """N sequences of ids, in memory or memory-mapped: 5 bytes per token, 50 MB for 10 million tokens."""
-
-    tokens: np.ndarray  # (S,) int32
-    trained: np.ndarray  # (S,) bool: the token is a label
-    starts: np.ndarray  # (N,) int64
-    lengths: np.ndarray  # (N,) int64
-    num_targets: np.ndarray  # (N,) int64: labels; nothing predicts the first token, so it is not counted
-    values: np.ndarray  # (N, V) float32: values from the row, such as a label or margin
-
-    @classmethod
-    def of(
-        cls,
-        tokens: np.ndarray,
-        trained: np.ndarray,
-        lengths: np.ndarray,
-        num_targets: np.ndarray,
-        values: np.ndarray | None = None,
-    ) -> "Documents":
-        """Build from contiguous documents; values: N * V numbers, or None for zeros."""
-        values = np.zeros(len(lengths), dtype=np.float32) if values is None else values
-        values = values.reshape(len(lengths), -1) if len(lengths) else values.reshape(0, 1)
-        return cls(tokens, trained, np.cumsum(lengths) - lengths, lengths, num_targets, values)
-
-    @classmethod
-    def join(cls, documents: list[Document], values: Sequence[Any] | None = None) -> "Documents":
-        """Concatenate single documents (copies)."""
-        return cls.of(
-            np.concatenate([ids for ids, _ in documents] or [np.empty(0, dtype=np.int32)]),
-            np.concatenate([mask for _, mask in documents] or [np.empty(0, dtype=bool)]),
-            np.array([len(ids) for ids, _ in documents], dtype=np.int64),
-            np.array([mask[1:].sum() for _, mask in documents], dtype=np.int64),
-            None if values is None else np.array(values, dtype=np.float32),
-        )
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, i: int) -> Document:
-        """Ids and trained mask of document i, as views."""
-        span = slice(self.starts[i], self.starts[i] + self.lengths[i])
-        return self.tokens[span], self.trained[span]
-
-    def __iter__(self) -> Iterator[Document]:
-        return (self[i] for i in range(len(self)))
-
-    def select(self, indices: np.ndarray) -> "Documents":
-        """Return the documents `indices`, sharing the token arrays."""
-        return replace(
-            self,
-            starts=self.starts[indices],
-            lengths=self.lengths[indices],
-            num_targets=self.num_targets[indices],
-            values=self.values[indices],
-        )
 
 
 def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources) -> "Renderer":
@@ -117,29 +56,25 @@ class Renderer:
     tokenizer: Tokenizer
 
     def __call__(self, rows: Sequence[Row]) -> tuple[list[Document], DataReport]:
-        """Call `with_values` and drop the values."""
-        documents, _, report = self.with_values(rows)
-        return documents, report
-
-    def with_values(self, rows: Sequence[Row]) -> tuple[list[Document], list[Any], DataReport]:
-        """Return the documents to train on, the values of each document, and a report for these rows only.
+        """Return the documents to train on, and a report for these rows only.
 
         Raises ValueError with the place of an unreadable row unless `on_bad_row` skips it, or of a row that is too long
         under `overflow=raise`. After adding up reports, call `check_bad_rows`.
         """
         report = self.empty_report()
         report.rows = len(rows)
-        documents, values, num_sides = list[Document](), list[Any](), len(self.config.sides)
+        documents, num_sides = list[Document](), len(self.config.sides)
         for row, tokenized in self._tokenized(rows, report):
-            kept = self.reader.fit(tokenized, row.place, report)
-            documents += kept
-            values += self.reader.values(row) if kept else []
+            kept = self.reader.fit(self.reader.with_columns(row, tokenized), row.place, report)
+            values = self.reader.values(row) if kept else []
+            for document, value in zip(kept, values, strict=True):
+                of_row = {"row_values": np.array([value], dtype=np.float32).ravel()}
+                documents.append(replace(document, per_document={**document.per_document, **of_row}))
             for together in (kept[i : i + num_sides] for i in range(0, len(kept), num_sides)):
-                targets = sum(int(mask[1:].sum()) for _, mask in together)
-                report.keep(sum(len(ids) for ids, _ in together), targets, row.source)
+                targets = sum(int(document.trained[1:].sum()) for document in together)
+                report.keep(sum(map(len, together)), targets, row.source)
         report.check_bad_rows(self.config.max_bad_rows)
-        assert len(values) == len(documents)
-        return documents, values, report
+        return documents, report
 
     def whole(self, rows: Sequence[Row]) -> list[tuple[Row, list[Document]]]:
         """Return each row with its sequences, ending at the last answer, without truncation.
@@ -168,25 +103,21 @@ class Renderer:
                         report.count_passage(passage)
             except ValueError as error:
                 self._skip_or_raise(error, report)
-        try:
-            tokenized = iter(self._tokenize([passage for _, passages in read for passage in passages]))
-            return [(row, [next(tokenized) for _ in passages]) for row, passages in read]
-        except ValueError:  # find the row that failed
-            return [found for row, passages in read if (found := self._alone(row, passages, report))]
+        return self._tokenize(read, report)
 
-    def _tokenize(self, passages: list[Passage | Document]) -> list[Document]:
-        """Tokenize texts; keep documents unchanged."""
-        tokenized = iter(self.tokenizer.tokenize([passage for passage in passages if isinstance(passage, Passage)]))
-        return [next(tokenized) if isinstance(passage, Passage) else passage for passage in passages]
-
-    def _alone(
-        self, row: Row, passages: list[Passage | Document], report: DataReport
-    ) -> tuple[Row, list[Document]] | None:
+    def _tokenize(
+        self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport
+    ) -> list[tuple[Row, list[Document]]]:
+        """Tokenize all texts together, or one row after the other to find a row that fails; keep documents unchanged."""
+        texts = [passage for _, passages in read for passage in passages if isinstance(passage, Passage)]
         try:
-            return row, self._tokenize(passages)
+            tokenized = itertools.starmap(Document, self.tokenizer.tokenize(texts))
         except ValueError as error:
-            self._skip_or_raise(ValueError(f"{row.place}: {error}"), report)
-            return None
+            if len(read) > 1:
+                return [found for one in read for found in self._tokenize([one], report)]
+            self._skip_or_raise(ValueError(f"{read[0][0].place}: {error}"), report)
+            return []
+        return [(row, [next(tokenized) if isinstance(p, Passage) else p for p in passages]) for row, passages in read]
 
     def _skip_or_raise(self, error: ValueError, report: DataReport) -> None:
         if self.config.on_bad_row == "raise":
@@ -194,10 +125,10 @@ class Renderer:
         report.skip_bad_row(str(error))
 
 
-def render_rows(render: Renderer, rows: list[Row]) -> tuple[Documents, DataReport]:
+def render_rows(render: Renderer, rows: list[Row]) -> tuple[Columns, DataReport]:
     """Render rows in a worker process; return their documents and report."""
-    documents, values, report = render.with_values(rows)
-    return Documents.join(documents, values), report
+    documents, report = render(rows)
+    return Columns.join(documents), report
 
 
 class Parts:
@@ -213,7 +144,7 @@ class Parts:
         self._render = renderer_of(config, tokenizer, source)
         self.report = self._render.empty_report()
 
-    def __iter__(self) -> Iterator[Documents]:
+    def __iter__(self) -> Iterator[Columns]:
         rows = read_rows(self._source, self._digest, self._config)
         beginning = list(itertools.islice(rows, FEW_ROWS + 1))
         batches = _batched(itertools.chain(beginning, rows), ROWS_AT_A_TIME)

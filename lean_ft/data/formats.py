@@ -29,9 +29,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from lean_ft.data.chats import Chat, check_text, read_chat, read_opening, read_tools, read_variables
+from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given, unread_fields, unwritten
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Document, Row, names_of
+from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources
 from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.spelling import did_you_mean
@@ -302,15 +303,18 @@ class RowReader:
         """
         return [0.0] * len(self.config.sides)
 
+    def with_columns(self, row: Row, documents: list[Document]) -> list[Document]:
+        """Add further columns to the tokenized sequences of `row`. All sequences of a source have the same columns."""
+        return documents
+
     def cut(self, document: Document, place: str, report: DataReport) -> Document | None:
         """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped."""
-        (ids, mask), limit = document, self.config.longest
-        if limit is None or len(ids) <= limit:
+        limit = self.config.longest
+        if limit is None or len(document) <= limit:
             return document
-        if not report.truncates(len(ids), self.config, place):
+        if not report.truncates(len(document), self.config, place):
             return None
-        kept = slice(0, limit) if self.config.truncation_side == "right" else slice(len(ids) - limit, None)
-        return ids[kept], mask[kept]
+        return document[:limit] if self.config.truncation_side == "right" else document[len(document) - limit :]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """Truncate the sequences of a row to `data.max_length`, or return [] if the row is dropped; count losses in

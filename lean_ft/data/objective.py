@@ -10,31 +10,22 @@ Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from lean_ft.data.batch import Batch
+from lean_ft.data.columns import OF_LOSS, Columns, Document
 from lean_ft.data.formats import RowReader
-from lean_ft.settings import DataConfig
+from lean_ft.settings import AnswerDataConfig, DataConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.batches import Batches, Layout
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Sequences of a batch and their positions, flattened to B * T."""
-
-    documents: np.ndarray  # (M,) document numbers in the layout
-    num_labels: np.ndarray  # (M,)
-    index: np.ndarray  # (N,) position that predicts each label, sequence after sequence
-    label: np.ndarray  # (N,)
-    last: np.ndarray  # (M,) position of each sequence's last token
+    from lean_ft.data.batches import Batches
+    from lean_ft.data.collate import Placed
 
 
 class Objective:
@@ -46,29 +37,51 @@ class Objective:
     """Unit in reports."""
     worse: ClassVar[tuple[str, ...]] = ()
     """Names of rejected or undesirable sequences, colored in previews."""
+    of_loss: ClassVar[tuple[str, ...]] = OF_LOSS
+    """Columns that the model does not read."""
     shares_prompts: ClassVar[bool] = False
     """Whether the sequences of a row can share their prompt."""
 
     def check(self, config: DataConfig, share_prompts: bool) -> None:
         """Raise ValueError for settings that the recipe does not support."""
 
-    def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
-        """Return the batch fields that need no tokens, so that they are available before the batch is built.
-
-        documents: (M,) document numbers in the layout; num_labels: (M,).
-        """
+    def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
+        """Return the batch fields that need no tokens, so that they are available before the batch is built."""
         return {}
 
-    def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
 
     def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
-        """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label."""
-        sides = len(config.sides)
-        number = batch_size if config.batch_tokens is None else config.batch_tokens // (config.max_length * sides)
-        num_documents = None if config.packing == "none" else number * sides
-        return empty_batch((number * sides, config.max_length), num_documents)
+        """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label. With
+        shared prompts, a padded row has `max_length` tokens plus the longest completion."""
+        sides, length = len(config.sides), config.max_length
+        shares_padded = share_prompts and not config.packs_rows
+        limit = config.max_completion_length if isinstance(config, AnswerDataConfig) else None
+        answer = length if limit is None else min(length, limit)
+        taken = length + answer if shares_padded else length * sides  # positions per row of data
+        number = batch_size if config.batch_tokens is None else config.batch_tokens // taken
+        shape = (number, taken) if share_prompts else (number * sides, length)
+        num_documents, num_labels = number * (3 if share_prompts else sides), number * taken
+        if shares_padded:
+            num_labels = number * 2 * answer
+        inputs = {"input_ids": zeros(*shape), "positions": zeros(*shape)}
+        if share_prompts or config.packing != "none":
+            inputs["cu_seqlens"] = zeros(num_documents + 1, dtype="int32")
+        if share_prompts:
+            inputs["prefixes"] = zeros(num_documents, 2, dtype="int32")
+        counts: dict[str, Any] = {"num_targets": num_labels, "num_tokens": shape[0] * shape[1]}
+        of_texts, of_labels = np.zeros(number * sides, dtype=np.int64), np.zeros(num_labels, dtype=np.int64)
+        placed: Any = SimpleNamespace(sides=sides, documents=of_texts, num_labels=of_texts, last=of_texts)
+        placed.index = placed.label = of_labels
+        nothing: Any = Columns.join([Document(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool))])
+        fields = self.row_fields(nothing, placed) | self.token_fields(nothing, placed, 0)
+        counts |= {
+            name: zeros(*value.shape, dtype=value.dtype.name) if isinstance(value, np.ndarray) else value
+            for name, value in fields.items()
+        }
+        return self.batch_type(inputs=inputs, labels=zeros(*shape), **counts)
 
     def describe(self, values: np.ndarray) -> list[str]:
         """Return remarks for the report; values: (N, V), from `RowReader.values`, of all N sequences."""
@@ -104,19 +117,6 @@ def objective_of(config: DataConfig) -> Objective:
 def settings_class(config: DataConfig) -> type[DataConfig]:
     """Return the class of lean_ft.settings that the recipe's settings class extends."""
     return next(kind for kind in type(config).__mro__ if kind.__module__ == DataConfig.__module__)
-
-
-def empty_batch(shape: tuple[int, int], num_documents: int | None, num_targets: int | None = None) -> Batch:
-    """Return a zero batch of `shape` (B, T). num_documents: None for padded rows; num_targets: None for B * T."""
-    num_tokens = shape[0] * shape[1]
-    return Batch(
-        input_ids=zeros(*shape),
-        labels=zeros(*shape),
-        positions=zeros(*shape),
-        cu_seqlens=None if num_documents is None else zeros(num_documents + 1, dtype="int32"),
-        num_targets=num_tokens if num_targets is None else num_targets,
-        num_tokens=num_tokens,
-    )
 
 
 def zeros(*shape: int, dtype: str = "int64") -> Tensor:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lean_ft.data.documents import Documents
 from lean_ft.settings import DataConfig
 
 PACKING_VERSION = 2  # of the arrangement of documents in rows; a run that was packed by another version cannot resume
@@ -40,29 +39,34 @@ class Pieces:
     documents: np.ndarray  # (P,) int64: document index
     firsts: np.ndarray  # (P,) int64: first token of the piece within its document
     lengths: np.ndarray  # (P,) int64
-    continues: np.ndarray  # (P,) bool: the document continues after the piece
 
 
-def pack_documents(documents: Documents, config: DataConfig, shared: np.ndarray | None = None) -> dict[str, np.ndarray]:
-    """Return the packing's `order` and `offsets`, and the pieces' `starts` and `lengths` if documents were cut.
+def pack_documents(lengths: np.ndarray, config: DataConfig, shared: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """Return the pieces of the packed rows, row after row, for documents of `lengths` (N,): `documents`, `firsts` and
+    `lengths` as in `Pieces`, and `offsets` (R + 1,), the first piece of each row.
 
     All documents of a row of data stay together, in rows of `max_length` tokens times `sides`. With shared prompts,
     `shared` (N,) tokens of each document take no room.
     """
     sides = len(config.sides)
     if config.packing == "bfd":
-        taken = documents.lengths if shared is None else documents.lengths - shared
+        taken = lengths if shared is None else lengths - shared
         rows, offsets = pack(taken.reshape(-1, sides).sum(axis=1), config.max_length * sides)
-        return {"order": (rows[:, None] * sides + np.arange(sides)).ravel(), "offsets": offsets * sides}
+        order = (rows[:, None] * sides + np.arange(sides)).ravel()
+        return {
+            "documents": order,
+            "firsts": np.zeros_like(order),
+            "lengths": lengths[order],
+            "offsets": offsets * sides,
+        }
     assert sides == 1
     if config.packing == "wrapped":
-        pieces, offsets = wrap(documents.lengths, config.max_length)
-        cut = {"order": np.arange(len(pieces.lengths)), "offsets": offsets}
+        pieces, offsets = wrap(lengths, config.max_length)
     else:
-        pieces = split(documents.lengths, config.max_length)
+        pieces = split(lengths, config.max_length)
         order, offsets = pack(pieces.lengths, config.max_length)
-        cut = {"order": order, "offsets": offsets, "continues": pieces.continues}
-    return cut | {"starts": documents.starts[pieces.documents] + pieces.firsts, "lengths": pieces.lengths}
+        pieces = Pieces(pieces.documents[order], pieces.firsts[order], pieces.lengths[order])
+    return {**vars(pieces), "offsets": offsets}
 
 
 def split(lengths: np.ndarray, capacity: int) -> Pieces:
@@ -71,8 +75,7 @@ def split(lengths: np.ndarray, capacity: int) -> Pieces:
     documents = np.repeat(np.arange(len(lengths)), num_pieces)
     nth = np.arange(len(documents)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     firsts = nth * capacity
-    left = lengths[documents] - firsts
-    return Pieces(documents, firsts, np.minimum(left, capacity), left > capacity)
+    return Pieces(documents, firsts, np.minimum(lengths[documents] - firsts, capacity))
 
 
 def wrap(lengths: np.ndarray, capacity: int) -> tuple[Pieces, np.ndarray]:
@@ -84,7 +87,7 @@ def wrap(lengths: np.ndarray, capacity: int) -> tuple[Pieces, np.ndarray]:
     cuts = np.union1d(ends, np.arange(capacity, ends[-1], capacity))  # end of each piece
     begins = np.concatenate([[0], cuts[:-1]])
     documents = np.searchsorted(ends, begins, side="right")
-    pieces = Pieces(documents, begins - (ends - lengths)[documents], cuts - begins, cuts < ends[documents])
+    pieces = Pieces(documents, begins - (ends - lengths)[documents], cuts - begins)
     num_rows = -(-int(ends[-1]) // capacity)
     return pieces, np.append(np.searchsorted(begins, np.arange(num_rows) * capacity), len(begins))
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from lean_ft.data.batch import Batch
 from lean_ft.data.chats import Chat, check_text, parse_if_json
+from lean_ft.data.columns import Document
 from lean_ft.data.formats import (
     FORMATS,
     Fields,
@@ -37,16 +38,18 @@ from lean_ft.data.formats import (
     refuse_in_plain_text,
     writes_chats,
 )
-from lean_ft.data.objective import Objective, Placed, empty_batch, zeros
+from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Document, Row, kind
+from lean_ft.data.rows import Row, kind
 from lean_ft.settings import AnswerDataConfig, DataConfig, PreferenceDataConfig, RewardDataConfig
 from lean_ft.tokenizers import Passage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.batches import Batches, Layout
+    from lean_ft.data.batches import Batches
+    from lean_ft.data.collate import Placed
+    from lean_ft.data.columns import Columns
 
 NUMBER = r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*"
 
@@ -86,16 +89,13 @@ class PairReader(RowReader):
             return [number] * 2
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """Return the truncated sequences, with labels on the answers, or [] if the row is dropped."""
+        """Return the truncated sequences, with labels on the answers, or [] if the row is dropped. The prompt's columns are
+        the first sequence's."""
         documents = [until_the_answer_ends(document) for document in documents]
         length = num_prompt_tokens(documents)
-        answers = [(ids[length:], mask[length:]) for ids, mask in documents]
-        fitted = fit_answers(documents[0][0][:length], answers, self.config, place, report)
-        if fitted is None:
-            return []
-        prompt, answers = fitted
-        untrained = np.zeros(len(prompt), dtype=bool)
-        return [(np.concatenate([prompt, ids]), np.concatenate([untrained, mask])) for ids, mask in answers]
+        prompt = replace(documents[0][:length], trained=np.zeros(length, dtype=bool))
+        fitted = fit_answers(prompt, [document[length:] for document in documents], self.config, place, report)
+        return [] if fitted is None else [fitted[0].then(answer) for answer in fitted[1]]
 
     def _passages(self, fields: dict[str, Any]) -> list[Passage]:
         prompt = parse_if_json(prompt_of(fields), "prompt")
@@ -145,14 +145,14 @@ class PairReader(RowReader):
 
 def num_prompt_tokens(sides: Sequence[Document]) -> int:
     """Return the number of prompt tokens of one or two sequences: their common prefix before any answer starts."""
-    most = min(int(mask.argmax()) for _, mask in sides)
-    differing = np.flatnonzero(sides[0][0][:most] != sides[-1][0][:most])
+    most = min(int(side.trained.argmax()) for side in sides)
+    differing = np.flatnonzero(sides[0].ids[:most] != sides[-1].ids[:most])
     return int(differing[0]) if len(differing) else most
 
 
 def fit_answers(
-    prompt: np.ndarray, answers: list[Document], config: AnswerDataConfig, place: str, report: DataReport
-) -> tuple[np.ndarray, list[Document]] | None:
+    prompt: Document, answers: list[Document], config: AnswerDataConfig, place: str, report: DataReport
+) -> tuple[Document, list[Document]] | None:
     """Truncate a prompt and its one or two answers to the lengths in `config`; `report` counts lost tokens.
 
     `truncation_side=right` cuts the end of each sequence. `left` cuts the start of the prompt until the longer answer
@@ -160,41 +160,33 @@ def fit_answers(
     or an answer has no trained token left. Raises ValueError that starts with `place` for sequences longer than
     max_length under `overflow=raise`.
     """
-    num_before = _num_tokens(prompt, answers)
+    num_before = sum(len(prompt) + len(answer) for answer in answers)
     if _are_equal(answers):
         report.drop("chosen equals rejected")
         return None
     if config.max_prompt_length is not None:
         prompt = prompt[max(0, len(prompt) - config.max_prompt_length) :]
     if config.max_completion_length is not None:
-        answers = [_first(answer, config.max_completion_length) for answer in answers]
-    too_many = len(prompt) + max(len(ids) for ids, _ in answers) - config.max_length
+        answers = [answer[: config.max_completion_length] for answer in answers]
+    too_many = len(prompt) + max(map(len, answers)) - config.max_length
     if too_many > 0 and not report.truncates(config.max_length + too_many, config, place):
         return None
     if config.truncation_side == "left":
         prompt = prompt[max(0, too_many) :]
-    answers = [_first(answer, config.max_length - len(prompt)) for answer in answers]
+    answers = [answer[: max(0, config.max_length - len(prompt))] for answer in answers]
     # Without a prompt, nothing predicts the first token of an answer.
-    if not all(mask[0 if len(prompt) else 1 :].any() for _, mask in answers):
+    if not all(answer.trained[0 if len(prompt) else 1 :].any() for answer in answers):
         report.drop("no completion left on one side" if len(answers) > 1 else "no completion left")
         return None
     if _are_equal(answers):
         report.drop("chosen equals rejected within the lengths")
         return None
-    report.count_lost(num_before - _num_tokens(prompt, answers))
+    report.count_lost(num_before - sum(len(prompt) + len(answer) for answer in answers))
     return prompt, answers
 
 
-def _num_tokens(prompt: np.ndarray, answers: list[Document]) -> int:
-    return sum(len(prompt) + len(ids) for ids, _ in answers)
-
-
 def _are_equal(answers: list[Document]) -> bool:
-    return len(answers) == 2 and np.array_equal(answers[0][0], answers[1][0])
-
-
-def _first(answer: Document, count: int) -> Document:
-    return answer[0][: max(0, count)], answer[1][: max(0, count)]
+    return len(answers) == 2 and np.array_equal(answers[0].ids, answers[1].ids)
 
 
 def _plain(prompt: str, answer: str) -> Passage:
@@ -203,9 +195,7 @@ def _plain(prompt: str, answer: str) -> Passage:
 
 def until_the_answer_ends(document: Document) -> Document:
     """Remove tokens that the template writes after the answer, such as a line break."""
-    ids, mask = document
-    end = len(mask) - int(mask[::-1].argmax())
-    return ids[:end], mask[:end]
+    return document[: len(document) - int(document.trained[::-1].argmax())]
 
 
 def _shared_text(chosen: str, rejected: str) -> str:
@@ -256,7 +246,7 @@ class PairBatch(Batch):
         return replace(super().without_targets(), num_pairs=0, **nothing)
 
 
-class Pairs(Objective):
+class PreferencePairs(Objective):
     """Preference pairs. With `share_prompts`, both completions are in one row: the rejected completion follows the
     chosen completion and continues the prompt (`Batch.prefixes`)."""
 
@@ -274,44 +264,17 @@ class Pairs(Objective):
                 "the model."
             )
 
-    def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
+    def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
+        sides, rows = placed.sides, placed.documents[:: placed.sides]
         return {
-            "num_pairs": len(documents) // layout.sides,
-            "pairs": layout.row_numbers(documents),
-            "answer_tokens": num_labels.reshape(-1, layout.sides),
-            "margins": layout.row_values(documents)[:, 0],
+            "num_pairs": len(rows),
+            "pairs": ((columns.first or 0) + rows) // sides,
+            "answer_tokens": placed.num_labels.reshape(-1, sides),
+            "margins": columns.per_document("row_values", rows)[:, 0],
         }
 
-    def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         return {"index": placed.index, "label": placed.label, "last": placed.last}
-
-    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> PairBatch:
-        """As in the base class. With shared prompts, a row has `max_length` tokens plus the longest completion."""
-        sides, length, answer = len(config.sides), config.max_length, config.max_length
-        if share_prompts and isinstance(config, AnswerDataConfig) and config.max_completion_length is not None:
-            answer = min(answer, config.max_completion_length)
-        shares_padded = share_prompts and not config.packs_rows
-        taken = length + answer if shares_padded else length * sides  # positions per row of data
-        number = batch_size if config.batch_tokens is None else config.batch_tokens // taken
-        num_documents = number * (3 if share_prompts else sides)
-        num_targets = number * 2 * answer if shares_padded else number * taken
-        batch = empty_batch(
-            (number, taken) if share_prompts else (number * sides, length),
-            num_documents if share_prompts or config.packing != "none" else None,
-            num_targets,
-        )
-        if share_prompts:
-            batch = replace(batch, prefixes=zeros(num_documents, 2, dtype="int32"))
-        return PairBatch(
-            **vars(batch),
-            index=zeros(num_targets),
-            label=zeros(num_targets),
-            answer_tokens=zeros(number, sides),
-            pairs=zeros(number),
-            last=zeros(number * sides),
-            margins=zeros(number, dtype="float32"),
-            num_pairs=number,
-        )
 
     def fitted(self, config: DataConfig, batches: Batches) -> dict[str, Any]:
         fitted = super().fitted(config, batches)
@@ -327,4 +290,4 @@ class Pairs(Objective):
         ]
 
 
-OBJECTIVE = Pairs()
+OBJECTIVE = PreferencePairs()

@@ -20,9 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.arrow_rows import dataset_files
-from lean_ft.data.batches import Batches, EvalBatches, Layout, longest_batch
-from lean_ft.data.documents import ARRAYS, Documents, Parts
+from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches, longest_batch
+from lean_ft.data.columns import Columns
+from lean_ft.data.documents import Parts
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
@@ -52,7 +54,7 @@ NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_
 class Prepared:
     """Documents of a source or of a part of it, memory-mapped."""
 
-    documents: Documents
+    documents: Columns
     report: DataReport
     content: str
     """Hash of the source's content."""
@@ -116,38 +118,32 @@ def prepare_batches(
             raise ValueError(f"the weights in data.source ({weights}) leave no row to train on. Raise them.")
     trained = whole.select(rows, whole.report, part) if weighted or len(rows) < whole.report.kept else whole
 
-    rows_as = (config, batch_size, tokenizer.pad_id, folder, share_prompts)
-    layout = lay_out(trained, *rows_as)
-    held_out_layout = lay_out(held_out, *rows_as) if held_out else None
-    for one, rows_of_it in ((trained, layout), (held_out, held_out_layout)):
-        if one is not None and rows_of_it is not None:
-            check_context(rows_of_it, one.report, config, tokenizer.context_length)
+    parts = [trained, *([held_out] if held_out else [])]
+    arrangements = [arranged(one, config, batch_size, folder, share_prompts, tokenizer.context_length) for one in parts]
     used = {
         key
-        for one in (whole, trained, held_out)
-        if one and one.key
+        for one in (whole, *parts)
+        if one.key
         for key in (one.key, one.packing_key(config, share_prompts), one.sharing_key)
     }
     limit_size(folder, config.cache_gib * 2**30, keep=used)
 
-    # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
-    most = max(layout.most_in_a_row, held_out_layout.most_in_a_row if held_out_layout else 0)
     settings = without_hashes(config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT))
     settings = {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)}
     arrangement: list[int] = [share_prompts] if share_prompts else []
     if config.packing in ("bfd", "bfd_split"):
         arrangement.append(PACKING_VERSION)
     fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *arrangement)
-    layout = replace(layout, most_in_a_row=most)
-    num_trained, num_held_out = (len(one.documents) // len(config.sides) if one else 0 for one in (trained, held_out))
-    layout = replace(layout, num_rows_in_all=num_trained + num_held_out)
-    batches = Batches(layout, seed=seed, report=trained.report, fingerprint=fingerprint, shuffle=config.shuffle)
-    if held_out is None or held_out_layout is None:
-        return batches, None
-    held_out_layout = replace(
-        held_out_layout, most_in_a_row=most, first_row=num_trained, num_rows_in_all=layout.num_rows_in_all
-    )
-    return batches, EvalBatches(held_out_layout, held_out.report)
+
+    # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
+    most = max(one.most_in_a_row for one in arrangements)
+    first, num_in_all, layouts = 0, sum(len(one.documents) for one in parts), list[ArrangedDocuments]()
+    for one, rows_of_it in zip(parts, arrangements, strict=True):
+        columns = replace(one.documents, pad_id=tokenizer.pad_id, first=first, num_in_all=num_in_all)
+        layouts.append(ArrangedDocuments(replace(rows_of_it, most_in_a_row=most), columns, objective_of(config)))
+        first += len(columns)
+    batches = Batches(layouts[0], seed=seed, report=trained.report, fingerprint=fingerprint, shuffle=config.shuffle)
+    return batches, EvalBatches(layouts[1], held_out.report) if held_out else None
 
 
 sft_batches = preference_batches = unpaired_batches = prepare_batches  # names for recipes: the kind of data
@@ -186,35 +182,45 @@ def weigh(source_of: np.ndarray, weights: Sequence[float], seed: int) -> np.ndar
     return np.repeat(np.arange(len(source_of)), counts)
 
 
-# Layout of rows -------------------------------------------------------------------------------------------------------
+# Arrangement in rows --------------------------------------------------------------------------------------------------
 
 
-def lay_out(
-    prepared: Prepared, config: DataConfig, batch_size: int, pad_id: int, folder: Path, share_prompts: bool
-) -> Layout:
-    """Return the layout of the prepared documents and report its packing efficiency. Packings and shared prompt lengths
-    are cached."""
-    documents, packed, shared = prepared.documents, dict[str, np.ndarray](), None
-    prepared.report.remarks = objective_of(config).describe(documents.values)
+def arranged(
+    prepared: Prepared,
+    config: DataConfig,
+    batch_size: int,
+    folder: Path,
+    share_prompts: bool,
+    context_length: int | None,
+) -> Arrangement:
+    """Arrange the prepared documents in rows, and report the packing's efficiency and texts beyond `context_length`.
+
+    Packings and shared prompt lengths are cached. Raises ValueError as `check_context` does.
+    """
+    columns, packed, shared = prepared.documents, None, None
+    prepared.report.remarks = objective_of(config).describe(columns.per_document("row_values"))
     if share_prompts:
         key = prepared.sharing_key if prepared.key else None
-        found, _ = load_entry(folder, key, lambda writer: writer.append({"shared": shared_prompts(documents)}))
+        found, _ = load_entry(folder, key, lambda writer: writer.append({"shared": shared_prompts(columns)}))
         shared = found["shared"]
     if config.packs_rows:
         key = prepared.packing_key(config, share_prompts) if prepared.key else None
-        packed, _ = load_entry(folder, key, lambda writer: writer.append(pack_documents(documents, config, shared)))
-    layout = layout_of(documents, packed, config, batch_size, pad_id, shared)
+        packed, _ = load_entry(
+            folder, key, lambda writer: writer.append(pack_documents(columns.lengths, config, shared))
+        )
+    arrangement = arrange(columns.lengths, config, batch_size, shared, packed)
     if packed:
-        report_packing(prepared.report, layout, documents, config)
-    return layout
+        report_packing(prepared.report, arrangement, columns, config)
+    check_context(arrangement, prepared.report, config, context_length)
+    return arrangement
 
 
-def check_context(layout: Layout, report: DataReport, config: DataConfig, context_length: int | None) -> None:
+def check_context(arrangement: Arrangement, report: DataReport, config: DataConfig, context_length: int | None) -> None:
     """Count texts longer than the model's context in `report`. Raises ValueError if there are any under
     `overflow=raise`."""
-    lengths = layout.lengths[layout.order]
-    if layout.joined:
-        lengths = np.add.reduceat(lengths, layout.offsets[:-1])
+    lengths = arrangement.lengths
+    if arrangement.joined:
+        lengths = np.add.reduceat(lengths, arrangement.offsets[:-1])
     if context_length is None or not (number := int((lengths > context_length).sum())):
         return
     report.beyond_context, report.context_length = number, context_length
@@ -226,60 +232,25 @@ def check_context(layout: Layout, report: DataReport, config: DataConfig, contex
         )
 
 
-def shared_prompts(documents: Documents) -> np.ndarray:
+def shared_prompts(columns: Columns) -> np.ndarray:
     """Return, for N documents of pairs, how many prompt tokens each shares with the document before it, (N,): the
     prompt length for a rejected answer, 0 for a chosen answer."""
-    shared = np.zeros(len(documents), dtype=np.int64)
-    for i in range(0, len(documents), 2):
-        shared[i + 1] = num_prompt_tokens([documents[i], documents[i + 1]])
+    shared = np.zeros(len(columns), dtype=np.int64)
+    for i in range(0, len(columns), 2):
+        shared[i + 1] = num_prompt_tokens([columns[i], columns[i + 1]])
     return shared
 
 
-def layout_of(
-    documents: Documents,
-    packed: dict[str, np.ndarray],
-    config: DataConfig,
-    batch_size: int,
-    pad_id: int,
-    shared: np.ndarray | None = None,
-) -> Layout:
-    """Return the layout of `documents`: rows from `pack_documents`, or one row per row of data if `packed` is empty."""
-    sides = len(config.sides)
-    arrays: dict[str, Any] = {"starts": documents.starts, "lengths": documents.lengths}
-    arrays |= packed or {"order": np.arange(len(documents)), "offsets": np.arange(0, len(documents) + 1, sides)}
-    layout = Layout(
-        documents.tokens,
-        documents.trained,
-        **arrays,
-        kind="packed" if packed else "padded" if config.packing == "none" else "flat",
-        row_tokens=config.max_length * (sides if packed or shared is not None else 1),
-        batch_size=batch_size,
-        pad_id=pad_id,
-        batch_tokens=config.batch_tokens,
-        joined=config.packing == "wrapped",
-        most_in_a_row=2 if config.packing == "wrapped" else sides,
-        sides=sides,
-        objective=objective_of(config),
-        values=documents.values,
-        shared=shared,
-    )
-    if layout.kind == "packed" and not layout.joined:
-        tokens = np.add.reduceat(layout.taken[layout.order], layout.offsets[:-1])
-        most = int((np.diff(layout.offsets) + (tokens < layout.row_tokens)).max())
-        return replace(layout, most_in_a_row=most)
-    return layout
-
-
-def report_packing(report: DataReport, layout: Layout, documents: Documents, config: DataConfig) -> None:
+def report_packing(report: DataReport, arrangement: Arrangement, columns: Columns, config: DataConfig) -> None:
     """Add packed rows, packing efficiency and the corrected number of trained tokens to `report`."""
-    report.packing, report.packed_rows = config.packing, len(layout)
-    computed_once = 0 if layout.shared is None else int(layout.shared.sum())
-    report.packing_efficiency = (report.tokens - computed_once) / (len(layout) * layout.row_tokens)
-    if layout.joined:
+    report.packing, report.packed_rows = config.packing, len(arrangement)
+    computed_once = 0 if arrangement.shared is None else int(arrangement.shared.sum())
+    report.packing_efficiency = (report.tokens - computed_once) / (len(arrangement) * arrangement.row_tokens)
+    if arrangement.joined:
         # The previous document predicts a document's first token; nothing predicts a row's first token.
-        row_starts = layout.starts[layout.order[layout.offsets[:-1]]]
-        report.target_tokens += int(documents.trained[documents.starts].sum())
-        report.target_tokens -= int(documents.trained[row_starts].sum())
+        trained, begins = columns.values["trained"], arrangement.offsets[:-1]
+        row_starts = columns.starts[arrangement.documents[begins]] + arrangement.firsts[begins]
+        report.target_tokens += int(trained[columns.starts].sum()) - int(trained[row_starts].sum())
 
 
 # Documents ------------------------------------------------------------------------------------------------------------
@@ -301,7 +272,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
     def write(writer: EntryWriter) -> None:
         parts = Parts(config, tokenizer, source, digest)
         for part in parts:
-            writer.append({name: getattr(part, name) for name in ARRAYS})
+            writer.append(part.stored)
         writer.about["report"] = asdict(parts.report)
         if content is not None and source_content(config, source, folder) != content:
             raise ValueError(
@@ -310,11 +281,10 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
             )
 
     arrays, about = load_entry(folder, key, write)
-    documents = Documents.of(*(arrays[name] for name in ARRAYS))
     if content is None:
         assert digest is not None
         content = digest.hexdigest()
-    return Prepared(documents, DataReport(**about["report"]), content, key)
+    return Prepared(Columns.of(arrays), DataReport(**about["report"]), content, key)
 
 
 def source_content(config: DataConfig, source: Sources, folder: Path) -> str | None:

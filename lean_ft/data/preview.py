@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from lean_ft.data.documents import Documents, renderer_of
-from lean_ft.data.packing import pack_documents
-from lean_ft.data.prepare import layout_of
+from lean_ft.data.arrangement import arrange
+from lean_ft.data.columns import Columns, Document
+from lean_ft.data.documents import renderer_of
+from lean_ft.data.objective import objective_of
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Document
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
@@ -96,7 +96,7 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
             break
     if not documents:
         raise ValueError(f"no row of {config.source} is left to show: {report.nothing_left()}.")
-    shown = list(_rows(config, tokenizer, Documents.join(documents), origins, batch_size))
+    shown = list(_rows(config, tokenizer, Columns.join(documents), origins, batch_size))
     return Preview(shown[:num_rows], report, notes)
 
 
@@ -117,31 +117,29 @@ def _notes(place: str, counts: DataReport) -> list[str]:
 def _rows(
     config: DataConfig,
     tokenizer: Tokenizer,
-    documents: Documents,
+    columns: Columns,
     origins: list[tuple[str, dict[str, Any]]],
     batch_size: int,
 ) -> Iterator[ShownRow]:
-    packed = pack_documents(documents, config) if config.packs_rows else {}
-    layout = layout_of(documents, packed, config, batch_size, tokenizer.pad_id)
-    offsets, worse = layout.offsets, tuple(f", {name}" for name in layout.objective.worse)
-    if layout.kind == "flat":
+    arrangement = arrange(columns.lengths, config, batch_size)
+    offsets, worse = arrangement.offsets, tuple(f", {name}" for name in objective_of(config).worse)
+    if arrangement.kind == "flat":
         offsets = np.append(offsets[:-1:batch_size], offsets[-1])
     for first, end in pairwise(offsets):
         shown, used = [], 0
-        for piece in layout.order[first:end]:
-            start, length = int(layout.starts[piece]), int(layout.lengths[piece])
-            number = int(np.searchsorted(documents.starts, start, side="right")) - 1
-            ids, trained = layout.tokens[start : start + length], layout.trained[start : start + length].copy()
-            is_continued = start != documents.starts[number]
+        for piece in range(first, end):
+            number, start = int(arrangement.documents[piece]), int(arrangement.firsts[piece])
+            document = columns[number][start : start + int(arrangement.lengths[piece])]
+            trained = document.trained.copy()
             # Nothing predicts the first token of a document, or of a row whose documents are joined.
-            if (used == 0) if layout.joined else not is_continued:
+            if (used == 0) if arrangement.joined else start == 0:
                 trained[0] = False
-            stretches = stretches_of(tokenizer, ids, trained)
-            place, columns = origins[number]
-            is_rejected, num_trained = place.endswith(worse), int(trained.sum())
-            shown.append(ShownDocument(place, stretches, length, num_trained, is_continued, is_rejected, columns))
-            used += length
-        yield ShownRow(shown, layout.row_tokens - used if layout.kind == "packed" else None)
+            stretches = stretches_of(tokenizer, document.ids, trained)
+            place, named = origins[number]
+            counts = len(document), int(trained.sum())
+            shown.append(ShownDocument(place, stretches, *counts, start > 0, place.endswith(worse), named))
+            used += len(document)
+        yield ShownRow(shown, arrangement.row_tokens - used if arrangement.kind == "packed" else None)
 
 
 def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> list[Stretch]:

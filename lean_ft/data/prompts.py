@@ -6,15 +6,13 @@ All prompts are kept in memory.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from lean_ft.data.batch import Batch
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat
+from lean_ft.data.columns import Document
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.foreign_fields import MEDIA, is_given
 from lean_ft.data.formats import (
@@ -30,7 +28,7 @@ from lean_ft.data.formats import (
 from lean_ft.data.objective import Objective
 from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Document, Row, names_of
+from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import DataConfig, PromptDataConfig, Sources
 from lean_ft.system.shapes_only import stage
@@ -117,7 +115,7 @@ def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any
         documents, counts = render([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
-        prompts += [Prompt(ids.tolist(), *reader.read(row), row.place) for ids, _ in documents]
+        prompts += [Prompt(one.ids.tolist(), *reader.read(row), row.place) for one in documents]
     return prompts, report
 
 
@@ -159,7 +157,7 @@ class PromptReader(RowReader):
                 refuse_in_plain_text(fields)
                 text = check_text(asked, "`prompt`") + (self.config.separator or "")
                 ids = np.array(self.tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
-                return [(ids, np.zeros(len(ids), dtype=bool))]
+                return [Document(ids, np.zeros(len(ids), dtype=bool))]
             for name in MEDIA:
                 if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
@@ -168,7 +166,7 @@ class PromptReader(RowReader):
             return [self.render(chat, read, is_prompt=True)]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        if len(documents[0][0]) <= self.config.max_length:
+        if len(documents[0]) <= self.config.max_length:
             return documents
         report.drop("longer than max_prompt_length")
         return []
@@ -182,34 +180,3 @@ class PromptData(Objective):
 
 
 OBJECTIVE = PromptData()
-
-
-# Batches --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyBatch(Batch):
-    """A batch of G sampled completions; A is the length of the longest completion in tokens.
-
-    Each row holds a prompt and its completion. With shared prompts, the batch is one row: each prompt once, followed by
-    its completions (`prefixes`).
-    """
-
-    index: Tensor  # (N,) int64: flattened position (0 to B * T - 1) that predicts a completion token
-    label: Tensor  # (N,) int64
-    place: Tensor  # (N,) int64: flattened position (0 to G * A - 1) of the token in (G, A)
-    counts: Tensor  # (G, A) bool: trained tokens
-    sampled: Tensor  # (G, A) float32: log-probabilities at sampling; 0 after the end of a completion
-    old: Tensor | None  # (G, A) float32: log-probabilities of the policy before the update; None: current ones
-    advantages: Tensor  # (G, A) float32
-    answers: range
-    """Indices of the completions in the rollout."""
-    num_answers: int
-    """Number of completions with a trained token; `num_targets` counts the tokens."""
-    values: Tensor | None = None  # (G, A) float32: value model's prediction before each token, if the loss needs it
-    returns: Tensor | None = None  # (G, A) float32: target of the prediction
-
-    labels_whole_rows: ClassVar[bool] = True
-
-    def without_targets(self) -> "PolicyBatch":
-        return replace(super().without_targets(), counts=torch.zeros_like(self.counts), num_answers=0)

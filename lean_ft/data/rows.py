@@ -1,11 +1,6 @@
-"""Types for a row of data and for a tokenized sequence."""
+"""Types for a row of data."""
 
 from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-
-Document = tuple[np.ndarray, np.ndarray]
-"""(T,) int32 ids and (T,) bool trained mask: True where the token is a label."""
 
 IGNORED = -100  # the label of positions that are not trained
 

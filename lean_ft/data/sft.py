@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat
+from lean_ft.data.columns import Document
 from lean_ft.data.formats import (
     FORMATS,
     MASKS,
@@ -21,7 +22,7 @@ from lean_ft.data.formats import (
 )
 from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import IGNORED, Document, Row, kind
+from lean_ft.data.rows import IGNORED, Row, kind
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Passage
 
@@ -44,17 +45,17 @@ class SFTReader(RowReader):
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """As in the base class. Documents without a label, before or after truncation, are dropped."""
-        [(ids, mask)] = documents
-        if not mask[1:].any():
+        [document] = documents
+        if not document.trained[1:].any():
             report.drop("nothing to train on")
             return []
-        cut = self.cut((ids, mask), place, report)
+        cut = self.cut(document, place, report)
         if cut is None:
             return []
-        if not cut[1][1:].any():
+        if not cut.trained[1:].any():
             report.drop("nothing to train on within max_length")
             return []
-        report.count_lost(len(ids) - len(cut[0]))
+        report.count_lost(len(document) - len(cut))
         return [cut]
 
     def _read(self, fields: dict[str, Any]) -> Passage | Document:
@@ -128,7 +129,7 @@ def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
             f"`labels` has {labels[i]} at position {first + i}, where `input_ids` has {ids[i]}; expected the same id, "
             "or -100 for a token that is not trained. Do not shift the labels."
         )
-    return ids.astype(np.int32), trained
+    return Document(ids.astype(np.int32), trained)
 
 
 def _integers(value: Any, name: str) -> np.ndarray:

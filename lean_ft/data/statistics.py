@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lean_ft.data.arrangement import row_order
 from lean_ft.data.batch import rounded_up
-from lean_ft.data.batches import row_order
 from lean_ft.data.documents import Parts
 from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack
@@ -53,7 +53,7 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     """Read and tokenize `config.source`, keeping only lengths. Raises ValueError as `prepare_batches` does."""
     uncut = config.model_copy(update={"max_length": ANY_LENGTH, "overflow": "truncate", "packing": "none"})
     parts = Parts(uncut, tokenizer, config.source)
-    counted = [(part.lengths.copy(), part.num_targets.copy(), part.values.copy()) for part in parts]
+    counted = [(part.lengths, part.num_targets, part.per_document("row_values")) for part in parts]
     lengths, num_targets, values = (np.concatenate(arrays) for arrays in zip(*counted, strict=True))
     parts.report.remarks = objective_of(config).describe(values)
     return Statistics(parts.report, lengths, num_targets)

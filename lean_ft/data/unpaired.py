@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from lean_ft.data.columns import Document
 from lean_ft.data.formats import OF_PROMPTS, Fields, reading
-from lean_ft.data.objective import Placed, zeros
-from lean_ft.data.pairs import PairBatch, PairReader, Pairs
-from lean_ft.data.rows import Document, Row, kind
+from lean_ft.data.pairs import PairBatch, PairReader, PreferencePairs
+from lean_ft.data.rows import Row, kind
 from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Passage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lean_ft.data.batches import Layout
+    from lean_ft.data.collate import Placed
+    from lean_ft.data.columns import Columns
 
 LABELS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
@@ -91,7 +92,7 @@ class UnpairedBatch(PairBatch):
 
 
 @dataclass(frozen=True)
-class Unpaired(Pairs):
+class Unpaired(PreferencePairs):
     """Single completions, with mismatched ones."""
 
     adds_mismatched: bool = True
@@ -102,17 +103,18 @@ class Unpaired(Pairs):
     worse = ("undesirable",)
     shares_prompts = False
 
-    def row_fields(self, layout: Layout, documents: np.ndarray, num_labels: np.ndarray) -> dict[str, Any]:
-        fields = super().row_fields(layout, documents, num_labels)
+    def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
+        fields = super().row_fields(columns, placed)
         return fields | {"is_desirable": fields["margins"] > 0}
 
-    def token_fields(self, layout: Layout, placed: Placed, epoch: int) -> dict[str, Any]:
-        fields = super().token_fields(layout, placed, epoch)
-        return fields | {"mismatched": self._mismatched(layout, placed.documents, epoch)}
+    def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
+        fields = super().token_fields(columns, placed, epoch)
+        return fields | {"mismatched": self._mismatched(columns, placed, epoch)}
 
     def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> UnpairedBatch:
-        pairs = super().longest(config, batch_size)
-        batch = UnpairedBatch(**vars(pairs), is_desirable=zeros(pairs.num_pairs, dtype="bool"))
+        if not self.adds_mismatched:
+            return super().longest(config, batch_size)  # pyright: ignore[reportReturnType]
+        batch = replace(self, adds_mismatched=False).longest(config, batch_size)
         return replace(batch, mismatched=batch)
 
     def describe(self, values: np.ndarray) -> list[str]:
@@ -122,44 +124,39 @@ class Unpaired(Pairs):
         )
         return [f"{good:,} desirable and {bad:,} undesirable", *([] if good and bad else [one_class])]
 
-    def num_numbers(self, layout: Layout, num_epochs: int) -> int:
-        """Number of values that `pairs` can take in `num_epochs`, with mismatched completions; layout: of training."""
-        return _first_mismatched(layout) + num_epochs * len(layout.starts)
+    def num_numbers(self, columns: Columns, num_epochs: int) -> int:
+        """Number of values that `pairs` can take in `num_epochs`, with mismatched completions; columns: of training."""
+        return _first_mismatched(columns) + num_epochs * len(columns)
 
-    def _mismatched(self, layout: Layout, documents: np.ndarray, epoch: int) -> UnpairedBatch | None:
+    def _mismatched(self, columns: Columns, placed: Placed, epoch: int) -> UnpairedBatch | None:
         """Combine each document's prompt with the previous document's completion; one row if documents are packed."""
         if not self.adds_mismatched:
             return None
-        spans = [slice(layout.starts[i], layout.starts[i] + layout.lengths[i]) for i in documents]
-        begins = [span.start + int(layout.trained[span].argmax()) for span in spans]  # of completions
-        pieces = []
-        for i, span in enumerate(spans):
-            room = layout.row_tokens - (begins[i] - span.start)
-            pieces += [slice(span.start, begins[i]), slice(begins[i - 1], min(spans[i - 1].stop, begins[i - 1] + room))]
-        lengths = np.array([piece.stop - piece.start for piece in pieces]).reshape(-1, 2).sum(1)
-        alone = replace(
-            layout,
-            tokens=np.concatenate([layout.tokens[piece] for piece in pieces]),
-            trained=np.concatenate([layout.trained[piece] for piece in pieces]),
-            starts=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            order=np.arange(len(lengths)),
-            offsets=np.arange(len(lengths) + 1),
-            kind="padded" if layout.kind == "padded" else "flat",
-            batch_size=layout.batch_size * layout.most_in_a_row,
-            most_in_a_row=1,
-            objective=Unpaired(adds_mismatched=False),
+        from lean_ft.data.collate import batch_of  # loads torch
+
+        arrangement, own = placed.arrangement, [columns[i] for i in placed.documents]
+        begins = [int(one.trained.argmax()) for one in own]  # of completions
+        mixed = []
+        for i, one in enumerate(own):
+            completion = own[i - 1][begins[i - 1] :]
+            mixed.append(one[: begins[i]].then(completion[: arrangement.row_tokens - begins[i]]))
+        batch = batch_of(
+            mixed,
+            Unpaired(adds_mismatched=False),
+            kind="padded" if arrangement.kind == "padded" else "flat",
+            row_tokens=arrangement.row_tokens,
+            pad_id=columns.pad_id,
+            batch_size=arrangement.batch_size * arrangement.most_in_a_row,
         )
-        batch = alone.batch(np.arange(len(lengths)))
         assert isinstance(batch, UnpairedBatch)
-        numbers = _first_mismatched(layout) + epoch * len(layout.starts) + documents
+        numbers = _first_mismatched(columns) + epoch * len(columns) + placed.documents
         return replace(batch, pairs=batch.pairs.new_tensor(numbers))
 
 
-def _first_mismatched(layout: Layout) -> int:
-    """Return the first number of the layout's mismatched completions. They are numbered after all rows: held-out ones
+def _first_mismatched(columns: Columns) -> int:
+    """Return the first number of the columns' mismatched completions. They are numbered after all rows: held-out ones
     first, then training ones epoch by epoch."""
-    return 2 * layout.num_rows_in_all - layout.first_row - len(layout.starts)
+    return 2 * columns.num_in_all - (columns.first or 0) - len(columns)
 
 
 OBJECTIVE = Unpaired()

@@ -177,17 +177,17 @@ def _filled(
     For single completions the shape is (completions, 1), followed by the mismatched ones if the loss needs them.
     """
     ranks.check_same(facts_that_ranks_share(cfg, batches))  # before the first collective operation
-    layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    sides = batches.layout.sides
-    num_pairs = sum(len(layout.starts) // sides for layout in layouts)
+    columns = [one.layout.columns for one in (batches, held_out) if one is not None]
+    sides, objective = batches.layout.arrangement.sides, batches.layout.objective
+    num_pairs = columns[0].num_in_all // sides
     data, loss = cfg.needed(AnswerDataConfig), cfg.needed(ReferencedLossConfig)
     ld_alpha = loss.ld_alpha if isinstance(loss, PreferenceLossConfig) else 1.0
     settings: list[Any] = [cfg.model.dtype, str(ld_alpha), model.device.type]
     num_epochs = 1
     if loss.needs_mismatched:
-        num_epochs, objective = math.ceil(cfg.epochs), batches.layout.objective
+        num_epochs = math.ceil(cfg.epochs)
         assert isinstance(objective, Unpaired)
-        num_pairs = objective.num_numbers(batches.layout, num_epochs)
+        num_pairs = objective.num_numbers(columns[0], num_epochs)
         settings += [
             cfg.seed if data.shuffle else None,
             cfg.batch_size,
@@ -195,7 +195,7 @@ def _filled(
             data.packing,
             num_epochs,
         ]
-    key = hash_of(FORMAT, _weights_digest(model, ranks), [layout.content() for layout in layouts], settings)
+    key = hash_of(FORMAT, _weights_digest(model, ranks), [one.content() for one in columns], settings)
     kept = torch.from_numpy(growing_array(cache_folder(data.cache_dir), f"reference-{key}", sides * num_pairs))
     kept = kept.view(-1, sides)  # memory-mapped: writes go to the file
     device = model.device
@@ -229,7 +229,7 @@ def _filled(
     say(
         "reference",
         f"computed log-probabilities of {num_computed:,} of {num_pairs:,} {'mismatched and other ' * loss.needs_mismatched}"
-        f"{batches.layout.objective.unit}; the others are cached or not needed",
+        f"{objective.unit}; the others are cached or not needed",
     )
     return values.masked_fill(is_missing, math.nan)
 

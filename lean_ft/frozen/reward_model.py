@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lean_ft.data.columns import Document
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
@@ -70,8 +71,8 @@ def token_scores(
         raise ValueError("a sequence without a token has no score.")
     weight, found = model.output_weight.float(), dict[int, Tensor]()
     for rows in longest_first([len(ids) for ids in sequences], tokens_at_a_time):
-        input_ids = pad_sequence([torch.as_tensor(sequences[i], dtype=torch.int64) for i in rows], batch_first=True)
-        hidden = model(input_ids.to(weight.device), return_hidden=True)
+        padded = pad_sequence([torch.as_tensor(sequences[i], dtype=torch.int64) for i in rows], batch_first=True)
+        hidden = model(padded.to(weight.device), return_hidden=True)
         scores = (hidden.float() @ weight.T).cpu()
         found.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))
     return [found[i] for i in range(len(sequences))]
@@ -115,4 +116,4 @@ class JudgingModel:
             return tokenizer.encode(asked + said, add_special_tokens=True) + ends
         chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         ids, mask = tokenizer.render([*chat, {"role": "assistant", "content": said}])
-        return until_the_answer_ends((np.array(ids), np.array(mask)))[0].tolist()
+        return until_the_answer_ends(Document(np.array(ids), np.array(mask))).ids.tolist()

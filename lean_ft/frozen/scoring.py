@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from lean_ft.data import Batches, EvalBatches
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.formats import FORMATS, NUM_ROWS_TO_DETECT, formats_of
@@ -34,8 +36,8 @@ def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | 
     if stage() is not None:
         return
     pad_id, names = tokenizer.pad_id, {token_id: name for name, token_id in tokenizer.added_tokens.items()}
-    layouts = [one.layout for one in batches if one is not None]
-    ends_one = any((layout.tokens[layout.starts + layout.lengths - 1] == pad_id).any() for layout in layouts)
+    found = [one.layout.columns for one in batches if one is not None]
+    ends_one = any((columns.values["ids"][columns.starts + columns.lengths - 1] == pad_id).any() for columns in found)
     if pad_id == tokenizer.eos_id or ends_one:
         kept_apart = sorted(
             token for token in tokenizer.control_tokens if any(part in token for part in ("pad", "reserved", "extra"))
@@ -74,14 +76,14 @@ def score_rows(
     sides = [f"{side}_" if side else "" for side in config.sides]
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)
-        scores = iter(score(model, [ids.tolist() for _, documents in readable for ids, _ in documents]))
+        scores = iter(score(model, [document.ids.tolist() for _, documents in readable for document in documents]))
         for row, documents in readable:
             told: dict[str, Any] = {}
-            for side, (_, mask) in zip(sides, documents, strict=True):
+            for side, document in zip(sides, documents, strict=True):
                 values = next(scores)
                 told[f"{side}score"] = values[-1]
                 if per_token:
-                    told[f"{side}token_scores"] = [value for value, inside in zip(values, mask, strict=True) if inside]
+                    told[f"{side}token_scores"] = np.array(values)[document.trained].tolist()
             yield {**row.fields, **told}
 
 
@@ -96,7 +98,7 @@ def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationData
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)
         for (row, _), scores in zip(
-            readable, token_scores(model, [ids.tolist() for _, [(ids, _)] in readable]), strict=True
+            readable, token_scores(model, [document.ids.tolist() for _, [document] in readable]), strict=True
         ):
             found = dict(
                 zip(names, (scores[-1].sigmoid() if is_multi else scores[-1].softmax(0)).tolist(), strict=True)

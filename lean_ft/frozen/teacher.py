@@ -62,7 +62,7 @@ def load_teacher(
 
     @torch.no_grad()
     def ask(batch: Batch) -> TeacherStates:
-        hidden = frozen(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True)
+        hidden = frozen(**batch.inputs, return_hidden=True)
         return TeacherStates(hidden, frozen.output_weight, frozen.config.logits_softcap)
 
     return ask
@@ -113,8 +113,8 @@ def _cached(
             return TopLogProbs(torch.zeros(num_targets, num_columns, device=device), ids, vocab_size)
 
         return shapes
-    layouts = [batches.layout, *([held_out.layout] if held_out is not None else [])]
-    cache = TeacherCache(distill.cached, layouts, data)
+    columns = [one.layout.columns for one in (batches, held_out) if one is not None]
+    cache = TeacherCache(distill.cached, columns, data)
     say(
         "teacher",
         f"cached predictions of {about['model']} for {cache.num_documents:,} documents, top {top_k} tokens each",

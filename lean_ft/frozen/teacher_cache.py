@@ -13,7 +13,6 @@ The folder is written under a temporary name and renamed when it is complete (`l
 Shapes: N targets of all documents, k stored tokens, M documents.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 from lean_ft.data import Batch, EvalBatches, sft_batches
-from lean_ft.data.batches import Layout
+from lean_ft.data.columns import Columns
 from lean_ft.data.prepare import NOT_IN_FINGERPRINT
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
@@ -34,7 +33,7 @@ from lean_ft.system.log import say
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.progress import shown
 
-# Settings that change the layout or number of rows, but no document.
+# Settings that change the arrangement or number of rows, but no document.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {
     "validation_fraction",
     "packing",
@@ -72,14 +71,16 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
     chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
     weight = model.output_weight[: tokenizer.vocab_size]  # without padding, which a student may lack
     parts = [EvalBatches(trained.layout, trained.report), *([held_out] if held_out is not None else [])]
-    documents: list[Documents] = []
+    num_targets = 0
     cfg.destination.parent.mkdir(parents=True, exist_ok=True)
     with write_entry(cfg.destination.parent, cfg.destination.name) as writer:
         for part in parts:
-            known = Documents(part.layout)
+            columns = part.layout.columns
+            digests, counts = columns.digests(), columns.num_targets
+            num_targets += int(counts.sum())
             for batch in shown(part, len(part), "scoring"):
                 here = batch.to(device)
-                hidden = model(here.input_ids, here.positions, here.cu_seqlens, return_hidden=True)
+                hidden = model(**here.inputs, return_hidden=True)
                 said = top_log_probs(
                     TeacherStates(hidden, weight, model.config.logits_softcap),
                     here.labels,
@@ -89,16 +90,16 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
                     chunk_tokens=chunk_tokens,
                 )
                 assert batch.documents is not None
-                numbers = batch.documents - part.layout.first_row
+                assert columns.first is not None
+                numbers = batch.documents - columns.first
                 writer.append(
                     {
                         "log_probs": said.log_probs.float().cpu().numpy().ravel(),
                         "ids": said.ids.int().cpu().numpy().ravel(),
-                        "digests": known.digests[numbers],
-                        "num_targets": known.num_targets[numbers],
+                        "digests": digests[numbers],
+                        "num_targets": counts[numbers],
                     }
                 )
-            documents.append(known)
         writer.about |= {
             "model": cfg.model.path,
             "dtype": "nf4" if cfg.nf4 else cfg.model.dtype,
@@ -109,7 +110,6 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
             "tokens": tokens_of(tokenizer),
             "data": _settings_of(cfg.data),
         }
-    num_targets = sum(int(part.num_targets.sum()) for part in documents)
     size = sum(file.stat().st_size for file in cfg.destination.iterdir())
     say("saved", f"{cfg.destination}: {cfg.top_k} tokens for each of {num_targets:,} targets, {size / 2**20:,.1f} MiB")
 
@@ -119,27 +119,10 @@ def tokens_of(tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.token_text(token_id) for token_id in range(tokenizer.vocab_size)]
 
 
-class Documents:
-    """Digests and numbers of targets of a layout's documents, in order, (M,) each."""
-
-    def __init__(self, layout: Layout) -> None:
-        digests, num_targets = [], []
-        for start, length in zip(layout.starts.tolist(), layout.lengths.tolist(), strict=True):
-            ids, trained = (values[start : start + length] for values in (layout.tokens, layout.trained))
-            # No position predicts the first token, so its training mask does not count.
-            targets = np.ascontiguousarray(trained[1:])
-            digest = hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8)
-            digest.update(targets.data)
-            digests.append(digest.digest())
-            num_targets.append(int(targets.sum()))
-        self.digests = np.frombuffer(b"".join(digests), dtype=np.uint64)
-        self.num_targets = np.array(num_targets, dtype=np.int64)
-
-
 class TeacherCache:
-    """A folder written by `keep_teacher`, for the documents of several layouts, numbered like `Batch.documents`."""
+    """A folder written by `keep_teacher`, for the documents of several columns, numbered like `Batch.documents`."""
 
-    def __init__(self, folder: Path, layouts: Sequence[Layout], data: DataConfig) -> None:
+    def __init__(self, folder: Path, columns: Sequence[Columns], data: DataConfig) -> None:
         """Raise ValueError if the folder is missing or damaged, or lacks a document."""
         self.about = read_about(folder)
         entry = read_entry(folder.parent, folder.name)
@@ -152,8 +135,7 @@ class TeacherCache:
         self._ids = arrays["ids"].reshape(-1, self.about["top_k"])  # (N, k)
         kept, counts = arrays["digests"], arrays["num_targets"]
         order = np.argsort(kept, kind="stable")
-        wanted = [Documents(layout) for layout in layouts]
-        digests = np.concatenate([part.digests for part in wanted])
+        digests = np.concatenate([part.digests() for part in columns])
         place = order[np.minimum(np.searchsorted(kept[order], digests), len(order) - 1)]
         self.num_documents = len(digests)
         if num_missing := int((kept[place] != digests).sum()):

@@ -15,10 +15,11 @@ Shapes: B rows, V vocabulary.
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,11 +65,11 @@ class Sampling:
 
 
 class RowKey:
-    """Hash of the seed, the prompt's tokens and the sample number."""
+    """Hash of the seed, the prompt's `identity` and the sample number."""
 
-    def __init__(self, seed: int, prompt: Sequence[int], sample: int) -> None:
-        ids = struct.pack(f"<qq{len(prompt)}q", seed, sample, *prompt)
-        self._hash = hashlib.blake2b(ids, digest_size=ROW_KEY_BYTES)
+    def __init__(self, seed: int, prompt: bytes, sample: int) -> None:
+        words = np.frombuffer(prompt, dtype="<i4").astype("<i8").tobytes()
+        self._hash = hashlib.blake2b(struct.pack("<qq", seed, sample) + words, digest_size=ROW_KEY_BYTES)
 
     def at(self, position: int) -> tuple[int, int]:
         """Return two 32-bit numbers for the draw `position` tokens after the prompt."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.data.columns import identity
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
@@ -145,14 +146,14 @@ def _rows(prompts: Tensor | Sequence[Sequence[int]], sampling: Sampling, numbers
             f"prompt {asked.index(())} is empty; expected at least one token, such as the tokenizer's bos_id."
         )
     numbers = sample_numbers(asked) if numbers is None else numbers
-    keys = [RowKey(sampling.seed, prompt, number) for prompt, number in zip(asked, numbers, strict=True)]
+    keys = [RowKey(sampling.seed, identity(prompt), number) for prompt, number in zip(asked, numbers, strict=True)]
     return [_Row(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))]
 
 
 def sample_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
     """Return the sample number of each prompt: the number of equal prompts before it."""
-    seen, numbers = Counter[tuple[int, ...]](), list[int]()
-    for prompt in map(tuple, prompts):
+    seen, numbers = Counter[bytes](), list[int]()
+    for prompt in map(identity, prompts):
         numbers.append(seen[prompt])
         seen[prompt] += 1
     return numbers
@@ -323,7 +324,8 @@ def _read(
     parts.
     """
     device = model.device
-    groups = [(text, len(list(same))) for text, same in groupby(row.text for row in rows)]
+    equal = [list(same) for _, same in groupby((row.text for row in rows), key=identity)]
+    groups = [(same[0], len(same)) for same in equal]
     parts, lasts = [], []
     start = 0
     while start < len(groups):

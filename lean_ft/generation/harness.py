@@ -71,10 +71,10 @@ class HarnessModel(TemplateLM):
         asked = [((list(context) + list(ids))[-self.max_length - 1 :], len(ids)) for _, context, ids in requests]
         for rows in longest_first([len(ids) for ids, _ in asked], self._tokens_at_a_time):
             texts = [torch.tensor(asked[i][0][:-1], dtype=torch.int64) for i in rows]
-            input_ids = pad_sequence(texts, batch_first=True)
+            padded = pad_sequence(texts, batch_first=True)
             # A model in training may be compiled for fixed shapes and for a backward pass.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                hidden = self.model(input_ids.to(self.model.device), return_hidden=True)  # (B, T, D)
+                hidden = self.model(padded.to(self.model.device), return_hidden=True)  # (B, T, D)
                 for row, i in enumerate(rows):
                     ids, count = asked[i]
                     found[i] = self._score(hidden[row, len(ids) - 1 - count : len(ids) - 1], ids[-count:])

@@ -8,19 +8,18 @@ Source: Agarwal et al. 2023, arXiv:2306.13649. As there, no gradient flows throu
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import takewhile
 
 import numpy as np
 
 from lean_ft.data import Batch
-from lean_ft.data.batches import Layout
+from lean_ft.data.collate import batch_of
+from lean_ft.data.columns import Document
 from lean_ft.generation import Sampling, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.settings import DataConfig, DistillConfig, RecipeConfig, SamplingConfig
 from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.answers import questions_of
 
 
 class OnPolicy:
@@ -39,7 +38,7 @@ class OnPolicy:
 
         Prompt and completion have at most `data.max_length` tokens. Raises ValueError for a document without a prompt.
         """
-        asked = [list(questions_of(batch)) for batch in micro_batches]
+        asked = [list(batch.questions()) for batch in micro_batches]
         prompts = [prompt for of_batch in asked for prompt, _ in of_batch]
         if not prompts:
             return list(micro_batches)
@@ -67,6 +66,9 @@ class OnPolicy:
         return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
 
     def _batch(self, texts: list[tuple[list[int], list[int]]]) -> Batch:
+        documents = [
+            Document(np.array(prompt + answer), np.arange(len(prompt + answer)) >= len(prompt))
+            for prompt, answer in texts
+        ]
         kind = "padded" if self._data.packing == "none" else "flat"
-        layout = Layout.of_texts(texts, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)
-        return replace(layout.batch(np.arange(len(texts))), documents=None)
+        return batch_of(documents, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)

@@ -15,7 +15,7 @@ arXiv:2503.14476).
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,10 +23,13 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch, PairBatch, PolicyBatch, Prompt, Prompts
-from lean_ft.data.batches import Layout
-from lean_ft.data.pairs import Pairs
+from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
+from lean_ft.data.collate import batch_of
+from lean_ft.data.completions import SampledCompletions
+from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
-from lean_ft.losses import AnswerTokens, advantages, deviation, generalized_advantages, whitened
+from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
+from lean_ft.online.completions import Completion, differ, documents_of, round_metrics, why_untrained
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
@@ -34,49 +37,6 @@ from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 
 BatchT = TypeVar("BatchT", bound=Batch)
-
-
-@dataclass
-class Answer:
-    """One completion of a round."""
-
-    prompt: int  # its number
-    ids: list[int]
-    log_probs: list[float]  # the sampler's
-    ended: bool
-    reward: float | None
-    rewards: list[float | None]  # of each function
-    text: str
-    extras: dict[str, Any] = field(default_factory=dict)  # of `log_extra`, by column
-    # Per token: the divergence from the reference, if it is part of the reward.
-    divergences: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # per token, the value model's prediction before it
-    returns: list[float] = field(default_factory=list)  # and the prediction's target
-    old: list[float] = field(default_factory=list)  # the trainer's own log-probabilities, before the first update
-    counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
-    uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
-    advantages: list[float] = field(default_factory=list)  # one per token, or one for all
-
-    def of_tokens(self, values: list[float]) -> list[float]:
-        """One value per token: a single value is repeated; zeros if there is none yet."""
-        return values if len(values) == len(self.ids) else (values or [0.0]) * len(self.ids)
-
-    @property
-    def token_advantages(self) -> list[float]:
-        """The advantage of each token; 0 where `loss.entropy_share` omits the policy loss."""
-        advantages = self.of_tokens(self.advantages)
-        return (
-            [a if u else 0.0 for a, u in zip(advantages, self.uncertain, strict=True)] if self.uncertain else advantages
-        )
-
-    @property
-    def divergence(self) -> float | None:
-        return sum(self.divergences) if self.divergences else None
-
-
-def _differ(answers: Sequence[Answer]) -> bool:
-    """Whether the rewards of a prompt's completions differ."""
-    return len({answer.reward for answer in answers if answer.reward is not None}) > 1
 
 
 class Rounds(Generic[BatchT]):
@@ -87,7 +47,6 @@ class Rounds(Generic[BatchT]):
     whole groups, or if `data.shared_prompt=true` and not `share_prompts`.
     """
 
-    answers_in_a_row = 1  # of a batch
     _has_values = False  # whether a value model, rather than the prompt's other completions, is the baseline
     unit = "completions"  # that a batch counts
 
@@ -117,11 +76,17 @@ class Rounds(Generic[BatchT]):
         self._steps = generation.steps_per_round * generation.passes
         self._place = self._round = 0
         self._step = self._steps  # steps done in the round; no round has begun
-        self._answers: list[Answer] = []
+        self._answers: list[Completion] = []
+        self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
         self._told = set[str]()  # reasons why a round trained nothing
         self._sampling_seconds: float | None = None  # of the round, until it is logged
         watcher = stage()
         self._planned = None if watcher is None else watcher.batches(self._longest)
+
+    @property
+    def answers_in_a_row(self) -> int:
+        """Completions that make a row of a batch."""
+        return 1
 
     @property
     def batches_per_epoch(self) -> int:
@@ -146,24 +111,24 @@ class Rounds(Generic[BatchT]):
         """
         started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
-        self._answers, even = [], list[Answer]()
+        self._answers, even = [], list[Completion]()
         while len(self._answers) < self.num_answers and attempts:
             attempts -= 1
             asked = self._ask()
             answers = answer(asked, seed)
             if self._planned is not None:  # a plan has no texts to score
-                self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
+                self._answers = [Completion(0, [], [], True, 0.0, [], "")] * self.num_answers
                 break
             even += self._add(answers, score(asked, answers))
         self._answers += even[: self.num_answers - len(self._answers)]
         for one in self._answers:
-            one.counts = [self._counts(one)] * len(one.ids)
-        if self._planned is None and (why := self._why_untrained()) and why not in self._told:
+            one.counts = [sampled and self._counts(one) for sampled in one.trained]
+        trains = any(self._counts(one) for one in self._answers)
+        why = "" if self._planned is not None else why_untrained(self.metrics(), trains, self._has_values)
+        if why and why not in self._told:
             self._told.add(why)
-            say(
-                "WARNING",
-                f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported.",
-            )
+            told = f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported."
+            say("WARNING", told)
         self._sampling_seconds = time.perf_counter() - started
 
     def _ask(self) -> list[Prompt]:
@@ -178,12 +143,12 @@ class Rounds(Generic[BatchT]):
         missing = (self.num_answers - len(self._answers)) // self._cfg.generation.num_answers
         return self._prompts.take(self._place, missing)
 
-    def _add(self, samples: Sequence[Sample], scores: Scores) -> list[Answer]:
+    def _add(self, samples: Sequence[Sample], scores: Scores) -> list[Completion]:
         """Add the completions of `_ask`'s prompts with their rewards. Return those of prompts that dynamic sampling
         replaces."""
         size, asked = self._cfg.generation.num_answers, self._asked()
         answers = [
-            Answer(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
+            Completion(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
             for i, (one, total) in enumerate(zip(samples, scores.totals, strict=True))
         ]
         for i, answer in enumerate(answers):
@@ -192,7 +157,7 @@ class Rounds(Generic[BatchT]):
         even = []
         for start in range(0, len(answers), size):
             group = answers[start : start + size]
-            (self._answers if _differ(group) or self._cfg.generation.most_attempts == 1 else even).extend(group)
+            (self._answers if differ(group) or self._cfg.generation.most_attempts == 1 else even).extend(group)
         return even
 
     def begin(self) -> None:
@@ -213,7 +178,7 @@ class Rounds(Generic[BatchT]):
 
     # Overridden by subclasses --------------------------------------------------------------------
 
-    def _counts(self, answer: Answer) -> bool:
+    def _counts(self, answer: Completion) -> bool:
         """Return whether the completion's tokens are trained."""
         return answer.reward is not None
 
@@ -232,57 +197,18 @@ class Rounds(Generic[BatchT]):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the current round."""
-        answers, size = self._answers, self._cfg.generation.num_answers
-        if not answers or self._planned is not None:
+        if not self._answers or self._planned is not None:
             return {}
-        size = size if size > 1 else len(answers)
-        groups = torch.tensor([math.nan if one.reward is None else one.reward for one in answers]).view(-1, size)
-        told = {
-            "reward": float(groups.nanmean()),
-            "reward_std": float(deviation(groups, ~groups.isnan(), 1).mean()),
-            "even_groups": float(np.mean([not _differ(answers[i : i + size]) for i in range(0, len(answers), size)])),
-            "completion_length": sum(len(answer.ids) for answer in answers) / len(answers),
-            "truncated": sum(not answer.ended for answer in answers) / len(answers),
-        }
-        if divergences := [answer.divergence for answer in answers if answer.divergence is not None]:
-            told["kl"] = sum(divergences) / sum(len(answer.ids) for answer in answers)
+        found = round_metrics(self._answers, self._cfg.generation.num_answers)
         if self._sampling_seconds is not None:
-            told["sampling_seconds"], self._sampling_seconds = self._sampling_seconds, None
-        return {name: value for name, value in told.items() if not math.isnan(value)}
-
-    def _why_untrained(self) -> str:
-        """Why the sampled round changes nothing, and what helps; empty if it does."""
-        found = self.metrics()
-        if "reward" not in found:
-            return "no completion has a reward, because all reward functions returned None"
-        if not any(self._counts(one) for one in self._answers):
-            return (
-                "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
-                "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
-            )
-        if self._has_values or found["even_groups"] < 1:
-            return ""
-        return (
-            "all completions of each prompt have the same reward. To sample other prompts instead, set "
-            "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
-        )
+            found["sampling_seconds"], self._sampling_seconds = self._sampling_seconds, None
+        return found
 
     def shown(self, count: int) -> list[dict[str, Any]]:
         """A few completions of the round, from as many prompts as possible, for samples.jsonl."""
         step = max(1, len(self._answers) // count)
         columns = dict.fromkeys(column for answer in self._answers for column in answer.extras)
-        rows = []
-        for answer in self._answers[::step][:count]:
-            row = {
-                "prompt": self._prompts[answer.prompt].asked,
-                "answer": answer.text,
-                "reward": answer.reward,
-                "rewards": answer.rewards,
-                **({"advantage": answer.advantages[0]} if answer.advantages else {}),
-                "ended": answer.ended,
-            }
-            rows.append(row | {f"extra/{name}" if name in row else name: answer.extras.get(name) for name in columns})
-        return rows
+        return [one.shown(self._prompts[one.prompt].asked, columns) for one in self._answers[::step][:count]]
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -306,7 +232,7 @@ class Rounds(Generic[BatchT]):
                 )
         self._place, self._round = state["place"], state["round"]
         self._step = self._steps if state["step"] is None else state["step"]
-        self._answers = [Answer(**answer) for answer in state["answers"]]
+        self._answers = [Completion(**answer) for answer in state["answers"]]
 
     def _sizes(self) -> dict[str, Any]:
         generation = self._cfg.generation
@@ -327,13 +253,6 @@ class Rollouts(Rounds[PolicyBatch]):
     Raises ValueError as `Rounds` does, for a single completion per prompt, and if the sampler's probabilities differ
     from the model's without `loss.correction`.
     """
-
-    def __init__(
-        self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
-    ) -> None:
-        super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
-        self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
-        self._masks_truncated = (cfg.group(PPOLossConfig) or cfg.needed(PolicyLossConfig)).mask_truncated
 
     # Log-probabilities before the first update ------------------------------------------------------------------------
 
@@ -381,8 +300,9 @@ class Rollouts(Rounds[PolicyBatch]):
             vars(answer).update(known)
         return entropies
 
-    def _counts(self, answer: Answer) -> bool:
-        return answer.reward is not None and (answer.ended or not self._masks_truncated)
+    def _counts(self, answer: Completion) -> bool:
+        loss = self._cfg.group(PPOLossConfig) or self._cfg.needed(PolicyLossConfig)
+        return answer.reward is not None and (answer.ended or not loss.mask_truncated)
 
     def _work_out(self) -> None:
         loss, size = self._cfg.needed(PolicyLossConfig), self._cfg.generation.num_answers
@@ -419,52 +339,28 @@ class Rollouts(Rounds[PolicyBatch]):
         answers = self._answers[first : first + self._cfg.batch_size]
         return self._policy_batch(answers, [self._prompts[answer.prompt].ids for answer in answers], first)
 
-    def _policy_batch(self, answers: Sequence[Answer], prompts: Sequence[list[int]], first: int) -> PolicyBatch:
+    def _policy_batch(self, answers: Sequence[Completion], prompts: Sequence[list[int]], first: int) -> PolicyBatch:
         """The batch of the completions numbered from `first` on."""
-        group, lengths = self._cfg.generation.num_answers, [len(answer.ids) for answer in answers]
+        group, documents = self._cfg.generation.num_answers, documents_of(answers, prompts)
         begins_group = [i == 0 or (first + i) % group == 0 for i in range(len(answers))]
         shared = [0 if begins else len(prompt) for begins, prompt in zip(begins_group, prompts, strict=True)]
-        layout = Layout.of_texts(
-            [(prompt, answer.ids) for prompt, answer in zip(prompts, answers, strict=True)],
+        batch = batch_of(
+            documents,
+            SampledCompletions(),
             kind="flat" if self._shares_prompts else "padded",
-            row_tokens=max(map(len, prompts)) + max(lengths) + 8,
+            row_tokens=max(map(len, documents)) + PADDED_TO_MULTIPLE_OF,
             pad_id=self._pad_id,
-            objective=Pairs(),
             shared=np.array(shared) if self._shares_prompts else None,
         )
-        batch = layout.batch(np.arange(len(answers)))
-        assert isinstance(batch, PairBatch)
-
-        def grid(rows: Sequence[Sequence[Any]], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor([[*row, *[0] * (max(lengths) - len(row))] for row in rows], dtype=dtype)
-
-        def known(name: str) -> Tensor | None:
-            rows = [getattr(answer, name) for answer in answers]
-            return grid(rows) if any(rows) else None
-
-        counts = grid([answer.counts for answer in answers], torch.bool)
-        inputs = {name: getattr(batch, name) for name in (field.name for field in fields(Batch))}
-        return PolicyBatch(
-            **inputs | {"documents": None, "num_targets": int(counts.sum())},
-            index=batch.index,
-            label=batch.label,
-            place=torch.from_numpy(np.flatnonzero(np.arange(max(lengths)) < np.array(lengths)[:, None])),
-            counts=counts,
-            sampled=grid([answer.log_probs for answer in answers]),
-            old=known("old"),
-            advantages=grid([answer.token_advantages for answer in answers]),
-            values=known("values"),
-            returns=known("returns"),
-            answers=range(first, first + len(answers)),
-            num_answers=int(counts.any(1).sum()),
-        )
+        assert isinstance(batch, PolicyBatch)
+        return replace(batch, answers=range(first, first + len(answers)))
 
     def _longest(self) -> PolicyBatch:
         size, group, new = self._cfg.batch_size, self._cfg.generation.num_answers, self._cfg.generation.max_new_tokens
         # The micro-batch with completions of the most groups has the most prompts.
         first = max(range(0, self.num_answers, size), key=lambda first: (first + size - 1) // group - first // group)
         zeros = [0.0] * new
-        answer = Answer(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
+        answer = Completion(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
         answer.old = zeros if self._looks_back else []
         answer.values = answer.returns = zeros if self._has_values else []
         return self._policy_batch([answer] * size, [self._prompts[0].ids] * size, first)
@@ -501,11 +397,9 @@ class PairRollouts(Rounds[PairBatch]):
 
     unit = "pairs"
 
-    def __init__(
-        self, cfg: OnlineConfig, prompts: Prompts, pad_id: int, ranks: Ranks = ALONE, share_prompts: bool = False
-    ) -> None:
-        self.answers_in_a_row = cfg.generation.num_answers
-        super().__init__(cfg, prompts, pad_id, ranks, share_prompts)
+    @property
+    def answers_in_a_row(self) -> int:
+        return self._cfg.generation.num_answers
 
     def _batches(self, first: int, end: int) -> list[PairBatch]:
         size, rows = self._cfg.generation.num_answers, self._cfg.batch_size
@@ -521,28 +415,27 @@ class PairRollouts(Rounds[PairBatch]):
             return [self._batch([(one, one)]).without_targets()]
         return [self._batch(pairs[i : i + rows]) for i in range(0, len(pairs), rows)]
 
-    def _batch(self, pairs: Sequence[tuple[Answer, Answer]]) -> PairBatch:
-        return self._pair_batch([(self._prompts[one.prompt].ids, one.ids) for pair in pairs for one in pair])
+    def _batch(self, pairs: Sequence[tuple[Completion, Completion]]) -> PairBatch:
+        answers = [one for pair in pairs for one in pair]
+        return self._pair_batch(answers, [self._prompts[one.prompt].ids for one in answers])
 
-    def _pair_batch(self, texts: Sequence[tuple[list[int], list[int]]]) -> PairBatch:
-        """texts: prompts and completions, the chosen one of each pair before the rejected one."""
-        shared = [
-            len(prompt) * (i % 2) for i, (prompt, _) in enumerate(texts)
-        ]  # the chosen completion's document is whole
-        layout = Layout.of_texts(
-            texts,
+    def _pair_batch(self, answers: Sequence[Completion], prompts: Sequence[list[int]]) -> PairBatch:
+        """answers: the chosen completion of each pair before the rejected one, which shares its prompt."""
+        documents = [one.document(prompt) for one, prompt in zip(answers, prompts, strict=True)]
+        shared = [len(prompt) * (i % 2) for i, prompt in enumerate(prompts)]
+        batch = batch_of(
+            documents,
+            PreferencePairs(),
             sides=2,
             kind="padded",
-            row_tokens=2 * max(len(prompt) + len(answer) for prompt, answer in texts) + 8,
+            row_tokens=2 * max(map(len, documents)) + PADDED_TO_MULTIPLE_OF,
             pad_id=self._pad_id,
-            objective=Pairs(),
             shared=np.array(shared) if self._shares_prompts else None,
         )
-        batch = layout.batch(np.arange(len(texts) // 2))
         assert isinstance(batch, PairBatch)
-        return replace(batch, documents=None)
+        return batch
 
     def _longest(self) -> PairBatch:
-        return self._pair_batch(
-            [(self._prompts[0].ids, [0] * self._cfg.generation.max_new_tokens)] * (2 * self._cfg.batch_size)
-        )
+        longest = Completion(0, [0] * self._cfg.generation.max_new_tokens, [], True, 0.0, [], "")
+        number = 2 * self._cfg.batch_size
+        return self._pair_batch([longest] * number, [self._prompts[0].ids] * number)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lean_ft.data import Batch
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
 from lean_ft.system.launch import FAILURE_KEY, POLL_SECONDS, check_host, shared_store
@@ -194,24 +193,8 @@ class ManyRanks(Ranks):
         """This rank's slice of each row of a micro-batch. Values per completion stay on every rank that shares the row."""
         if self.num_sharing == 1:
             return batch
-        batch = batch.built
-        num_rows, num_tokens = batch.input_ids.shape
-        if num_tokens % self.num_sharing:
-            raise ValueError(
-                f"rows of {num_tokens} tokens do not divide evenly over {self.num_sharing} processes (parallel.context x "
-                "tensor). Set data.packing=bfd with a data.max_length that they divide."
-            )
-        place, width = self.rank % self.num_sharing, num_tokens // self.num_sharing
-        own: dict[str, Any] = {
-            name: getattr(batch, name)[:, place * width : (place + 1) * width].contiguous()
-            for name in ("input_ids", "labels", "is_token")
-            if getattr(batch, name) is not None
-        }
-        if batch.labels_whole_rows:
-            del own["labels"]
-            own |= {name: self._own_tokens(value) for name, value in vars(batch).items() if isinstance(value, Batch)}
-            return replace(batch, **own)
-        return replace(batch, **own, num_targets=self._count_targets(own["labels"]), num_tokens=num_rows * width)
+        own = batch.part_of_rows(self.rank % self.num_sharing, self.num_sharing)
+        return own if own.labels_whole_rows else replace(own, num_targets=self._count_targets(own.labels))
 
     def _count_targets(self, labels: Tensor) -> int:
         return int((labels != IGNORED).sum())

@@ -268,7 +268,7 @@ class LongestBatches:
         own = -(-n * self._stage.num_sharing // self._stage.num_ranks)
         with trace.labelled(BATCH):
             batches = [self._longest() for _ in range(min(own, 2))]
-        trace.longest_document = batches[0].input_ids.shape[1]
+        trace.longest_document = batches[0].labels.shape[1]
         self._stage.num_tokens = n * batches[0].num_tokens
         return _Standing(batches, own, trace)
 

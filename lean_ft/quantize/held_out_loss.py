@@ -14,7 +14,7 @@ def mean_loss(model: Decoder, batches: Iterable[Batch]) -> float:
     """Return the mean cross-entropy over the targets of the batches."""
     total, num_targets = 0.0, 0
     for batch in batches:
-        hidden = model(batch.input_ids, batch.positions, batch.cu_seqlens, return_hidden=True, is_token=batch.is_token)
+        hidden = model(**batch.inputs, return_hidden=True)
         loss = linear_cross_entropy(
             hidden,
             model.output_weight,

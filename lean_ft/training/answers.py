@@ -9,7 +9,6 @@ no random number and does not change the run.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 from lean_ft.data import Batch
@@ -100,7 +99,7 @@ def answer_held_out(
     question (plain text), or the pattern finds nothing in an expected answer.
     """
     batches = list(held_out)
-    questions = _spread([question for batch in batches for question in questions_of(batch)], max_questions)
+    questions = _spread([question for batch in batches for question in batch.questions()], max_questions)
     if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
         raise ValueError(
             "a held-out sequence is trained from its first token, so it has no question. Set eval_answers=0 for plain text "
@@ -149,26 +148,7 @@ def last_match(pattern: str, text: str) -> str | None:
 
 def all_are_questions(batches: Iterable[Batch]) -> bool:
     """Whether every trained stretch in the batches has a prompt, which plain text lacks. A bos token asks nothing."""
-    return all(len(prompt) >= 2 for batch in batches for prompt, _ in questions_of(batch))
-
-
-def questions_of(batch: Batch) -> Iterable[tuple[list[int], list[int]]]:
-    """(prompt ids, right answer's ids) of every sequence in `batch` that has a trained stretch."""
-    batch = batch.built
-    num_columns = batch.input_ids.shape[1]
-    rows = range(0, batch.num_tokens + 1, num_columns)
-    boundaries = list(rows) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
-    ids, labels = batch.input_ids.flatten().tolist(), batch.labels.flatten().tolist()
-    asked = None if batch.asked is None else set(batch.asked.tolist())
-    for start, end in pairwise(boundaries):
-        if asked is not None and asked.isdisjoint(range(start, end)):
-            continue
-        trained = [i for i in range(start, end) if labels[i] != -100]
-        if trained:
-            last = first = trained[-1]
-            while first > start and labels[first - 1] != -100:
-                first -= 1
-            yield ids[start : first + 1], labels[first : last + 1]  # labels are shifted: position i predicts labels[i]
+    return all(len(prompt) >= 2 for batch in batches for prompt, _ in batch.questions())
 
 
 def _spread(items: list[T], most: int) -> list[T]:

@@ -124,10 +124,11 @@ def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], t
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{row['step']:08d}.safetensors"
+    built = [getattr(batch, "built", batch) for batch in micro_batches]  # a recipe may have batches of its own class
     fields = {
         f"{i}.{name}": value
-        for i, batch in enumerate(micro_batches)
-        for name, value in vars(getattr(batch, "built", batch)).items()
+        for i, batch in enumerate(built)
+        for name, value in {**vars(batch), **getattr(batch, "inputs", {})}.items()
     }
     write_file(path, {name: value for name, value in fields.items() if isinstance(value, Tensor)}, {})
     texts = [[tokenizer.decode(ids)[:TEXT_CHARACTERS] for ids in batch.input_ids.tolist()] for batch in micro_batches]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
+from lean_ft.models.text_lengths import text_lengths
 from lean_ft.settings import RecipeConfig
 from lean_ft.system.parameter_names import matched_parameters
 
@@ -71,16 +72,7 @@ def add_embedding_noise(model: Decoder, alpha: float) -> None:
 
     def note_lengths(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal lengths
-        given = signature.bind(*args, **kwargs).arguments
-        shape, cu_seqlens, is_token = given["input_ids"].shape, given.get("cu_seqlens"), given.get("is_token")
-        if cu_seqlens is not None:
-            documents, prefixes = cu_seqlens.diff(), given.get("prefixes")
-            texts = documents if prefixes is None else documents + prefixes.diff(dim=1)[:, 0]
-            lengths = texts.repeat_interleave(documents, output_size=shape.numel()).view(shape)
-        elif is_token is not None:
-            lengths = is_token.sum(1, keepdim=True)
-        else:
-            lengths = torch.full((shape[0], 1), shape[1], device=given["input_ids"].device)
+        lengths = text_lengths(**signature.bind(*args, **kwargs).arguments)
 
     def add_noise(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:  # (B, T, D)
         if not (module.training and torch.is_grad_enabled()):

@@ -40,7 +40,7 @@ def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
     assert "3 rows (preference, detected from their fields); 3 pairs" in answer.out
     data, tokenizer = PreferenceDataConfig(source=f"{tmp_path}/rows.jsonl"), load_tokenizer("tiny")
     batches, _ = preference_batches(data, tokenizer, batch_size=1, seed=0, share_prompts=True)
-    assert f"both completions of a pair repeat: {batches.layout.shared.sum()} (" in answer.out
+    assert f"both completions of a pair repeat: {batches.layout.arrangement.shared.sum()} (" in answer.out
     cut = [line.split()[:2] for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)]
     assert cut[2:4] == [["512", "1"], ["1,024", "0"]]  # the long completion, 1 of 6 sequences
 

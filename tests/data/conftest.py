@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from lean_ft.data.documents import Documents, Parts
+from lean_ft.data.columns import Columns
+from lean_ft.data.documents import Parts
 from lean_ft.data.report import DataReport
 from lean_ft.settings import DataConfig, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
@@ -36,11 +37,11 @@ def build(folder: Path, **config: Any) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def prepare(config: DataConfig, tokenizer: Tokenizer) -> tuple[Documents, DataReport]:
+def prepare(config: DataConfig, tokenizer: Tokenizer) -> tuple[Columns, DataReport]:
     """Render all documents of the source in memory, without the cache."""
     parts = Parts(config, tokenizer, config.source)
     documents = [document for part in parts for document in part]
-    return Documents.join(documents), parts.report
+    return Columns.join(documents), parts.report
 
 
 @pytest.fixture(scope="session")

@@ -183,7 +183,7 @@ def test_a_streamed_dataset_with_a_local_validation_file(hub: str, tmp_path: Pat
         config = SFTDataConfig(source=str(tmp_path / "texts"), streaming=streaming, **settings)  # pyright: ignore
         batches, held_out = prepare_batches(config, plain_tokenizer, 1, seed=0)
         assert held_out is not None
-        found.append((batches.layout.tokens.tolist(), held_out.layout.tokens.tolist()))
+        found.append((batches.layout.columns.values["ids"].tolist(), held_out.layout.columns.values["ids"].tolist()))
         assert (batches.report.kept, held_out.report.kept) == (3, 2)
     assert found[0] == found[1]
     config = SFTDataConfig(source=settings["validation_source"], streaming=True, validation_source=hub)

@@ -56,7 +56,7 @@ def epoch(batches: Batches) -> list[Batch]:
 @pytest.mark.parametrize("packing", ["none", "bfd", "bfd_split", "padding_free"])
 def test_every_document_comes_once_with_its_labels(config: Config, plain_tokenizer, packing: str):
     batches, _ = sft_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=3)
-    seen = []
+    seen, num_known = [], 0
     for batch in epoch(batches):
         for ids, labels, positions in documents_of(batch):
             assert positions == list(range(len(ids)))
@@ -71,10 +71,15 @@ def test_every_document_comes_once_with_its_labels(config: Config, plain_tokeniz
                 seen.append((ids, labels))
             else:
                 assert set(ids) == {plain_tokenizer.pad_id}
-        assert batch.num_targets == int((batch.labels != -100).sum())
+        has_label = batch.labels != -100
+        assert batch.num_targets == int(has_label.sum())
         assert batch.num_tokens == batch.input_ids.numel()
+        num_known += int(batch.is_token.sum())
+        assert (batch.is_token | ~has_label).all()  # padding has no label, and is at the end of a row
+        assert (batch.is_token[:, 1:] <= batch.is_token[:, :-1]).all()
         assert batch.input_ids.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
     assert sorted(seen) == sorted(expected_documents(rows(), plain_tokenizer))
+    assert num_known == batches.report.tokens
 
 
 def test_packed_rows_have_one_shape_and_boundaries_that_cover_it(config: Config, plain_tokenizer):
@@ -102,19 +107,6 @@ def test_a_short_last_batch_is_filled_with_empty_rows_when_packed(config: Config
     assert (last.labels[1:] == -100).all()
     padded, _ = sft_batches(config(texts), plain_tokenizer, BATCH_SIZE, seed=0)
     assert epoch(padded)[-1].input_ids.shape == (1, 64)
-
-
-@pytest.mark.parametrize("packing", ["none", "bfd"])
-def test_what_is_padding_is_told(config: Config, plain_tokenizer, packing: str):
-    lengths = (3, 40, 11, 63, 20)  # plus eos each
-    texts = [{"text": "a" * length} for length in lengths]
-    batches, _ = sft_batches(config(texts, packing=packing, train_on="all"), plain_tokenizer, BATCH_SIZE, seed=0)
-    masks = [(batch.is_token, batch.labels != -100) for batch in epoch(batches)]
-    assert sum(int(is_token.sum()) for is_token, _ in masks) == sum(lengths) + len(lengths)
-    for is_token, has_label in masks:
-        assert is_token.shape == has_label.shape
-        assert (is_token | ~has_label).all()  # padding has no label
-        assert (is_token[:, 1:] <= is_token[:, :-1]).all()  # padding is at the end of a row
 
 
 @pytest.mark.parametrize(("length", "columns"), [(3, 8), (8, 8), (9, 16), (58, 60), (60, 60)])

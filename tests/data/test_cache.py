@@ -162,11 +162,11 @@ class TestPrepared:
     ):
         settings = config(ROWS, max_length=32, packing=packing, cache_dir=tmp_path / "c", validation_fraction=0.2)
         first, first_held_out = sft_batches(settings, plain_tokenizer, 2, seed=0)
-        packed_once = {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("packing-*/order")}
+        packed_once = {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("packing-*/documents")}
         second, second_held_out = sft_batches(settings, plain_tokenizer, 2, seed=0)
         assert len(reads) == 1
         assert len(packed_once) == (2 if packing not in ("none", "padding_free") else 0)
-        assert packed_once == {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("packing-*/order")}
+        assert packed_once == {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("packing-*/documents")}
         assert first.report == second.report
         assert first.fingerprint == second.fingerprint
         assert first_held_out is not None

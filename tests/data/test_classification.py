@@ -42,7 +42,7 @@ def config_of(tmp_path: Path, lists: list[Any], **settings: Any) -> Classificati
 def test_lists_of_labels(lists, names, targets, tmp_path, plain_tokenizer) -> None:
     config = with_labels(config_of(tmp_path, lists, labels=names))
     batches, _ = prepare_batches(config, plain_tokenizer, 1, seed=0)
-    assert batches.layout.values.tolist() == targets
+    assert batches.layout.columns.per_document("row_values").tolist() == targets
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_several_labels_are_detected_from_the_rows(tmp_path, plain_tokenizer) ->
     config = with_labels(config_of(tmp_path, [["money"], []], multi_label="auto", labels=NAMES))
     assert config.multi_label is True
     batches, _ = prepare_batches(config, plain_tokenizer, 1, seed=0)
-    assert batches.layout.values.tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert batches.layout.columns.per_document("row_values").tolist() == [[0, 1, 0], [0, 0, 0]]
     rows = (tmp_path / "rows.jsonl").read_text().replace('{"text"', '{"label": "time", "text"')
     (tmp_path / "rows.jsonl").write_text(rows)
     assert with_labels(config.model_copy(update={"multi_label": "auto"})).multi_label is False  # `label` is read
@@ -79,4 +79,7 @@ def test_each_source_is_read_by_its_own_rows(tmp_path, plain_tokenizer) -> None:
     config = config_of(tmp_path, [[1, 0, 1], [0, 0, 0]], validation_source=f"{tmp_path}/held_out.jsonl")
     batches, held_out = prepare_batches(with_labels(config), plain_tokenizer, 1, seed=0)
     assert held_out is not None
-    assert (batches.layout.values.tolist(), held_out.layout.values.tolist()) == ([[1, 0, 1], [0, 0, 0]], [[1, 0, 1]])
+    assert (
+        batches.layout.columns.per_document("row_values").tolist(),
+        held_out.layout.columns.per_document("row_values").tolist(),
+    ) == ([[1, 0, 1], [0, 0, 0]], [[1, 0, 1]])

@@ -83,7 +83,7 @@ def render(tmp_path: Path, tokenizer) -> Any:
         settings |= {"labels": ["x", "y"]} if kind is ClassificationDataConfig else {}
         config = kind.model_validate({"source": str(file), **settings})
         documents, report = renderer_of(config, tokenizer, str(file))([Row(fields, "rows.jsonl, line 1")])
-        ids, mask = documents[0]
+        ids, mask = documents[0].ids, documents[0].trained
         return tokenizer.decode(ids), tokenizer.decode(ids[mask]), report
 
     return of
@@ -304,7 +304,7 @@ def test_variables_are_part_of_what_caches_depend_on(tmp_path: Path, tokenizer) 
             for given in ({}, {"chat_template_kwargs": {"effort": "low"}}, {"chat_template_kwargs": {"effort": "mid"}})
         ]
         assert len({batches.fingerprint for batches in found}) == 3
-        assert len({batches.layout.tokens.tobytes() for batches in found}) == 3
+        assert len({batches.layout.columns.values["ids"].tobytes() for batches in found}) == 3
 
 
 def test_prompts_are_rendered_with_variables_and_other_columns_go_to_rewards(tmp_path: Path, tokenizer, theirs) -> None:

@@ -267,8 +267,8 @@ def test_rows_that_could_not_be_read_tell_nothing():
 
 
 def read_tokens(vocab_size: int = 10, **fields: Any) -> tuple[list[int], list[bool]]:
-    ids, mask = read_token_row(fields, vocab_size)
-    return ids.tolist(), mask.tolist()
+    document = read_token_row(fields, vocab_size)
+    return document.ids.tolist(), document.trained.tolist()
 
 
 def test_ids_and_labels_of_token_rows():

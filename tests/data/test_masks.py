@@ -64,8 +64,8 @@ def ours(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 
 def render(tokenizer: Tokenizer, fields: dict[str, Any], **settings: Any) -> tuple[list[int], list[bool]]:
     config, row = SFTDataConfig(source="rows.jsonl", max_length=4096, **settings), Row(fields, "here")
-    ((ids, mask),), _ = Renderer(config, SFTReader.of(config, [row], tokenizer), tokenizer)([row])
-    return ids.tolist(), mask.tolist()
+    (document,), _ = Renderer(config, SFTReader.of(config, [row], tokenizer), tokenizer)([row])
+    return document.ids.tolist(), document.trained.tolist()
 
 
 def said(tokenizer: Tokenizer, rendered: tuple[list[int], list[bool]]) -> list[str]:
@@ -150,7 +150,7 @@ def test_answers_that_the_template_ends_otherwise_are_counted(tmp_path: Path):
     rows = [Row({"messages": messages}, "here") for messages in chats]
     config = SFTDataConfig(source="rows.jsonl", max_length=4096)
     documents, report = Renderer(config, SFTReader.of(config, rows, tokenizer), tokenizer)(rows)
-    answers = [tokenizer.decode(ids[mask].tolist()) for ids, mask in documents]
+    answers = [tokenizer.decode(one.ids[one.trained].tolist()) for one in documents]
     assert answers == ["Fourteen.<|endoftext|>", "Seven 🦙.Fourteen.<|endoftext|>", "Fourteen.<|endoftext|>"]
     assert "; 1 earlier answer trained without an end token" in str(report)
     report.add(report)

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_ft.data.documents import Documents
-from lean_ft.data.packing import pack, pack_documents, split, wrap
-from lean_ft.data.prepare import layout_of, report_packing
+from lean_ft.data.arrangement import arrange
+from lean_ft.data.collate import collate
+from lean_ft.data.columns import Columns, Document
+from lean_ft.data.objective import PLAIN
+from lean_ft.data.packing import pack, split, wrap
+from lean_ft.data.prepare import report_packing
 from lean_ft.data.report import DataReport
 from lean_ft.settings import SFTDataConfig
 
@@ -81,7 +84,6 @@ def test_cutting_loses_no_token(lengths: list[int]):
     pieces = split(np.array(lengths), CAPACITY)
     expected = [text[i : i + CAPACITY] for text in texts for i in range(0, len(text), CAPACITY)]
     assert tokens(pieces) == expected
-    assert pieces.continues.tolist() == [piece[-1][1] < lengths[piece[-1][0]] - 1 for piece in expected]
 
     pieces, offsets = wrap(np.array(lengths), CAPACITY)
     one_text = list(itertools.chain(*texts))
@@ -98,14 +100,13 @@ class TestPublishedExamples:
         texts = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]
         if packing == "bfd":
             texts[0] = texts[0][:4]  # truncated before packing, where truncation is counted
-        tokens = np.array(list(itertools.chain(*texts)), dtype=np.int32)
-        lengths = np.array(list(map(len, texts)))
-        documents = Documents.of(tokens, np.ones(len(tokens), dtype=bool), lengths, lengths - 1)
+        columns = Columns.join([Document(np.array(ids), np.ones(len(ids), dtype=bool)) for ids in texts])
         config = SFTDataConfig(source="-", max_length=4, packing=packing)
-        layout = layout_of(documents, pack_documents(documents, config), config, batch_size=3, pad_id=0)
-        self.report = DataReport("tokens", tokens=len(tokens), target_tokens=int((lengths - 1).sum()))
-        report_packing(self.report, layout, documents, config)
-        batch = layout.batch(np.arange(len(layout)))
+        arrangement = arrange(columns.lengths, config, batch_size=3)
+        num_tokens, num_targets = int(columns.lengths.sum()), int(columns.num_targets.sum())
+        self.report = DataReport("tokens", tokens=num_tokens, target_tokens=num_targets)
+        report_packing(self.report, arrangement, columns, config)
+        batch = collate(arrangement, columns, PLAIN, np.arange(len(arrangement)))
         sizes = (batch.input_ids != 0).sum(1).tolist()
         assert all((row[size:] == 0).all() for row, size in zip(batch.input_ids, sizes, strict=True))
         assert (batch.labels[batch.input_ids == 0] == -100).all()

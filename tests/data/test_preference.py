@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_ft.data import preference_batches
+from lean_ft.data.columns import Document
 from lean_ft.data.documents import Renderer
 from lean_ft.data.pairs import PairReader, fit_answers, num_prompt_tokens
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Document, Row
+from lean_ft.data.rows import Row
 from lean_ft.settings import PreferenceDataConfig
 from tests.data.pair_texts import Text, texts_of
 
@@ -37,12 +38,12 @@ def render(tokenizer, *fields: dict[str, Any], **settings: Any) -> tuple[list[Pa
     pairs = []
     for sides in zip(documents[::2], documents[1::2], strict=True):
         length = num_prompt_tokens(sides)
-        pairs.append(Pair(sides[0][0][:length], *((ids[length:], mask[length:]) for ids, mask in sides)))
+        pairs.append(Pair(sides[0].ids[:length], *(side[length:] for side in sides)))
     return pairs, report
 
 
 def texts(tokenizer, pair: Pair) -> list[str]:
-    return [tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen[0], pair.rejected[0])]
+    return [tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen.ids, pair.rejected.ids)]
 
 
 CHAT = ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", "yes<|im_end|>", "no<|im_end|>"]
@@ -66,8 +67,8 @@ CHAT = ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", "yes<|im_end|>
 def test_ways_to_write_a_chat(fields: dict[str, Any], chat_tokenizer):
     (pair,), report = render(chat_tokenizer, fields)
     assert texts(chat_tokenizer, pair) == CHAT
-    assert pair.chosen[1].all() and pair.rejected[1].all()
-    num_tokens = 2 * len(pair.prompt) + len(pair.chosen[0]) + len(pair.rejected[0])
+    assert pair.chosen.trained.all() and pair.rejected.trained.all()
+    num_tokens = 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
     assert (report.kept, report.tokens) == (1, num_tokens)
     assert report.target_tokens == 4 + 3
 
@@ -79,7 +80,7 @@ def test_answers_of_several_turns(chat_tokenizer):
         texts(chat_tokenizer, pair)[1]
         == "a<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     )
-    assert chat_tokenizer.decode(pair.chosen[0][pair.chosen[1]]) == "a<|im_end|>b<|im_end|>"
+    assert chat_tokenizer.decode(pair.chosen.ids[pair.chosen.trained]) == "a<|im_end|>b<|im_end|>"
     # An earlier answer common to both sides is part of the prompt.
     shared = [user("q"), assistant("a"), user("r")]
     (pair,), _ = render(chat_tokenizer, {"chosen": [*shared, assistant("b")], "rejected": [*shared, assistant("c")]})
@@ -126,17 +127,17 @@ def test_cutting(sizes, max_prompt, max_completion, max_length, side):
     limits = {"max_prompt_length": max_prompt, "max_completion_length": max_completion, "max_length": max_length}
     config = PreferenceDataConfig(source="x", truncation_side=side, **limits)
     report = DataReport("preference")
-    sides = [(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool)) for ids in (chosen, rejected)]
-    kept = fit_answers(np.array(prompt, dtype=np.int32), sides, config, "a place", report)
+    asked, *sides = (Document(np.array(ids), np.ones(len(ids), dtype=bool)) for ids in (prompt, chosen, rejected))
+    kept = fit_answers(asked, sides, config, "a place", report)
     if expected is None:
         assert kept is None
         assert sum(report.dropped.values()) == 1
         return
     assert kept is not None
     kept_prompt, answers = kept
-    assert [kept_prompt.tolist(), *(ids.tolist() for ids, _ in answers)] == list(expected)
-    assert [len(mask) for _, mask in answers] == [len(expected[1]), len(expected[2])]
-    lost = 2 * len(prompt) + len(chosen) + len(rejected) - sum(len(kept_prompt) + len(ids) for ids, _ in answers)
+    assert [part.ids.tolist() for part in (kept_prompt, *answers)] == list(expected)
+    assert [len(answer.trained) for answer in answers] == [len(expected[1]), len(expected[2])]
+    lost = 2 * len(prompt) + len(chosen) + len(rejected) - sum(len(kept_prompt) + len(answer) for answer in answers)
     assert (report.lost_tokens, report.truncated) == (lost, int(lost > 0))
 
 
@@ -185,7 +186,7 @@ def test_a_pair_that_is_too_long_need_not_be_cut(overflow: str, plain_tokenizer)
             render(plain_tokenizer, *rows, **settings)
         return
     pairs, report = render(plain_tokenizer, *rows, **settings)
-    assert [len(pair.chosen[0]) for pair in pairs] == [6]
+    assert [len(pair.chosen) for pair in pairs] == [6]
     assert (report.dropped, report.truncated) == ({"longer than max_length": 2}, 0)
     # max_completion_length truncates the long answer first, so the pair fits.
     assert render(plain_tokenizer, *rows, **settings, max_completion_length=6)[1].kept == 3
@@ -200,50 +201,37 @@ PAIRS = [{"prompt": "p" * (i % 5 + 1), "chosen": f"{i}+" + "c" * (i % 9), "rejec
     ids=str,
 )
 def test_batches_hold_chosen_and_rejected_in_turn(layout: dict[str, Any], write, plain_tokenizer, monkeypatch):
+    """With and without shared prompts: of different lengths, empty prompts, and answers of one token."""
     monkeypatch.setattr("lean_ft.data.documents.FEW_ROWS", 0)
-    config = PreferenceDataConfig(source=write(PAIRS), max_length=32, validation_fraction=0.25, **layout)
-    batches, held_out = preference_batches(config, plain_tokenizer, batch_size=3, seed=0)
-    assert held_out is not None
-    assert (batches.report.kept, held_out.report.kept) == (30, 10)
-    taken = batches.take(batches.batches_per_epoch)
-    for some, report in ((taken, batches.report), (list(held_out), held_out.report)):
-        assert sum(batch.num_targets for batch in some) == report.target_tokens
+    rows = [*PAIRS, *({"prompt": "", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(4))]
+    config = PreferenceDataConfig(source=write(rows), max_length=32, validation_fraction=0.25, **layout)
 
     def expected(row: dict[str, str], side: str) -> Text:
         prompt, answer = (plain_tokenizer.encode(text) for text in (row["prompt"], row[side] + "<|end|>"))
-        return prompt + answer, [-100] * (len(prompt) - 1) + answer + [-100]
+        return prompt + answer, ([-100] * (len(prompt) - 1) + answer if prompt else answer[1:]) + [-100]
 
-    found = [both for batch in [*taken, *held_out] for _, *both in texts_of(batch)]
-    assert sorted(found) == sorted([expected(row, side) for side in ("chosen", "rejected")] for row in PAIRS)
-    assert all(batch.input_ids.shape == (3, 64) for batch in taken if layout.get("packing") == "bfd")
-    assert max(batch.num_tokens for batch in taken) <= layout.get("batch_tokens", 9999)
-
-
-@pytest.mark.parametrize(
-    "layout", [{}, {"packing": "bfd"}, {"packing": "padding_free"}, {"batch_tokens": 160}], ids=str
-)
-def test_a_shared_prompt_stands_once_and_the_texts_are_the_same(layout: dict[str, Any], write, plain_tokenizer):
-    """Prompts of different lengths, empty prompts, and answers of one token."""
-    no_prompt = [{"chosen": f"c{i}", "rejected": f"r{i}"} for i in range(3)]
-    source = write([*PAIRS, *no_prompt])
-    config = PreferenceDataConfig(source=source, max_length=32, max_prompt_length=4, validation_fraction=0.25, **layout)
-    texts, positions = [], []
+    everything = sorted([expected(row, side) for side in ("chosen", "rejected")] for row in rows)
+    shared, positions = [_same_ids(*both) for both in everything], list[int]()
+    assert {0, 1, 4} <= set(shared)
     for share_prompts in (False, True):
         batches, held_out = preference_batches(config, plain_tokenizer, 3, 0, share_prompts)
         assert held_out is not None
-        taken: list[Any] = [*batches.take(batches.batches_per_epoch), *held_out]
-        texts.append({pair: both for batch in taken for pair, *both in texts_of(batch)})
+        assert (batches.report.kept, held_out.report.kept) == (33, 11)
+        trained, validated = batches.take(batches.batches_per_epoch), list(held_out)
+        if not share_prompts:  # a shared prompt's last token has the first completion's label
+            for some, report in ((trained, batches.report), (validated, held_out.report)):
+                assert sum(batch.num_targets for batch in some) == report.target_tokens
+        taken: list[Any] = [*trained, *validated]
+        numbers, *both = zip(*(one for batch in taken for one in texts_of(batch)), strict=True)
+        assert sorted(map(list, zip(*both, strict=True))) == everything
+        assert sorted(numbers) == list(range(44))
         positions.append(sum(int(batch.is_token.sum()) for batch in taken))
-        assert sum(batch.num_prefix_tokens for batch in taken) == (positions[0] - positions[-1])
-    assert len(texts[0]) == 43
-    assert texts[0] == texts[1]
-    shared = [_same_ids(chosen, rejected) for chosen, rejected in texts[1].values()]
-    assert {0, 1, 4} <= set(shared)
+        assert sum(batch.num_prefix_tokens for batch in taken) == positions[0] - positions[-1]
+        assert all(batch.input_ids.shape == (3, 64) for batch in trained if layout.get("packing") == "bfd")
+        assert max(batch.num_tokens for batch in taken) <= layout.get("batch_tokens", 9999)
     assert positions[0] - positions[1] == sum(shared)
     if not layout:
-        widest = max(
-            len(chosen[0]) + len(rejected[0]) - _same_ids(chosen, rejected) for chosen, rejected in texts[1].values()
-        )
+        widest = max(len(c[0]) + len(r[0]) - own for (c, r), own in zip(everything, shared, strict=True))
         assert max(batch.input_ids.shape[1] for batch in taken) == -(-widest // 8) * 8
 
 

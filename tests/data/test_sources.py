@@ -111,8 +111,7 @@ class TestAFunctionOfOnesOwn:
             wrapped = [{"chat": {"messages": row}, "text": {"text": row}}.get(name, row) for row in made]
             expected, _ = prepare(SFTDataConfig(source=write(wrapped, "made.jsonl")), chat_tokenizer)
             found, report = prepare(SFTDataConfig(**settings(name, num_processes=num_processes)), chat_tokenizer)
-            assert [ids.tolist() for ids, _ in found] == [ids.tolist() for ids, _ in expected]
-            assert [mask.tolist() for _, mask in found] == [mask.tolist() for _, mask in expected]
+            assert found.content() == expected.content()
             assert report.rows == len(made)
         render = renderer_of(config := PreferenceDataConfig(**settings("preference")), chat_tokenizer, config.source)
         assert render.reader.format == "preference"

@@ -20,8 +20,9 @@ def render(tmp_path, chat_tokenizer) -> Any:
         file.write_text("\n".join(map(json.dumps, fields)))
         config = kind(source=str(file), **settings)
         rows = [Row(one, f"rows.jsonl, line {i}") for i, one in enumerate(fields, start=1)]
-        documents, values, report = renderer_of(config, chat_tokenizer, str(file)).with_values(rows)
-        return [chat_tokenizer.decode(ids[mask]) for ids, mask in documents], values, report
+        documents, report = renderer_of(config, chat_tokenizer, str(file))(rows)
+        values = [value for one in documents for value in one.per_document["row_values"].tolist()]
+        return [chat_tokenizer.decode(one.ids[one.trained]) for one in documents], values, report
 
     return of
 

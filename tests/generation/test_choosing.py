@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lean_ft.data.columns import identity
 from lean_ft.generation import choosing
 from lean_ft.generation.choosing import RowKey, Sampling, choose, waiting_times
 from tests.generation.plain_draws import draw, waiting_time
@@ -13,7 +14,7 @@ PROMPT = [3, 1, 4]
 
 
 def keys(count: int, seed: int = 0, prompt: list[int] = PROMPT, sample: int = 0) -> torch.Tensor:
-    key = RowKey(seed, prompt, sample)
+    key = RowKey(seed, identity(prompt), sample)
     return torch.tensor([key.at(position) for position in range(count)], dtype=torch.int32)
 
 

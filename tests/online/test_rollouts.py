@@ -151,3 +151,28 @@ def test_a_model_whose_prompts_depend_on_the_completion_computes_each(
             shares_prompts(settings(*given, "data.shared_prompt=true"))
     with pytest.raises(ValueError, match="this recipe repeats the prompt"):
         rollouts_of(settings("data.shared_prompt=true", "batch_size=12"))
+
+
+def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained() -> None:
+    """A completion with given tokens in its middle, such as a tool's result, equals a plain loop over its sampled tokens."""
+    cfg = settings("batch_size=12", "gradient_accumulation_steps=1", "loss.mask_truncated=false")
+    model = random_model("llama_biases", cfg)
+    for share in (False, True):
+        rollouts = rollouts_of(cfg, shortest=4, share_prompts=share)
+        for i, one in enumerate(rollouts._answers):
+            one.trained = [place not in (1, 2, i % 7) for place in range(len(one.ids))]
+            one.counts = [sampled and one.reward is not None for sampled in one.trained]
+        rollouts.begin()
+        [batch] = rollouts.take()
+        found = TokenLogProbs(model, cfg)(model, batch).log_probs
+        expected = torch.zeros_like(found)
+        for row, one in enumerate(rollouts._answers):
+            ids = torch.tensor([*rollouts._prompts[one.prompt].ids, *one.ids])
+            log_probs = (model(ids[None])[0].float() / 0.8).log_softmax(-1)
+            for place, token in enumerate(one.ids):
+                if one.trained[place]:
+                    expected[row, place] = log_probs[len(ids) - len(one.ids) + place - 1, token]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        counted = sum(sum(one.counts) for one in rollouts._answers)
+        assert batch.num_targets == int(batch.counts.sum()) == counted > 0
+        assert len(batch.label) == sum(sum(one.trained) for one in rollouts._answers)

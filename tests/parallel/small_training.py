@@ -71,11 +71,10 @@ def make_batch(number: int, vocab: int = VOCAB) -> Batch:
         labels[:, begin + 1 : end - 1] = ids[:, begin + 2 : end]
     boundaries = [0, *cuts[1:], *(TOKENS + cut for cut in cuts[1:])]
     positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(cuts)])
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
     return Batch(
-        input_ids=ids,
-        labels=labels,
-        positions=positions.expand(2, -1),
-        cu_seqlens=torch.tensor(boundaries, dtype=torch.int32),
+        {"input_ids": ids, "positions": positions.expand(2, -1), "cu_seqlens": cu_seqlens},
+        labels,
         num_targets=int((labels != -100).sum()),
         num_tokens=ids.numel(),
     )

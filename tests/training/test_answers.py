@@ -13,7 +13,7 @@ from lean_ft.models import Decoder, load_model
 from lean_ft.models.source import Source
 from lean_ft.settings import PreferenceDataConfig, RecipeConfig, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
-from lean_ft.training.answers import answer_held_out, questions_of, say_answers
+from lean_ft.training.answers import answer_held_out, say_answers
 
 QUESTIONS = ["What is 7 plus 5?", "Count the words: fig, saw.", "Hello", "Reverse this list: red, fox, axe, nail."]
 MAX_NEW_TOKENS = 12
@@ -190,6 +190,6 @@ def test_of_a_pair_the_chosen_answer_is_the_right_one(packing, share_prompts, to
     config = PreferenceDataConfig(source=str(tmp_path / "pairs.jsonl"), max_length=64, packing=packing)
     batches, _ = preference_batches(config, tokenizer, 3, 0, share_prompts)
     taken = batches.take(batches.batches_per_epoch)
-    asked = [tuple(map(tokenizer.decode, both)) for batch in taken for both in questions_of(batch)]
+    asked = [tuple(map(tokenizer.decode, both)) for batch in taken for both in batch.questions()]
     assert {answer for _, answer in asked} == {"good<|end|>"}
     assert sorted(question for prompt, _ in asked for question in QUESTIONS if question in prompt) == sorted(QUESTIONS)

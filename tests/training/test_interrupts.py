@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lean_ft.data.batches import Layout
+from lean_ft.data.batches import ArrangedDocuments
 from lean_ft.settings.text import load_config
 from lean_ft.system.interrupts import OutsideTraining, StopSignals
 from tests.parallel.processes import FORKS
@@ -133,7 +133,7 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
 ):
     settings = ["save_every=0", "eval_every=2", f"data.validation_source={inputs / 'rows.jsonl'}"]
     count = iter(range(100))
-    batch = Layout.batch
+    batch = ArrangedDocuments.batch
 
     def signalled(self, rows, *more):
         if not torch.is_grad_enabled() and next(count) == 3:  # the 4th of 7
@@ -141,7 +141,7 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
         return batch(self, rows, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Layout, "batch", signalled)
+        patch.setattr(ArrangedDocuments, "batch", signalled)
         with pytest.raises(SystemExit) as stopped:
             train_real(tmp_path / "run", *settings)
     assert stopped.value.code == 128 + number

@@ -1,0 +1,179 @@
+"""Tensors of a batch: the columns of its documents, arranged in rows.
+
+`Placed` computes once where each token is in the batch, its position in its text, and the token that it predicts. Then
+each column is filled in.
+
+Legend: B rows of a batch, T positions of a row, M texts of the batch, K tokens of the texts, N labels.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lean_ft.data.arrangement import Arrangement, whole_documents
+from lean_ft.data.batch import Batch
+from lean_ft.data.columns import Columns, Document
+from lean_ft.data.objective import PLAIN, Objective
+from lean_ft.data.rows import IGNORED
+
+
+class Placed:
+    """The texts of a batch and the places of their tokens in its B * T positions.
+
+    A text is a document or a piece of one, or with `joined` all pieces of a row. The tokens of a shared prompt are where
+    the first text with this prompt has them.
+    """
+
+    def __init__(self, arrangement: Arrangement, columns: Columns, rows: np.ndarray) -> None:
+        of_rows, width, self._num_boundaries = arrangement.of_batch(rows)
+        self.shape, self.sides = (len(of_rows), width), arrangement.sides
+        self.arrangement, self._columns = arrangement, columns
+        pieces, row = np.concatenate(of_rows), np.repeat(np.arange(len(of_rows)), [len(some) for some in of_rows])
+        self.documents = arrangement.documents[pieces]
+        """(M,) documents in the columns."""
+        lengths, taken = arrangement.lengths[pieces], arrangement.taken[pieces]
+        shared, used = lengths - taken, _sums(taken, row, len(of_rows))
+        begins = row * width + np.cumsum(taken) - taken - (np.cumsum(used) - used)[row]
+        prompts = begins[np.maximum.accumulate(np.where(shared == 0, np.arange(len(pieces)), 0))]
+        self._rest = width - used  # (B,) padding
+
+        text = row if arrangement.joined else np.arange(len(pieces))
+        self._row = row[np.append(True, text[1:] != text[:-1])]  # (M,)
+        self._taken, self._shared = (_sums(numbers, text, len(self._row)) for numbers in (taken, shared))
+        self._prefixes = np.stack([prompts, prompts + shared], 1)  # (M, 2) unless texts are joined
+
+        self.text = np.repeat(text, lengths)
+        """(K,) text of each token."""
+        self.token = ranges(arrangement.firsts[pieces], lengths)
+        """(K,) number of each token in its document."""
+        self.source = np.repeat(columns.starts[self.documents], lengths) + self.token
+        """(K,) index of each token in the per-token columns."""
+        in_prompt = ranges(np.zeros_like(lengths), lengths) < np.repeat(shared, lengths)
+        self.place = np.where(in_prompt, ranges(prompts, lengths), ranges(begins - shared, lengths))
+        """(K,) position of each token."""
+        self.is_own = ~in_prompt
+        """(K,) bool: the token is not in the shared prompt of an earlier text."""
+        self._is_last = np.append(self.text[1:] != self.text[:-1], True)
+        # A token predicts the next of its text. The last token before a cut predicts the next of its document.
+        self._next = np.append(self.source[1:], 0)
+        is_cut = self.token + 1 < np.repeat(columns.lengths[self.documents], lengths)
+        is_cut &= self._is_last & (not arrangement.joined)
+        self._next[self._is_last] = np.where(is_cut, self.source + 1, 0)[self._is_last]
+        self.is_target = columns.values["trained"][self._next] & (is_cut | ~self._is_last)
+        """(K,) bool: the token predicts a label."""
+
+    @property
+    def num_labels(self) -> np.ndarray:
+        """(M,)"""
+        return _sums(self.is_target, self.text, len(self._row))
+
+    @property
+    def index(self) -> np.ndarray:
+        """(N,) position that predicts each label, text after text."""
+        return self.place[self.is_target]
+
+    @cached_property
+    def label(self) -> np.ndarray:
+        """(N,)"""
+        return self._columns.values["ids"][self._next[self.is_target]].astype(np.int64)
+
+    @property
+    def last(self) -> np.ndarray:
+        """(M,) position of each text's last token."""
+        return self.place[self._is_last]
+
+    def bounds(self) -> dict[str, Any]:
+        """Arguments of the forward pass: the position of each token in its text, the boundaries of packed texts, and the
+        prompts that texts share. Padding at the end of a packed row is a text too."""
+        found = {"cu_seqlens": None, "prefixes": None, "num_prefix_tokens": 0}
+        if not self._num_boundaries:
+            return {"positions": np.tile(np.arange(self.shape[1]), (self.shape[0], 1)), **found}
+        padded = np.flatnonzero(self._rest)
+        at = np.searchsorted(self._row, padded, side="right")
+        lengths = np.insert(self._taken, at, self._rest[padded])
+        assert len(lengths) < self._num_boundaries
+        boundaries = np.full(self._num_boundaries, self.shape[0] * self.shape[1], dtype=np.int32)
+        boundaries[: len(lengths) + 1] = np.append(0, np.cumsum(lengths))
+        if self.arrangement.shared is not None:
+            prefixes = np.zeros((self._num_boundaries - 1, 2), dtype=np.int32)
+            prefixes[: len(lengths)] = np.insert(self._prefixes, at, 0, axis=0)
+            found |= {"prefixes": prefixes, "num_prefix_tokens": int(self._shared.sum())}
+        positions = ranges(np.insert(self._shared, at, 0), lengths).reshape(self.shape)
+        return found | {"positions": positions, "cu_seqlens": boundaries}
+
+
+def collate(
+    arrangement: Arrangement, columns: Columns, objective: Objective, rows: np.ndarray, epoch: int = 0
+) -> Batch:
+    """Build the batch of `rows`, with the fields of the objective."""
+    placed = Placed(arrangement, columns, rows)
+    own, num_tokens = placed.is_own, placed.shape[0] * placed.shape[1]
+
+    def filled(places: np.ndarray, values: Any, fill: int, dtype: Any) -> np.ndarray:  # (B, T)
+        grid = np.full(num_tokens, fill, dtype=dtype)
+        grid[places] = values
+        return grid.reshape(placed.shape)
+
+    inputs: dict[str, Any] = placed.bounds() | {"is_token": filled(placed.place[own], True, False, bool)}
+    for name in columns.per_token:
+        if name not in objective.of_loss:
+            values = columns.values[name][placed.source[own]]
+            pad, dtype = (columns.pad_id, np.int64) if name == "ids" else (0, values.dtype)
+            inputs["input_ids" if name == "ids" else name] = filled(placed.place[own], values, pad, dtype)
+    is_own_label = own[placed.is_target]
+    fields: dict[str, Any] = {
+        "inputs": as_tensors(inputs),
+        "labels": filled(placed.index[is_own_label], placed.label[is_own_label], IGNORED, np.int64),
+        "num_targets": len(placed.label),
+        "num_tokens": num_tokens,
+    }
+    fields |= objective.row_fields(columns, placed) | objective.token_fields(columns, placed, epoch)
+    documents = None
+    if arrangement.whole and columns.first is not None:
+        documents = columns.first + placed.documents
+    return objective.batch_type(**as_tensors(fields), documents=documents)
+
+
+def batch_of(
+    documents: Sequence[Document],
+    objective: Objective = PLAIN,
+    *,
+    kind: Literal["padded", "flat"],
+    row_tokens: int,
+    pad_id: int,
+    sides: int = 1,
+    shared: np.ndarray | None = None,
+    batch_size: int | None = None,
+) -> Batch:
+    """Build one batch of `documents`, such as sampled completions; `sides` of them form a row of data.
+
+    The other arguments are as in `Arrangement`.
+    """
+    columns = Columns.join(documents, pad_id)
+    arrangement = Arrangement(
+        *whole_documents(columns.lengths, sides),
+        kind=kind,
+        row_tokens=row_tokens,
+        batch_size=batch_size or len(documents) // sides,
+        sides=sides,
+        shared=shared,
+    )
+    return collate(arrangement, columns, objective, np.arange(len(arrangement)))
+
+
+def as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in fields.items()}
+
+
+def ranges(firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenate the ranges of `lengths` that begin at `firsts`."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) + np.repeat(firsts - (ends - lengths), lengths)
+
+
+def _sums(numbers: np.ndarray, groups: np.ndarray, num_groups: int) -> np.ndarray:
+    """(num_groups,) sum of the numbers of each group."""
+    return np.bincount(groups, numbers, num_groups).astype(np.int64)

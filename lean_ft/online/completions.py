@@ -1,0 +1,131 @@
+"""Completions of a round, and what a round of them tells: its metrics, and why it may train nothing."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lean_ft.data.columns import Document
+from lean_ft.data.completions import TOKEN_VALUES
+from lean_ft.losses import deviation
+
+
+@dataclass
+class Completion:
+    """One completion of a round. Its fields are saved in checkpoints."""
+
+    prompt: int  # its number
+    ids: list[int]
+    log_probs: list[float]  # the sampler's
+    ended: bool
+    reward: float | None
+    rewards: list[float | None]  # of each function
+    text: str
+    extras: dict[str, Any] = field(default_factory=dict)  # of `log_extra`, by column
+    # Per token: the divergence from the reference, if it is part of the reward.
+    divergences: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # per token, the value model's prediction before it
+    returns: list[float] = field(default_factory=list)  # and the prediction's target
+    old: list[float] = field(default_factory=list)  # the trainer's own log-probabilities, before the first update
+    counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
+    uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
+    advantages: list[float] = field(default_factory=list)  # one per token, or one for all
+    # Whether the policy sampled a token; others, such as a tool's result, are given. Empty: it sampled all.
+    trained: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.trained = self.trained or [True] * len(self.ids)
+
+    def of_tokens(self, values: list[float]) -> list[float]:
+        """One value per token: a single value is repeated; zeros if there is none yet."""
+        return values if len(values) == len(self.ids) else (values or [0.0]) * len(self.ids)
+
+    @property
+    def token_advantages(self) -> list[float]:
+        """The advantage of each token; 0 where `loss.entropy_share` omits the policy loss."""
+        advantages = self.of_tokens(self.advantages)
+        return (
+            [a if u else 0.0 for a, u in zip(advantages, self.uncertain, strict=True)] if self.uncertain else advantages
+        )
+
+    @property
+    def divergence(self) -> float | None:
+        return sum(self.divergences) if self.divergences else None
+
+    def shown(self, asked: Any, columns: Iterable[str]) -> dict[str, Any]:
+        """The line of samples.jsonl, with these columns of `log_extra`."""
+        row = {
+            "prompt": asked,
+            "answer": self.text,
+            "reward": self.reward,
+            "rewards": self.rewards,
+            **({"advantage": self.advantages[0]} if self.advantages else {}),
+            "ended": self.ended,
+        }
+        return row | {f"extra/{name}" if name in row else name: self.extras.get(name) for name in columns}
+
+    def document(self, prompt: Sequence[int]) -> Document:
+        """The prompt and the completion, of which the sampled tokens are trained."""
+        return Document(np.array([*prompt, *self.ids]), np.array([False] * len(prompt) + self.trained))
+
+    def document_with_values(self, prompt: Sequence[int], names: Sequence[str]) -> Document:
+        """The document with the values of its tokens, by the names of `PolicyBatch`."""
+        found = vars(self) | {"sampled": self.log_probs, "advantages": self.token_advantages}
+        types = {name: bool if name == "counts" else np.float32 for name in names}
+        columns = {n: np.array([0] * len(prompt) + self.of_tokens(found[n]), dtype=types[n]) for n in names}
+        document = self.document(prompt)
+        return Document(document.ids, document.trained, columns, {"prompt": np.array([len(prompt)])})
+
+
+def documents_of(completions: Sequence[Completion], prompts: Sequence[Sequence[int]]) -> list[Document]:
+    """The documents of completions, with the values that any of them has."""
+    always = ("counts", "sampled", "advantages")
+    names = [name for name in TOKEN_VALUES if name in always or any(getattr(one, name) for one in completions)]
+    return [one.document_with_values(prompt, names) for one, prompt in zip(completions, prompts, strict=True)]
+
+
+def differ(completions: Sequence[Completion]) -> bool:
+    """Whether the rewards of a prompt's completions differ."""
+    return len({one.reward for one in completions if one.reward is not None}) > 1
+
+
+def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[str, float]:
+    """Metrics of a round with `num_answers` completions of each prompt."""
+    size = num_answers if num_answers > 1 else len(completions)
+    groups = torch.tensor([math.nan if one.reward is None else one.reward for one in completions]).view(-1, size)
+    num_tokens = sum(len(one.ids) for one in completions)
+    told = {
+        "reward": float(groups.nanmean()),
+        "reward_std": float(deviation(groups, ~groups.isnan(), 1).mean()),
+        "even_groups": float(
+            np.mean([not differ(completions[i : i + size]) for i in range(0, len(completions), size)])
+        ),
+        "completion_length": num_tokens / len(completions),
+        "truncated": sum(not one.ended for one in completions) / len(completions),
+    }
+    if divergences := [one.divergence for one in completions if one.divergence is not None]:
+        told["kl"] = sum(divergences) / num_tokens
+    return {name: value for name, value in told.items() if not math.isnan(value)}
+
+
+def why_untrained(found: dict[str, float], any_trained: bool, has_values: bool) -> str:
+    """Why a round with these metrics changes nothing, and what helps; empty if it does.
+
+    has_values: a value model, rather than the prompt's other completions, is the baseline.
+    """
+    if "reward" not in found:
+        return "no completion has a reward, because all reward functions returned None"
+    if not any_trained:
+        return (
+            "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
+            "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
+        )
+    if has_values or found["even_groups"] < 1:
+        return ""
+    return (
+        "all completions of each prompt have the same reward. To sample other prompts instead, set "
+        "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
+    )

@@ -1,0 +1,155 @@
+"""A column that a reader adds reaches the model beside the right tokens, and nothing in between names it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lean_ft.data import Batch, preference_batches, sft_batches, unpaired_batches
+from lean_ft.data.columns import Columns, Document, identity
+from lean_ft.frozen.teacher_cache import keep_teacher
+from lean_ft.models import Decoder, load_model
+from lean_ft.quantize.held_out_loss import mean_loss
+from lean_ft.settings import KeepTeacherConfig, PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
+from lean_ft.tokenizers import load_tokenizer
+from tests.data.tone_readers import IDS, PLACES, READERS
+from tests.recipes.conftest import TINY, run_recipe
+
+ROWS = [{"prompt": "p" * (i % 5 + 1), "completion": f"{i}" + "c" * (7 * i % 40)} for i in range(24)]
+PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": f"no {i}"} for i, row in enumerate(ROWS)]
+KINDS = {"sft": ROWS, "pairs": PAIRS, "shared": PAIRS, "unpaired": PAIRS}
+LAYOUTS = [{"packing": p} for p in ("none", "bfd", "bfd_split", "wrapped", "padding_free")]
+LAYOUTS += [{"packing": "none", "truncation_side": "left"}, {"packing": "none", "num_processes": 2}]
+
+
+@pytest.fixture
+def tones(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Readers add `tone`, and each forward pass checks it. The tones of all passes."""
+    for name, reader in READERS.items():
+        monkeypatch.setattr(type(import_module(f"lean_ft.data.{name}").OBJECTIVE), "reader", reader)
+    monkeypatch.setattr("lean_ft.data.documents.FEW_ROWS", 2)
+    seen, forward = list[Tensor](), Decoder.forward
+
+    def heard(self: Decoder, input_ids: Tensor, *args: Any, tone: Tensor, is_token: Tensor, **more: Any) -> Any:
+        assert torch.equal((tone - 1)[is_token] % IDS, input_ids[is_token])
+        assert not tone[~is_token].any()
+        seen.append(tone)
+        return forward(self, input_ids, *args, is_token=is_token, **more)
+
+    monkeypatch.setattr(Decoder, "forward", heard)
+    return seen
+
+
+def texts_of(batch: Batch) -> Iterator[Tensor]:
+    """The tones of each text, with the shared prompt that it continues."""
+    tone, width = batch.inputs["tone"].flatten(), batch.labels.shape[1]
+    bounds = range(0, batch.num_tokens + 1, width) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    prefixes = [(0, 0)] * len(bounds) if batch.prefixes is None else batch.prefixes.tolist()
+    for (start, end), prefix in zip(pairwise(bounds), prefixes, strict=False):
+        text = torch.cat((tone[slice(*prefix)], tone[start:end]))
+        if (text := text[text > 0]).numel():
+            yield (text - 1) // IDS
+
+
+def prepared(kind: str, layout: dict[str, Any], write: Any, folder: Path) -> list[Any]:
+    kinds = {"sft": (SFTDataConfig, sft_batches), "unpaired": (UnpairedDataConfig, unpaired_batches)}
+    config_type, prepare = kinds.get(kind, (PreferenceDataConfig, preference_batches))
+    source = write(KINDS[kind])
+    config = config_type(source=source, max_length=24, validation_fraction=0.2, cache_dir=folder, chat=False, **layout)
+    sharing = {"share_prompts": True} if kind == "shared" else {}
+    return list(prepare(config, load_tokenizer("tiny"), 3, 0, **sharing))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(map(str, layout.values())))
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_value_stands_beside_its_token(
+    tones: list[Tensor], kind: str, layout: dict[str, Any], write: Any, tmp_path: Path
+) -> None:
+    """Through truncation, packing, shared prompts, held-out rows, worker processes and the cache on disk."""
+    if kind != "sft" and layout["packing"] in ("bfd_split", "wrapped"):
+        pytest.skip("answers are not cut")
+    found = []
+    for _ in range(2):  # the second start reads the cache
+        batches, held_out = prepared(kind, layout, write, tmp_path)
+        taken = [*batches.take(batches.batches_per_epoch), *held_out]
+        found.append([batch.inputs["tone"] for batch in taken])
+        for part in (batches.layout, held_out.layout):
+            for document in part.columns:
+                number = int(document.per_token["tone"][-1] - 1) // IDS // PLACES // 2
+                assert document.per_document["marks"].tolist() == (np.arange(number % 4) + number).tolist()
+    assert all(map(torch.equal, *found))
+    model, places = load_model("tiny"), list[int]()
+    with torch.no_grad():
+        for batch in taken:
+            for one in filter(None, (batch, getattr(batch, "mismatched", None))):
+                model(**one.inputs)
+                assert "marks" not in one.inputs
+            for text in texts_of(batch):
+                places += text.tolist()
+                steps = text.diff()
+                if kind != "sft":  # the prompt's values are the chosen text's: one step to the other side
+                    steps = steps[steps != PLACES + 1]
+                assert (steps == 1).all() or layout["packing"] == "wrapped"
+            halves = [batch.part_of_rows(i, 2).inputs["tone"] for i in range(2)]
+            assert torch.equal(torch.cat(halves, 1), batch.inputs["tone"])
+    assert len(tones) == len(taken) * (2 if kind == "unpaired" else 1)
+    if kind == "sft" and layout["packing"] != "none":  # packed rows lose no token but those of truncation
+        everything = {place for part in (batches, held_out) for place in _places(part.layout.columns)}
+        assert set(places) == everything
+        assert len(places) == len(everything)
+
+
+def _places(columns: Columns) -> list[int]:
+    return [place for document in columns for place in ((document.per_token["tone"] - 1) // IDS).tolist()]
+
+
+def test_other_models_and_other_passes_get_the_column(tones: list[Tensor], write: Any, tmp_path: Path) -> None:
+    """A teacher in memory and its cache, references, a quantized model's held-out loss, and batches of KTO."""
+
+    def passes(recipe: str, rows: list[Any], *settings: str) -> int:
+        tones.clear()
+        given = (f"data.source={write(rows)}", "data.max_length=48", "data.chat=false", "max_steps=2", "batch_size=4")
+        run_recipe(recipe, Path(mkdtemp(dir=tmp_path)), *TINY, *given, *settings)
+        return len(tones)
+
+    assert passes("finetune", ROWS, "data.packing=bfd", "eval_answers=0") == 2
+    assert passes("distill", ROWS, "distill.teacher=tiny") == 4
+    assert passes("dpo", PAIRS, "reference.kind=model", "data.shared_prompt=true") == 4
+    assert passes("dpo", PAIRS, "reference.kind=cached", f"data.cache_dir={tmp_path}", "epochs=1") == 4
+    assert passes("kto", PAIRS, "reference.kind=model") >= 4
+
+    source = write(ROWS)
+    data = SFTDataConfig(source=source, max_length=48, chat=False)
+    batches, _ = sft_batches(data, load_tokenizer("tiny"), 4, 0)
+    tones.clear()
+    mean_loss(load_model("tiny"), batches.take(2))
+    assert len(tones) == 2
+    tones.clear()
+    keep_teacher(KeepTeacherConfig(model={"path": "tiny"}, data=data, destination=tmp_path / "kept", batch_size=8))
+    assert len(tones) == 3
+    assert passes("distill", ROWS, f"distill.cached={tmp_path / 'kept'}") == 2
+
+
+def test_equal_ids_with_other_values_are_other_texts() -> None:
+    ids, trained = np.arange(5, dtype=np.int32), np.arange(5) > 2
+    text = Document(ids, trained)
+    others = [
+        replace(text, per_token={"tone": np.arange(5)}),
+        replace(text, per_token={"tone": np.arange(5) + 1}),
+        replace(text, per_document={"sizes": np.array([3, 4])}),
+        replace(text, per_document={"sizes": np.array([4, 3])}),
+        Document(ids[:4], trained[:4]),
+    ]
+    columns = [Columns.join([one]) for one in (text, *others)]
+    assert len({one.content() for one in columns}) == len({int(one.digests()[0]) for one in columns}) == 6
+    labeled = Columns.join([replace(text, per_document={"row_values": np.array([0.5])})])  # the model does not read it
+    assert labeled.content() == columns[0].content()
+    assert identity([3, 1]) == np.array([3, 1], dtype="<i4").tobytes() != identity([3, 1], {"x": np.array([1])})
