@@ -1,7 +1,7 @@
 """Frozen weights in fewer bits: what is stored, and the dense weight that a product needs.
 
     plain    the weight itself, in any dtype
-    nf4      4-bit levels of a normal distribution, a scale per 64 values; the scales minus their mean may be quantized to 8
+    nf4      4-bit levels of a normal distribution, a scale per 64 values; the scales minus their mean are quantized to 8
              bits in blocks of 256 ("double quantization"). The format and kernels are those of bitsandbytes on every device;
              on CPUs they are faster than torchao's, which are PyTorch operations
     float8   e4m3 numbers and float32 scales that broadcast against them: per matrix, row or block
@@ -93,11 +93,8 @@ class Frozen(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def _nf4_scales(scales: Tensor, *double: Tensor) -> Tensor:
-    """The float32 scales, which may be quantized themselves."""
-    if not double:
-        return scales
-    scale_scales, mean_scale, levels = double
+def _nf4_scales(scales: Tensor, scale_scales: Tensor, mean_scale: Tensor, levels: Tensor) -> Tensor:
+    """The scales in float32."""
     if scales.is_cuda and torch.compiler.is_compiling():  # one kernel, which forward's recomputation and backward share
         block = torch.arange(len(scales), device=scales.device) // NF4_SCALE_BLOCK
         return levels[scales.int()] * scale_scales[block] + mean_scale
