@@ -25,7 +25,8 @@ import yaml
 
 from lean_ft.cli.main import app, run_command_line
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings.text import describe, load_config
+from lean_ft.settings.describing import describe
+from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 
 ROOT = Path(__file__).resolve().parents[1]

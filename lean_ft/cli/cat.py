@@ -8,7 +8,7 @@ import typer
 from pydantic import BaseModel
 
 from lean_ft.cli.arguments import Debug, RecipeOrPreset
-from lean_ft.settings.text import COMMON, commented_yaml, config_schema, describe, one_line_each
+from lean_ft.settings.describing import COMMON, commented_yaml, config_schema, describe, one_line_each
 from lean_ft.system import catalog
 
 
