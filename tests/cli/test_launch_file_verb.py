@@ -50,8 +50,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def written(leanft, kind: str, *more: str) -> str:
     given = (kind, *RUN, "--volume", VOLUMES[kind], "--secret", "HF_TOKEN", "--source", "w.whl", "-o", "job", *more)
-    answer = leanft("launch-file", *given)
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("launch-file", *given)
     assert "my rows.jsonl" in answer.out and "my_model" in answer.out
     text = Path("job").read_text()
     assert os.environ["HF_TOKEN"] not in text
