@@ -52,19 +52,9 @@ def runs(
     columns = {"run": [_cut(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in found], **settings}
     columns |= {f">{name}": [result[name] for result in results] for name in results[0]}
     most_values = sorted(settings, key=lambda key: -len(set(settings[key])))
-    by_importance = [
-        "run",
-        ">steps",
-        ">result",
-        ">held-out",
-        *most_values[:2],
-        ">best",
-        ">peak",
-        ">tokens/s",
-        *most_values[2:],
-    ]
+    results_first = ["run", ">steps", ">result", ">held-out", *most_values[:2], ">best", ">peak", ">tokens/s"]
     shown, left = set(), width
-    for name in by_importance:
+    for name in [*results_first, *most_values[2:]]:
         needed = 2 + max(map(len, [name.removeprefix(">"), *columns[name]]))
         if needed <= left:
             shown, left = {*shown, name}, left - needed

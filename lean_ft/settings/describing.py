@@ -20,19 +20,9 @@ Schema = dict[str, Any]  # JSON schema of a setting or a group
 
 # Settings that people change first, in this order. A recipe has about ten of them.
 COMMON = [
-    "loss.name",
-    "generation.num_answers",
-    "generation.max_new_tokens",
-    "lora.rank",
-    "optimizer.lr",
-    "epochs",
-    "max_steps",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "data.max_length",
-    "data.packing",
-    "memory.activation_checkpointing",
-    "output_dir",
+    *("loss.name", "generation.num_answers", "generation.max_new_tokens", "lora.rank", "optimizer.lr", "epochs"),
+    *("max_steps", "batch_size", "gradient_accumulation_steps", "data.max_length", "data.packing"),
+    *("memory.activation_checkpointing", "output_dir"),
 ]
 
 

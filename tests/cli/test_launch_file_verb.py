@@ -13,11 +13,7 @@ import yaml
 
 FILES = ["mine.yaml", "my rows.jsonl", "my_model"]
 RUN = [
-    "finetune",
-    "--config",
-    "mine.yaml",
-    "data.source=my rows.jsonl",
-    "model.path=my_model",
+    *("finetune", "--config", "mine.yaml", "data.source=my rows.jsonl", "model.path=my_model"),
     "gradient_accumulation_steps=2",
 ]
 JOB = [*RUN, "output_dir=/runs/First-1"]
