@@ -24,8 +24,7 @@ from lean_ft.settings import (
     RecipeConfig,
     Source,
 )
-from lean_ft.settings.describing import dump_chosen
-from lean_ft.settings.text import dump
+from lean_ft.settings.text import dump, dump_chosen
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.redaction import redact
 from lean_ft.system.user_functions import is_function_path

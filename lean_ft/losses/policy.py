@@ -1,6 +1,6 @@
 """Policy losses of sampled completions. To add one, copy a function and add it to `LOSSES`.
 
-A loss gets `Completions`: log-probabilities now and before the update, and advantages. It returns a value per token, (B,
+A loss gets `Answers`: log-probabilities now and before the update, and advantages. It returns a value per token, (B,
 T); `LOSSES` states the denominator. Denominators are those of the whole step, also if a batch is a part of it.
 
 In the formulas: r = exp(now - old), A the advantage, s the log of the ratio to the reference.
@@ -28,7 +28,7 @@ from lean_ft.system.user_functions import check_shape, is_function_path, load_fu
 STD_FLOOR = 1e-4
 
 
-class Completions(NamedTuple):
+class Answers(NamedTuple):
     """B completions; values outside the mask can be anything finite."""
 
     log_probs: Tensor  # (B, T), with gradients
@@ -45,39 +45,39 @@ def _clipped(ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: fl
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages)
 
 
-def grpo(answers: Completions, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
+def grpo(answers: Answers, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
     """-min(r A, clip(r) A), averaged over each completion's tokens, then over completions. Shao et al. 2024,
     arXiv:2402.03300."""
     ratio = answers.log_ratio.exp()
     return _clipped(ratio, answers.advantages, epsilon, epsilon_high), ratio
 
 
-def dapo(answers: Completions, epsilon: float = 0.2, epsilon_high: float = 0.28) -> tuple[Tensor, Tensor]:
+def dapo(answers: Answers, epsilon: float = 0.2, epsilon_high: float = 0.28) -> tuple[Tensor, Tensor]:
     """grpo with a higher upper clip bound, averaged over all tokens of the step. Yu et al. 2025, arXiv:2503.14476."""
     return grpo(answers, epsilon, epsilon_high)
 
 
-def dr_grpo(answers: Completions, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
+def dr_grpo(answers: Answers, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
     """grpo divided by the number of completions times `max_length`, which removes the length bias. Liu et al. 2025,
     arXiv:2503.20783."""
     return grpo(answers, epsilon, epsilon_high)
 
 
-def gspo(answers: Completions, epsilon: float = 3e-4, epsilon_high: float = 4e-4) -> tuple[Tensor, Tensor]:
+def gspo(answers: Answers, epsilon: float = 3e-4, epsilon_high: float = 4e-4) -> tuple[Tensor, Tensor]:
     """One ratio per completion, the geometric mean of its token ratios. Zheng et al. 2025, arXiv:2507.18071."""
     lengths = answers.mask.sum(1, keepdim=True).clamp(min=1)
     ratio = (answers.log_ratio.sum(1, keepdim=True) / lengths).exp()
     return _clipped(ratio, answers.advantages, epsilon, epsilon_high), ratio
 
 
-def cispo(answers: Completions, epsilon_max: float = 5.0) -> tuple[Tensor, Tensor]:
+def cispo(answers: Answers, epsilon_max: float = 5.0) -> tuple[Tensor, Tensor]:
     """-stop_gradient(min(r, epsilon_max)) A log p: clips the weight, so every token keeps its gradient. MiniMax 2025,
     arXiv:2506.13585; the default 5 is from ScaleRL, arXiv:2510.13786."""
     ratio = answers.log_ratio.exp()
     return -ratio.clamp(max=epsilon_max).detach() * answers.advantages * answers.log_probs, ratio
 
 
-def rloo(answers: Completions, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
+def rloo(answers: Answers, epsilon: float = 0.2, epsilon_high: float = 0.2) -> tuple[Tensor, Tensor]:
     """REINFORCE of whole completions with a clipped ratio and leave-one-out advantages, averaged over completions.
     Ahmadian et al. 2024, arXiv:2402.14740."""
     ratio = answers.log_ratio.sum(1, keepdim=True).exp()
@@ -118,7 +118,7 @@ def policy_loss(
     """Return the loss `name` of a step, a scalar. The losses of the parts of a step add up to the step's loss.
 
     Args:
-        name: one of `LOSSES`, or FILE.py:FUNCTION: a function from `Completions` to a value per token, (B, T); the loss is
+        name: one of `LOSSES`, or FILE.py:FUNCTION: a function from `Answers` to a value per token, (B, T); the loss is
             their mean over the step's tokens.
         logps: log-probabilities of the sampled tokens, (B, T), at the sampling temperature.
         old_logps: log-probabilities before the first update on these completions, (B, T).
@@ -140,7 +140,7 @@ def policy_loss(
     """
     if name not in LOSSES and not is_function_path(name):
         raise ValueError(f"unknown policy loss {name!r}.{did_you_mean(name, LOSSES)} Expected {', '.join(LOSSES)}.")
-    reads = () if is_function_path(name) else reads_of(name)
+    reads = () if is_function_path(name) else settings_of(name)
     for setting in settings:
         if setting not in reads:
             raise ValueError(f"{setting} is no setting of the loss {name}. Remove it, or set {' or '.join(reads)}.")
@@ -153,7 +153,7 @@ def policy_loss(
         raise ValueError(f"kl_weight={kl_weight:g} needs a reference model. Pass reference_logps, or kl_weight=0.")
     counted = mask.to(logps.dtype)
     lengths = counted.sum(1, keepdim=True)
-    answers = Completions(logps, old_logps, advantages if advantages.ndim == 2 else advantages[:, None], counted)
+    answers = Answers(logps, old_logps, advantages if advantages.ndim == 2 else advantages[:, None], counted)
     losses, ratio = loss(answers, **settings)
     if weights is not None:
         losses = losses * weights
@@ -179,7 +179,7 @@ def policy_loss(
 def _own(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     function = load_function(name, lambda answers: LOSSES["grpo"][0](answers)[0])
 
-    def loss(answers: Completions) -> tuple[Tensor, Tensor]:
+    def loss(answers: Answers) -> tuple[Tensor, Tensor]:
         return check_shape(name, function(answers), answers.log_probs.shape), answers.log_ratio.exp()
 
     return loss
@@ -242,7 +242,7 @@ def _is_clipped(name: str, ratio: Tensor, advantages: Tensor, settings: dict[str
     return (low | ((ratio > 1 + bounds["epsilon_high"]) & (advantages > 0))).to(ratio.dtype)
 
 
-def reads_of(name: str) -> tuple[str, ...]:
+def settings_of(name: str) -> tuple[str, ...]:
     """Return the names of a loss's own settings."""
     return tuple(inspect.signature(LOSSES[name][0]).parameters)[1:]
 

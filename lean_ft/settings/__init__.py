@@ -5,11 +5,12 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 """
 
 from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConfig, Reward, SamplingConfig
-from lean_ft.settings.base import Device, Every, GroupT, Settings, spelled_out
+from lean_ft.settings.base import Device, Dtype, Every, Fraction, GroupT, Settings, spelled_out
 from lean_ft.settings.data import (
     AnswerDataConfig,
     ClassificationDataConfig,
     DataConfig,
+    FormatName,
     PreferenceDataConfig,
     PromptDataConfig,
     PromptRowsConfig,
@@ -39,6 +40,7 @@ from lean_ft.settings.losses import (
 from lean_ft.settings.model import GroupSize, LoRAConfig, ModelConfig, QuantizeConfig, QuantizedKind
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
 from lean_ft.settings.run import (
+    LOGGER_PACKAGES,
     AnswersConfig,
     KeepTeacherConfig,
     LogConfig,
@@ -50,6 +52,7 @@ from lean_ft.settings.run import (
 )
 
 __all__ = [
+    "LOGGER_PACKAGES",
     "LOSS_READS",
     "MUON_MOMENTUM",
     "POLICY_LOSS_READS",
@@ -62,7 +65,10 @@ __all__ = [
     "DataConfig",
     "Device",
     "DistillConfig",
+    "Dtype",
     "Every",
+    "FormatName",
+    "Fraction",
     "GenerationConfig",
     "GroupSize",
     "GroupT",

@@ -81,7 +81,7 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequen
         if name not in settings:
             raise ValueError(f"no setting and no group is called '{name}'.{did_you_mean(name, settings)}")
     off = ""  # the current group, if it is off
-    for setting in _in_reading_order(settings):
+    for setting in in_reading_order(settings):
         if only and not any(f"{one}.".startswith(f"{setting.key}.") or _is_in(setting.key, one) for one in only):
             continue
         *groups, name = setting.key.split(".")
@@ -107,7 +107,7 @@ def one_line_each(config_class: type[BaseModel]) -> str:
     come first, then common ones, then the others by group."""
     parts: dict[str, list[str]] = {"Required": [], "Often changed": []}
     settings = all_settings(config_class)
-    for s in _in_reading_order(settings):
+    for s in in_reading_order(settings):
         if s.group is None:
             group = s.key.rpartition(".")[0].partition(".")[0] or "Others"
             is_off = group in settings and settings[group].is_off
@@ -117,7 +117,7 @@ def one_line_each(config_class: type[BaseModel]) -> str:
     return "\n".join(f"{title}\n{''.join(lines)}" for title, lines in parts.items() if lines)
 
 
-def _in_reading_order(settings: dict[str, Setting]) -> list[Setting]:
+def in_reading_order(settings: dict[str, Setting]) -> list[Setting]:
     """Return settings and groups with those first that are required or have a required setting, then common ones, then groups,
     and engine settings last."""
     first = [key for key, setting in settings.items() if setting.required]
@@ -212,26 +212,3 @@ def _type_text(schema: Schema) -> str:
     text = formats.get(schema.get("format", ""), _WORDS.get(kind_of, kind_of))
     bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
     return f"{text} {' and '.join(bounds)}".rstrip()
-
-
-def dump_chosen(config: BaseModel) -> str:
-    """Return as YAML the settings that are required, common, or not at their default. `load_config` reads them back into an
-    equal config."""
-    values, chosen = config.model_dump(mode="json"), dict[str, Any]()
-    for setting in _in_reading_order(all_settings(type(config))):
-        *groups, name = setting.key.split(".")
-        inside, into = values, chosen
-        for group in groups:
-            inside = inside and inside[group]
-        if inside is None:  # the group is off
-            continue
-        is_changed = inside[name] != setting.default
-        if (
-            setting.required
-            or (is_changed and setting.is_off)
-            or (not setting.group and (is_changed or setting.is_common))
-        ):
-            for group in groups:
-                into = into.setdefault(group, {})
-            into[name] = {} if setting.group else inside[name]
-    return to_yaml(chosen)

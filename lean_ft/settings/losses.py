@@ -205,7 +205,7 @@ class PolicyLossConfig(ReferencedLossConfig):
     ] = Field(
         "dapo",
         description="Loss function: how ratios to the sampling policy are clipped, and what the token losses are divided "
-        "by. `my_loss.py:fn` is your own function of `Completions`.",
+        "by. `my_loss.py:fn` is your own function of `Answers`.",
     )
     epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         None, description="How far a ratio may fall below 1 before it is clipped. null is 0.2, and 3e-4 for gspo."

@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from lean_ft.settings.describing import Schema, Setting, all_settings, alternative, alternatives, entry_schema
+from lean_ft.settings.describing import (
+    Schema,
+    Setting,
+    all_settings,
+    alternative,
+    alternatives,
+    entry_schema,
+    in_reading_order,
+)
 from lean_ft.settings.hints import hint_for_name, hint_for_value
 from lean_ft.settings.other_tools import RECIPE
 from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
@@ -88,6 +96,29 @@ def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def dump(config: BaseModel) -> str:
     """Return all settings as YAML. `load_config` reads them back into an equal config."""
     return to_yaml(config.model_dump(mode="json"))
+
+
+def dump_chosen(config: BaseModel) -> str:
+    """Return as YAML the settings that are required, common, or not at their default. `load_config` reads them back into an
+    equal config."""
+    values, chosen = config.model_dump(mode="json"), dict[str, Any]()
+    for setting in in_reading_order(all_settings(type(config))):
+        *groups, name = setting.key.split(".")
+        inside, into = values, chosen
+        for group in groups:
+            inside = inside and inside[group]
+        if inside is None:  # the group is off
+            continue
+        is_changed = inside[name] != setting.default
+        if (
+            setting.required
+            or (is_changed and setting.is_off)
+            or (not setting.group and (is_changed or setting.is_common))
+        ):
+            for group in groups:
+                into = into.setdefault(group, {})
+            into[name] = {} if setting.group else inside[name]
+    return to_yaml(chosen)
 
 
 class _Reader:

@@ -30,8 +30,7 @@ from lean_ft.data import Batch, Batches
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.memory.host_memory import trim_heap
 from lean_ft.models import Decoder
-from lean_ft.optim import Optimizer
-from lean_ft.optim.schedule import scheduled
+from lean_ft.optim import Optimizer, scheduled
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig
 from lean_ft.system.interrupts import StopSignals

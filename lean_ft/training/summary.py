@@ -12,7 +12,7 @@ from torch import nn
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import dropouts
-from lean_ft.optim.schedule import first_decay_step, num_warmup_steps
+from lean_ft.optim import first_decay_step, num_warmup_steps
 from lean_ft.peft import NF4Linear
 from lean_ft.settings import (
     DataConfig,

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings.describing import describe, dump_chosen
-from lean_ft.settings.text import load_config, preset_recipe, preset_values
+from lean_ft.settings.describing import describe
+from lean_ft.settings.text import dump_chosen, load_config, preset_recipe, preset_values
 from lean_ft.system import catalog
 from tests.parallel.processes import needs_parts
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.losses import TokenStatistics, linear_log_probs
-from lean_ft.losses.policy import LOSSES, advantages, correction, policy_loss, reads_of
+from lean_ft.losses.policy import LOSSES, advantages, correction, policy_loss, settings_of
 from lean_ft.settings import POLICY_LOSS_READS, PolicyLossConfig
 
 NUM_ANSWERS, NUM_TOKENS, LONGEST = 6, 9, 12
@@ -259,7 +259,7 @@ def test_advantages_are_those_computed_plainly(kind: str, rewards: list[list[flo
 
 def test_settings_and_losses_name_the_same() -> None:
     assert get_args(get_args(PolicyLossConfig.model_fields["name"].annotation)[0]) == tuple(LOSSES)
-    assert {name: reads_of(name) for name in LOSSES} == POLICY_LOSS_READS
+    assert {name: settings_of(name) for name in LOSSES} == POLICY_LOSS_READS
 
 
 @pytest.mark.parametrize(
