@@ -52,7 +52,7 @@ def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings
 
     known: the recipe's settings and groups.
     """
-    found, group = list(_answers(name, value, known)), name.partition(".")[0]
+    found, group = list(_equivalents(name, value, known)), name.partition(".")[0]
     if group != name and (name in table("recipes") or group not in known) and (owner := _owner(name)):
         return {}, f"The recipe {owner} has {name if name in table('recipes') else f'the group {group}'}."
     for one in found:
@@ -72,37 +72,36 @@ def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings
 
 def value_replacement(key: str, value: str) -> tuple[Settings, str]:
     """Return what replaces a value of one of our settings, in the same way as `replacement`."""
-    for part in ("values", *tools()):
-        for name, row in table(part).items():
-            text = by_lower_value(row).get(value.lower()) if isinstance(row, dict) and value.lower() != "any" else None
-            if isinstance(row, dict) and text is not None:
-                one, others = read_equivalent(text), read_equivalent(row.get("any", key))
-                meant = next((settings for settings in one.alternatives if key in settings), None)
-                if meant is not None:
-                    return meant, _sentence(one.note)
-                if name == key or any(key in settings for settings in others.alternatives):
-                    if one.verdict:
-                        return {}, _sentence(f"{one.verdict}: {one.note}")
-                    if one.alternatives[0].get(RECIPE):
-                        return {}, f"Use the recipe {one.alternatives[0][RECIPE]}."
+    rows = [(name, row) for part in ("values", *tools()) for name, row in table(part).items() if isinstance(row, dict)]
+    for name, row in rows if value.lower() != "any" else ():
+        if (text := by_lower_value(row).get(value.lower())) is None:
+            continue
+        one, others = read_equivalent(text), read_equivalent(row.get("any", key))
+        meant = next((settings for settings in one.alternatives if key in settings), None)
+        if meant is not None:
+            return meant, _sentence(one.note)
+        if name == key or any(key in settings for settings in others.alternatives):
+            if one.verdict:
+                return {}, _sentence(f"{one.verdict}: {one.note}")
+            if one.alternatives[0].get(RECIPE):
+                return {}, f"Use the recipe {one.alternatives[0][RECIPE]}."
     return {}, ""
 
 
-def _answers(name: str, value: str, known: Collection[str]) -> Iterator[Equivalent]:
+def _equivalents(name: str, value: str, known: Collection[str]) -> Iterator[Equivalent]:
     """Yield what the file says of a name, or of names with the same last part."""
-    group, _, last = name.rpartition(".")
-    parts = ("values", "words", *tools())
-    if exact := [one for part in parts if name in table(part) and (one := equivalent(part, name, value)) is not None]:
-        yield from exact
+    parts, (group, _, last) = ("values", "words", *tools()), name.rpartition(".")
+    exact = [equivalent(part, name, value) for part in parts if name in table(part)]
+    if any(exact):
+        yield from filter(None, exact)
         return
-    for part in parts[1:]:
-        for ending in (one for one in table(part) if one != name and one.rpartition(".")[2] == last):
-            one = equivalent(part, ending, value)
-            same_group = one is not None and any(
-                f"{group}." in key for settings in one.alternatives for key in settings
-            )
-            if one is not None and (group not in known or same_group):
-                yield one
+    endings = [
+        (part, one) for part in parts[1:] for one in table(part) if one != name and one.rpartition(".")[2] == last
+    ]
+    for part, ending in endings:
+        one = equivalent(part, ending, value)
+        if one and (group not in known or any(f"{group}." in key for settings in one.alternatives for key in settings)):
+            yield one
 
 
 def _owner(key: str) -> str | None:
