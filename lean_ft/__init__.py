@@ -33,22 +33,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "evaluate": "notebook",
-    "export_adapter": "export",
-    "export_folder": "export",
-    "export_gguf": "export",
-    "generate": "generation",
-    "load_model": "models.hf_format",
-    "load_recipe": "notebook",
-    "load_tokenizer": "tokenizers",
-    "merge": "export",
-    "open_model": "generation",
-    "plan_run": "notebook",
-    "plot": "notebook",
-    "push": "hub.upload",
-    "read_metrics": "notebook",
-    "run": "notebook",
-    "save_model": "models.saving",
+    name: home
+    for home, names in {
+        "export": "export_adapter export_folder export_gguf merge",
+        "generation": "generate open_model",
+        "hub.upload": "push",
+        "models.hf_format": "load_model",
+        "models.saving": "save_model",
+        "notebook": "evaluate load_recipe plan_run plot read_metrics run",
+        "tokenizers": "load_tokenizer",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lean_ft.settings.other_tools import RECIPE, VALUE, by_name, read_answer, tools  # noqa: E402
-from lean_ft.settings.text import describe  # noqa: E402
+from lean_ft.settings.describing import describe  # noqa: E402
+from lean_ft.settings.other_tools import RECIPE, VALUE, by_name, read_equivalent, tools  # noqa: E402
 from lean_ft.system import catalog  # noqa: E402
 
 MARKS = "<!-- settings: {} -->\n", "<!-- end of settings -->"
@@ -34,7 +34,7 @@ def in_code(text: str) -> str:
 
 def cell(text: str) -> str:
     """Return an answer as it stands in a table."""
-    answer = read_answer(text)
+    answer = read_equivalent(text)
     if answer.verdict:
         return f"{answer.verdict}: {in_code(answer.note)}"
     found = []
@@ -82,7 +82,7 @@ def counts() -> str:
         found = [0, 0, 0]
         for answer in (by_name(part["common"]) | by_name(part["rest"])).values():
             texts = list(answer.values()) if isinstance(answer, dict) else [answer]
-            verdicts = [read_answer(text).verdict for text in texts]
+            verdicts = [read_equivalent(text).verdict for text in texts]
             found[0 if "" in verdicts else 1 if "not needed" in verdicts else 2] += 1
         lines.append(f"| {part['title']} | {part['version']} | {sum(found)} | {' | '.join(map(str, found))} |")
     return "\n".join(lines) + "\n"

@@ -15,12 +15,8 @@ from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 
 TECHNIQUES = (
-    "memory.tile_mlp=4",
-    "data.packing=bfd",
-    "optimizer.name=adamw_8bit optimizer.in_backward=true",
-    "optimizer.stochastic_rounding=true",
-    "lora.rank=4 memory.activation_checkpointing=full",
-    "lora.quantize=nf4",
+    *("memory.tile_mlp=4", "data.packing=bfd", "optimizer.name=adamw_8bit optimizer.in_backward=true"),
+    *("optimizer.stochastic_rounding=true", "lora.rank=4 memory.activation_checkpointing=full", "lora.quantize=nf4"),
 )
 
 
@@ -147,10 +143,7 @@ def test_without_transformers_its_rows_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     rows = rows_of(("token ids", "plain step", "logits and gradients", PACKED))
     assert [row[-1] for row in rows.values()] == [
-        "skipped: transformers is not installed",
-        "ok",
-        "skipped: transformers is not installed",
-        "ok",
+        *("skipped: transformers is not installed", "ok", "skipped: transformers is not installed", "ok"),
     ]
 
 

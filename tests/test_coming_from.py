@@ -17,7 +17,7 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer, num_warmup_steps
 from lean_ft.settings import PolicyLossConfig, PreferenceLossConfig, ScheduleConfig, UnpairedLossConfig
-from lean_ft.settings.text import describe
+from lean_ft.settings.describing import describe
 from lean_ft.system import catalog
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.regularization import freeze_parameters

@@ -25,24 +25,18 @@ import yaml
 
 from lean_ft.cli.main import app, run_command_line
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings.text import describe, load_config
+from lean_ft.settings.describing import describe
+from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Their commands train for a while.
 LONG = (
-    "index.md",
-    "coming_from_trl.md",
-    "preferences.md",
-    "distillation.md",
-    "online.md",
-    "using.md",
-    "export.md",
-    "first_fine_tune.md",
-    "hyperparameters.md",
-    "troubleshooting.md",
-)  # their commands train for a while
+    *("index.md", "coming_from_trl.md", "preferences.md", "distillation.md", "online.md", "using.md", "export.md"),
+    *("first_fine_tune.md", "hyperparameters.md", "troubleshooting.md"),
+)
 TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # created by an earlier command
 NO_SETTING = {"shell=True", "merge=True"}  # Python, not a setting
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}

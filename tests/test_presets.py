@@ -16,7 +16,8 @@ from lean_ft.hub import download as hub
 from lean_ft.hub.paths import planned_model_path
 from lean_ft.plan.devices import find_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings.text import describe, load_config, preset_recipe, preset_values
+from lean_ft.settings.describing import describe
+from lean_ft.settings.text import load_config, preset_recipe, preset_values
 from lean_ft.system import catalog
 
 GIB = 2**30

@@ -244,10 +244,7 @@ USES = {
     ),
     **dict.fromkeys(
         [
-            "aot_autograd",
-            "min_cut_partition",
-            "decompose_auto_functionalized",
-            "reinplace_operations",
+            *("aot_autograd", "min_cut_partition", "decompose_auto_functionalized", "reinplace_operations"),
             "donated_inputs",
         ],
         _compiled_backend,

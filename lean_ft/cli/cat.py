@@ -8,7 +8,7 @@ import typer
 from pydantic import BaseModel
 
 from lean_ft.cli.arguments import Debug, RecipeOrPreset
-from lean_ft.settings.text import COMMON, commented_yaml, config_schema, describe, one_line_each
+from lean_ft.settings.describing import COMMON, commented_yaml, config_schema, describe, one_line_each
 from lean_ft.system import catalog
 
 
@@ -40,8 +40,9 @@ def cat(
         typer.echo(json.dumps(config_schema(config_class), indent=2, ensure_ascii=False))
     else:
         name = file.stem if isinstance(file, Path) else file.name
+        settings = commented_yaml(config_class, only=only or ())
         typer.echo(f"# {name}: {catalog.summary(file)}\n{'' if only else _first_read(config_class)}")
-        typer.echo(commented_yaml(config_class, only=only or ()), nl=False)
+        typer.echo(settings, nl=False)
 
 
 def _first_read(config_class: type[BaseModel]) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 import typer
 
-from lean_ft.settings.other_tools import VALUE, assigned, replacement
-from lean_ft.settings.text import describe
+from lean_ft.settings.describing import describe
+from lean_ft.settings.hints import replacement
+from lean_ft.settings.other_tools import VALUE, assigned
 from lean_ft.system import catalog
 from lean_ft.system.redaction import redact
 from lean_ft.system.spelling import did_you_mean, nearest

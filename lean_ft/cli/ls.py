@@ -11,7 +11,8 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import print_rows, print_table, stdout
-from lean_ft.settings.text import describe, preset_fits, preset_recipe, preset_values
+from lean_ft.settings.describing import describe
+from lean_ft.settings.text import preset_fits, preset_recipe, preset_values
 from lean_ft.system import catalog
 
 

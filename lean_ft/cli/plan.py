@@ -17,7 +17,7 @@ from lean_ft.system.units import counted, duration, gibibytes, parse_bytes
 if TYPE_CHECKING:
     from lean_ft.plan.devices import Device, Machines
     from lean_ft.plan.result import Rehearsal
-    from lean_ft.plan.search import Search
+    from lean_ft.plan.search import Candidate, Search
     from lean_ft.settings import RecipeConfig
 
 _ASSUMED = "A100 80GB"  # for --gpus, if this machine has no GPU and none is named
@@ -274,22 +274,24 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, co
         )
         console.print("Lower data.max_length, or use a smaller model.")
         return
-    own_speed = rehearsal.tokens_per_second
     console.print(f"settings that fit {gibibytes(budget_bytes)}{held_back}, fastest first:")
     rows = [
-        (
-            "" if i else "  *",
-            gibibytes(candidate.peak_bytes),
-            *([gibibytes(candidate.reserved_bytes)] if is_gpu else []),
-            f"{candidate.tokens_per_second / own_speed:.2f}x",
-            candidate.command_line or "(as given)",
-        )
-        for i, candidate in enumerate(found.fitting[:_SHOWN])
+        ("" if i else "  *", *_memory_and_speed(one, rehearsal, is_gpu), one.command_line or "(as given)")
+        for i, one in enumerate(found.fitting[:_SHOWN])
     ]
-    print_table(("", ">peak", *([">reserved"] if is_gpu else []), ">speed", "overrides"), rows)
+    print_table(("", *_MEMORY_AND_SPEED[is_gpu], "overrides"), rows)
     fastest = found.fitting[0].command_line or "nothing, the given settings are the fastest"
     console.print(f"\nto use the fastest, add: {fastest}", highlight=False)
     console.print("Speeds are estimates relative to the given settings.")
+
+
+_MEMORY_AND_SPEED = {True: (">peak", ">reserved", ">speed"), False: (">peak", ">speed")}  # by whether it is a GPU
+
+
+def _memory_and_speed(candidate: "Candidate", rehearsal: "Rehearsal", is_gpu: bool) -> tuple[str, ...]:
+    reserved = [gibibytes(candidate.reserved_bytes)] if is_gpu else []
+    speed = f"{candidate.tokens_per_second / rehearsal.tokens_per_second:.2f}x"
+    return gibibytes(candidate.peak_bytes), *reserved, speed
 
 
 def _print_adapters(adapters: "dict[str, Search]", rehearsal: "Rehearsal", is_gpu: bool) -> None:
@@ -299,12 +301,10 @@ def _print_adapters(adapters: "dict[str, Search]", rehearsal: "Rehearsal", is_gp
     for command, found in adapters.items():
         name = "QLoRA" if "nf4" in command else "LoRA"
         if candidates := [*found.fitting, *found.too_large]:
-            best, speed = candidates[0], f"{candidates[0].tokens_per_second / rehearsal.tokens_per_second:.2f}x"
-            reserved = [gibibytes(best.reserved_bytes)] if is_gpu else []
-            fits = "yes" if found.fitting else "no"
-            rows.append((name, fits, gibibytes(best.peak_bytes), *reserved, speed, f"{command} {best.command_line}"))
+            fits, numbers = "yes" if found.fitting else "no", _memory_and_speed(candidates[0], rehearsal, is_gpu)
+            rows.append((name, fits, *numbers, f"{command} {candidates[0].command_line}"))
         refused += [f"{name} is refused: {reason}" for reason in found.refused.values() if not candidates]
     stdout().print("\nwith an adapter instead, whose frozen weights are as they are (LoRA) or in 4 bits (QLoRA):")
-    print_table(("", "fits", ">peak", *([">reserved"] if is_gpu else []), ">speed", "recipe and overrides"), rows)
+    print_table(("", "fits", *_MEMORY_AND_SPEED[is_gpu], "recipe and overrides"), rows)
     learning_rate = "An adapter needs a higher optimizer.lr than full fine-tuning, such as 2e-4."
     stdout().print("\n".join([*refused, learning_rate]), markup=False, highlight=False)

@@ -48,23 +48,15 @@ def runs(
     console = stdout()
     width = console.width if console.is_terminal else _PIPE_COLUMNS
     results = [run.results_as_text() for run in found]
-    settings = {key: [_cut(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in found] for key in keys}
-    columns = {"run": [_cut(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in found], **settings}
+    settings = {
+        key: [_shortened(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in found] for key in keys
+    }
+    columns = {"run": [_shortened(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in found], **settings}
     columns |= {f">{name}": [result[name] for result in results] for name in results[0]}
     most_values = sorted(settings, key=lambda key: -len(set(settings[key])))
-    by_importance = [
-        "run",
-        ">steps",
-        ">result",
-        ">held-out",
-        *most_values[:2],
-        ">best",
-        ">peak",
-        ">tokens/s",
-        *most_values[2:],
-    ]
+    results_first = ["run", ">steps", ">result", ">held-out", *most_values[:2], ">best", ">peak", ">tokens/s"]
     shown, left = set(), width
-    for name in by_importance:
+    for name in [*results_first, *most_values[2:]]:
         needed = 2 + max(map(len, [name.removeprefix(">"), *columns[name]]))
         if needed <= left:
             shown, left = {*shown, name}, left - needed
@@ -76,5 +68,5 @@ def runs(
         typer.echo(textwrap.fill(note, width), err=True)
 
 
-def _cut(text: str, most: int) -> str:
+def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -26,15 +26,8 @@ KEPT_OPERATIONS = {
     "nothing": (),
     "attention": ("attention", "attn"),
     "products": (
-        "attention",
-        "attn",
-        "aten.mm.",
-        "aten.addmm.",
-        "aten.bmm.",
-        "aten.linear.",
-        "lean_ft.sum_of_products.",
-        "_scaled_mm",
-        "grouped_m",
+        *("attention", "attn", "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.linear.", "lean_ft.sum_of_products."),
+        *("_scaled_mm", "grouped_m"),
     ),
 }
 Kept = Literal["nothing", "attention", "products"]

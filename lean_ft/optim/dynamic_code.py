@@ -22,7 +22,8 @@ _BIN_SHIFT = 15
 
 def code_values(signed: bool) -> Tensor:
     """The 256 values in ascending order, float32, bitwise as bitsandbytes computes them."""
-    magnitudes = torch.cat([_decade_values(i, signed) for i in range(NUM_DECADES)])
+    edges = [torch.linspace(0.1, 1.0, _num_bins(i, signed) + 1) for i in range(NUM_DECADES)]
+    magnitudes = torch.cat([10.0 ** (i - 6) * ((edge[:-1] + edge[1:]) / 2) for i, edge in enumerate(edges)])
     mirrored = -magnitudes.flip(0) if signed else magnitudes[:0]
     zero, one = magnitudes.new_zeros(1), magnitudes.new_ones(1)
     return torch.cat([mirrored, zero, magnitudes, one])
@@ -30,11 +31,6 @@ def code_values(signed: bool) -> Tensor:
 
 def _num_bins(decade: int, signed: bool) -> int:
     return 2**decade if signed else 2 ** (decade + 1)
-
-
-def _decade_values(decade: int, signed: bool) -> Tensor:
-    edges = torch.linspace(0.1, 1.0, _num_bins(decade, signed) + 1)
-    return 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
 
 
 class DynamicCode:

@@ -44,14 +44,14 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
                     "own recipe, call lean_ft.parallel.cut before apply_memory."
                 )
     with outside():  # FSDP2 needs real shapes while the planner computes with shapes only
-        _cut(model, cfg, ranks, tokens)
+        _shard(model, cfg, ranks, tokens)
     ranks.cut_models.append(model)
     remember_cuts(model.named_parameters(), model.sharding.cuts)
     if model.source.unread is not None:
         read_weights(model, ranks.device)
 
 
-def _cut(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> None:
+def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from lean_ft.torch_private import fsdp_common

@@ -90,14 +90,14 @@ class CutVocabulary:
         self.first = ranks.shard * -(-self.vocab_size // self.size)
         self.embedding, self.head = model.model.embed_tokens, model.head
         self.parameters = {
-            self._cut(module, mesh) for module in (self.embedding, self.head) if isinstance(module, nn.Module)
+            self._keep_own_rows(module, mesh) for module in (self.embedding, self.head) if isinstance(module, nn.Module)
         }
         self._tied_rows: Tensor | None = None  # (P, D), an output of the last look-up's autograd node
         setattr(self.embedding, "forward", self.look_up)  # noqa: B010  (pyright: an attribute of the instance)
         model.tied_output_weight = None
         model.sharding.vocabulary = self
 
-    def _cut(self, module: nn.Module, mesh: Any) -> nn.Parameter:
+    def _keep_own_rows(self, module: nn.Module, mesh: Any) -> nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         whole: nn.Parameter = module.weight  # type: ignore[assignment]

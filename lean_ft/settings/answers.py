@@ -21,58 +21,45 @@ MinP = Annotated[
 class GenerationConfig(Settings):
     """How completions are sampled during training."""
 
-    num_answers: PositiveInt = Field(8, description="Completions per prompt; rewards are compared within this group.")
-    max_new_tokens: PositiveInt = Field(256, description="Maximum length of a completion in tokens.")
-    temperature: PositiveFloat = Field(
-        1.0, description="Temperature of sampling, and of the log-probabilities that are trained."
-    )
-    eval_temperature: NonNegativeFloat | None = Field(
-        None,
-        description="Temperature for held-out prompts. 0 is greedy. null uses `temperature`.",
-    )
+    num_answers: PositiveInt = 8
+    """Completions per prompt; rewards are compared within this group."""
+    max_new_tokens: PositiveInt = 256
+    """Maximum length of a completion in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of sampling, and of the log-probabilities that are trained."""
+    eval_temperature: NonNegativeFloat | None = None
+    """Temperature for held-out prompts. 0 is greedy. null uses `temperature`."""
     top_k: TopK = None
     top_p: TopP = None
     min_p: MinP = None
-    stop: list[str] = Field([], description="Strings that end a completion, in addition to the model's end tokens.")
-    steps_per_round: PositiveInt = Field(
-        1,
-        description="Optimizer steps per round of sampling. A round has batch_size x gradient_accumulation_steps x "
-        "steps_per_round completions.",
-    )
-    passes: PositiveInt = Field(1, description="Number of passes over the completions of a round.")
-    most_attempts: PositiveInt = Field(
-        1,
-        description="Dynamic sampling: with 2 or more, prompts whose completions all have the same reward are replaced by"
-        " new ones, in at most this many attempts per round. 1 keeps them.",
-    )
-    cache_gib: PositiveFloat | None = Field(
-        None,
-        description="Maximum memory of the KV cache while sampling, in GiB. Prompts that do not fit take the "
-        "places of completions that have ended. null is a quarter of the memory that the weights leave free.",
-    )
+    stop: list[str] = Field([])
+    """Strings that end a completion, in addition to the model's end tokens."""
+    steps_per_round: PositiveInt = 1
+    """Optimizer steps per round of sampling. A round has batch_size x gradient_accumulation_steps x steps_per_round
+    completions."""
+    passes: PositiveInt = 1
+    """Number of passes over the completions of a round."""
+    most_attempts: PositiveInt = 1
+    """Dynamic sampling: with 2 or more, prompts whose completions all have the same reward are replaced by new ones, in
+    at most this many attempts per round. 1 keeps them."""
+    cache_gib: PositiveFloat | None = None
+    """Maximum memory of the KV cache while sampling, in GiB. Prompts that do not fit take the places of completions
+    that have ended. null is a quarter of the memory that the weights leave free."""
 
-    compile: bool = Field(
-        False,
-        description="Compile the layers for decoding, and on a GPU the choice of the token; takes some seconds once. For one "
-        "process. Layers with a recurrent state, mixtures of experts and latent attention are not compiled.",
-    )
-    offload_training_state: bool = Field(
-        False,
-        description="Keep the optimizer state in host memory while sampling, which frees GPU memory for the KV cache. "
-        "Costs two copies per round.",
-    )
-    gather: Literal["layer", "whole"] = Field(
-        "layer",
-        description="With a sharded model: gather the weights one `layer` at a time for every token, or the `whole` model"
-        " once per round, which is faster and must fit in memory.",
-    )
+    compile: bool = False
+    """Compile the layers for decoding, and on a GPU the choice of the token; takes some seconds once. For one process.
+    Layers with a recurrent state, mixtures of experts and latent attention are not compiled."""
+    offload_training_state: bool = False
+    """Keep the optimizer state in host memory while sampling, which frees GPU memory for the KV cache. Costs two copies
+    per round."""
+    gather: Literal["layer", "whole"] = "layer"
+    """With a sharded model: gather the weights one `layer` at a time for every token, or the `whole` model once per
+    round, which is faster and must fit in memory."""
 
-    engine: Literal["own", "vllm"] = Field(
-        "own",
-        description="What samples the completions: the model that trains (`own`), or a vLLM server beside it (see "
-        "docs/online.md).",
-    )
-    engine_url: str = Field("http://127.0.0.1:8000", description="URL of the vLLM server, for engine=vllm.")
+    engine: Literal["own", "vllm"] = "own"
+    """What samples the completions: the model that trains (`own`), or a vLLM server beside it (see docs/online.md)."""
+    engine_url: str = "http://127.0.0.1:8000"
+    """URL of the vLLM server, for engine=vllm."""
 
     @property
     def drawn(self) -> dict[str, Any]:
@@ -88,20 +75,14 @@ class GenerationConfig(Settings):
 class Reward(Settings):
     """One of several rewards: a function or a model."""
 
-    function: FunctionName | None = Field(
-        None,
-        description="Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`.",
-    )
-    model: str | None = Field(
-        None,
-        description="Instead of a function, a reward model: a run of `reward`, its checkpoint, another folder, or "
-        "org/name.",
-    )
-    weight: float = Field(1.0, description="Weight of this reward in the sum.")
-    pattern: RegularExpression | None = Field(
-        None,
-        description="Regular expression: what `format` looks for, and the part of a text that `exact_answer` compares.",
-    )
+    function: FunctionName | None = None
+    """Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`."""
+    model: str | None = None
+    """Instead of a function, a reward model: a run of `reward`, its checkpoint, another folder, or org/name."""
+    weight: float = 1.0
+    """Weight of this reward in the sum."""
+    pattern: RegularExpression | None = None
+    """Regular expression: what `format` looks for, and the part of a text that `exact_answer` compares."""
 
     @property
     def name(self) -> str:
@@ -119,23 +100,18 @@ class Reward(Settings):
 class SamplingConfig(Settings):
     """How the student samples completions in the steps of distill.on_policy."""
 
-    max_new_tokens: PositiveInt = Field(
-        256,
-        description="Maximum length of a completion in tokens. Prompt and completion together have at most "
-        "data.max_length tokens.",
-    )
-    temperature: NonNegativeFloat = Field(1.0, description="Temperature of sampling. 0 is greedy.")
+    max_new_tokens: PositiveInt = 256
+    """Maximum length of a completion in tokens. Prompt and completion together have at most data.max_length tokens."""
+    temperature: NonNegativeFloat = 1.0
+    """Temperature of sampling. 0 is greedy."""
 
 
 class AskedModelConfig(ModelConfig):
     """The model to run."""
 
-    path: str = Field(
-        "auto",
-        description="A run (its newest complete checkpoint), a checkpoint, an adapter, a Hugging Face model folder, a Hub"
-        " repository (`org/name` or `org/name@revision`), or `tiny`, the embedded model. `auto` is the base "
-        "model of `adapter`.",
-    )
+    path: str = "auto"
+    """A run (its newest complete checkpoint), a checkpoint, an adapter, a Hugging Face model folder, a Hub repository
+    (`org/name` or `org/name@revision`), or `tiny`, the embedded model. `auto` is the base model of `adapter`."""
 
     @model_validator(mode="after")
     def _does_not_train(self) -> "AskedModelConfig":
@@ -149,21 +125,21 @@ class AskConfig(Settings):
     """The model to run, and how it samples."""
 
     model: AskedModelConfig = AskedModelConfig.model_validate({})
-    adapter: str | list[str] = Field(
-        [],
-        description="Folder of an adapter in PEFT's format, or a run that trained one. The adapters of a list are added "
-        "up.",
-    )
-    max_new_tokens: PositiveInt = Field(256, description="Maximum length of the answer in tokens.")
-    temperature: NonNegativeFloat = Field(0.0, description="Temperature of sampling. 0 is greedy.")
+    adapter: str | list[str] = Field([])
+    """Folder of an adapter in PEFT's format, or a run that trained one. The adapters of a list are added up."""
+    max_new_tokens: PositiveInt = 256
+    """Maximum length of the answer in tokens."""
+    temperature: NonNegativeFloat = 0.0
+    """Temperature of sampling. 0 is greedy."""
     top_k: TopK = None
     top_p: TopP = None
     min_p: MinP = None
-    stop: list[str] = Field([], description="Strings that end an answer. They are not part of it.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Variables of the chat template. They replace those of the model's run."
-    )
-    seed: NonNegativeInt = Field(0, description="Seed of the sampling.")
+    stop: list[str] = Field([])
+    """Strings that end an answer. They are not part of it."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """Variables of the chat template. They replace those of the model's run."""
+    seed: NonNegativeInt = 0
+    """Seed of the sampling."""
     device: Device = "auto"
 
     @property

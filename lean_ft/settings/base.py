@@ -55,9 +55,22 @@ OwnFunction = Annotated[FunctionName, Field(pattern=r"\.py:\w+$", json_schema_ex
 
 
 class Settings(BaseModel):
-    """A group of settings. Unknown keys are errors. Values are checked and never converted."""
+    """A group of settings. Unknown keys are errors. Values are checked and never converted. The text below a field
+    describes it."""
 
-    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        defer_build=True,
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()) or None
 
 
 GroupT = TypeVar("GroupT", bound=Settings)

@@ -325,9 +325,11 @@ def check_conflicts(recipe: BaseModel) -> None:
         raise ValueError("\n".join(found))
 
 
-def _names_of_groups(conflict: Conflict) -> list[str]:
-    parameters = inspect.signature(conflict.applies).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-
-
-_READS = [(conflict, _names_of_groups(conflict)) for conflict in CONFLICTS]
+# Each conflict and the groups that it reads; a parameter with a default is a constant of the row.
+_READS = [
+    (
+        conflict,
+        [name for name, one in inspect.signature(conflict.applies).parameters.items() if one.default is one.empty],
+    )
+    for conflict in CONFLICTS
+]

@@ -6,20 +6,22 @@ from functools import cache
 from typing import Any
 
 from lean_ft.settings.base import spelled_out
+from lean_ft.settings.describing import describe
 from lean_ft.settings.other_tools import (
     NEEDLESS,
+    RECIPE,
     UNSUPPORTED,
     VALUE,
-    Answer,
-    answer,
+    Equivalent,
     are_in,
     by_name,
+    equivalent,
     filled,
     table,
     tools,
 )
-from lean_ft.settings.strict_yaml import Plain, parse_yaml, to_yaml
-from lean_ft.settings.text import RECIPE, as_text, describe, dotted
+from lean_ft.settings.strict_yaml import Plain, as_text, parse_yaml, to_yaml
+from lean_ft.settings.text import dotted
 from lean_ft.system import catalog
 
 Values = dict[str, Any]  # dotted key -> value
@@ -55,7 +57,7 @@ class Preset:
             is_named = isinstance(row, dict) and as_text(value).lower() in by_name(row)
             if value is None and not is_named:
                 continue
-            named, one = self._answer(key, value)
+            named, one = self._equivalent(key, value)
             if one is not None and not one.verdict:
                 self._assign(key, key.removeprefix(named), one, value)
             elif one is not None and one.verdict == UNSUPPORTED and key in first:
@@ -84,11 +86,11 @@ class Preset:
             counts = f"{tool['title']} counts per process. Multiply it by the number of processes."
             self.remark(f"gradient_accumulation_steps: {counts}")
 
-    def _answer(self, key: str, value: Any) -> tuple[str, Answer | None]:
+    def _equivalent(self, key: str, value: Any) -> tuple[str, Equivalent | None]:
         """Return what replaces a setting. A part of a group takes the verdict on the group, or is an entry of our setting."""
-        if (one := answer(self.tool, key, as_text(value))) is not None or "." not in key:
+        if (one := equivalent(self.tool, key, as_text(value))) is not None or "." not in key:
             return key, one
-        named, one = self._answer(key.rpartition(".")[0], value)
+        named, one = self._equivalent(key.rpartition(".")[0], value)
         is_entry = one is not None and one.alternatives == [{"data.chat_template_kwargs": VALUE}]
         return named, one if one is not None and (one.verdict or is_entry) else None
 
@@ -136,7 +138,7 @@ class Preset:
 
     def component(self, key: str, name: str, uses: str) -> Values | None:
         """Return the settings for a component by its name. If there are none, remark what the preset uses instead."""
-        one = answer(self.tool, f"{key}._component_", name or "null")
+        one = equivalent(self.tool, f"{key}._component_", name or "null")
         if one is None or one.verdict or VALUE in one.alternatives[0].values():
             self.remark(f"{key}: {name} has no equivalent. {uses}" if name else f"{key}: not set. {uses}")
             return None
@@ -144,7 +146,7 @@ class Preset:
             self.remark(f"{key}: {one.note}.")
         return {ours: _value(text, name) for ours, text in one.alternatives[0].items()}
 
-    def _assign(self, key: str, entry: str, one: Answer, value: Any) -> None:
+    def _assign(self, key: str, entry: str, one: Equivalent, value: Any) -> None:
         known = {RECIPE, *_defaults(self.recipe)}
         known |= {setting.partition(".")[0] for setting in known}
         meant = next((ours for ours in one.alternatives if RECIPE in ours or are_in(known, ours)), None)

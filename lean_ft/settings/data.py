@@ -30,16 +30,19 @@ FormatName = Annotated[
 class Source(Settings):
     """One of several data sources."""
 
-    path: str = Field(description="A file, a glob pattern, or a Hugging Face dataset.")
-    format: FormatName | None = Field(default=None, description="Same as data.format, for this source only.")
-    columns: dict[str, str] | None = Field(default=None, description="Same as data.columns, for this source only.")
-    weight: PositiveFloat = Field(
-        default=1.0,
-        description="How often an epoch uses each row of this source. 2 uses all rows twice; 0.5 uses half of them, "
-        "chosen by the seed and the same in every epoch.",
-    )
-    subset: str | None = Field(default=None, description="Same as data.subset, for this source only.")
-    split: str | None = Field(default=None, description="Same as data.split, for this source only.")
+    path: str
+    """A file, a glob pattern, or a Hugging Face dataset."""
+    format: FormatName | None = None
+    """Same as data.format, for this source only."""
+    columns: dict[str, str] | None = None
+    """Same as data.columns, for this source only."""
+    weight: PositiveFloat = 1.0
+    """How often an epoch uses each row of this source. 2 uses all rows twice; 0.5 uses half of them, chosen by the seed
+    and the same in every epoch."""
+    subset: str | None = None
+    """Same as data.subset, for this source only."""
+    split: str | None = None
+    """Same as data.split, for this source only."""
 
 
 Sources = str | list[str | Source]
@@ -48,70 +51,49 @@ Sources = str | list[str | Source]
 class RowsConfig(Settings):
     """Data sources and how their rows are read."""
 
-    source: Sources = Field(
-        description="A JSONL, JSON, CSV, TSV, TXT or Parquet file (text files may be gzip or zstd), a glob pattern, or a "
-        "Hugging Face dataset (org/name, or a folder written by save_to_disk). A list combines several: each "
-        "a path or {path, format, columns, weight, subset, split}."
-    )
-    format: FormatName = Field(
-        "auto",
-        description="How a row is read. `auto` decides from the fields of a source's first rows. `my_rows.py:convert` is "
-        "your own function from a row to one of the formats.",
-    )
-    columns: dict[str, str] = Field(
-        default_factory=dict, description="Your field names for lean_ft's: `columns.prompt=question`."
-    )
-    subset: str | None = Field(None, description="Subset (configuration) of a Hugging Face dataset that has several.")
-    split: str = Field(
-        "train",
-        description="Split of a Hugging Face dataset, or a slice of it in percent or rows: `train[:95%]`, "
-        "`train[100:200]`. A file has one split, `train`.",
-    )
-    streaming: bool = Field(
-        False,
-        description="Read the Hugging Face datasets of `source` and `validation_source` while they download, without storing "
-        "them first. Files are read as usual.",
-    )
-    on_bad_row: Literal["raise", "skip"] = Field(
-        "raise",
-        description="What happens with a row that cannot be read. `raise` stops and reports its file, line, field and "
-        "reason. `skip` leaves it out and counts it.",
-    )
-    max_bad_rows: NonNegativeInt = Field(
-        100, description="With `on_bad_row=skip`: maximum number of bad rows before the run stops."
-    )
-    validation_source: Sources | None = Field(
-        None, description="Held-out rows for evaluation, given like `source`, without weights."
-    )
-    validation_fraction: Fraction = Field(
-        0.0,
-        description="Fraction of the rows to hold out for evaluation if validation_source is not set.",
-    )
-    chat_template: Path | None = Field(
-        None, description="File with a Jinja chat template that replaces the model's. It is saved with the checkpoints."
-    )
-    system: str | None = Field(None, description="System message to add to every chat that does not begin with one.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        {},
-        description="Variables of the chat template: `chat_template_kwargs.enable_thinking=false`. A row's own field "
-        "`chat_template_kwargs` wins. `generate`, `chat` and `serve` use them for models of this run.",
-    )
-    separator: str | None = Field(
-        None,
-        description="Text between a prompt and its completion for a model without a chat template. In a shell, write "
-        "'data.separator=\"\\n\"' for a line break. null: nothing, and an empty line for alpaca.",
-    )
-    chat: Literal["auto"] | bool = Field(
-        "auto",
-        description="Whether plain-text prompts and completions become a user and an assistant message in the chat "
-        "template. `auto`: if the model has a template. `false`: plain text, joined by `separator` and ended "
-        "by eos. Rows of messages are always chats.",
-    )
-    shuffle: bool = Field(
-        True,
-        description="Shuffle rows differently in each epoch. `false` keeps the order of the files, and of packed rows the order "
-        "in which they were packed. The first batch is then not the largest one.",
-    )
+    source: Sources
+    """A JSONL, JSON, CSV, TSV, TXT or Parquet file (text files may be gzip or zstd), a glob pattern, or a Hugging Face
+    dataset (org/name, or a folder written by save_to_disk). A list combines several: each a path or {path, format,
+    columns, weight, subset, split}."""
+    format: FormatName = "auto"
+    """How a row is read. `auto` decides from the fields of a source's first rows. `my_rows.py:convert` is your own
+    function from a row to one of the formats."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Your field names for lean_ft's: `columns.prompt=question`."""
+    subset: str | None = None
+    """Subset (configuration) of a Hugging Face dataset that has several."""
+    split: str = "train"
+    """Split of a Hugging Face dataset, or a slice of it in percent or rows: `train[:95%]`, `train[100:200]`. A file has
+    one split, `train`."""
+    streaming: bool = False
+    """Read the Hugging Face datasets of `source` and `validation_source` while they download, without storing them
+    first. Files are read as usual."""
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """What happens with a row that cannot be read. `raise` stops and reports its file, line, field and reason. `skip`
+    leaves it out and counts it."""
+    max_bad_rows: NonNegativeInt = 100
+    """With `on_bad_row=skip`: maximum number of bad rows before the run stops."""
+    validation_source: Sources | None = None
+    """Held-out rows for evaluation, given like `source`, without weights."""
+    validation_fraction: Fraction = 0.0
+    """Fraction of the rows to hold out for evaluation if validation_source is not set."""
+    chat_template: Path | None = None
+    """File with a Jinja chat template that replaces the model's. It is saved with the checkpoints."""
+    system: str | None = None
+    """System message to add to every chat that does not begin with one."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """Variables of the chat template: `chat_template_kwargs.enable_thinking=false`. A row's own field
+    `chat_template_kwargs` wins. `generate`, `chat` and `serve` use them for models of this run."""
+    separator: str | None = None
+    """Text between a prompt and its completion for a model without a chat template. In a shell, write
+    'data.separator="\\n"' for a line break. null: nothing, and an empty line for alpaca."""
+    chat: Literal["auto"] | bool = "auto"
+    """Whether plain-text prompts and completions become a user and an assistant message in the chat template. `auto`:
+    if the model has a template. `false`: plain text, joined by `separator` and ended by eos. Rows of messages are
+    always chats."""
+    shuffle: bool = True
+    """Shuffle rows differently in each epoch. `false` keeps the order of the files, and of packed rows the order in
+    which they were packed. The first batch is then not the largest one."""
 
     @model_validator(mode="after")
     def _says_what_is_held_out(self) -> "RowsConfig":
@@ -136,15 +118,12 @@ class RowsConfig(Settings):
 class PromptDataConfig(RowsConfig):
     """Prompts to sample completions for, with the fields that rewards read."""
 
-    max_prompt_length: PositiveInt = Field(
-        512, description="Maximum prompt length in tokens. Rows with longer prompts are dropped and counted."
-    )
-    shared_prompt: Literal["auto"] | bool = Field(
-        "auto",
-        description="Compute a prompt once for all of its completions in a micro-batch, which follow it in one row and do "
-        "not see each other. `auto` does so except with a recurrent state, attention within chunks, a router loss, or rotary "
-        "scaling that depends on the text length within max_prompt_length + generation.max_new_tokens.",
-    )
+    max_prompt_length: PositiveInt = 512
+    """Maximum prompt length in tokens. Rows with longer prompts are dropped and counted."""
+    shared_prompt: Literal["auto"] | bool = "auto"
+    """Compute a prompt once for all of its completions in a micro-batch, which follow it in one row and do not see each
+    other. `auto` does so except with a recurrent state, attention within chunks, a router loss, or rotary scaling that
+    depends on the text length within max_prompt_length + generation.max_new_tokens."""
 
     @model_validator(mode="after")
     def _has_no_format(self) -> "PromptDataConfig":
@@ -176,36 +155,27 @@ class DataConfig(RowsConfig):
     sides: ClassVar[tuple[str, ...]] = ("",)
     """Names of the sequences of a row. They stay in the same batch."""
 
-    max_length: Annotated[int, Field(ge=2)] = Field(2048, description="Maximum sequence length in tokens.")
-    overflow: Literal["truncate", "drop", "raise"] = Field(
-        "truncate", description="What happens to a row longer than max_length."
-    )
-    truncation_side: Literal["right", "left"] = Field(
-        "right", description="Side that `overflow=truncate` cuts: `right` keeps the beginning, `left` keeps the end."
-    )
-    packing: Literal["none", "bfd", "bfd_split", "wrapped", "padding_free"] = Field(
-        "none",
-        description="`none` pads each batch to its longest row. `bfd` fills rows of max_length with whole documents "
-        "with small gaps; they cannot see each other. `bfd_split` also splits longer documents and loses"
-        " nothing. `wrapped` concatenates all documents and cuts every max_length tokens; documents in one "
-        "row see each other. `padding_free` makes each batch one row of whole documents without padding.",
-    )
-    batch_tokens: PositiveInt | None = Field(
-        None,
-        description="Maximum positions per batch, with padding, for packing=none. Batches then hold as many rows of "
-        "similar length as fit, instead of batch_size rows.",
-    )
-    num_processes: PositiveInt | None = Field(
-        None, description="Number of processes that tokenize the rows. null uses one per available core."
-    )
-    cache_dir: Path | None = Field(
-        None,
-        description="Folder for prepared data, reused by the next run. null uses the environment variable LEAN_FT_CACHE, "
-        "or lean_ft/data in the user's cache (~/.cache). You can delete it at any time.",
-    )
-    cache_gib: PositiveFloat = Field(
-        50.0, description="Maximum size of cache_dir in GiB. The least recently used data is deleted above it."
-    )
+    max_length: Annotated[int, Field(ge=2)] = 2048
+    """Maximum sequence length in tokens."""
+    overflow: Literal["truncate", "drop", "raise"] = "truncate"
+    """What happens to a row longer than max_length."""
+    truncation_side: Literal["right", "left"] = "right"
+    """Side that `overflow=truncate` cuts: `right` keeps the beginning, `left` keeps the end."""
+    packing: Literal["none", "bfd", "bfd_split", "wrapped", "padding_free"] = "none"
+    """`none` pads each batch to its longest row. `bfd` fills rows of max_length with whole documents with small gaps;
+    they cannot see each other. `bfd_split` also splits longer documents and loses nothing. `wrapped` concatenates all
+    documents and cuts every max_length tokens; documents in one row see each other. `padding_free` makes each batch one
+    row of whole documents without padding."""
+    batch_tokens: PositiveInt | None = None
+    """Maximum positions per batch, with padding, for packing=none. Batches then hold as many rows of similar length as
+    fit, instead of batch_size rows."""
+    num_processes: PositiveInt | None = None
+    """Number of processes that tokenize the rows. null uses one per available core."""
+    cache_dir: Path | None = None
+    """Folder for prepared data, reused by the next run. null uses the environment variable LEAN_FT_CACHE, or
+    lean_ft/data in the user's cache (~/.cache). You can delete it at any time."""
+    cache_gib: PositiveFloat = 50.0
+    """Maximum size of cache_dir in GiB. The least recently used data is deleted above it."""
 
     @property
     def packs_rows(self) -> bool:
@@ -248,29 +218,23 @@ class SFTDataConfig(DataConfig):
 
     objective: ClassVar[str] = "sft"
 
-    train_on: Literal["completion", "assistant", "last", "all"] = Field(
-        "assistant",
-        description="Which tokens of a chat are trained: every assistant message (`assistant`), only the completion of a "
-        "prompt/completion row (`completion`; other rows as `assistant`), only the last message (`last`), or "
-        "all tokens (`all`). Each includes the token that ends the turn. A message with `train: false` or "
-        "`weight: 0` is not trained. Rows of `text` are trained whole; `tokens` follow their labels.",
-    )
+    train_on: Literal["completion", "assistant", "last", "all"] = "assistant"
+    """Which tokens of a chat are trained: every assistant message (`assistant`), only the completion of a
+    prompt/completion row (`completion`; other rows as `assistant`), only the last message (`last`), or all tokens
+    (`all`). Each includes the token that ends the turn. A message with `train: false` or `weight: 0` is not trained.
+    Rows of `text` are trained whole; `tokens` follow their labels."""
 
 
 class AnswerDataConfig(DataConfig):
     """Prompts with completions that are compared as a whole."""
 
-    max_prompt_length: PositiveInt | None = Field(
-        None, description="Maximum prompt length in tokens; the last tokens are kept. null keeps all."
-    )
-    max_completion_length: PositiveInt | None = Field(
-        None, description="Maximum completion length in tokens; the first tokens are kept. null keeps all."
-    )
-    truncation_side: Literal["right", "left"] = Field(
-        "right",
-        description="What `overflow=truncate` cuts after the two limits above: the end of the longer completion "
-        "(`right`), or the beginning of the shared prompt (`left`).",
-    )
+    max_prompt_length: PositiveInt | None = None
+    """Maximum prompt length in tokens; the last tokens are kept. null keeps all."""
+    max_completion_length: PositiveInt | None = None
+    """Maximum completion length in tokens; the first tokens are kept. null keeps all."""
+    truncation_side: Literal["right", "left"] = "right"
+    """What `overflow=truncate` cuts after the two limits above: the end of the longer completion (`right`), or the
+    beginning of the shared prompt (`left`)."""
 
     @property
     def longest(self) -> int | None:
@@ -292,12 +256,10 @@ class PreferenceDataConfig(AnswerDataConfig):
     objective: ClassVar[str] = "pairs"
     sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
-    shared_prompt: Literal["auto"] | bool = Field(
-        "auto",
-        description="Compute the prompt of a pair once for both completions, which follow it in one row and do not see "
-        "each other. `auto` does so except with a recurrent state, attention within chunks, a router loss, or "
-        "rotary scaling that depends on the text length within max_length.",
-    )
+    shared_prompt: Literal["auto"] | bool = "auto"
+    """Compute the prompt of a pair once for both completions, which follow it in one row and do not see each other.
+    `auto` does so except with a recurrent state, attention within chunks, a router loss, or rotary scaling that depends
+    on the text length within max_length."""
 
 
 class UnpairedDataConfig(AnswerDataConfig):
@@ -321,19 +283,12 @@ class ClassificationDataConfig(DataConfig):
 
     objective: ClassVar[str] = "classification"
 
-    packing: Literal["none", "bfd", "padding_free"] = Field(
-        "none",
-        description="`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes "
-        "each batch one row without padding.",
-    )
-    labels: list[str] | None = Field(
-        None,
-        min_length=2,
-        description="Names of the labels in the order of the model's outputs; integers in rows index "
-        "them. null: all labels of the training rows, sorted.",
-    )
-    multi_label: Literal["auto"] | bool = Field(
-        "auto",
-        description="`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or "
-        "in all rows a 0 or 1 for each label. `auto`: true if the first rows have `labels` and no `label`.",
-    )
+    packing: Literal["none", "bfd", "padding_free"] = "none"
+    """`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes each batch one row
+    without padding."""
+    labels: list[str] | None = Field(None, min_length=2)
+    """Names of the labels in the order of the model's outputs; integers in rows index them. null: all labels of the
+    training rows, sorted."""
+    multi_label: Literal["auto"] | bool = "auto"
+    """`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or in all
+    rows a 0 or 1 for each label. `auto`: true if the first rows have `labels` and no `label`."""

@@ -8,20 +8,10 @@ from lean_ft.settings.strict_yaml import read_yaml_file
 _INSTRUCTIONS = {"prompt": "instruction", "query": "input", "response": "output"}  # their columns -> our fields
 _ALWAYS = {name: name for name in ("system", "tools", "history", "chosen", "rejected")} | {"kto_tag": "label"}
 # Keys of messages and roles that lean_ft reads.
-_TAGS = [
-    "from",
-    "role",
-    "value",
-    "content",
-    "human",
-    "user",
-    "gpt",
-    "assistant",
-    "observation",
-    "tool",
-    "function_call",
-    "system",
-]
+_TAGS = (
+    *("from", "role", "value", "content", "human", "user", "gpt", "assistant", "observation", "tool"),
+    *("function_call", "system"),
+)
 
 
 def convert_llama_factory(read: Values, file: Path) -> Preset:

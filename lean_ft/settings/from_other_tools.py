@@ -7,8 +7,9 @@ from lean_ft.settings.converted_preset import Preset
 from lean_ft.settings.from_axolotl import convert_axolotl
 from lean_ft.settings.from_llama_factory import convert_llama_factory
 from lean_ft.settings.from_torchtune import convert_torchtune
+from lean_ft.settings.other_tools import RECIPE
 from lean_ft.settings.strict_yaml import read_yaml_file
-from lean_ft.settings.text import RECIPE, dotted
+from lean_ft.settings.text import dotted
 
 
 def convert_config(file: Path) -> Preset:

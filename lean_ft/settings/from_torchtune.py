@@ -9,7 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lean_ft.settings.converted_preset import MAX_CHARACTERS, Preset, Values, flat
-from lean_ft.settings.text import RECIPE, preset_values
+from lean_ft.settings.other_tools import RECIPE
+from lean_ft.settings.text import preset_values
 from lean_ft.system import catalog
 
 _INSTRUCT_COLUMNS = {"input": "prompt", "output": "completion"}  # other datasets use lean_ft's names

@@ -10,69 +10,51 @@ from lean_ft.settings.base import Dtype, Fraction, Settings, spelled_out
 class ModelConfig(Settings):
     """The model that is trained."""
 
-    path: str = Field(
-        description="A Hugging Face model folder, a run (its newest checkpoint), a Hub repository (`org/name` or "
-        "`org/name@revision`), a GGUF file (`model.gguf`, or `org/name:model.gguf` of a repository), or `tiny`, the embedded "
-        "model. A run records the commit or checkpoint and resumes with it."
-    )
-    dtype: Dtype = Field(
-        "bfloat16",
-        description="Dtype of the weights and of the computation. `float16` keeps float32 master weights, computes in "
-        "float16 and scales the loss.",
-    )
-    random_init: bool = Field(
-        False,
-        description="Build the model from config.json with random weights, for benchmarks. No safetensors file is needed.",
-    )
-    new_tokens: list[str] = Field(
-        [],
-        description="Tokens to add to the vocabulary. Their rows in the embedding and the output layer start at the mean "
-        "of the other rows and are trained, also beside an adapter, or alone with lora.targets=[]. "
-        "Checkpoints have them in tokenizer.json.",
-    )
-    router_aux_loss_coef: NonNegativeFloat | None = Field(
-        None,
-        description="Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables "
-        "it. null uses config.json's weight if output_router_logits is true there, and 0 otherwise, as "
-        "transformers does.",
-    )
+    path: str
+    """A Hugging Face model folder, a run (its newest checkpoint), a Hub repository (`org/name` or `org/name@revision`),
+    a GGUF file (`model.gguf`, or `org/name:model.gguf` of a repository), or `tiny`, the embedded model. A run records
+    the commit or checkpoint and resumes with it."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of the weights and of the computation. `float16` keeps float32 master weights, computes in float16 and
+    scales the loss."""
+    random_init: bool = False
+    """Build the model from config.json with random weights, for benchmarks. No safetensors file is needed."""
+    new_tokens: list[str] = Field([])
+    """Tokens to add to the vocabulary. Their rows in the embedding and the output layer start at the mean of the other
+    rows and are trained, also beside an adapter, or alone with lora.targets=[]. Checkpoints have them in
+    tokenizer.json."""
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables it. null uses
+    config.json's weight if output_router_logits is true there, and 0 otherwise, as transformers does."""
 
 
 class LoRAConfig(Settings):
     """The LoRA adapter that trains instead of the model's weights."""
 
-    rank: PositiveInt = Field(16, description="Rank of the adapter: the inner width of its two matrices.")
-    alpha: PositiveFloat = Field(
-        32.0,
-        le=1e6,
-        description="Scale of the adapter: its product is multiplied by alpha / rank, or alpha / sqrt(rank) with rslora.",
-    )
-    targets: list[str] = Field(
-        ["all-linear"],
-        description="Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names (q_proj,"
-        " lm_head, embed_tokens), or names with wildcards (model.layers.[0-3].*). With `[]`, only the rows of"
-        " model.new_tokens train.",
-    )
-    dropout: Fraction = Field(0.0, description="Dropout probability of the adapter's inputs.")
-    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead of alpha / rank; suits high ranks.")
-    dora: bool = Field(False, description="DoRA: train the magnitude of each output separately from its direction.")
-    init: Literal["zero", "pissa"] = Field(
-        "zero",
-        description="Start of the adapter. `zero`: the product is zero. `pissa`: the weight's largest singular "
-        "directions, which are subtracted from the weight (PiSSA).",
-    )
-    lr_ratio: PositiveFloat = Field(
-        1.0,
-        description="LoRA+: learning rate of the second matrix (B), as a multiple of optimizer.lr. The paper advises 16.",
-    )
-    dtype: Annotated[Literal["float32", "model"], BeforeValidator(spelled_out)] = Field(
-        "float32", description="Dtype in which the adapter is stored and updated. Products use the model's dtype."
-    )
-    quantize: Literal["none", "nf4"] = Field(
-        "none",
-        description="QLoRA: store the frozen weights of linear layers in 4 bits (NF4 with double quantization). Each "
-        "weight is dequantized for its product.",
-    )
+    rank: PositiveInt = 16
+    """Rank of the adapter: the inner width of its two matrices."""
+    alpha: PositiveFloat = Field(32.0, le=1e6)
+    """Scale of the adapter: its product is multiplied by alpha / rank, or alpha / sqrt(rank) with rslora."""
+    targets: list[str] = Field(["all-linear"])
+    """Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names (q_proj, lm_head,
+    embed_tokens), or names with wildcards (model.layers.[0-3].*). With `[]`, only the rows of model.new_tokens
+    train."""
+    dropout: Fraction = 0.0
+    """Dropout probability of the adapter's inputs."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank; suits high ranks."""
+    dora: bool = False
+    """DoRA: train the magnitude of each output separately from its direction."""
+    init: Literal["zero", "pissa"] = "zero"
+    """Start of the adapter. `zero`: the product is zero. `pissa`: the weight's largest singular directions, which are
+    subtracted from the weight (PiSSA)."""
+    lr_ratio: PositiveFloat = 1.0
+    """LoRA+: learning rate of the second matrix (B), as a multiple of optimizer.lr. The paper advises 16."""
+    dtype: Annotated[Literal["float32", "model"], BeforeValidator(spelled_out)] = "float32"
+    """Dtype in which the adapter is stored and updated. Products use the model's dtype."""
+    quantize: Literal["none", "nf4"] = "none"
+    """QLoRA: store the frozen weights of linear layers in 4 bits (NF4 with double quantization). Each weight is
+    dequantized for its product."""
 
 
 # torchao's kinds that lean_ft does not support -> reason.
@@ -104,10 +86,7 @@ GroupSize = Annotated[
 class QuantizeConfig(Settings):
     """Quantization-aware training (QAT). `leanft run quantize` then quantizes the weights."""
 
-    train: Annotated[Literal["int4", "int8_dynamic_int4_weight"], BeforeValidator(_check_kind)] | None = Field(
-        None,
-        description="Quantization-aware training: round the layers' weights to 4 bits, and with int8_dynamic_int4_weight "
-        "their inputs to 8 bits per token, as torchao's quantized layers do. Checkpoints hold unrounded "
-        "weights. null rounds nothing.",
-    )
+    train: Annotated[Literal["int4", "int8_dynamic_int4_weight"], BeforeValidator(_check_kind)] | None = None
+    """Quantization-aware training: round the layers' weights to 4 bits, and with int8_dynamic_int4_weight their inputs
+    to 8 bits per token, as torchao's quantized layers do. Checkpoints hold unrounded weights. null rounds nothing."""
     group_size: GroupSize = 32

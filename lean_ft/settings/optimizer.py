@@ -29,77 +29,55 @@ class OptimizerConfig(Settings):
         "muon",
         "apollo_mini",
         "sgd",
-    ] = Field(
-        "adamw",
-        description="Update rule. `_8bit` and `_4bit` store both AdamW moments in that many bits with one scale per "
-        "block; `_torchao` uses torchao's functions instead of bitsandbytes'. `muon` and `apollo_mini` update"
-        " the matrices inside the layers, and AdamW the rest. `paged_adamw_8bit` is adamw_8bit with "
-        "state=paged.",
-    )
-    state: Literal["device", "paged", "streamed"] = Field(
-        "device",
-        description="GPU: where the optimizer state is stored. `device`: GPU memory. `paged`: CUDA managed memory, which "
-        "the driver moves to the host if the GPU is full (adamw_8bit only). `streamed`: pinned host memory, "
-        "copied to the GPU and back around each parameter's update.",
-    )
-    lr: NonNegativeFloat = Field(2e-5, description="Peak learning rate.")
-    lr_ratios: dict[str, PositiveFloat] = Field(
-        default_factory=dict,
-        description="Factors of the learning rate by parameters, named as in `freeze`: {embed_tokens: 0.1, lora_B: 16}. A "
-        "parameter that several names match gets the product, also with lora.lr_ratio and value.lr_ratio.",
-    )
-    betas: tuple[Fraction, Fraction] = Field(
-        (0.9, 0.999),
-        description="AdamW: decay rates of the two moments. Rules that leave some parameters to AdamW use them too.",
-    )
-    eps: PositiveFloat = Field(1e-8, description="AdamW: constant added to the root of the second moment.")
-    momentum: Fraction | None = Field(
-        None, description="SGD and Muon: momentum. null is 0 for sgd, which then has no state, and 0.95 for muon."
-    )
-    weight_decay: NonNegativeFloat = Field(
-        0.0, description="Decoupled weight decay of matrices. Vectors (norms, biases) are not decayed."
-    )
-    in_backward: bool = Field(
-        False,
-        description="Update each parameter in the backward pass as soon as its gradient is complete, then free the "
-        "gradient.",
-    )
-    update_clipping: bool = Field(
-        False,
-        description="AdamW: divide a tensor's learning rate by the RMS of its update if that exceeds 1 (StableAdamW). It "
-        "needs no global norm, so it works with in_backward.",
-    )
-    stochastic_rounding: bool = Field(
-        False,
-        description="Round updates of bfloat16 weights up or down at random, so that small updates are not lost.",
-    )
+    ] = "adamw"
+    """Update rule. `_8bit` and `_4bit` store both AdamW moments in that many bits with one scale per block; `_torchao`
+    uses torchao's functions instead of bitsandbytes'. `muon` and `apollo_mini` update the matrices inside the layers,
+    and AdamW the rest. `paged_adamw_8bit` is adamw_8bit with state=paged."""
+    state: Literal["device", "paged", "streamed"] = "device"
+    """GPU: where the optimizer state is stored. `device`: GPU memory. `paged`: CUDA managed memory, which the driver
+    moves to the host if the GPU is full (adamw_8bit only). `streamed`: pinned host memory, copied to the GPU and back
+    around each parameter's update."""
+    lr: NonNegativeFloat = 2e-5
+    """Peak learning rate."""
+    lr_ratios: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Factors of the learning rate by parameters, named as in `freeze`: {embed_tokens: 0.1, lora_B: 16}. A parameter
+    that several names match gets the product, also with lora.lr_ratio and value.lr_ratio."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW: decay rates of the two moments. Rules that leave some parameters to AdamW use them too."""
+    eps: PositiveFloat = 1e-8
+    """AdamW: constant added to the root of the second moment."""
+    momentum: Fraction | None = None
+    """SGD and Muon: momentum. null is 0 for sgd, which then has no state, and 0.95 for muon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices. Vectors (norms, biases) are not decayed."""
+    in_backward: bool = False
+    """Update each parameter in the backward pass as soon as its gradient is complete, then free the gradient."""
+    update_clipping: bool = False
+    """AdamW: divide a tensor's learning rate by the RMS of its update if that exceeds 1 (StableAdamW). It needs no
+    global norm, so it works with in_backward."""
+    stochastic_rounding: bool = False
+    """Round updates of bfloat16 weights up or down at random, so that small updates are not lost."""
 
 
 class ScheduleConfig(Settings):
     """The learning rate schedule."""
 
     name: Annotated[Literal["constant", "linear", "cosine", "wsd"] | OwnFunction, AfterValidator(check_function)] = (
-        Field(
-            "cosine",
-            description="Shape of the schedule after the warm-up. `wsd` (warm-up, stable, decay) is constant and falls at the "
-            "end. Your own function `my_schedule.py:fn`, called as fn(step, total_steps) with steps from 0, returns the factor "
-            "of optimizer.lr, warm-up included.",
-        )
+        "cosine"
     )
-    warmup_steps: NonNegativeInt = Field(
-        0, description="Optimizer steps of linear warm-up. The first step has learning rate 0."
-    )
-    warmup_ratio: Fraction = Field(
-        0.0, description="Warm-up as a fraction of the run's steps, instead of warmup_steps."
-    )
-    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.0, description="Final learning rate as a fraction of the peak."
-    )
-    decay: NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.1,
-        description="Length of the decay of `wsd` at the end, in optimizer steps or as a fraction of the run's (0.2).",
-    )
-    decay_shape: Literal["1-sqrt", "linear", "cosine"] = Field("1-sqrt", description="Shape of the decay of `wsd`.")
+    """Shape of the schedule after the warm-up. `wsd` (warm-up, stable, decay) is constant and falls at the end. Your
+    own function `my_schedule.py:fn`, called as fn(step, total_steps) with steps from 0, returns the factor of
+    optimizer.lr, warm-up included."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up. The first step has learning rate 0."""
+    warmup_ratio: Fraction = 0.0
+    """Warm-up as a fraction of the run's steps, instead of warmup_steps."""
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Final learning rate as a fraction of the peak."""
+    decay: NonNegativeInt | Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Length of the decay of `wsd` at the end, in optimizer steps or as a fraction of the run's (0.2)."""
+    decay_shape: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
+    """Shape of the decay of `wsd`."""
 
     @cached_property
     def function(self) -> Callable[[int, int], Any]:

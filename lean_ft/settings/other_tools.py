@@ -1,7 +1,7 @@
 """Settings of other tools, and what replaces them here: assets/other_tools.yaml, which describes its own form."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ Row = str | dict[str, str]  # an answer, or one for each value
 Settings = dict[str, str]  # our settings -> values as text, in which VALUE may stand
 
 
-class Answer(NamedTuple):
+class Equivalent(NamedTuple):
     """What replaces a setting that has some value."""
 
     alternatives: list[Settings]  # the first that a recipe has is meant; none with a verdict
@@ -54,27 +54,27 @@ def table(part: str) -> dict[str, Row]:
     return inherited | grouped | by_name(rows["rest"]) | by_name(rows["common"])
 
 
-def answer(part: str, name: str, value: str) -> Answer | None:
+def equivalent(part: str, name: str, value: str) -> Equivalent | None:
     """Return what replaces a setting with a value, or None if the file does not say."""
     rows = table(part)
     matching = (row for pattern, row in rows.items() if "*" in pattern and fnmatchcase(name, pattern))
     row = rows[name] if name in rows else next(matching, None)
     if isinstance(row, dict):
-        row = _by_value(row).get(value.lower(), row.get("any"))
-    return None if row is None else read_answer(row)
+        row = by_lower_value(row).get(value.lower(), row.get("any"))
+    return None if row is None else read_equivalent(row)
 
 
-def _by_value(row: dict[str, str]) -> dict[str, str]:
+def by_lower_value(row: dict[str, str]) -> dict[str, str]:
     return {one.lower(): text for one, text in by_name(row).items()}
 
 
-def read_answer(text: str) -> Answer:
+def read_equivalent(text: str) -> Equivalent:
     target, _, note = text.partition("; ")
     if target in (NEEDLESS, UNSUPPORTED):
-        return Answer([], target, note)
+        return Equivalent([], target, note)
     split = [re.split(r"\s+(?=[\w.]+=)", alternative) for alternative in target.split(" or ")]
     pairs = [[one.partition("=") for one in alternative] for alternative in split]
-    return Answer([{key: value or VALUE for key, _, value in alternative} for alternative in pairs], "", note)
+    return Equivalent([{key: value or VALUE for key, _, value in alternative} for alternative in pairs], "", note)
 
 
 def assigned(settings: Settings, value: str, is_whole: bool = False) -> str:
@@ -97,75 +97,6 @@ def filled(text: str, value: str) -> str:
         return text.replace(VALUE, value)
 
 
-def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings, str]:
-    """Return what replaces a setting that a recipe does not have: settings and a note, or no settings and the reason.
-
-    known: the recipe's settings and groups.
-    """
-    found, group = list(_answers(name, value, known)), name.partition(".")[0]
-    if group != name and (name in table("recipes") or group not in known) and (owner := _owner(name)):
-        return {}, f"The recipe {owner} has {name if name in table('recipes') else f'the group {group}'}."
-    for one in found:
-        for settings in one.alternatives:
-            if RECIPE in settings:
-                others = {key: text for key, text in settings.items() if key != RECIPE}
-                return {}, f"Use the recipe {settings[RECIPE]}{' with ' if others else ''}{assigned(others, value)}."
-            if are_in(known, settings):
-                return settings, _sentence(one.note)
-    named = [settings for one in found for settings in one.alternatives]
-    for settings in (*named, *([{name: VALUE}] if name in table("recipes") else [])):
-        owners = [_owner(key) for key in settings if key not in known]
-        if owner := next(filter(None, owners), "finetune" if settings in named else None):
-            return {}, f"The recipe {owner} has {assigned(settings, value)}."
-    return {}, next((_sentence(f"{one.verdict}: {one.note}") for one in found if one.verdict), "")
-
-
 def are_in(known: Collection[str], settings: Settings) -> bool:
     """Whether a recipe has all settings. `data.columns.prompt` is an entry of `data.columns`."""
     return all(key in known or (key.count(".") == 2 and key.rpartition(".")[0] in known) for key in settings)
-
-
-def value_replacement(key: str, value: str) -> tuple[Settings, str]:
-    """Return what replaces a value of one of our settings, in the same way as `replacement`."""
-    for part in ("values", *tools()):
-        for name, row in table(part).items():
-            text = _by_value(row).get(value.lower()) if isinstance(row, dict) and value.lower() != "any" else None
-            if isinstance(row, dict) and text is not None:
-                one, others = read_answer(text), read_answer(row.get("any", key))
-                meant = next((settings for settings in one.alternatives if key in settings), None)
-                if meant is not None:
-                    return meant, _sentence(one.note)
-                if name == key or any(key in settings for settings in others.alternatives):
-                    if one.verdict:
-                        return {}, _sentence(f"{one.verdict}: {one.note}")
-                    if one.alternatives[0].get(RECIPE):
-                        return {}, f"Use the recipe {one.alternatives[0][RECIPE]}."
-    return {}, ""
-
-
-def _answers(name: str, value: str, known: Collection[str]) -> Iterator[Answer]:
-    """Yield what the file says of a name, or of names with the same last part."""
-    group, _, last = name.rpartition(".")
-    parts = ("values", "words", *tools())
-    if exact := [one for part in parts if name in table(part) and (one := answer(part, name, value)) is not None]:
-        yield from exact
-        return
-    for part in parts[1:]:
-        for ending in (one for one in table(part) if one != name and one.rpartition(".")[2] == last):
-            one = answer(part, ending, value)
-            same_group = one is not None and any(
-                f"{group}." in key for settings in one.alternatives for key in settings
-            )
-            if one is not None and (group not in known or same_group):
-                yield one
-
-
-def _owner(key: str) -> str | None:
-    """Return a recipe that has a setting which not all have."""
-    recipes, names = table("recipes"), key.split(".")
-    prefixes = (".".join(names[:count]) for count in range(len(names), 0, -1))
-    return next((str(recipes[prefix]) for prefix in prefixes if prefix in recipes), None)
-
-
-def _sentence(text: str) -> str:
-    return f"{text if text.startswith('lean_ft') else text[:1].upper() + text[1:]}." if text else ""

@@ -53,142 +53,101 @@ class LogConfig(Settings):
     to: Annotated[
         list[Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "trackio", "swanlab"]],
         AfterValidator(_have_their_packages),
-    ] = Field(
-        default=["jsonl"],
-        description="Loggers beside metrics.jsonl. `csv` writes metrics.csv and `tensorboard` writes event files, both "
-        "into output_dir. `wandb`, `mlflow`, `trackio` and `swanlab` are services, or folders in output_dir with "
-        "log.offline. A resumed run continues the same record.",
-    )
-    project: str = Field(
-        default="lean_ft", description="Project name in wandb, trackio and swanlab, experiment name in mlflow."
-    )
-    name: str | None = Field(default=None, description="Run name in these services. null: the last part of output_dir.")
-    offline: bool = Field(
-        default=False, description="Write the files of these services into output_dir and use no network."
-    )
+    ] = Field(default=["jsonl"])
+    """Loggers beside metrics.jsonl. `csv` writes metrics.csv and `tensorboard` writes event files, both into
+    output_dir. `wandb`, `mlflow`, `trackio` and `swanlab` are services, or folders in output_dir with log.offline. A
+    resumed run continues the same record."""
+    project: str = "lean_ft"
+    """Project name in wandb, trackio and swanlab, experiment name in mlflow."""
+    name: str | None = None
+    """Run name in these services. null: the last part of output_dir."""
+    offline: bool = False
+    """Write the files of these services into output_dir and use no network."""
 
 
 class RecipeConfig(Settings):
     """The settings that every training recipe has."""
 
-    batch_size: PositiveInt = Field(
-        2, description="Sequences, pairs or completions per forward pass; packed rows if the data is packed."
-    )
-    gradient_accumulation_steps: PositiveInt = Field(
-        1, description="Forward passes per optimizer step, counted over all processes."
-    )
-    clip_grad_norm: PositiveFloat | None = Field(
-        None, description="Maximum global norm of the gradients. null does not clip."
-    )
-    epochs: PositiveFloat = Field(1, description="Passes over the data. A fraction is allowed: 2.5.")
-    max_steps: PositiveInt | None = Field(
-        None, description="Stop after this many optimizer steps, if the epochs have not ended before."
-    )
-    compile: bool = Field(False, description="Use torch.compile for each layer, the loss and the optimizer's update.")
-    freeze: list[str] = Field(
-        default_factory=list,
-        description="Parameters that do not train: ends of parameter or module names (embed_tokens, mlp, lora_A), or "
-        "names with wildcards (model.layers.[0-3].*).",
-    )
-    train: list[str] = Field(
-        default_factory=list,
-        description="Train only these parameters, named as in `freeze`. An empty list trains all that are not frozen.",
-    )
-    neftune_alpha: NonNegativeFloat = Field(
-        0.0,
-        description="NEFTune: add uniform noise to the embeddings while training, of at most neftune_alpha / sqrt(tokens "
-        "* hidden size). The paper uses 5 to 15. 0 adds none.",
-    )
-    eval_every: Every = Field(
-        0,
-        description="Evaluate every N optimizer steps, after each `epoch`, or after this fraction of an epoch (0.25). 0 "
-        "evaluates only at the end.",
-    )
-    stop_after_evals: NonNegativeInt = Field(
-        0,
-        description="Early stopping: end the run after this many evaluations in a row without a new lowest held-out loss."
-        " 0 never stops early.",
-    )
-    eval_answers: NonNegativeInt = Field(
-        0,
-        description="Number of held-out questions that the model answers before and after training. An answer is right if"
-        " it equals the held-out one. 0 asks none.",
-    )
-    eval_pattern: RegularExpression | None = Field(
-        None,
-        description="Regular expression that selects what eval_answers compares: the first group of its last match, in "
-        "the model's answer and in the held-out one. For GSM8K: `#### (.*)`.",
-    )
-    eval_tasks: list[str] = Field(
-        default_factory=list,
-        description="Tasks of lm-evaluation-harness to run after training, by name or as YAML files. Install the extra "
-        "`eval`.",
-    )
-    eval_tasks_every: Every = Field(
-        0, description="Also run eval_tasks during training, as often as in eval_every. 0 runs them only at the end."
-    )
-    eval_tasks_limit: PositiveInt | None = Field(None, description="Questions per task. null uses all.")
-    save_every: Every | Literal["auto"] = Field(
-        "auto",
-        description="Save a checkpoint as often as in eval_every; 0 saves only at the end. `auto` saves after each epoch "
-        "if saving takes less than a tenth of the time, and at least every 30 minutes. It keeps the last two "
-        "unless keep_last is set.",
-    )
-    save_async: bool = Field(
-        False,
-        description="Copy the checkpoint to host memory and write it while training continues. The copy takes the memory "
-        "of the trained weights and the optimizer state once more until it is written. The run waits for the "
-        "last checkpoint.",
-    )
-    keep_last: PositiveInt | None = Field(
-        None,
-        description="Number of newest checkpoints to keep; older ones are deleted. null keeps all, or the last two if "
-        "save_every is auto.",
-    )
-    keep_every: NonNegativeInt = Field(
-        0, description="Also keep checkpoints whose step is a multiple of this number. 0 keeps none of them."
-    )
-    keep_best: NonNegativeInt = Field(
-        0,
-        description="Also keep this many checkpoints with the lowest held-out loss. Requires keep_last, and an evaluation"
-        " at each checkpoint: save_every must be a multiple of eval_every.",
-    )
-    max_bad_steps: NonNegativeInt = Field(
-        10,
-        description="Number of steps with a non-finite loss or gradient that the run skips. Their batches are saved in "
-        "output_dir/bad_batches. One more stops the run with a report.",
-    )
-    log_every: PositiveInt = Field(
-        1, description="Optimizer steps between lines of metrics.jsonl and updates of the progress bar."
-    )
+    batch_size: PositiveInt = 2
+    """Sequences, pairs or completions per forward pass; packed rows if the data is packed."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Forward passes per optimizer step, counted over all processes."""
+    clip_grad_norm: PositiveFloat | None = None
+    """Maximum global norm of the gradients. null does not clip."""
+    epochs: PositiveFloat = 1
+    """Passes over the data. A fraction is allowed: 2.5."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many optimizer steps, if the epochs have not ended before."""
+    compile: bool = False
+    """Use torch.compile for each layer, the loss and the optimizer's update."""
+    freeze: list[str] = Field(default_factory=list)
+    """Parameters that do not train: ends of parameter or module names (embed_tokens, mlp, lora_A), or names with
+    wildcards (model.layers.[0-3].*)."""
+    train: list[str] = Field(default_factory=list)
+    """Train only these parameters, named as in `freeze`. An empty list trains all that are not frozen."""
+    neftune_alpha: NonNegativeFloat = 0.0
+    """NEFTune: add uniform noise to the embeddings while training, of at most neftune_alpha / sqrt(tokens * hidden
+    size). The paper uses 5 to 15. 0 adds none."""
+    eval_every: Every = 0
+    """Evaluate every N optimizer steps, after each `epoch`, or after this fraction of an epoch (0.25). 0 evaluates only
+    at the end."""
+    stop_after_evals: NonNegativeInt = 0
+    """Early stopping: end the run after this many evaluations in a row without a new lowest held-out loss. 0 never
+    stops early."""
+    eval_answers: NonNegativeInt = 0
+    """Number of held-out questions that the model answers before and after training. An answer is right if it equals
+    the held-out one. 0 asks none."""
+    eval_pattern: RegularExpression | None = None
+    """Regular expression that selects what eval_answers compares: the first group of its last match, in the model's
+    answer and in the held-out one. For GSM8K: `#### (.*)`."""
+    eval_tasks: list[str] = Field(default_factory=list)
+    """Tasks of lm-evaluation-harness to run after training, by name or as YAML files. Install the extra `eval`."""
+    eval_tasks_every: Every = 0
+    """Also run eval_tasks during training, as often as in eval_every. 0 runs them only at the end."""
+    eval_tasks_limit: PositiveInt | None = None
+    """Questions per task. null uses all."""
+    save_every: Every | Literal["auto"] = "auto"
+    """Save a checkpoint as often as in eval_every; 0 saves only at the end. `auto` saves after each epoch if saving
+    takes less than a tenth of the time, and at least every 30 minutes. It keeps the last two unless keep_last is
+    set."""
+    save_async: bool = False
+    """Copy the checkpoint to host memory and write it while training continues. The copy takes the memory of the
+    trained weights and the optimizer state once more until it is written. The run waits for the last checkpoint."""
+    keep_last: PositiveInt | None = None
+    """Number of newest checkpoints to keep; older ones are deleted. null keeps all, or the last two if save_every is
+    auto."""
+    keep_every: NonNegativeInt = 0
+    """Also keep checkpoints whose step is a multiple of this number. 0 keeps none of them."""
+    keep_best: NonNegativeInt = 0
+    """Also keep this many checkpoints with the lowest held-out loss. Requires keep_last, and an evaluation at each
+    checkpoint: save_every must be a multiple of eval_every."""
+    max_bad_steps: NonNegativeInt = 10
+    """Number of steps with a non-finite loss or gradient that the run skips. Their batches are saved in
+    output_dir/bad_batches. One more stops the run with a report."""
+    log_every: PositiveInt = 1
+    """Optimizer steps between lines of metrics.jsonl and updates of the progress bar."""
     log: LogConfig = LogConfig()
-    profile: bool = Field(
-        False,
-        description="Profile a few steps with torch.profiler. The trace and a table of the largest operations go to "
-        "output_dir/profile.",
-    )
-    profile_steps: tuple[NonNegativeInt, NonNegativeInt, PositiveInt] = Field(
-        (2, 1, 2), description="With `profile`: number of steps to wait, to warm up and to record."
-    )
-    seed: NonNegativeInt = Field(0, description="Seed of the data order, dropout, sampling and stochastic rounding.")
+    profile: bool = False
+    """Profile a few steps with torch.profiler. The trace and a table of the largest operations go to
+    output_dir/profile."""
+    profile_steps: tuple[NonNegativeInt, NonNegativeInt, PositiveInt] = (2, 1, 2)
+    """With `profile`: number of steps to wait, to warm up and to record."""
+    seed: NonNegativeInt = 0
+    """Seed of the data order, dropout, sampling and stochastic rounding."""
     device: Device = "auto"
-    plan: Literal["auto"] | bool = Field(
-        "auto",
-        description="Simulate one step before the weights are loaded, and print its peak memory. `auto` does so for the "
-        "recipes of lean_ft. For your own recipe, run `leanft plan`.",
-    )
+    plan: Literal["auto"] | bool = "auto"
+    """Simulate one step before the weights are loaded, and print its peak memory. `auto` does so for the recipes of
+    lean_ft. For your own recipe, run `leanft plan`."""
     output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
         DEFAULT_OUTPUT_DIR,
         validate_default=False,  # a Path, where strict JSON has text
-        description="The run directory: configuration, metrics and checkpoints. If it is not set, the same command resumes "
-        "an unfinished run; after a finished run, or with other settings, the run gets the next free name: "
-        "runs/<model>_<recipe>_2.",
     )
-    resume: Resume = Field(
-        "auto",
-        description="`auto` resumes from the newest complete checkpoint in output_dir. `never` refuses a directory that "
-        "holds a run. A path resumes from that checkpoint.",
-    )
+    """The run directory: configuration, metrics and checkpoints. If it is not set, the same command resumes an
+    unfinished run; after a finished run, or with other settings, the run gets the next free name:
+    runs/<model>_<recipe>_2."""
+    resume: Resume = "auto"
+    """`auto` resumes from the newest complete checkpoint in output_dir. `never` refuses a directory that holds a run. A
+    path resumes from that checkpoint."""
 
     @model_validator(mode="after")
     def _has_no_conflicts(self) -> "RecipeConfig":
@@ -268,23 +227,16 @@ class OnlineConfig(AnswersConfig):
     """Settings of recipes that train on sampled completions, except for the loss."""
 
     data: PromptDataConfig
-    rewards: list[Reward | FunctionName] = Field(
-        description="Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, "
-        "`format`, `length`), or a reward model's folder. Use {function or model, weight, pattern} to set "
-        "more."
-    )
+    rewards: list[Reward | FunctionName]
+    """Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, `format`,
+    `length`), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
-    batch_size: PositiveInt = Field(
-        8,
-        description="Completions, or pairs of them, per forward pass. If a round would not have all generation.num_answers "
-        "completions of each prompt, and gradient_accumulation_steps is not set, it is raised.",
-    )
+    batch_size: PositiveInt = 8
+    """Completions, or pairs of them, per forward pass. If a round would not have all generation.num_answers completions
+    of each prompt, and gradient_accumulation_steps is not set, it is raised."""
     schedule: ScheduleConfig = ScheduleConfig.model_validate({"name": "constant"})
-    sample_every: NonNegativeInt = Field(
-        10,
-        description="Optimizer steps between prompts and completions that are printed and written to samples.jsonl. 0 "
-        "writes none.",
-    )
+    sample_every: NonNegativeInt = 10
+    """Optimizer steps between prompts and completions that are printed and written to samples.jsonl. 0 writes none."""
 
 
 class KeepTeacherConfig(Settings):
@@ -292,15 +244,19 @@ class KeepTeacherConfig(Settings):
 
     model: ModelConfig
     data: SFTDataConfig
-    destination: Path = Field(description="Folder to write, for distill.cached.")
-    top_k: PositiveInt = Field(64, description="Number of likeliest next tokens to keep per target; 8 bytes each.")
-    temperature: PositiveFloat = Field(
-        1.0, description="Temperature of the distillation; set distill.temperature to the same value."
-    )
-    nf4: bool = Field(False, description="Keep the model's linear layers in 4 bits.")
-    batch_size: PositiveInt = Field(8, description="Sequences per forward pass; packed rows if the data is packed.")
+    destination: Path
+    """Folder to write, for distill.cached."""
+    top_k: PositiveInt = 64
+    """Number of likeliest next tokens to keep per target; 8 bytes each."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the distillation; set distill.temperature to the same value."""
+    nf4: bool = False
+    """Keep the model's linear layers in 4 bits."""
+    batch_size: PositiveInt = 8
+    """Sequences per forward pass; packed rows if the data is packed."""
     memory: MemoryConfig = MemoryConfig.model_validate({})
-    compile: bool = Field(False, description="Use torch.compile for each layer.")
+    compile: bool = False
+    """Use torch.compile for each layer."""
     device: Device = "auto"
 
 

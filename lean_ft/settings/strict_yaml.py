@@ -61,6 +61,12 @@ def to_yaml(value: Any, flow: bool = False) -> str:
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
+def as_text(value: Any) -> str:
+    """Return a value as it is written on the command line. A list with one item is the item."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return value if isinstance(value, str) else to_yaml(value, flow=True)
+
+
 def read_yaml_file(path: Path) -> tuple[Any, dict[str, int]]:
     """Return the values of a YAML file and the lines of its keys; see `parse_yaml`.
 

@@ -13,39 +13,28 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import GenerateJsonSchema
 
-from lean_ft.settings.other_tools import RECIPE, assigned, replacement, table, value_replacement
+from lean_ft.settings.describing import (
+    Schema,
+    Setting,
+    all_settings,
+    alternative,
+    alternatives,
+    entry_schema,
+    in_reading_order,
+)
+from lean_ft.settings.hints import hint_for_name, hint_for_value
+from lean_ft.settings.other_tools import RECIPE
 from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
-from lean_ft.system.spelling import did_you_mean
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
-Schema = dict[str, Any]  # JSON schema of a setting or a group
 
 COMMAND_LINE = "command line"
 MAX_PROBLEMS = 20  # listed in one message
-# Settings that people change first, in this order. A recipe has about ten of them.
-COMMON = [
-    "loss.name",
-    "generation.num_answers",
-    "generation.max_new_tokens",
-    "lora.rank",
-    "optimizer.lr",
-    "epochs",
-    "max_steps",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "data.max_length",
-    "data.packing",
-    "memory.activation_checkpointing",
-    "output_dir",
-]
 
 
 def load_config(
@@ -113,7 +102,7 @@ def dump_chosen(config: BaseModel) -> str:
     """Return as YAML the settings that are required, common, or not at their default. `load_config` reads them back into an
     equal config."""
     values, chosen = config.model_dump(mode="json"), dict[str, Any]()
-    for setting in _in_reading_order(_settings(type(config))):
+    for setting in in_reading_order(all_settings(type(config))):
         *groups, name = setting.key.split(".")
         inside, into = values, chosen
         for group in groups:
@@ -132,206 +121,12 @@ def dump_chosen(config: BaseModel) -> str:
     return to_yaml(chosen)
 
 
-# Descriptions of settings ------------------------------------------------------------------------------------
-
-
-class _PresetSchema(GenerateJsonSchema):
-    """Marks no field as required, because the command line may set it, and includes defaults from factories."""
-
-    def field_is_required(self, field: Any, total: bool) -> bool:
-        return False
-
-    def default_schema(self, schema: Any) -> Schema:
-        factory = schema.get("default_factory")
-        return super().default_schema(schema | {"default": factory()} if factory else schema)
-
-
-def config_schema(config_class: type[BaseModel]) -> Schema:
-    """Return the JSON schema of a recipe's presets, for editors. It requires no key: the command line may set the rest."""
-    schema = config_class.model_json_schema(schema_generator=_PresetSchema)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Description of a setting or a group of settings."""
-
-    key: str  # dotted
-    type: str  # in words: `whole number > 0 or null`
-    required: bool
-    default: Any  # as a YAML value; None if required
-    description: str  # unit and meaning
-    schema: Schema = field(repr=False)
-    group: Schema | None = field(repr=False)  # schema of the group's settings; None for a single setting
-
-    @property
-    def is_off(self) -> bool:
-        """Whether this is a group that is off by default."""
-        return self.group is not None and self.default is None and not self.required
-
-    @property
-    def is_common(self) -> bool:
-        return self.key in COMMON
-
-
-def describe(config_class: type[BaseModel]) -> list[Setting]:
-    """Return all settings of a recipe in declaration order."""
-    return [setting for setting in _settings(config_class).values() if setting.group is None]
-
-
-def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequence[str] = ()) -> str:
-    """Return all settings as YAML, each with its meaning above and its type after it. Required and common settings come
-    first, and groups that are off by default are commented out. `only` selects settings and groups.
-
-    Raise ValueError with the nearest name for an unknown name in `only`.
-    """
-    settings, lines = _settings(config_class), list[str]()
-    for name in only:
-        if name not in settings:
-            raise ValueError(f"no setting and no group is called '{name}'.{did_you_mean(name, settings)}")
-    off = ""  # the current group, if it is off
-    for setting in _in_reading_order(settings):
-        if only and not any(f"{one}.".startswith(f"{setting.key}.") or _is_in(setting.key, one) for one in only):
-            continue
-        *groups, name = setting.key.split(".")
-        if lines and not groups:
-            lines.append("")
-        off = off if off and _is_in(setting.key, off) else setting.key if setting.is_off else ""
-        indent = f"{'# ' if off else ''}{'  ' * len(groups)}"
-        comment = textwrap.wrap(setting.description, width - len(f"{indent}# "), break_on_hyphens=False)
-        lines += [f"{indent}# {line}" for line in comment]
-        if setting.is_off:
-            lines.append(f"{indent}{name}:  # off by default: any of its settings, or {{}}, turns it on")
-        elif setting.group:
-            lines.append(f"{indent}{name}:")
-        elif setting.required:
-            lines.append(f"{indent}{name}:  # required: {setting.type}")
-        else:
-            lines.append(f"{indent}{name}: {to_yaml(setting.default, flow=True)}  # {setting.type}")
-    return "\n".join(lines) + "\n"
-
-
-def one_line_each(config_class: type[BaseModel]) -> str:
-    """Return a line per setting: `key=default`, or `key=...` for a required setting, and its type in words. Required settings
-    come first, then common ones, then the others by group."""
-    parts: dict[str, list[str]] = {"Required": [], "Often changed": []}
-    settings = _settings(config_class)
-    for s in _in_reading_order(settings):
-        if s.group is None:
-            group = s.key.rpartition(".")[0].partition(".")[0] or "Others"
-            is_off = group in settings and settings[group].is_off
-            title = "Required" if s.required else "Often changed" if s.is_common else group
-            text = f"{s.key}={'...' if s.required else to_yaml(s.default, flow=True)}"
-            parts.setdefault(title, []).append(f"  {text:<44} {s.type}{' (off unless set)' if is_off else ''}\n")
-    return "\n".join(f"{title}\n{''.join(lines)}" for title, lines in parts.items() if lines)
-
-
-def _in_reading_order(settings: dict[str, Setting]) -> list[Setting]:
-    """Return settings and groups with those first that are required or have a required setting, then common ones, then groups,
-    and engine settings last."""
-    first = [key for key, setting in settings.items() if setting.required]
-    first += [key for key in COMMON if key in settings]
-    numbers = {key: number for number, key in enumerate(settings)}
-
-    def ranks(key: str) -> list[tuple[int, int]]:
-        above, last = key.rpartition(".")[0], len(first) + (settings[key].group is None)
-        place = next((place for place, one in enumerate(first) if _is_in(one, key)), last)
-        return [*(ranks(above) if above else []), (place, numbers[key])]
-
-    return sorted(settings.values(), key=lambda setting: ranks(setting.key))
-
-
-def _is_in(key: str, group: str) -> bool:
-    """Whether a key equals a group or is inside it."""
-    return f"{key}.".startswith(f"{group}.")
-
-
-@cache
-def _settings(config_class: type[BaseModel]) -> dict[str, Setting]:
-    """Return all settings and groups by key, each group before its settings."""
-    schema = config_schema(config_class)
-    definitions, settings = schema.get("$defs", {}), {}
-
-    def follow(part: Any) -> None:  # replaces each `$ref` by its definition
-        for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-            follow(inner)
-        if isinstance(part, dict) and "$ref" in part:
-            part |= {**definitions[part.pop("$ref").rpartition("/")[2]], **part}
-
-    def add(above: Schema, prefix: str, instance: Schema, is_required: bool) -> None:
-        for name, schema in above["properties"].items():
-            key, group = f"{prefix}{name}", next((m for m in _members(schema) if "properties" in m), None)
-            default = instance.get(name, schema.get("default"))
-            required = name not in instance and "default" not in schema and (is_required or group is None)
-            meaning = (group or schema).get("description", "").partition("\n\n")[0]
-            words = "" if group else _type_text(schema)
-            settings[key] = Setting(key, words, required, default, meaning, schema, group)
-            if group:
-                add(group, f"{key}.", default or {}, required)
-
-    follow(schema)
-    add(schema, "", {}, is_required=True)
-    return settings
-
-
-def _members(schema: Schema) -> list[Schema]:
-    """Return the alternatives of a union, or the schema itself for another type."""
-    members = schema.get("anyOf") or schema.get("oneOf")
-    return [inner for member in members for inner in _members(member)] if members else [schema]
-
-
-def _member(schema: Schema, *types: str) -> Schema | None:
-    """Return the first alternative with one of these types, or None."""
-    return next((member for member in _members(schema) if member.get("type") in types), None)
-
-
-def _entry(mapping: Schema) -> Schema:
-    """Return the schema of a mapping's values; {} accepts anything."""
-    values = mapping.get("additionalProperties")
-    return values if isinstance(values, dict) else {}
-
-
-_WORDS = {"boolean": "true or false", "integer": "whole number", "string": "text"}
-_BOUNDS = {
-    "exclusiveMinimum": ">",
-    "minimum": ">=",
-    "exclusiveMaximum": "<",
-    "maximum": "<=",
-    "multipleOf": "a multiple of",
-}
-
-
-def _type_text(schema: Schema) -> str:
-    """Return a type in words with its bounds: `number >= 0 and < 1`, `none | bfd`, `text or list of text`."""
-    members, kind_of = _members(schema), schema.get("type", "any value")
-    if len(members) > 1:
-        return " or ".join(map(_type_text, members))
-    if "const" in schema or "enum" in schema:
-        return " | ".join(map(str, schema.get("enum") or [schema["const"]]))
-    if "prefixItems" in schema:
-        items = list(map(_type_text, schema["prefixItems"]))
-        return f"list of {len(items)}, each {items[0]}" if len(set(items)) == 1 else f"list of: {', '.join(items)}"
-    if kind_of == "array":
-        return f"list of {_type_text(schema.get('items', {}))}"
-    if "properties" in schema:  # an element of a list
-        return f"{{{', '.join(schema['properties'])}}}"
-    if kind_of == "object":
-        return f"mapping of text to {_type_text(_entry(schema))}"
-    formats = {"path": "path", "function": "FILE.py:FUNCTION"}
-    text = formats.get(schema.get("format", ""), _WORDS.get(kind_of, kind_of))
-    bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
-    return f"{text} {' and '.join(bounds)}".rstrip()
-
-
-# Reading -----------------------------------------------------------------------------------------------------
-
-
 class _Reader:
     """Collects the values of a preset and overrides, and their problems."""
 
     def __init__(self, config_class: type[BaseModel], given_by: str = COMMAND_LINE) -> None:
         self.config_class, self.given_by = config_class, given_by
-        self.settings = _settings(config_class)
+        self.settings = all_settings(config_class)
         self.values: dict[str, Any] = {}
         self.given: dict[str, tuple[Any, str]] = {}  # key -> value and its location
         self.problems: list[str] = []
@@ -362,11 +157,11 @@ class _Reader:
             return
         owner = self._owner(names)
         setting, entry = self.settings.get(owner), key.removeprefix(owner).removeprefix(".")
-        mapping = _member(setting.schema, "object") if setting and not setting.group else None
+        mapping = alternative(setting.schema, "object") if setting and not setting.group else None
         try:
             if setting and mapping and entry:  # set one entry and keep the others
                 before, _ = self.given.get(owner, (setting.default, ""))
-                value = _read(_override_value(text, _entry(mapping)), _entry(mapping))
+                value = _read(_override_value(text, entry_schema(mapping)), entry_schema(mapping))
                 self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, self.given_by)
             else:
                 value = _override_value(text, setting.schema) if setting and not entry else Plain(text)
@@ -380,7 +175,7 @@ class _Reader:
         if setting is None:
             hint = self._meant(key, value) or " `leanft cat RECIPE` lists them."
             self.problems.append(f"{_at(key, where(key))}: no such setting.{hint}")
-        elif setting.group is None or (is_null and _member(setting.schema, "null")):
+        elif setting.group is None or (is_null and alternative(setting.schema, "null")):
             self._give(key, _read(value, setting.schema), where(key))
         elif isinstance(value, dict):
             self._inside(key)  # turns the group on
@@ -415,25 +210,10 @@ class _Reader:
         return next((key for key in keys if key in self.settings), "")
 
     def _meant(self, key: str, value: Any = "") -> str:
-        """Return a hint for a key that is no setting: what replaces the setting of another tool, or the nearest name."""
+        """Return a hint for a key that is no setting."""
         if len(self.problems) >= MAX_PROBLEMS:  # the hint would not be shown, and a search takes milliseconds
             return ""
-        found, sentence = replacement(key, as_text(value), self.settings)
-        if found or sentence:
-            return _hint(assigned(found, as_text(value), key in self.settings), sentence)
-        return did_you_mean(key, (setting.key for setting in self.settings.values() if setting.group is None))
-
-    def _meant_value(self, setting: Setting, value: Any) -> str:
-        """Return a hint for a value that its setting refuses: what replaces the value of another tool, or the nearest."""
-        text, expected = as_text(value), re.split(r" \| | or ", setting.type)
-        found, sentence = value_replacement(setting.key, text)
-        if all(key in self.settings for key in found) and (found or sentence):
-            return _hint(assigned(found, text), sentence)
-        if (spelled := table("spellings").get(text.lower())) in expected:
-            return _hint(f"{setting.key}={spelled}")
-        if isinstance(value, str) and "number" in setting.type and not isinstance(Plain(value).value(), str | None):
-            return f" Write the number without quotes: {value}"
-        return did_you_mean(value, expected) if isinstance(value, str) and " | " in setting.type else ""
+        return hint_for_name(key, value, self.settings)
 
     def config(self) -> Any:
         """Return the validated config. Raise ValueError with all problems."""
@@ -475,7 +255,7 @@ class _Reader:
             elif setting is None or setting.group or reason is not None:  # from a validator of the recipe or a group
                 self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
             else:
-                hint = self._meant_value(setting, found)
+                hint = hint_for_value(setting, found, self.settings)
                 self.problems.append(
                     f"{place}: expected {setting.type}, found {_shown(found)}.{hint}\n  {setting.description}"
                 )
@@ -493,13 +273,13 @@ _WILDCARDS = re.compile(
 
 def _takes_only_text(schema: Schema) -> bool:
     """Whether text is the only scalar that fits: a string, a path or a choice."""
-    return {member.get("type") for member in _members(schema)} - {"array", "object", "null"} == {"string"}
+    return {member.get("type") for member in alternatives(schema)} - {"array", "object", "null"} == {"string"}
 
 
 def _override_value(text: str, schema: Schema) -> Any:
     """Return the value of an override. If only text fits, keep it as written, unless it is quoted or a [list]."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_container = text[:1] in ("[", "{") and _member(schema, "array", "object")
+    is_container = text[:1] in ("[", "{") and alternative(schema, "array", "object")
     if _takes_only_text(schema) and not is_quoted and not is_container:
         return Plain(text)
     if text and not is_container and (items := _items_of_list(schema)) and _takes_only_text(items):
@@ -514,8 +294,8 @@ def _override_value(text: str, schema: Schema) -> Any:
 
 def _items_of_list(schema: Schema) -> Schema | None:
     """Return the schema of a list's items if only a list of any length fits, otherwise None."""
-    array = _member(schema, "array")
-    only = {member.get("type") for member in _members(schema)} <= {"array", "null"}
+    array = alternative(schema, "array")
+    only = {member.get("type") for member in alternatives(schema)} <= {"array", "null"}
     return array.get("items") if array and only and "prefixItems" not in array else None
 
 
@@ -526,12 +306,12 @@ def _read(value: Any, schema: Schema) -> Any:
         is_null = isinstance(value, Plain) and value.value() is None
         value = value if is_null else [value]
     if isinstance(value, list):
-        array = _member(schema, "array") or {}
+        array = alternative(schema, "array") or {}
         kinds = array.get("prefixItems") or [array.get("items", {})]
         return [_read(item, kinds[min(index, len(kinds) - 1)]) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        mapping = _member(schema, "object") or {}
-        kinds, other = mapping.get("properties", {}), _entry(mapping)
+        mapping = alternative(schema, "object") or {}
+        kinds, other = mapping.get("properties", {}), entry_schema(mapping)
         return {name: _read(inner, kinds.get(name, other)) for name, inner in value.items()}
     stands_for = value.value() if isinstance(value, Plain) else value
     return str(value) if stands_for is not None and _takes_only_text(schema) else stands_for
@@ -540,16 +320,6 @@ def _read(value: Any, schema: Schema) -> Any:
 def _at(what: str, where: str) -> str:
     """Return a key with its location, such as `optimizer.lr (command line)`. Values from Python have no location."""
     return f"{what} ({where})" if where else what
-
-
-def _hint(meant: str, sentence: str = "") -> str:
-    return (f" Did you mean '{meant}'?" if meant else "") + (f" {sentence}" if sentence else "")
-
-
-def as_text(value: Any) -> str:
-    """Return a value as it is written on the command line. A list with one item is the item."""
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return value if isinstance(value, str) else to_yaml(value, flow=True)
 
 
 def _shown(value: Any) -> str:

@@ -32,11 +32,8 @@ from pathlib import Path
 
 # torch reads the first of these that is set.
 CUDA_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-WAITING_VARIABLES = (
-    "OMP_WAIT_POLICY",
-    "KMP_BLOCKTIME",
-    "GOMP_SPINCOUNT",
-)  # read by GNU's and Intel's OpenMP, Intel's, and GNU's
+# Read by GNU's and Intel's OpenMP, by Intel's, and by GNU's.
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
 PRODUCTS_VARIABLES = ("DNNL_PRIMITIVE_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 

@@ -48,7 +48,9 @@ def describe_environment() -> dict[str, Any]:
     facts["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     facts["compiler"] = _compiler()
     facts["cpu"] = _cpu_info("model name") or platform.processor() or platform.machine()
-    facts["cpu features"] = _cpu_features() or "none of those that lean_ft uses"
+    present = _cpu_info("flags", "Features").split()
+    features = [feature for feature in _CPU_FEATURES if feature in present]
+    facts["cpu features"] = features or "none of those that lean_ft uses"
     facts["cores"] = f"{usable_cores()}"
     facts["threads"] = f"{torch.get_num_threads()}"
     facts["memory"] = _memory()
@@ -112,11 +114,6 @@ def _cpu_info(*fields: str) -> str:
         if field.strip() in fields:
             return value.strip()
     return ""
-
-
-def _cpu_features() -> list[str]:
-    present = _cpu_info("flags", "Features").split()
-    return [feature for feature in _CPU_FEATURES if feature in present]
 
 
 def usable_cores() -> int:

@@ -3,9 +3,7 @@
 import json
 import re
 import shutil
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -17,41 +15,15 @@ from lean_ft.settings.other_tools import table
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks
+from lean_ft.tokenizers.passages import Passage, spans_of, without, without_markers
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import RenderedChat, Turn, outside_literals
-from lean_ft.tokenizers.vocabulary import Span, Vocabulary, any_of
+from lean_ft.tokenizers.vocabulary import Vocabulary, any_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TrainOn = Literal["completion", "assistant", "last", "all"]
 Messages = list[dict[str, Any]]
 _LITERALS = re.compile(f"{LITERAL_START}(.*?){LITERAL_END}", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text that becomes one training sequence."""
-
-    text: str
-    trained: list[Span]
-    """Spans whose tokens are trained, including tokens that lie only partly in a span."""
-    literal: list[Span] = field(default_factory=list)
-    """Control tokens that a message contains; they are encoded as ordinary text."""
-    add_bos: bool = False
-    """Prepend bos, if this tokenizer does so and the text does not begin with it."""
-    add_eos: bool = False
-    """Append a trained eos, if the tokenizer has one and the text does not end with it."""
-    num_rewritten: int = 0
-    """Assistant messages trained without an end token: the template ends them with another token in the history."""
-    num_other_prompts: int = 0
-    """Assistant messages trained after another text than the prompt that generation starts from."""
-    is_endless: bool = False
-    """Whether the last message is trained without a token that ends it: neither the template nor the tokenizer has one."""
-    num_empty: int = 0
-    """Assistant messages that may be trained but have no content and no tool call."""
-    joined_by: str | None = None
-    """The separator between a prompt and its completion; None if a chat template wrote them."""
-    unread: Sequence[str] = ()
-    """Keys of messages and template variables that the chat template does not mention."""
 
 
 class BatchEncoding(dict[str, Any]):
@@ -140,7 +112,7 @@ class Tokenizer:
     ) -> list[int] | str:
         """Return a chat as ids, or as text with `tokenize=False`. `render` also returns the mask of trained tokens."""
         full = self._rendered(messages, tools, add_generation_prompt, template_kwargs).full
-        text, [literal] = _without_markers(full, [[match.span(1) for match in _LITERALS.finditer(full)]])
+        text, [literal] = without_markers(full, [[match.span(1) for match in _LITERALS.finditer(full)]])
         return self.tokenize([Passage(text, [], literal)])[0][0].tolist() if tokenize else text
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -231,7 +203,7 @@ class Tokenizer:
         ends_trained = turns[-1:] == [len(messages) - 1] and turns[-1] not in untrained and not add_generation_prompt
         found, end, add_eos, is_endless = list[Turn](), "", False, False
         if self._template(tools).marks_generation:
-            spans = _spans_of(wanted, turns, generation_blocks(chat.full))
+            spans = spans_of(wanted, turns, generation_blocks(chat.full))
             if ends_trained and train_on != "all":
                 last_text = MARKERS.sub("", chat.full[slice(*spans[-1])]) if spans else ""
                 is_endless = not last_text.rstrip().endswith(tuple(self.added_tokens))
@@ -244,9 +216,9 @@ class Tokenizer:
                 add_eos = not end
                 is_endless = add_eos and self.eos_id is None
         if train_on == "all":
-            spans = _without([(0, len(chat.full))], spans)
+            spans = without([(0, len(chat.full))], spans)
         literal = [match.span(1) for match in _LITERALS.finditer(chat.full)]
-        text, [trained, literal] = _without_markers(chat.full, [spans, literal])
+        text, [trained, literal] = without_markers(chat.full, [spans, literal])
         return Passage(
             text + end,
             trained + [(len(text), len(text) + len(end))] * bool(end),
@@ -448,34 +420,6 @@ class Tokenizer:
         return value, 0
 
 
-def _without_markers(full: str, spans: list[list[Span]]) -> tuple[str, list[list[Span]]]:
-    """Remove the markers from a rendered chat; also return the lists of `spans` in the remaining text."""
-    markers = [match.start() for match in MARKERS.finditer(full)]
-    moved = [
-        [(start - bisect_left(markers, start), end - bisect_left(markers, end)) for start, end in some]
-        for some in spans
-    ]
-    return MARKERS.sub("", full), moved
-
-
 def _is_empty(message: dict[str, Any]) -> bool:
     values = [value for name, value in message.items() if name != "role"]
     return not any(value.strip() if isinstance(value, str) else value for value in values)
-
-
-def _spans_of(wanted: list[int], turns: list[int], blocks: list[tuple[int | None, Span]]) -> list[Span]:
-    """Return the generation blocks of the messages `wanted`; `turns` are all the assistant's messages."""
-    if wanted and wanted != turns and any(turn is None for turn, _ in blocks):
-        raise ValueError(
-            "the chat template has a {% generation %} block outside its loop over the messages, so a single message cannot be "
-            "selected for training. Put the block inside the loop, or train all of the assistant's messages."
-        )
-    return [span for turn, span in blocks if wanted == turns or turn in wanted]
-
-
-def _without(spans: list[Span], holes: list[Span]) -> list[Span]:
-    """Remove `holes` from `spans`."""
-    for hole_start, hole_end in holes:
-        parts = [part for start, end in spans for part in ((start, min(end, hole_start)), (max(start, hole_end), end))]
-        spans = [(start, end) for start, end in parts if start < end]
-    return spans

@@ -166,7 +166,7 @@ class RenderedChat:
         closed, opening = self._prompt_parts(i)
         anchor_of_closed, after = _last_anchor(closed)
         closed = closed[after:]
-        pieces = self._cut(opening) if anchor == anchor_of_closed else []
+        pieces = self._pieces(opening) if anchor == anchor_of_closed else []
         begin = before + len(closed) if text.startswith(closed, before) else -1
         found = _ANCHORS.fullmatch(anchor)
         if found and _owner(found) == i - 1 and pieces and not (begin >= 0 and text.startswith(pieces[0][0], begin)):
@@ -250,7 +250,7 @@ class RenderedChat:
             del closing[0]
         return closing
 
-    def _cut(self, text: str) -> list[tuple[str, bool]]:
+    def _pieces(self, text: str) -> list[tuple[str, bool]]:
         parts: list[tuple[str, bool]] = []
         position = 0
         for match in self._tokens(text):

@@ -106,13 +106,13 @@ class AddedTokensFirst(ABC):
         parts = [Encoding.of([], [])]
         for start, end, is_token in split_at_tokens(text, self._any_added, literal):
             piece = text[start:end]
-            token = Encoding.of([self._added_id(piece)], [(start, end)]) if is_token else None
-            parts.append(token or self._encode_piece(piece, start))
+            if is_token:
+                token_id = self.added[piece if piece in self.added else piece.strip()]  # the match includes spaces
+                parts.append(Encoding.of([token_id], [(start, end)]))
+            else:
+                parts.append(self._encode_piece(piece, start))
         arrays = ([getattr(part, name) for part in parts] for name in ("ids", "starts", "ends"))
         return Encoding(*map(np.concatenate, arrays))
-
-    def _added_id(self, token: str) -> int:
-        return self.added[token] if token in self.added else self.added[token.strip()]  # the match includes spaces
 
     @abstractmethod
     def _encode_piece(self, piece: str, start: int) -> Encoding:

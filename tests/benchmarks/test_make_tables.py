@@ -43,11 +43,7 @@ def test_a_table_shows_its_result_and_on_what_it_was_measured(tables, tmp_path):
     assert "| plain | 3.00 GiB | - | 4.00 GiB | 1,234 | - |" in page
     assert "| paged | failed | - | - | - | - |" in page
     for shown in (
-        "Some CPU, 4 cores with avx512_bf16",
-        "torch 2.13.0",
-        "2026-01-02",
-        "abc123",
-        "no such thing \\| here",
+        *("Some CPU, 4 cores with avx512_bf16", "torch 2.13.0", "2026-01-02", "abc123", "no such thing \\| here"),
     ):
         assert shown in page
     assert "old" not in page

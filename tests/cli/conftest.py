@@ -95,19 +95,42 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-@pytest.fixture
-def leanft(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
-    """Return a function that runs `leanft` in this process."""
+class Leanft:
+    """Runs `leanft` in this process."""
 
-    def call(*arguments: str | Path) -> Answer:
-        capsys.readouterr()
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str | Path) -> Answer:
+        self._capsys.readouterr()
         with pytest.raises(SystemExit) as exited:
             run_command_line([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
+        printed = self._capsys.readouterr()
         assert isinstance(exited.value.code, int)
         return Answer(exited.value.code, printed.out, printed.err)
 
-    return call
+    def ok(self, *arguments: str | Path) -> Answer:
+        """Run a command that succeeds."""
+        answer = self(*arguments)
+        assert answer.code == 0, answer.out + answer.err
+        return answer
+
+    def quiet(self, *arguments: str | Path) -> Answer:
+        """Run a command that succeeds and prints nothing to stderr."""
+        answer = self.ok(*arguments)
+        assert answer.err == ""
+        return answer
+
+    def refused(self, *arguments: str | Path) -> str:
+        """Run a command with wrong input. Return its message."""
+        answer = self(*arguments)
+        assert (answer.code, answer.out) == (2, ""), answer.err
+        return answer.err
+
+
+@pytest.fixture
+def leanft(capsys: pytest.CaptureFixture[str]) -> Leanft:
+    return Leanft(capsys)
 
 
 @pytest.fixture

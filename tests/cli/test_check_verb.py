@@ -14,8 +14,7 @@ from lean_ft.quantize.torchao_kinds import quantize, save_quantized
 
 def test_a_model_that_passes(leanft):
     given = ("memory.tile_mlp=2", "compile=true", "data.max_length=48", "device=cpu")
-    answer = leanft("check", "tiny", "--quick", "--config", "tiny/lora", "lora.rank=4", *given)
-    assert answer.code == 0, answer.out
+    answer = leanft.ok("check", "tiny", "--quick", "--config", "tiny/lora", "lora.rank=4", *given)
     lines = answer.out.splitlines()
     assert lines[0].split() == ["check", "what", "was", "compared", "result", "allowed", "verdict"]
     assert lines.pop() == "skipped: --quick (3 training steps)"
@@ -61,8 +60,7 @@ def test_a_healthy_folder_that_is_not_trained_as_text_passes(leanft, tmp_path, k
         load(resolve_model_path("tiny"), **{"num_labels": 1, **names}).save_pretrained(folder)
         for file in resolve_model_path("tiny").glob("*token*"):
             shutil.copy(file, folder)
-    answer = leanft("check", folder, "--quick", "memory.tile_mlp=2", "optimizer.name=adamw_8bit", "device=cpu")
-    assert answer.code == 0, answer.out
+    answer = leanft.ok("check", folder, "--quick", "memory.tile_mlp=2", "optimizer.name=adamw_8bit", "device=cpu")
     table, reasons = answer.out.split("skipped: ", 1)
     verdicts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in table.splitlines()[1:]}
     assert set(verdicts.values()) == {"ok", "skipped"} and max(map(len, table.splitlines())) <= 120

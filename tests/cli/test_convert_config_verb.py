@@ -25,16 +25,14 @@ def test_what_it_writes_is_valid_and_what_it_leaves_out_is_told(leanft, tmp_path
         assert there in text
         text = text.replace(there, path)
     theirs.write_text(text + "my_own_key: 3\n")
-    converted = leanft("convert-config", theirs, "--output", ours)
-    assert converted.code == 0, converted.err
+    converted = leanft.ok("convert-config", theirs, "--output", ours)
     assert "my_own_key: 3 has no equivalent" in converted.err
     listed, *remarks = converted.err.splitlines()
     assert listed.startswith("converted: ") and "batch_size" in listed
     assert all(f"# {remark}" in ours.read_text() for remark in remarks)
     assert converted.out == f"{ours}: leanft run finetune --config {ours}\n"
     assert leanft("convert-config", theirs).out == ours.read_text()
-    valid = leanft("validate", "--config", ours)
-    assert valid.code == 0, valid.err
+    leanft.ok("validate", "--config", ours)
     assert leanft("convert-config", theirs, "-o", ours).code == 2  # no overwriting
     assert leanft("convert-config", ours).code == 2  # not a torchtune configuration
 
@@ -87,9 +85,8 @@ def test_a_converted_configuration_trains(theirs, leanft, tmp_path, monkeypatch)
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps({"chats": info}))
     (tmp_path / "theirs.yaml").write_text(theirs)
-    assert leanft("convert-config", "theirs.yaml", "-o", "ours.yaml").code == 0
-    done = leanft("run", "finetune", "--config", "ours.yaml", "plan=false", "device=cpu", f"data.cache_dir={tmp_path}")
-    assert done.code == 0, done.err
+    leanft.ok("convert-config", "theirs.yaml", "-o", "ours.yaml")
+    leanft.ok("run", "finetune", "--config", "ours.yaml", "plan=false", "device=cpu", f"data.cache_dir={tmp_path}")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == (6 if "base_model" in theirs else 4)
@@ -102,6 +99,5 @@ def test_a_logger_need_not_be_installed_to_convert_its_settings(leanft, tmp_path
     (tmp_path / "theirs.yaml").write_text(
         "base_model: tiny\nwandb_project: mine\ndatasets: [{path: rows.jsonl, type: chat_template}]\n"
     )
-    converted = leanft("convert-config", tmp_path / "theirs.yaml")
-    assert converted.code == 0, converted.err
+    converted = leanft.ok("convert-config", tmp_path / "theirs.yaml")
     assert yaml.safe_load(converted.out)["log"] == {"project": "mine", "to": ["wandb"]}

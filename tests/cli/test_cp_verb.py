@@ -23,8 +23,7 @@ from lean_ft.system import catalog
 def test_where_a_copy_goes(leanft, shipped, tmp_path, monkeypatch, name, destination, made):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    answer = leanft("cp", name, destination)
-    assert answer.code == 0
+    answer = leanft.ok("cp", name, destination)
     assert (tmp_path / made).read_bytes() == catalog.find_either(name).read_bytes()
     assert made.removeprefix("./") in answer.out
     assert "Edit it, then: leanft " in answer.out
@@ -40,11 +39,10 @@ def test_a_copied_recipe_runs_with_a_copied_preset(leanft, shipped, tmp_path):
 def test_nothing_is_overwritten_without_force(leanft, shipped, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("my work")
-    answer = leanft("cp", "toy_single_device", mine)
-    assert answer.code == 2
-    assert "--force" in answer.err
+    refusal = leanft.refused("cp", "toy_single_device", mine)
+    assert "--force" in refusal
     assert mine.read_text() == "my work"
-    assert leanft("cp", "toy_single_device", mine, "--force").code == 0
+    leanft.ok("cp", "toy_single_device", mine, "--force")
     assert mine.read_text() != "my work"
 
 

@@ -11,32 +11,9 @@ import pytest
 from tests.parallel.processes import needs_parts
 
 NAMES = [
-    "lean_ft",
-    "wandb",
-    "yaml",
-    "torch",
-    "json",
-    "sitecustomize",
-    "usercustomize",
-    "pickle",
-    "socket",
-    "runpy",
-    "struct",
-    "typing",
-    "numpy",
-    "rich",
-    "typer",
-]
-NAMES += [
-    "pydantic",
-    "tokenizers",
-    "select",
-    "selectors",
-    "queue",
-    "ctypes",
-    "hashlib",
-    "subprocess",
-    "multiprocessing",
+    *("lean_ft", "wandb", "yaml", "torch", "json", "sitecustomize", "usercustomize", "pickle", "socket", "runpy"),
+    *("struct", "typing", "numpy", "rich", "typer", "pydantic", "tokenizers", "select", "selectors", "queue"),
+    *("ctypes", "hashlib", "subprocess", "multiprocessing"),
 ]
 LEANFT = Path(sys.executable).with_name("leanft")
 SHORT = ["max_steps=2", "device=cpu", "eval_answers=0"]

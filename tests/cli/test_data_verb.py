@@ -35,8 +35,7 @@ def run_on_pairs(run, tmp_path):
 
 
 def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
-    answer = leanft("data", "stats", *run_on_pairs)
-    assert (answer.code, answer.err) == (0, "")
+    answer = leanft.quiet("data", "stats", *run_on_pairs)
     assert "3 rows (preference, detected from their fields); 3 pairs" in answer.out
     data, tokenizer = PreferenceDataConfig(source=f"{tmp_path}/rows.jsonl"), load_tokenizer("tiny")
     batches, _ = preference_batches(data, tokenizer, batch_size=1, seed=0, share_prompts=True)
@@ -47,8 +46,9 @@ def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
 def test_preview_of_pairs(leanft, run_on_pairs, tmp_path, packing: str):
-    answer = leanft("data", "preview", *run_on_pairs, "-n", "3", f"data.packing={packing}", "data.num_processes=2")
-    assert (answer.code, answer.err) == (0, "")
+    answer = leanft.quiet(
+        "data", "preview", *run_on_pairs, "-n", "3", f"data.packing={packing}", "data.num_processes=2"
+    )
     for place in ("line 1, chosen", "line 1, rejected", "line 3, chosen", "line 3, rejected"):
         assert f"rows.jsonl, {place}: " in answer.out
     assert re.search(r"Say it<.*⟦yes <\|end\|>⟧", answer.out)
@@ -64,14 +64,12 @@ def test_preview_of_pairs(leanft, run_on_pairs, tmp_path, packing: str):
 def test_rows_of_another_objective(leanft, run, run_on_pairs, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Say it", "completion": "yes"}\n')
     for verb in ("stats", "preview"):
-        answer = leanft("data", verb, *run_on_pairs)
-        assert answer.code == 2
-        assert "the rows are prompt_completion, and this recipe trains on preference pairs" in answer.err
+        refusal = leanft.refused("data", verb, *run_on_pairs)
+        assert "the rows are prompt_completion, and this recipe trains on preference pairs" in refusal
 
 
 def test_stats(leanft, run, tmp_path):
-    answer = leanft("data", "stats", *run)
-    assert (answer.code, answer.err) == (0, "")
+    answer = leanft.quiet("data", "stats", *run)
     assert "3 rows (prompt_completion, detected from their fields); 3 sequences" in answer.out
     assert "█" in answer.out
     header, *table = [line for line in answer.out.splitlines() if re.match(r" *(max_length|[\d,]+ +\d+ \()", line)]
@@ -88,8 +86,7 @@ def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "Some words."}\n')
     run = ["full_finetune_single_device", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl", "device=cpu"]
     settings = ["data.max_length=300", "data.batch_tokens=512"]
-    answer = leanft("data", "stats", *run, *settings, "--peak")
-    assert answer.code == 0
+    answer = leanft.ok("data", "stats", *run, *settings, "--peak")
     # Without a terminal, each progress message is a line.
     assert answer.err.splitlines() == [f"simulating a step with rows of {length} tokens" for length in (256, 300, 512)]
     said = {line.split()[0]: line for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)}
@@ -103,8 +100,7 @@ def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
 
 
 def test_preview(leanft, run, tmp_path):
-    answer = leanft("data", "preview", *run, "--rows", "2")
-    assert (answer.code, answer.err) == (0, "")
+    answer = leanft.quiet("data", "preview", *run, "--rows", "2")
     assert answer.out.count("── row ") == 2
     assert "Say [bold]it[/bold]" in answer.out
     assert re.search(r"⟦yes <\|end\|>⟧", answer.out)
@@ -168,7 +164,7 @@ def test_html_in_data_does_not_run(leanft, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": attack}) + "\n")
     run = ["full_finetune_single_device", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl"]
     page = tmp_path / "rows.html"
-    assert leanft("data", "preview", *run, "--html", page).code == 0
+    leanft.ok("data", "preview", *run, "--html", page)
     tags = Tags()
     tags.feed(page.read_text())
     assert tags.seen <= {"html", "head", "meta", "title", "style", "body", "pre", "span"}
@@ -194,7 +190,7 @@ class Tags(HTMLParser):
 def test_a_folder_where_the_run_would_write_is_not_needed_and_not_made(leanft, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert leanft("data", "preview", *run, "-n", "1").code == 0
+    leanft.ok("data", "preview", *run, "-n", "1")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -203,8 +199,7 @@ def test_prompts_and_their_columns(leanft, run, tmp_path, recipe: str):
     rows = [{"prompt": "Say it", "answer": 4}, {"prompt": "word " * 90, "level": "hard"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [recipe, *run[1:3], "data.max_prompt_length=60", "rewards=[mine.py:score]"]
-    answer = leanft("data", "preview", *settings)
-    assert (answer.code, answer.err) == (0, "")
+    answer = leanft.quiet("data", "preview", *settings)
     assert (
         "rows.jsonl, line 1: 8 tokens, 0 trained\n<|begin|><|user|>Say it<|end|><|assistant|>\nanswer: 4\n"
         in answer.out
@@ -213,8 +208,7 @@ def test_prompts_and_their_columns(leanft, run, tmp_path, recipe: str):
         "from 2 rows (prompts); 1 dropped (longer than max_prompt_length); columns for rewards: answer, "
         "level; 1 prompt, 8 tokens\n" in answer.out
     )
-    answer = leanft("data", "stats", *settings)
-    assert (answer.code, answer.err) == (0, "")
+    answer = leanft.quiet("data", "stats", *settings)
     assert (
         "2 rows (prompts); columns for rewards: answer, level; 2 prompts" in answer.out
         and "1 longer than max_prompt_length=60, which a run drops" in answer.out

@@ -28,8 +28,7 @@ def told(answer):
 
 
 def test_what_came_and_what_to_run_next(leanft, repository):
-    answer = leanft("download", "org/tiny")
-    assert (answer.code, answer.err) == (0, "")
+    answer = leanft.quiet("download", "org/tiny")
     lines = told(answer)
     assert lines["commit"] == COMMIT
     assert lines["folder"].endswith(f"models--org--tiny/snapshots/{COMMIT}")
@@ -128,7 +127,7 @@ def test_ctrl_c_says_what_stays_and_the_same_command_goes_on(leanft, repository,
     assert err.startswith(f"error: interrupted.\n{num_files - 1} of {num_files} files of org/tiny are complete")
     hub_server.stalls = False
     hub_server.requests.clear()
-    assert leanft("download", "org/tiny").code == 0
+    leanft.ok("download", "org/tiny")
     assert hub_server.fetched() == ["model.safetensors"]
 
 
@@ -141,8 +140,7 @@ def test_validating_asks_no_hub(leanft, repository, hub_server, tmp_path):
 
 def test_a_repository_answers_as_its_folder_does_without_a_network_too(leanft, repository, hub_server, monkeypatch):
     settings = ["prompt=What is the capital of Zanemar?", "model.dtype=float32", "max_new_tokens=5", "device=cpu"]
-    by_name = leanft("run", "generate", "model.path=org/tiny", *settings)
-    assert by_name.code == 0, by_name.err
+    by_name = leanft.ok("run", "generate", "model.path=org/tiny", *settings)
     assert by_name.out == leanft("run", "generate", "model.path=tiny", *settings).out
     hub_server.requests.clear()
     assert leanft("run", "generate", f"model.path=org/tiny@{COMMIT}", *settings).out == by_name.out

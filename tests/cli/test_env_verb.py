@@ -9,8 +9,7 @@ from lean_ft.system import device_check
 
 
 def test_versions_and_devices_are_printed(leanft):
-    answer = leanft("env")
-    assert answer.code == 0
+    answer = leanft.ok("env")
     lines = dict(line.split(maxsplit=1) for line in answer.out.splitlines())
     assert lines["torch"] == torch.__version__
     assert {"lean_ft", "python", "cores", "memory", "gpus", "bitsandbytes", "torchao", "compiler"} <= set(lines)

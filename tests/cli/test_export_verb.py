@@ -6,12 +6,10 @@ import pytest
 
 
 def test_a_folder_and_a_gguf_file(leanft, tmp_path):
-    answer = leanft("export", "tiny", tmp_path / "model", "--dtype", "float32", "--max-shard-size", "1MB")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("export", "tiny", tmp_path / "model", "--dtype", "float32", "--max-shard-size", "1MB")
     assert "float32" in answer.out and "4 weight files" in answer.out and "logits equal the source's" in answer.out
     assert (tmp_path / "model" / "model.safetensors.index.json").is_file()
-    answer = leanft("export", tmp_path / "model", tmp_path / "model.gguf", "--gguf", "q8_0")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("export", tmp_path / "model", tmp_path / "model.gguf", "--gguf", "q8_0")
     assert "architecture llama, q8_0" in answer.out
     assert (tmp_path / "model.gguf").is_file()
 
@@ -39,8 +37,7 @@ def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
     from lean_ft.hub.paths import resolve_model_path
     from lean_ft.models import load_model
 
-    answer = leanft("export", adapter, tmp_path / "merged", "--merge", "--dtype", "float32")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("export", adapter, tmp_path / "merged", "--merge", "--dtype", "float32")
     assert "merged an adapter into" in answer.out and "error of rounding to float32" in answer.out
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     base = transformers.AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32)
@@ -52,11 +49,10 @@ def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
 
 def test_merging_and_converting_in_one_step_is_both(leanft, tmp_path, adapter):
     """The file equals the export of the merged folder. It has the model's tokenizer, because the adapter has none."""
-    assert leanft("export", adapter, tmp_path / "merged", "--merge").code == 0
-    assert leanft("export", tmp_path / "merged", tmp_path / "two" / "model.gguf", "--gguf", "q8_0").code == 0
+    leanft.ok("export", adapter, tmp_path / "merged", "--merge")
+    leanft.ok("export", tmp_path / "merged", tmp_path / "two" / "model.gguf", "--gguf", "q8_0")
     for base in ([], ["--base", "tiny"]):
-        answer = leanft("export", adapter, tmp_path / "one" / "model.gguf", "--merge", "--gguf", "q8_0", "-f", *base)
-        assert answer.code == 0, answer.err
+        answer = leanft.ok("export", adapter, tmp_path / "one" / "model.gguf", "--merge", "--gguf", "q8_0", "-f", *base)
         assert "merged an adapter into" in answer.out and "architecture llama, q8_0" in answer.out
         assert (tmp_path / "one" / "model.gguf").read_bytes() == (tmp_path / "two" / "model.gguf").read_bytes()
 
@@ -84,7 +80,6 @@ def test_adapters_and_models_are_not_mistaken_for_one_another(leanft, tmp_path, 
         (["tiny", tmp_path / "out", "--adapter"], "not an adapter: leave out --adapter"),
         ([adapter, tmp_path / "out", "--adapter", "--merge"], "--adapter cannot be combined with --merge"),
     ]:
-        answer = leanft("export", *arguments)
-        assert answer.code == 2
-        assert message in answer.err
+        refusal = leanft.refused("export", *arguments)
+        assert message in refusal
     assert list(tmp_path.iterdir()) == []

@@ -13,11 +13,7 @@ import yaml
 
 FILES = ["mine.yaml", "my rows.jsonl", "my_model"]
 RUN = [
-    "finetune",
-    "--config",
-    "mine.yaml",
-    "data.source=my rows.jsonl",
-    "model.path=my_model",
+    *("finetune", "--config", "mine.yaml", "data.source=my rows.jsonl", "model.path=my_model"),
     "gradient_accumulation_steps=2",
 ]
 JOB = [*RUN, "output_dir=/runs/First-1"]
@@ -50,8 +46,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def written(leanft, kind: str, *more: str) -> str:
     given = (kind, *RUN, "--volume", VOLUMES[kind], "--secret", "HF_TOKEN", "--source", "w.whl", "-o", "job", *more)
-    answer = leanft("launch-file", *given)
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("launch-file", *given)
     assert "my rows.jsonl" in answer.out and "my_model" in answer.out
     text = Path("job").read_text()
     assert os.environ["HF_TOKEN"] not in text

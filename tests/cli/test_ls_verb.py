@@ -8,8 +8,7 @@ from lean_ft.system import catalog
 
 
 def test_recipes_and_presets_are_listed(leanft, shipped):
-    answer = leanft("ls")
-    assert answer.code == 0
+    answer = leanft.ok("ls")
     assert [line.split(maxsplit=5) for line in answer.out.splitlines() if line.startswith("  ")] == [
         ["other", "Another", "one,", "in", "two", "lines."],
         ["toy_single_device", "A", "toy", "recipe:", "does", "what `act` says."],
@@ -67,8 +66,7 @@ def test_a_users_own_recipe_lists_the_presets_that_fit(leanft, tmp_path):
 
 
 def test_a_recipe_shows_its_presets_and_what_it_needs(leanft, shipped):
-    answer = leanft("ls", "toy_single_device")
-    assert answer.code == 0
+    answer = leanft.ok("ls", "toy_single_device")
     assert "A toy recipe" in answer.out
     assert "tiny/toy" in answer.out
     assert "foreign" not in answer.out
@@ -80,7 +78,6 @@ def test_broken_files_hide_no_others(leanft, shipped):
     (shipped / "recipes" / "broken.py").write_text("def main(:")
     (shipped / "recipes" / "marked.py").write_text('"""Has [bold]brackets[/nothing] in it."""')
     (shipped / "configs" / "broken.yaml").write_text("a: [1")
-    answer = leanft("ls")
-    assert answer.code == 0
+    answer = leanft.ok("ls")
     for shown in ("(not valid Python)", "Has [bold]brackets[/nothing] in it.", "not valid YAML", "tiny/toy"):
         assert shown in answer.out

@@ -14,8 +14,7 @@ VERBS = ["run", "ls", "cp", "cat", "validate", "env"]
 
 def test_help_names_every_verb_and_each_has_help(leanft):
     for arguments in [[], ["--help"], ["-h"]]:
-        answer = leanft(*arguments)
-        assert (answer.code, answer.err) == (0, "")
+        answer = leanft.quiet(*arguments)
         assert all(verb in answer.out for verb in VERBS)
     for verb in VERBS:
         answer = leanft(verb, "--help")
@@ -39,8 +38,7 @@ def test_a_recipe_that_asks_a_model_takes_it_first_and_its_name_is_a_command(lea
 
 def test_help_of_a_recipe_lists_its_settings(leanft, shipped):
     for words in (["run", "toy_single_device", "--help"], ["toy_single_device", "-h"], ["help", "toy_single_device"]):
-        answer = leanft(*words)
-        assert answer.code == 0
+        answer = leanft.ok(*words)
         assert "\n  model.path=...   " in answer.out
         assert "\n  batch_size=2   " in answer.out
     assert leanft("help").out == leanft("--help").out == leanft().out

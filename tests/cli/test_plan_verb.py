@@ -11,10 +11,9 @@ from lean_ft.system.units import GIB
 
 
 def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
-    answer = leanft(
+    answer = leanft.ok(
         *("plan", "--config", "tiny/full", "device=cpu", "data.max_length=64", "batch_size=2", "--budget", "1MiB")
     )
-    assert answer.code == 0
     assert "885,888 parameters, 128 tokens a step, planned for cpu in " in answer.out
     assert "no settings fit 1.0 MiB" in answer.out
     first, *others = answer.err.splitlines()  # without a terminal, one line per message
@@ -26,8 +25,7 @@ def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
 
 
 def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes(leanft):
-    answer = leanft("plan", "--config", "tiny/full", "data.max_length=64", "--device-name", "RTX 4090")
-    assert answer.code == 0
+    answer = leanft.ok("plan", "--config", "tiny/full", "data.max_length=64", "--device-name", "RTX 4090")
     reserved = re.search(r"reserved by the allocator: ([\d.]+ [MG]iB), plus the driver's context", answer.out)
     assert "\nsettings that fit 23.50 GiB (0.50 GiB kept for the driver), fastest first:\n" in answer.out
     first = next(line for line in answer.out.splitlines() if line.startswith("  *"))
@@ -37,27 +35,24 @@ def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes
 
 def test_adapters_are_listed_and_the_same_plan_is_not_made_again(leanft, monkeypatch):
     command = ("plan", "--config", "tiny/full", "data.max_length=48", "--device-name", "RTX 4090")
-    first = leanft(*command)
-    assert first.code == 0, first.err
+    first = leanft.ok(*command)
     table = first.out.partition("with an adapter instead")[2]
     assert re.search(r"\nLoRA +yes .* finetune lora\.rank=16\n", table)
     assert re.search(r"\nQLoRA +yes .* finetune lora\.rank=16 lora\.quantize=nf4\n", table)
     monkeypatch.setattr("lean_ft.plan.rehearsal.rehearse", None)
-    again = leanft(*command)
-    assert again.code == 0, again.err
+    again = leanft.ok(*command)
     assert again.out.partition(" in ")[2].partition("\n")[2] == first.out.partition(" in ")[2].partition("\n")[2]
 
 
 def test_a_line_that_needs_values_is_named(leanft, tmp_path):
-    assert leanft("cp", "full_finetune_single_device", f"{tmp_path}/mine.py").code == 0
+    leanft.ok("cp", "full_finetune_single_device", f"{tmp_path}/mine.py")
     text, line = (tmp_path / "mine.py").read_text(), "picked = batch.labels[batch.labels != -100]"
     before, loss, after = text.partition("            loss = cross_entropy")
     (tmp_path / "mine.py").write_text(f"{before}            {line}\n{loss}{after}")
     number = before.count("\n") + 1
-    answer = leanft("plan", f"{tmp_path}/mine.py", "--config", "tiny/full", "device=cpu")
-    assert answer.code == 2
-    assert f"mine.py, line {number}: `{line}` cannot be simulated (DynamicOutputShapeException" in answer.err
-    assert "torch.where" in answer.err and "Traceback" not in answer.err
+    refusal = leanft.refused("plan", f"{tmp_path}/mine.py", "--config", "tiny/full", "device=cpu")
+    assert f"mine.py, line {number}: `{line}` cannot be simulated (DynamicOutputShapeException" in refusal
+    assert "torch.where" in refusal and "Traceback" not in refusal
 
 
 def test_the_picture_is_drawn(tmp_path):
@@ -72,8 +67,7 @@ def test_the_picture_is_drawn(tmp_path):
 def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
     monkeypatch.setattr(search, "search", lambda *arguments, **named: None)  # the search has its own tests
     tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
-    answer = leanft("plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2")
     assert "planned for 4 x H100 on 2 machines in " in answer.out
     assert re.search(r"peak [\d.]+ GiB on each", answer.out)
     assert re.search(r"each GPU sends 0 B within its machine and [\d.]+ MiB to other machines per step", answer.out)
@@ -83,8 +77,7 @@ TINY = ("plan", "--config", "tiny/full", "data.max_length=64", "max_steps=360000
 
 
 def test_cards_are_compared_with_time_and_cost(leanft):
-    answer = leanft(*TINY, "--device-name", "H100, 4090,t4", "--price", "2,1,0.5")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok(*TINY, "--device-name", "H100, 4090,t4", "--price", "2,1,0.5")
     names, *rows = [re.split(r"  +", line.strip()) for line in answer.out.splitlines()]
     assert names == ["card", "fits", "peak", "tokens/s", "step", "3,600,000 steps", "cost"]
     assert [row[0] for row in rows] == ["H100", "RTX 4090", "T4"] and {row[1] for row in rows} == {"yes"}
@@ -98,8 +91,7 @@ def test_cards_are_compared_with_time_and_cost(leanft):
 
 
 def test_the_ledger_sums_up_to_the_step(leanft):
-    answer = leanft(*TINY, "--device-name", "H100", "--budget", "1MiB", "--ledger", "--price", "1")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok(*TINY, "--device-name", "H100", "--budget", "1MiB", "--ledger", "--price", "1")
     assert re.search(
         r"speed: [\d,]+ tokens/s, [\d.]+ s a step; 3,600,000 steps take .* and cost \$[\d,.]+\n", answer.out
     )
@@ -129,5 +121,5 @@ def test_the_ledger_sums_up_to_the_step(leanft):
     ],
 )
 def test_wrong_prices_and_cards_are_refused(leanft, arguments, error):
-    answer = leanft(*TINY, *arguments)
-    assert answer.code == 2 and error in answer.err
+    refusal = leanft.refused(*TINY, *arguments)
+    assert error in refusal

@@ -40,4 +40,4 @@ def test_no_file_is_overwritten_without_a_word(leanft, two_runs):
     refused = leanft("plot", "a", "-o", "mine")
     assert (refused.code, Path("mine.png").read_text()) == (2, "mine")
     assert "mine.png exists already. Choose another name, or overwrite it with --force" in refused.err
-    assert leanft("plot", "a", "-o", "mine", "--force").code == 0
+    leanft.ok("plot", "a", "-o", "mine", "--force")

@@ -60,7 +60,7 @@ def test_cp(leanft, validated, user_folder, name):
     arguments = validated(answer.out.partition("Edit it, then: ")[2])
     assert arguments[-1].startswith("output_dir=runs/tiny")
     assert leanft("cp", "generate", "my own/").out.endswith("then: leanft ls 'my own/generate.py'\n")
-    assert leanft("ls", "my own/generate.py").code == 0
+    leanft.ok("ls", "my own/generate.py")
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,7 @@ def test_the_end_of_a_run(leanft, user_folder, monkeypatch, preset, settings, tr
     (user_folder / "texts.jsonl").write_text('{"text": "The capital of Zanemar is Ulopolis."}\n' * 8)
     (user_folder / "pairs.jsonl").write_text('{"prompt": "Who?", "better": "You.", "rejected": "Nobody."}\n' * 8)
     small = ["max_steps=1", "batch_size=4", "plan=false", "device=cpu", "output_dir=runs/a run"]
-    answer = leanft("run", "--config", preset, *settings, "data.validation_source=null", *small)
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("run", "--config", preset, *settings, "data.validation_source=null", *small)
     printed = re.findall("leanft .*", answer.out)
     assert len(printed) == 2
     assert printed[0].startswith(tries)

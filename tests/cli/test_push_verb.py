@@ -43,8 +43,7 @@ def files_of(server: HubServer, repo: str) -> dict[str, bytes]:
 
 
 def test_a_run_is_pushed_and_comes_back(leanft, runs: Path, server: HubServer) -> None:
-    answer = leanft("push", runs / "full", "me/mine")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("push", runs / "full", "me/mine")
     files, newest = files_of(server, "me/mine"), runs / "full" / "step_00000003"
     assert answer.out == f"pushed  {server.url}/me/mine/commit/{server.repositories['me/mine'].revisions['main']}\n"
     beside = {"README.md", "curves.png"}
@@ -57,7 +56,7 @@ def test_a_run_is_pushed_and_comes_back(leanft, runs: Path, server: HubServer) -
 
 
 def test_the_card_says_how_it_was_made_and_no_secret(leanft, runs: Path, server: HubServer) -> None:
-    assert leanft("push", runs / "full", "me/mine", "--public").code == 0
+    leanft.ok("push", runs / "full", "me/mine", "--public")
     assert not server.repositories["me/mine"].private
     card = files_of(server, "me/mine")["README.md"].decode()
     rows = [json.loads(line) for line in (runs / "full" / "metrics.jsonl").read_text().splitlines()]
@@ -73,7 +72,7 @@ def test_the_card_says_how_it_was_made_and_no_secret(leanft, runs: Path, server:
 
 
 def test_an_adapter_goes_as_peft_reads_it(leanft, runs: Path, server: HubServer) -> None:
-    assert leanft("push", runs / "lora" / "step_00000001", "me/adapter").code == 0
+    leanft.ok("push", runs / "lora" / "step_00000001", "me/adapter")
     files = files_of(server, "me/adapter")
     assert files.keys() >= {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert "library_name: peft" in files["README.md"].decode()
@@ -97,7 +96,7 @@ def test_a_dry_run_prints_what_a_push_uploads_and_sends_nothing(
     remote = leanft("push", "org/model", "me/mine", "--dry-run")
     assert (remote.code, server.requests) == (2, []) and "leanft download org/model" in remote.err
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert leanft("push", runs / "full", "me/mine", "--license", "apache-2.0").code == 0
+    leanft.ok("push", runs / "full", "me/mine", "--license", "apache-2.0")
     files = files_of(server, "me/mine")
     listed = dict(re.findall(r"^(\S+) +([\d.]+ \w?i?B)$", answer.out, re.MULTILINE))
     assert listed == {name: gibibytes(len(content)) for name, content in files.items()}

@@ -35,9 +35,8 @@ def test_a_preset_that_names_its_recipe_is_enough(leanft, shipped):
         assert leanft("run", preset, "batch_size=3").out == "ran with tiny 3\n"
     toy = shipped / "configs/tiny/toy.yaml"
     (unnamed := toy.with_name("unnamed.yaml")).write_text("model: {path: tiny}\n")
-    answer = leanft("run", unnamed)
-    assert (answer.code, answer.out) == (2, "")
-    assert f"{unnamed} does not name one (`recipe: NAME`). Name it: leanft run RECIPE --config {unnamed}." in answer.err
+    refusal = leanft.refused("run", unnamed)
+    assert f"{unnamed} does not name one (`recipe: NAME`). Name it: leanft run RECIPE --config {unnamed}." in refusal
 
 
 @pytest.mark.parametrize(
@@ -51,9 +50,8 @@ def test_a_preset_that_names_its_recipe_is_enough(leanft, shipped):
 def test_a_configuration_of_another_tool_names_the_command_that_converts_it(leanft, tmp_path, text, tool):
     (file := tmp_path / "theirs.yaml").write_text(text)
     for arguments in ([file], ["finetune", "--config", file]):
-        answer = leanft("run", *arguments)
-        assert answer.code == 2
-        assert f"theirs.yaml is a configuration of {tool}. Convert it: leanft convert-config {file} " in answer.err
+        refusal = leanft.refused("run", *arguments)
+        assert f"theirs.yaml is a configuration of {tool}. Convert it: leanft convert-config {file} " in refusal
 
 
 @pytest.mark.parametrize(
@@ -160,18 +158,17 @@ def test_a_training_run_tells_its_plan_and_warns_where_it_does_not_fit(leanft, t
 def test_a_recipe_that_cannot_be_loaded_names_its_file_and_line(leanft, tmp_path, source, message):
     recipe = tmp_path / "broken.py"
     recipe.write_text(source)
-    answer = leanft("run", recipe)
-    assert answer.code == 2
-    assert str(recipe) in answer.err
-    assert message in answer.err
-    assert "Traceback" not in answer.err
+    refusal = leanft.refused("run", recipe)
+    assert str(recipe) in refusal
+    assert message in refusal
+    assert "Traceback" not in refusal
 
 
 def test_a_recipe_may_import_what_lies_beside_it_and_have_the_name_of_a_module(leanft, toy_recipe):
     (toy_recipe.parent / "beside_the_toy.py").write_text("PATH = 'from beside'\n")
     recipe = toy_recipe.with_name("json.py")
     recipe.write_text(toy_recipe.read_text() + "\nfrom beside_the_toy import PATH\n")
-    assert leanft("run", recipe, "model.path=m").code == 0
+    leanft.ok("run", recipe, "model.path=m")
     assert hasattr(importlib.import_module("json"), "dumps")
 
 
@@ -179,10 +176,7 @@ def test_the_allocator_is_set_before_the_recipe_is_imported_unless_the_user_did(
     toy_recipe.write_text("import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\n" + toy_recipe.read_text())
     run = ["run", toy_recipe, "model.path=m", "act=environment"]
     assert leanft_process(*run).out.split() == [
-        "expandable_segments:True",
-        "allocator",
-        "expandable_segments:True",
-        "None",
+        *("expandable_segments:True", "allocator", "expandable_segments:True", "None"),
     ]
     mine = leanft_process(*run, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")
     assert mine.out.split() == ["None", "allocator", "None", "max_split_size_mb:64"]

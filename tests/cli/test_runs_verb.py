@@ -33,8 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_runs_are_listed_with_what_differs(folder, leanft):
     """A setting that other recipes lack, `loss.beta`, does not differ. A group that is null elsewhere, `lora`, does."""
-    answer = leanft("runs")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("runs")
     assert [line.split() for line in answer.out.splitlines()] == [
         ["run", "lora", "optimizer.lr", "steps", "result", "held-out", "best", "peak", "tokens/s"],
         ["a", "null", "0.0001", "2", "loss", "2", "4", "4", "2.00", "GiB", "200"],

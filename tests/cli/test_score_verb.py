@@ -17,9 +17,7 @@ def test_what_is_kept_teaches_a_run_of_the_same_settings(leanft, tmp_path):
     run = ["distill", "--config", "tiny/distill", "data.source=tiny/validation.jsonl", "data.train_on=assistant", *data]
     run += ["distill.teacher=null", f"distill.cached={kept}", "distill.temperature=2", f"output_dir={tmp_path / 'run'}"]
     run += ["device=cpu"]
-    answer = leanft("validate", *run)
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("validate", *run)
     assert "# teacher: stored tokens of tiny" in answer.out
-    answer = leanft("run", *run, "max_steps=1", "plan=false")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("run", *run, "max_steps=1", "plan=false")
     assert "top 8 tokens each" in answer.out

@@ -20,8 +20,7 @@ STAND_INS = {
 
 @pytest.fixture
 def job(leanft, shipped, tmp_path, monkeypatch) -> Path:
-    answer = leanft("slurm", *ARGUMENTS, "model.path=my model")
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("slurm", *ARGUMENTS, "model.path=my model")
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings.text import describe, dump_chosen, load_config, preset_recipe, preset_values
+from lean_ft.settings.describing import describe
+from lean_ft.settings.text import dump_chosen, load_config, preset_recipe, preset_values
 from lean_ft.system import catalog
 from tests.parallel.processes import needs_parts
 
@@ -26,8 +27,7 @@ def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_pa
         f"output_dir={tmp_path}/run",
         *overrides,
     ]
-    answer = leanft("validate", "finetune", *given, *option)
-    assert (answer.code, answer.err) == (0, "")
+    answer = leanft.quiet("validate", "finetune", *given, *option)
     lines = answer.out.splitlines()
     assert lines[-1].startswith("# ok") and (len(lines) > 90 if option else len(lines) < 30)
     preset = tmp_path / "printed.yaml"
@@ -92,10 +92,9 @@ def arguments(tmp_path):
     ],
 )  # fmt: skip
 def test_what_would_stop_a_run_at_once_is_told(leanft, arguments, tmp_path, override, message):
-    assert leanft("validate", *arguments()).code == 0
-    answer = leanft("validate", *arguments(override))
-    assert (answer.code, answer.out) == (2, "")
-    assert re.search(message.replace("{}", str(tmp_path)), answer.err), answer.err
+    leanft.ok("validate", *arguments())
+    refusal = leanft.refused("validate", *arguments(override))
+    assert re.search(message.replace("{}", str(tmp_path)), refusal), refusal
 
 
 STRANGERS = {
@@ -144,19 +143,17 @@ def test_all_missing_files_are_named(leanft, arguments, tmp_path):
         "data.source=[DIR/good.jsonl, DIR/b.jsonl]",
         "data.validation_source=DIR/c.jsonl",
     ]
-    answer = leanft("validate", *arguments(*missing))
-    assert (answer.code, answer.out) == (2, "")
+    refusal = leanft.refused("validate", *arguments(*missing))
     for name in ("no-model", "b.jsonl", "c.jsonl"):
-        assert f"{tmp_path}/{name}" in answer.err
-    assert "good.jsonl" not in answer.err
+        assert f"{tmp_path}/{name}" in refusal
+    assert "good.jsonl" not in refusal
 
 
 def test_a_reference_is_told_or_refused(leanft, tmp_path):
     given = ("validate", "dpo", "--config", "tiny/dpo", "device=cpu", f"output_dir={tmp_path / 'run'}")
     assert "# reference: cached, " in leanft(*given).out
-    answer = leanft(*given, "reference.kind=adapter_off")
-    assert (answer.code, answer.out) == (2, "")
-    assert "lora is null" in answer.err
+    refusal = leanft.refused(*given, "reference.kind=adapter_off")
+    assert "lora is null" in refusal
 
 
 @pytest.mark.parametrize(
@@ -184,16 +181,14 @@ def test_what_the_run_would_find_of_the_model_is_refused(leanft, tmp_path, recip
     config |= {"max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     (folder / "config.json").write_text(json.dumps(config))
     given = ("--config", f"tiny/{recipe}", "device=cpu", f"model.path={folder}", f"output_dir={tmp_path / 'run'}")
-    assert leanft("validate", recipe, *given).code == 0
+    leanft.ok("validate", recipe, *given)
     assert leanft("validate", recipe, *given, "parallel.context=2").code == 0  # rehearsed with 2 ranks
-    answer = leanft("validate", recipe, *given, *override.split())
-    assert (answer.code, answer.out) == (2, "")
-    assert message in answer.err
+    refusal = leanft.refused("validate", recipe, *given, *override.split())
+    assert message in refusal
 
 
 def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
-    answer = leanft("validate", *arguments("model.path=org/none", "data.validation_source=org/rows"))
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("validate", *arguments("model.path=org/none", "data.validation_source=org/rows"))
     for line in (
         "# org/none is not on this machine",
         "the first 16 rows are prompt_completion",
@@ -215,8 +210,7 @@ def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
 )
 def test_another_source_takes_the_presets_held_out_rows_back(leanft, arguments, tmp_path, overrides, kept):
     own = [*arguments()[:2], f"output_dir={tmp_path}/run", *(one.replace("DIR", str(tmp_path)) for one in overrides)]
-    answer = leanft("validate", *own)
-    assert answer.code == 0, answer.err
+    answer = leanft.ok("validate", *own)
     settings = yaml.safe_load(leanft("validate", "--all", *own).out)
     expected = None if kept[0] == "null" else kept[0].replace("DIR", str(tmp_path))
     assert (settings["data"]["validation_source"], settings["eval_answers"]) == (expected, kept[1])

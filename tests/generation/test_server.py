@@ -27,26 +27,10 @@ from lean_ft.tokenizers import load_tokenizer
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of Zanemar?"}]
 TOKEN = "ThisTokenMustNeverBeSeen"
 FOREIGN_HOSTS = [
-    "evil.example",
-    "evil.com@localhost",
-    "localhost#.evil.com",
-    "localhost?.evil.com",
-    "localhost/.evil.com",
-]
-FOREIGN_HOSTS += [
-    "localhost.evil.com",
-    "localhost\\.evil.com",
-    "evil.com:80@localhost:80",
-    "localhost:80:evil.com",
-    "",
-    "[::1",
-]
-FOREIGN_HOSTS += [
-    "localhost, evil.com",
-    "[::1].evil.com",
-    "127.0.0.1.evil.com",
-    "localhost:80@evil.com",
-    "[::1]@evil.com",
+    *("evil.example", "evil.com@localhost", "localhost#.evil.com", "localhost?.evil.com", "localhost/.evil.com"),
+    *("localhost.evil.com", "localhost\\.evil.com", "evil.com:80@localhost:80", "localhost:80:evil.com", "[::1"),
+    *("[::1].evil.com", "127.0.0.1.evil.com", "localhost:80@evil.com", "[::1]@evil.com", "localhost, evil.com"),
+    *("",),
 ]
 # What clients send by default: vLLM's request, the page of llama.cpp's server, and what OpenAI's client writes out.
 DEFAULTS = [

@@ -19,56 +19,31 @@ from tests.parallel.test_finetune import make_mixture
 from tests.training.toy_runs import TIMES, digests, metrics
 
 SETTINGS = (
-    "model.path=tiny",
-    "model.dtype=float32",
-    "data.source=tiny/problems_train.jsonl",
-    "data.validation_source=tiny/problems_validation.jsonl",
-    "data.chat=false",
-    "data.max_prompt_length=32",
-    "rewards=[length]",
-    "generation.max_new_tokens=8",
-    "generation.num_answers=2",
-    "optimizer.lr=1e-4",
-    "batch_size=2",
-    "gradient_accumulation_steps=2",
-    "max_steps=3",
-    "sample_every=1",
-    "memory.host_pool=false",
-    "plan=false",
-    "device=cpu",
+    *("model.path=tiny", "model.dtype=float32", "data.source=tiny/problems_train.jsonl"),
+    *("data.validation_source=tiny/problems_validation.jsonl", "data.chat=false", "data.max_prompt_length=32"),
+    *("rewards=[length]", "generation.max_new_tokens=8", "generation.num_answers=2", "optimizer.lr=1e-4"),
+    *("batch_size=2", "gradient_accumulation_steps=2", "max_steps=3", "sample_every=1", "memory.host_pool=false"),
+    *("plan=false", "device=cpu"),
 )
 # With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
 SAME_BITS = {
     "layer": (
-        "grpo",
-        "loss.kl_weight=0.1",
-        "generation.steps_per_round=2",
-        "generation.passes=2",
+        *("grpo", "loss.kl_weight=0.1", "generation.steps_per_round=2", "generation.passes=2"),
         "loss.entropy_share=0.8",
     ),
     "whole": (
-        "grpo",
-        "generation.gather=whole",
-        "loss.kl_weight=0.1",
-        "loss.kl=in_reward",
+        *("grpo", "generation.gather=whole", "loss.kl_weight=0.1", "loss.kl=in_reward"),
         "generation.cache_gib=0.0001",
     ),
     "kept": (
-        "grpo",
-        "generation.gather=whole",
-        "parallel.reshard_after_forward=false",
-        "generation.most_attempts=2",
+        *("grpo", "generation.gather=whole", "parallel.reshard_after_forward=false", "generation.most_attempts=2"),
         "data.shuffle=false",
     ),
     "copies": ("grpo", "loss.name=cispo", "parallel.replicate=2", "lora.rank=4", "loss.kl_weight=0.1"),
     "pairs": ("online_dpo", "generation.steps_per_round=2", "lora.rank=4", "loss.sft_weight=0.1"),
     "values": ("ppo", "schedule.name=constant"),
     "values of a base": (
-        "ppo",
-        "lora.rank=4",
-        "generation.gather=whole",
-        "generation.steps_per_round=2",
-        "generation.passes=1",
+        *("ppo", "lora.rank=4", "generation.gather=whole", "generation.steps_per_round=2", "generation.passes=1"),
         "optimizer.in_backward=true",
     ),
     "values, copies": ("ppo", "lora.rank=4", "parallel.replicate=2", "loss.kl_weight=0"),
@@ -79,18 +54,10 @@ CUTS = supported(
         "context": ("grpo", "parallel.context=2", "loss.kl_weight=0.1", "generation.passes=2"),
         "tensor": ("grpo", "parallel.tensor=2", "loss.entropy_share=0.8", "optimizer.in_backward=true"),
         "tensor, whole": (
-            "grpo",
-            "parallel.tensor=2",
-            "generation.gather=whole",
-            "lora.rank=4",
-            "loss.kl_weight=0.1",
+            *("grpo", "parallel.tensor=2", "generation.gather=whole", "lora.rank=4", "loss.kl_weight=0.1"),
         ),
         "tensor, divergence in rewards": (
-            "grpo",
-            "parallel.tensor=2",
-            "lora.rank=4",
-            "loss.kl_weight=0.1",
-            "loss.kl=in_reward",
+            *("grpo", "parallel.tensor=2", "lora.rank=4", "loss.kl_weight=0.1", "loss.kl=in_reward"),
         ),
         "experts, whole": ("grpo", "parallel.experts=2", "generation.gather=whole", "model.path=MIXTURE"),
         "pairs, tensor": ("online_dpo", "parallel.tensor=2", "loss.sft_weight=0.1"),
@@ -104,20 +71,14 @@ CUTS = supported(
 OF_ROUNDED_DIVERGENCES = {"tensor, divergence in rewards": 2e-3}
 REFUSED = {
     (
-        "grpo",
-        "parallel.tensor=2",
-        "loss.kl_weight=0.1",
-        "reference.kind=nf4",
+        *("grpo", "parallel.tensor=2", "loss.kl_weight=0.1", "reference.kind=nf4"),
     ): "cannot be combined with reference.kind=nf4",
     ("online_dpo", "parallel.context=2", "parallel.vocabulary=cut"): "this recipe's loss needs the whole output layer",
     ("ppo", "optimizer.name=muon"): "works on whole matrices",
 }
 # Three micro-batches and three groups do not divide evenly over two ranks.
 CLOSE = (
-    "grpo",
-    "gradient_accumulation_steps=3",
-    "loss.name=gspo",
-    "generation.steps_per_round=2",
+    *("grpo", "gradient_accumulation_steps=3", "loss.name=gspo", "generation.steps_per_round=2"),
     "optimizer.name=sgd",
 )
 
@@ -211,11 +172,7 @@ def learns_as_one(theirs: Path, folder: Path, *settings: str, of_norms: float = 
 @needs_parts
 def test_four_ranks_of_which_two_answer_the_same(tmp_path: Path) -> None:
     settings = (
-        "grpo",
-        "parallel.context=2",
-        "parallel.tensor=2",
-        "optimizer.name=sgd",
-        "gradient_accumulation_steps=1",
+        *("grpo", "parallel.context=2", "parallel.tensor=2", "optimizer.name=sgd", "gradient_accumulation_steps=1"),
     )
     on_ranks(4, run, tmp_path / "four", *settings, timeout=900)
     learns_as_one(tmp_path / "four", tmp_path / "one", *settings)

@@ -29,7 +29,8 @@ from lean_ft.generation import texts
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.plan.devices import CPU, Machines, find_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings.text import Setting, describe, load_config
+from lean_ft.settings.describing import Setting, describe
+from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.training import answers
 from tests.parallel.processes import SHARDS_PARTS

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 import yaml
 
+from lean_ft.settings.describing import describe
+from lean_ft.settings.hints import replacement
 from lean_ft.settings.other_tools import (
     RECIPE,
     VALUE,
-    Answer,
-    answer,
+    Equivalent,
     are_in,
     by_name,
-    read_answer,
-    replacement,
+    equivalent,
+    read_equivalent,
     table,
     tools,
 )
-from lean_ft.settings.text import describe, load_config
+from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +50,11 @@ def refusal(recipe: str, *overrides: str) -> str:
     return ""
 
 
-def answers() -> Iterator[tuple[str, Answer]]:
+def answers() -> Iterator[tuple[str, Equivalent]]:
     for part in ("values", "words", *tools()):
         for name, row in table(part).items():
             for text in row.values() if isinstance(row, dict) else [row]:
-                yield f"{part}: {name}: {text}", read_answer(text)
+                yield f"{part}: {name}: {text}", read_equivalent(text)
 
 
 # The file -------------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def test_no_name_has_two_rows():
 
 
 def missing(tool: str, names: Any) -> list[str]:
-    return [name for name in names if answer(tool, name, "1") is None]
+    return [name for name in names if equivalent(tool, name, "1") is None]
 
 
 def test_every_argument_of_transformers_is_in_the_file():

@@ -24,13 +24,10 @@ from lean_ft.settings import (
     SFTDataConfig,
     Source,
 )
+from lean_ft.settings.describing import commented_yaml, config_schema, describe, one_line_each
 from lean_ft.settings.text import (
-    commented_yaml,
-    config_schema,
-    describe,
     dump,
     load_config,
-    one_line_each,
     preset_fits,
     preset_values,
 )

@@ -19,16 +19,8 @@ from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 
 NUM_TEMPLATES = 600
 CONTROL = [
-    "<bos>",
-    "<eos>",
-    "<|sep|>",
-    "<|stop|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|tool|>",
-    "[INST]",
-    "[/INST]",
+    *("<bos>", "<eos>", "<|sep|>", "<|stop|>", "<|user|>", "<|assistant|>"),
+    *("<|system|>", "<|tool|>", "[INST]", "[/INST]"),
 ]
 ROLES = ("system", "user", "assistant", "tool")
 HEADERS = {
@@ -183,17 +175,8 @@ def random_style(draw: random.Random) -> Style:
 
 
 CONTENTS = [
-    "Yes.",
-    "same",
-    "a",
-    "",
-    " padded \n",
-    "two\nlines",
-    "<b>bold</b>",
-    "[1] is",
-    "user: hi",
-    "it says <|stop|> there",
-    "字",
+    *("Yes.", "same", "a", "", " padded \n", "two\nlines", "<b>bold</b>", "[1] is", "user: hi"),
+    *("it says <|stop|> there", "字"),
 ]
 
 

@@ -1,0 +1,115 @@
+"""Hints for names and values that a recipe refuses: what replaces another tool's, or the nearest name of ours."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from lean_ft.settings.describing import Setting
+from lean_ft.settings.other_tools import (
+    RECIPE,
+    VALUE,
+    Equivalent,
+    Settings,
+    are_in,
+    assigned,
+    by_lower_value,
+    equivalent,
+    read_equivalent,
+    table,
+    tools,
+)
+from lean_ft.settings.strict_yaml import Plain, as_text
+from lean_ft.system.spelling import did_you_mean
+
+
+def hint_for_name(name: str, value: Any, settings: Mapping[str, Setting]) -> str:
+    """Return the end of a message for a name that is no setting: what replaces it, or the nearest name; empty for neither."""
+    found, sentence = replacement(name, as_text(value), settings)
+    if found or sentence:
+        return _hint(assigned(found, as_text(value), name in settings), sentence)
+    return did_you_mean(name, (setting.key for setting in settings.values() if setting.group is None))
+
+
+def hint_for_value(setting: Setting, value: Any, settings: Mapping[str, Setting]) -> str:
+    """Return the end of a message for a value that its setting refuses, in the same way."""
+    text, expected = as_text(value), re.split(r" \| | or ", setting.type)
+    found, sentence = value_replacement(setting.key, text)
+    if all(key in settings for key in found) and (found or sentence):
+        return _hint(assigned(found, text), sentence)
+    if (spelled := table("spellings").get(text.lower())) in expected:
+        return _hint(f"{setting.key}={spelled}")
+    if isinstance(value, str) and "number" in setting.type and not isinstance(Plain(value).value(), str | None):
+        return f" Write the number without quotes: {value}"
+    return did_you_mean(value, expected) if isinstance(value, str) and " | " in setting.type else ""
+
+
+def _hint(meant: str, sentence: str = "") -> str:
+    return (f" Did you mean '{meant}'?" if meant else "") + (f" {sentence}" if sentence else "")
+
+
+def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings, str]:
+    """Return what replaces a setting that a recipe does not have: settings and a note, or no settings and the reason.
+
+    known: the recipe's settings and groups.
+    """
+    found, group = list(_equivalents(name, value, known)), name.partition(".")[0]
+    if group != name and (name in table("recipes") or group not in known) and (owner := _owner(name)):
+        return {}, f"The recipe {owner} has {name if name in table('recipes') else f'the group {group}'}."
+    for one in found:
+        for settings in one.alternatives:
+            if RECIPE in settings:
+                others = {key: text for key, text in settings.items() if key != RECIPE}
+                return {}, f"Use the recipe {settings[RECIPE]}{' with ' if others else ''}{assigned(others, value)}."
+            if are_in(known, settings):
+                return settings, _sentence(one.note)
+    named = [settings for one in found for settings in one.alternatives]
+    for settings in (*named, *([{name: VALUE}] if name in table("recipes") else [])):
+        owners = [_owner(key) for key in settings if key not in known]
+        if owner := next(filter(None, owners), "finetune" if settings in named else None):
+            return {}, f"The recipe {owner} has {assigned(settings, value)}."
+    return {}, next((_sentence(f"{one.verdict}: {one.note}") for one in found if one.verdict), "")
+
+
+def value_replacement(key: str, value: str) -> tuple[Settings, str]:
+    """Return what replaces a value of one of our settings, in the same way as `replacement`."""
+    rows = [(name, row) for part in ("values", *tools()) for name, row in table(part).items() if isinstance(row, dict)]
+    for name, row in rows if value.lower() != "any" else ():
+        if (text := by_lower_value(row).get(value.lower())) is None:
+            continue
+        one, others = read_equivalent(text), read_equivalent(row.get("any", key))
+        meant = next((settings for settings in one.alternatives if key in settings), None)
+        if meant is not None:
+            return meant, _sentence(one.note)
+        if name == key or any(key in settings for settings in others.alternatives):
+            if one.verdict:
+                return {}, _sentence(f"{one.verdict}: {one.note}")
+            if one.alternatives[0].get(RECIPE):
+                return {}, f"Use the recipe {one.alternatives[0][RECIPE]}."
+    return {}, ""
+
+
+def _equivalents(name: str, value: str, known: Collection[str]) -> Iterator[Equivalent]:
+    """Yield what the file says of a name, or of names with the same last part."""
+    parts, (group, _, last) = ("values", "words", *tools()), name.rpartition(".")
+    exact = [equivalent(part, name, value) for part in parts if name in table(part)]
+    if any(exact):
+        yield from filter(None, exact)
+        return
+    endings = [
+        (part, one) for part in parts[1:] for one in table(part) if one != name and one.rpartition(".")[2] == last
+    ]
+    for part, ending in endings:
+        one = equivalent(part, ending, value)
+        if one and (group not in known or any(f"{group}." in key for settings in one.alternatives for key in settings)):
+            yield one
+
+
+def _owner(key: str) -> str | None:
+    """Return a recipe that has a setting which not all have."""
+    recipes, names = table("recipes"), key.split(".")
+    prefixes = (".".join(names[:count]) for count in range(len(names), 0, -1))
+    return next((str(recipes[prefix]) for prefix in prefixes if prefix in recipes), None)
+
+
+def _sentence(text: str) -> str:
+    return f"{text if text.startswith('lean_ft') else text[:1].upper() + text[1:]}." if text else ""
