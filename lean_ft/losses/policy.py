@@ -140,10 +140,7 @@ def policy_loss(
     """
     if name not in LOSSES and not is_function_path(name):
         raise ValueError(f"unknown policy loss {name!r}.{did_you_mean(name, LOSSES)} Expected {', '.join(LOSSES)}.")
-    reads = () if is_function_path(name) else settings_of(name)
-    for setting in settings:
-        if setting not in reads:
-            raise ValueError(f"{setting} is no setting of the loss {name}. Remove it, or set {' or '.join(reads)}.")
+    PolicyLossConfig.check(name, settings)
     if kl not in KINDS_OF_KL:
         raise ValueError(f"kl is {kl!r}; expected one of {', '.join(KINDS_OF_KL)}.")
     loss, divided = (_own(name), "tokens") if is_function_path(name) else LOSSES[name]
@@ -240,11 +237,6 @@ def _is_clipped(name: str, ratio: Tensor, advantages: Tensor, settings: dict[str
         return (ratio > bounds["epsilon_max"]).to(ratio.dtype)
     low = (ratio < 1 - bounds["epsilon"]) & (advantages < 0)
     return (low | ((ratio > 1 + bounds["epsilon_high"]) & (advantages > 0))).to(ratio.dtype)
-
-
-def settings_of(name: str) -> tuple[str, ...]:
-    """Return the names of a loss's own settings."""
-    return tuple(inspect.signature(LOSSES[name][0]).parameters)[1:]
 
 
 def advantages(rewards: Tensor, kind: Literal["group", "batch", "mean", "leave_one_out"]) -> Tensor:

@@ -23,8 +23,8 @@ from lean_ft.settings.data import (
 )
 from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
-    LOSS_READS,
-    POLICY_LOSS_READS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     ClassificationLossConfig,
     DistillConfig,
     LossConfig,
@@ -53,9 +53,9 @@ from lean_ft.settings.run import (
 
 __all__ = [
     "LOGGER_PACKAGES",
-    "LOSS_READS",
     "MUON_MOMENTUM",
-    "POLICY_LOSS_READS",
+    "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
     "AnswerDataConfig",
     "AnswersConfig",
     "AskConfig",
