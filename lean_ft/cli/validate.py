@@ -16,13 +16,13 @@ from lean_ft.hub.paths import repository_name, resolve_data_path
 from lean_ft.settings import (
     AnswersConfig,
     DataConfig,
+    DataSource,
     DistillConfig,
     GroupT,
     ModelConfig,
     ParallelConfig,
     PromptDataConfig,
     RecipeConfig,
-    Source,
 )
 from lean_ft.settings.text import dump, dump_chosen
 from lean_ft.system.catalog import is_shipped
@@ -172,7 +172,7 @@ def _gathered(problems: list[str], prefix: str = "") -> Iterator[None]:
             problems.append(f"{prefix}{error}")
 
 
-def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: str | Source) -> str:
+def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: str | DataSource) -> str:
     """Read the first rows of one source (without a tokenizer only their fields) and return a report.
 
     Raise ValueError for rows that would stop the run.

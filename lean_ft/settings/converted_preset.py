@@ -10,7 +10,7 @@ from lean_ft.settings.other_tools import (
     NEEDLESS,
     UNSUPPORTED,
     VALUE,
-    Answer,
+    Equivalent,
     answer,
     are_in,
     by_name,
@@ -84,7 +84,7 @@ class Preset:
             counts = f"{tool['title']} counts per process. Multiply it by the number of processes."
             self.remark(f"gradient_accumulation_steps: {counts}")
 
-    def _answer(self, key: str, value: Any) -> tuple[str, Answer | None]:
+    def _answer(self, key: str, value: Any) -> tuple[str, Equivalent | None]:
         """Return what replaces a setting. A part of a group takes the verdict on the group, or is an entry of our setting."""
         if (one := answer(self.tool, key, as_text(value))) is not None or "." not in key:
             return key, one
@@ -144,7 +144,7 @@ class Preset:
             self.remark(f"{key}: {one.note}.")
         return {ours: _value(text, name) for ours, text in one.alternatives[0].items()}
 
-    def _assign(self, key: str, entry: str, one: Answer, value: Any) -> None:
+    def _assign(self, key: str, entry: str, one: Equivalent, value: Any) -> None:
         known = {RECIPE, *_defaults(self.recipe)}
         known |= {setting.partition(".")[0] for setting in known}
         meant = next((ours for ours in one.alternatives if RECIPE in ours or are_in(known, ours)), None)

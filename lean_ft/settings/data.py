@@ -27,7 +27,7 @@ FormatName = Annotated[
 ]
 
 
-class Source(Settings):
+class DataSource(Settings):
     """One of several data sources."""
 
     path: str = Field(description="A file, a glob pattern, or a Hugging Face dataset.")
@@ -42,7 +42,7 @@ class Source(Settings):
     split: str | None = Field(default=None, description="Same as data.split, for this source only.")
 
 
-Sources = str | list[str | Source]
+Sources = str | list[str | DataSource]
 
 
 class RowsConfig(Settings):
@@ -128,7 +128,7 @@ class RowsConfig(Settings):
     @field_validator("validation_source")
     @classmethod
     def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
-        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
+        if not isinstance(sources, str | None) and any(isinstance(s, DataSource) and s.weight != 1 for s in sources):
             raise ValueError("held-out rows have no weight: an evaluation reads each row once. Remove weight.")
         return sources
 
@@ -149,7 +149,9 @@ class PromptDataConfig(RowsConfig):
     @model_validator(mode="after")
     def _has_no_format(self) -> "PromptDataConfig":
         sources = [self.source, self.validation_source]
-        items = [item for source in sources if isinstance(source, list) for item in source if isinstance(item, Source)]
+        items = [
+            item for source in sources if isinstance(source, list) for item in source if isinstance(item, DataSource)
+        ]
         formats = {self.format, *(item.format for item in items)} - {"auto", None}
         if formats:
             raise ValueError(

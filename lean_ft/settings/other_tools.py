@@ -18,7 +18,7 @@ Row = str | dict[str, str]  # an answer, or one for each value
 Settings = dict[str, str]  # our settings -> values as text, in which VALUE may stand
 
 
-class Answer(NamedTuple):
+class Equivalent(NamedTuple):
     """What replaces a setting that has some value."""
 
     alternatives: list[Settings]  # the first that a recipe has is meant; none with a verdict
@@ -54,7 +54,7 @@ def table(part: str) -> dict[str, Row]:
     return inherited | grouped | by_name(rows["rest"]) | by_name(rows["common"])
 
 
-def answer(part: str, name: str, value: str) -> Answer | None:
+def answer(part: str, name: str, value: str) -> Equivalent | None:
     """Return what replaces a setting with a value, or None if the file does not say."""
     rows = table(part)
     matching = (row for pattern, row in rows.items() if "*" in pattern and fnmatchcase(name, pattern))
@@ -68,13 +68,13 @@ def _by_value(row: dict[str, str]) -> dict[str, str]:
     return {one.lower(): text for one, text in by_name(row).items()}
 
 
-def read_answer(text: str) -> Answer:
+def read_answer(text: str) -> Equivalent:
     target, _, note = text.partition("; ")
     if target in (NEEDLESS, UNSUPPORTED):
-        return Answer([], target, note)
+        return Equivalent([], target, note)
     split = [re.split(r"\s+(?=[\w.]+=)", alternative) for alternative in target.split(" or ")]
     pairs = [[one.partition("=") for one in alternative] for alternative in split]
-    return Answer([{key: value or VALUE for key, _, value in alternative} for alternative in pairs], "", note)
+    return Equivalent([{key: value or VALUE for key, _, value in alternative} for alternative in pairs], "", note)
 
 
 def assigned(settings: Settings, value: str, is_whole: bool = False) -> str:
@@ -143,7 +143,7 @@ def value_replacement(key: str, value: str) -> tuple[Settings, str]:
     return {}, ""
 
 
-def _answers(name: str, value: str, known: Collection[str]) -> Iterator[Answer]:
+def _answers(name: str, value: str, known: Collection[str]) -> Iterator[Equivalent]:
     """Yield what the file says of a name, or of names with the same last part."""
     group, _, last = name.rpartition(".")
     parts = ("values", "words", *tools())

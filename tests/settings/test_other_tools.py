@@ -14,7 +14,7 @@ import yaml
 from lean_ft.settings.other_tools import (
     RECIPE,
     VALUE,
-    Answer,
+    Equivalent,
     answer,
     are_in,
     by_name,
@@ -49,7 +49,7 @@ def refusal(recipe: str, *overrides: str) -> str:
     return ""
 
 
-def answers() -> Iterator[tuple[str, Answer]]:
+def answers() -> Iterator[tuple[str, Equivalent]]:
     for part in ("values", "words", *tools()):
         for name, row in table(part).items():
             for text in row.values() if isinstance(row, dict) else [row]:
