@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from lean_ft.data.batches import Batches, Layout
 
-KNOWN = {"classification": Fields(("text",), ("label", "labels"))}
+KNOWN = {"classification": Fields(("text",), ("label", "labels"), text="text")}
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
