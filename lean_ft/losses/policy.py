@@ -13,15 +13,19 @@ Shapes: B completions, T tokens of the longest, P prompts, G completions of each
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.losses.token_log_probs import AnswerTokens
 from lean_ft.settings import OnlineConfig, PolicyLossConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import check_shape, is_function_path, load_function
+
+if TYPE_CHECKING:
+    from lean_ft.data import PolicyBatch
 
 # Added to a standard deviation, as TRL does. If only a divergence in the reward differs within a group, its rounding
 # error (3e-6 over 8 tokens) then weighs 1% of a reward; with verl's 1e-6 it would weigh as much as a reward.
@@ -184,8 +188,8 @@ def _own(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def batch_loss(
     cfg: OnlineConfig,
-    batch: Any,
-    now: Any,
+    batch: "PolicyBatch",
+    now: AnswerTokens,
     reference: Tensor | None = None,
     *,
     num_answers: int | None = None,

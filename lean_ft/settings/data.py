@@ -323,7 +323,7 @@ class ClassificationDataConfig(DataConfig):
 
     objective: ClassVar[str] = "classification"
 
-    packing: Literal["none", "bfd", "padding_free"] = Field(
+    packing: Literal["none", "bfd", "padding_free"] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         "none",
         description="`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes "
         "each batch one row without padding.",
