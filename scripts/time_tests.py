@@ -60,16 +60,15 @@ def main(paths: list[str]) -> None:
     from tests.conftest import FAST_SECONDS
 
     tests = CHECKOUT / "tests"
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = json.loads(RECORD.read_text()) if paths else {}
     folders = sorted({str(tests / file.relative_to(tests).parts[0]) for file in tests.rglob("test_*.py")})
     for path in paths or folders:  # a process for each folder, so that one cannot fill the memory for the next
         command = [sys.executable, __file__, "--measure", path]
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT).stdout
-        found |= json.loads(printed.splitlines()[-1])
+        seconds |= json.loads(printed.splitlines()[-1])
+        seconds = {file: round(one, 1) for file, one in sorted(seconds.items()) if (CHECKOUT / file).exists()}
+        RECORD.write_text(json.dumps(seconds, indent=1) + "\n")
         print(f"{path}: {printed.splitlines()[-2]}", flush=True)
-    kept = json.loads(RECORD.read_text()) if paths else {}
-    seconds = {file: round(one, 1) for file, one in sorted((kept | found).items()) if (CHECKOUT / file).exists()}
-    RECORD.write_text(json.dumps(seconds, indent=1) + "\n")
     page = CHECKOUT / "CONTRIBUTING.md"
     page.write_text(TABLE.sub(lambda _: table(seconds, FAST_SECONDS), page.read_text()))
 

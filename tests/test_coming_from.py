@@ -244,7 +244,8 @@ def test_what_the_page_calls_not_available_does_not_exist():
         names = re.findall(r"\w+", re.sub(r"\b(and|or|the|aggregation)\b", " ", part.replace(owner, "")))
         for recipe in RECIPES_OF_TRAINERS.get(owner, chain(*RECIPES_OF_TRAINERS.values())):
             ours = describe(catalog.load_recipe(catalog.find_recipe(recipe)).Config)
-            exist = {one.key.rpartition(".")[2] for one in ours} | {x for one in ours for x in one.type.split(" | ")}
+            exist = {one.key.rpartition(".")[2] for one in ours}
+            exist |= {name for one in ours for name in re.split(r" \| | or ", one.type)}
             assert exist.isdisjoint(names), (recipe, exist & set(names))
         seen += names
     assert {"dft", "discopop", "vespo", "normalize_then_sum", "min_p", "sync_ref_model"} < set(seen)

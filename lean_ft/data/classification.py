@@ -190,10 +190,10 @@ class LabelReader(RowReader):
         return numbers
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        if (cut := self.cut(documents[0], place, report)) is None:
+        if (kept := self.truncated(documents[0], place, report)) is None:
             return []
-        report.count_lost(len(documents[0][0]) - len(cut[0]))
-        return [(cut[0], np.arange(len(cut[0])) == len(cut[0]) - 1)]
+        report.count_lost(len(documents[0][0]) - len(kept[0]))
+        return [(kept[0], np.arange(len(kept[0])) == len(kept[0]) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -326,7 +326,7 @@ class RowReader:
         """
         return [0.0] * len(self.config.sides)
 
-    def cut(self, document: Document, place: str, report: DataReport) -> Document | None:
+    def truncated(self, document: Document, place: str, report: DataReport) -> Document | None:
         """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped."""
         (ids, mask), limit = document, self.config.longest
         if limit is None or len(ids) <= limit:

@@ -47,14 +47,14 @@ class SFTReader(RowReader):
         if not mask[1:].any():
             report.drop("nothing to train on")
             return []
-        cut = self.cut((ids, mask), place, report)
-        if cut is None:
+        kept = self.truncated((ids, mask), place, report)
+        if kept is None:
             return []
-        if not cut[1][1:].any():
+        if not kept[1][1:].any():
             report.drop("nothing to train on within max_length")
             return []
-        report.count_lost(len(ids) - len(cut[0]))
-        return [cut]
+        report.count_lost(len(ids) - len(kept[0]))
+        return [kept]
 
     def _read(self, form: Fields, fields: dict[str, Any]) -> Passage | Document:
         if form.ids:
