@@ -462,6 +462,7 @@ def configurations(draw, model_type: str) -> dict:
         chosen |= {"mamba_d_ssm": None} if model_type == "falcon_h1" else {}
     if model_type == "nemotron_h":
         chosen |= {"mamba_num_heads": 4, "n_groups": draw(st.sampled_from([1, 2, 4]))}
+        chosen["use_bias"] &= "linear_attention" in chosen[listed]  # without a Mamba layer it has no effect: refused
     if "linear_num_key_heads" in known:
         chosen["rope_parameters"]["partial_rotary_factor"] = 0.5  # of 2 turned features `dynamic` divides by 0 there
         chosen["linear_num_key_heads"] = draw(st.integers(1, 2))
