@@ -1,5 +1,6 @@
 # make demo                 install into .venv, then fine-tune the embedded model
 # make test                 run the tests
+# make test-fast            run the test files that take little time
 # make test-avx2            run the numeric tests without CPU instructions newer than AVX2
 # make test-long            run the tests that take minutes each
 # make test-pretended-gpu   run the GPU tests on a simulated GPU (downloads 2.6 GB, needs 5 GB of disk)
@@ -16,7 +17,7 @@ PYTEST_ARGS ?= -n auto --maxprocesses 4
 
 NUMERIC := $(addprefix tests/,losses models optim memory peft generation recipes/test_dpo.py recipes/test_quantize.py)
 
-.PHONY: demo test test-avx2 test-long test-pretended-gpu docs lint clean
+.PHONY: demo test test-fast test-avx2 test-long test-pretended-gpu docs lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/leanft run full_finetune_single_device --config tiny/full
@@ -24,6 +25,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# tests/conftest.py has the limit, and tests/cpu_seconds.json has the measured times.
+test-fast: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --fast
 
 # The first variable limits ATen and the code that Inductor generates; the second limits oneDNN. Inductor's cache does not distinguish
 # the two kinds of code, and mixing them gives wrong results, so these tests have their own cache.

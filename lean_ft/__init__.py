@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lean_ft.notebook import evaluate, load_recipe, plan_run, plot, read_metrics, run
     from lean_ft.tokenizers import load_tokenizer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "__version__",
     "evaluate",

@@ -1,6 +1,7 @@
 """For every test: one thread, an empty current directory, a skip without a GPU, and the shared data if present."""
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 
 from tests.hub.hub_server import HubServer
+
+FAST_SECONDS = 4.0  # `make test-fast` leaves out files that take more CPU time, as `scripts/time_tests.py` measured it
+CPU_SECONDS = json.loads((Path(__file__).parent / "cpu_seconds.json").read_text())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast", action="store_true", help=f"leave out test files that take over {FAST_SECONDS:g} s of CPU time"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    file = collection_path.relative_to(Path(__file__).parents[1]).as_posix()
+    return True if config.getoption("--fast") and CPU_SECONDS.get(file, 0) > FAST_SECONDS else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

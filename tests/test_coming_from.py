@@ -231,6 +231,26 @@ def test_every_loss_of_trl_is_named():
             assert is_missing + is_renamed + (name in own) == 1, name
 
 
+RECIPES_OF_TRAINERS = {"SFT's": ["finetune"], "DPO's": ["dpo"], "GRPO's": ["grpo"], "distillation with": ["distill"]}
+
+
+def test_what_the_page_calls_not_available_does_not_exist():
+    """No setting of the recipe, and no value of one, has a name that the page lists as missing."""
+    page = (DOCS / "coming_from_trl.md").read_text()
+    listed = page.partition("Not available in lean_ft:")[2].partition("\n\n")[0]
+    seen = []
+    for part in listed.replace("\n", " ").split(";"):
+        owner = next((owner for owner in RECIPES_OF_TRAINERS if owner in part), "")
+        names = re.findall(r"\w+", re.sub(r"\b(and|or|the|aggregation)\b", " ", part.replace(owner, "")))
+        for recipe in RECIPES_OF_TRAINERS.get(owner, chain(*RECIPES_OF_TRAINERS.values())):
+            ours = describe(catalog.load_recipe(catalog.find_recipe(recipe)).Config)
+            exist = {one.key.rpartition(".")[2] for one in ours}
+            exist |= {name for one in ours for name in re.split(r" \| | or ", one.type)}
+            assert exist.isdisjoint(names), (recipe, exist & set(names))
+        seen += names
+    assert {"dft", "discopop", "vespo", "normalize_then_sum", "min_p", "sync_ref_model"} < set(seen)
+
+
 # TRL's name -> ours, and pairs of defaults that mean the same.
 ARGUMENTS: dict[str, tuple[str, dict[Any, Any]]] = {
     "max_length": ("data.max_length", {}),

@@ -23,6 +23,7 @@ import pytest
 import typer
 import yaml
 
+import lean_ft
 from lean_ft.cli.main import app, run_command_line
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings.describing import describe
@@ -283,7 +284,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
     }.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "lean_ft-0.2.0-py3-none-any.whl").touch()
+    (tmp_path / f"lean_ft-{lean_ft.__version__}-py3-none-any.whl").touch()
     text = "".join(document.read_text() for document in DOCUMENTS)
     presets = {name for name in re.findall(r"--config ([^\s`]+)", text) if not name.startswith("runs/")}
     presets -= {"NAME", "...", "mine.yaml"}

@@ -16,7 +16,7 @@ from lean_ft.data.documents import FEW_ROWS
 from lean_ft.notebook import _overrides
 from lean_ft.plan.beforehand import _rehearse_apart
 from lean_ft.plan.devices import choose_device
-from lean_ft.settings import LoRAConfig, Source
+from lean_ft.settings import DataSource, LoRAConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system.user_functions import PASSED, as_setting
 from lean_ft.training.bad_steps import TrainingFailed
@@ -89,7 +89,7 @@ def test_rows_in_memory_of_any_kind_are_the_same_file() -> None:
         ({"data.columns": {"prompt": "a: b", "text": "#"}}, {"data.columns": {"prompt": "a: b", "text": "#"}}),
         ({"model": {"path": "é 🙂 \x7f\n'"}, "lora": None}, {"model.path": "é 🙂 \x7f\n'", "lora": None}),
         ({"data": {"source": [Path("a b"), "x\ny\"'\\"]}}, {"data.source": ["a b", "x\ny\"'\\"]}),
-        ({"data": {"source": [{"path": "*", "weight": 2.0}]}}, {"data.source": [Source(path="*", weight=2.0)]}),
+        ({"data": {"source": [{"path": "*", "weight": 2.0}]}}, {"data.source": [DataSource(path="*", weight=2.0)]}),
         ({"lora": {}}, {"lora": LoRAConfig()}),
         ({"optimizer.lr": numpy.float32(0.5), "seed": numpy.int64(3)}, {"optimizer.lr": 0.5, "seed": 3}),
         ({"optimizer": {"betas": numpy.array([0.5, 0.75])}}, {"optimizer.betas": (0.5, 0.75)}),

@@ -123,8 +123,13 @@ def test_the_wheel_installs_from_nothing_and_trains(wheel, tmp_path):
     assert (tmp_path / "runs" / "tiny" / "step_00000002" / "config.json").is_file()
 
 
-def test_versions_agree():
-    assert PROJECT["version"] == lean_ft.__version__
+def test_the_wheel_and_the_pages_have_the_version_of_the_package(wheel):
+    """`lean_ft.__version__` is the only place of the version."""
+    version = lean_ft.__version__
+    assert wheel.name == f"lean_ft-{version}-py3-none-any.whl"
+    pages = "".join(page.read_text() for page in (CHECKOUT / "docs").glob("*.md"))
+    assert set(re.findall(r"lean_ft(?:-|       )(\d+\.\d+\.\d+)", pages)) == {version}
+    assert f"\n## {version}\n" in (CHECKOUT / "CHANGELOG.md").read_text()
 
 
 def name_of(requirement: str) -> str:

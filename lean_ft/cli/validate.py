@@ -16,13 +16,14 @@ from lean_ft.hub.paths import repository_name, resolve_data_path
 from lean_ft.settings import (
     AnswersConfig,
     DataConfig,
+    DataSource,
     DistillConfig,
     GroupT,
     ModelConfig,
     ParallelConfig,
     PromptDataConfig,
     RecipeConfig,
-    Source,
+    ValueConfig,
 )
 from lean_ft.settings.text import dump, dump_chosen
 from lean_ft.system.catalog import is_shipped
@@ -50,9 +51,7 @@ def validate(
         from lean_ft.training.starting import choose_output_dir  # here, because it imports torch
 
         cfg = cfg.model_copy(update={"output_dir": choose_output_dir(cfg)[0]})
-    problems, notes = check_files(cfg)
-    if not problems and isinstance(cfg, RecipeConfig) and is_shipped(module):
-        notes += _rehearse(module, cfg)
+    problems, notes = _find_problems(module, cfg)
     if problems:
         raise ValueError("\n".join(problems))
     text = dump(cfg) if everything else dump_chosen(cfg)
@@ -61,21 +60,17 @@ def validate(
     typer.echo(name + redact(text) + "\n".join(f"# {line}" for line in (*notes, ok)))
 
 
-def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
-    """Return problems of the machine, the files and the first rows, which the rehearsal cannot find; and notes.
+def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[str]]:
+    """Return the problems and notes of a rehearsal, and of what a rehearsal leaves out: files, tokenizers, rows, rewards.
 
     Uses no network. Skips repositories that are not in the Hub's cache.
     """
     # Imported here because torch is slow to import and most verbs do not need it.
-    import torch
-
     from lean_ft.data import prompt_rows
     from lean_ft.frozen.reference import choose_kind
     from lean_ft.frozen.teacher import check_cached, check_tokenizer
     from lean_ft.generation.tasks import find_tasks
-    from lean_ft.models import empty_model
     from lean_ft.models.device import check_dtype, resolve_device
-    from lean_ft.models.hf_format import new_token_ids
     from lean_ft.online.rewards import check_rewards
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.starting import decide_start
@@ -84,73 +79,70 @@ def check_files(cfg: BaseModel) -> tuple[list[str], list[str]]:
         return next((value for _, value in cfg if isinstance(value, kind)), None)
 
     problems, notes, tokenizer = list[str](), list[str](), None
-    model, data = group(ModelConfig), group(DataConfig)
+    model, distill = group(ModelConfig), group(DistillConfig)
+    rows = group(DataConfig) or group(PromptDataConfig)
     with _gathered(problems):
         if (device := getattr(cfg, "device", None)) is not None:
             check_dtype(model.dtype if model else "float32", resolve_device(device))
-    with _gathered(problems):
-        if isinstance(cfg, RecipeConfig):
+    if isinstance(cfg, RecipeConfig):
+        with _gathered(problems):
             decide_start(cfg)
     if isinstance(cfg, RecipeConfig) and cfg.eval_tasks:
         with _gathered(problems):
             find_tasks(cfg.eval_tasks)
     if isinstance(cfg, AnswersConfig):
+        notes.append("reference: {}{}".format(*choose_kind(cfg)))
+    teacher, value = distill and distill.teacher, group(ValueConfig)
+    missing = [path for path in (teacher, value and value.path) if path and not _is_here(path)]
+    if model and not _is_here(model.path, weights=not model.random_init):
+        missing.append(model.path)
+    notes += [f"{path} is not on this machine. The run downloads it." for path in missing]
+    if model and not missing:
         with _gathered(problems):
-            kind, why = choose_kind(cfg)
-            notes.append(f"reference: {kind}{why}")
-    if model and (note := _not_downloaded(model.path, weights=not model.random_init)):
-        notes.append(note)
-    elif model:
+            notes += _rehearse(recipe, cfg, model)
+    if model and rows and model.path not in missing:
         with _gathered(problems):
-            empty_model(model.path, torch.float32, new_ids=new_token_ids(model))
+            tokenizer = load_tokenizer(model, rows.chat_template)
+    if distill and teacher not in missing:
         with _gathered(problems):
-            tokenizer = load_tokenizer(model, data.chat_template) if data is not None else None
-    distill = group(DistillConfig)
-    if distill is not None and distill.cached is not None:
-        with _gathered(problems):
-            kept = check_cached(distill)
-            notes.append(f"teacher: stored tokens of {kept['model']}. The run checks that the rows match.")
+            if distill.cached is not None:
+                stored = check_cached(distill)["model"]
+                notes.append(f"teacher: stored tokens of {stored}. The run checks that the rows match.")
             if tokenizer is not None:
                 check_tokenizer(distill, tokenizer)
-    elif distill is not None and distill.teacher is not None:
-        if note := _not_downloaded(distill.teacher, weights=True):
-            notes.append(note)
-        else:
-            with _gathered(problems):
-                empty_model(distill.teacher, torch.float32)
-                if tokenizer is not None:
-                    check_tokenizer(distill, tokenizer)
-    if data is not None:
-        for setting, value in (("source", data.source), ("validation_source", data.validation_source)):
-            for source in [value] if isinstance(value, str) else value or []:
-                with _gathered(problems, f"data.{setting}: "):
-                    notes.append(f"data.{setting}: {_read_first_rows(data, tokenizer, source)}")
-    if (prompts := group(PromptDataConfig)) is not None and model and repository_name(model.path) is None:
+    if isinstance(rows, PromptDataConfig):
         with _gathered(problems, "data.source: "):
-            found, _ = prompt_rows(prompts, load_tokenizer(model, prompts.chat_template), seed=0)
-            notes.append(f"data.source: {found.report}")
+            if tokenizer is not None:
+                notes.append(f"data.source: {prompt_rows(rows, tokenizer, seed=0)[0].report}")
         with _gathered(problems):
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
+    elif rows is not None:
+        for setting, value in (("source", rows.source), ("validation_source", rows.validation_source)):
+            for source in [value] if isinstance(value, str) else value or []:
+                with _gathered(problems, f"data.{setting}: "):
+                    notes.append(f"data.{setting}: {_read_first_rows(rows, tokenizer, source)}")
     return problems, notes
 
 
-def _not_downloaded(path: str, *, weights: bool) -> str:
-    """Return a note if the model is a Hub repository that is not in the cache, else an empty text."""
+def _is_here(path: str, *, weights: bool = True) -> bool:
+    """Whether a path is a folder or a file, or a Hub repository in the cache."""
     name = repository_name(path)
-    if name is None or find_cached(name, weights=weights) is not None:
-        return ""
-    return f"{name} is not on this machine. The run downloads it."
+    return name is None or find_cached(name, weights=weights) is not None
 
 
-def _rehearse(recipe: ModuleType, cfg: RecipeConfig) -> list[str]:
+def _rehearse(recipe: ModuleType, cfg: BaseModel, model: ModelConfig) -> list[str]:
     """Run the recipe up to its first step on shapes, and return notes. Raise ValueError for settings that the model does
-    not support. Does nothing if the model is not on this disk."""
+    not support. Only builds the model for a recipe of the user's own, or one that takes no steps."""
     from lean_ft.plan.devices import Machines, choose_device
     from lean_ft.plan.rehearsal import rehearse
 
-    model = cfg.group(ModelConfig)
-    name = repository_name(model.path) if model else None
-    if name is not None and find_cached(name, weights=False) is None:
+    if not isinstance(cfg, RecipeConfig) or not is_shipped(recipe):
+        import torch
+
+        from lean_ft.models import empty_model
+        from lean_ft.models.hf_format import new_token_ids
+
+        empty_model(model.path, torch.float32, new_ids=new_token_ids(model))
         return []
     num_ranks = 1
     if (parallel := cfg.group(ParallelConfig)) is not None:  # the fewest ranks that these settings allow
@@ -172,7 +164,7 @@ def _gathered(problems: list[str], prefix: str = "") -> Iterator[None]:
             problems.append(f"{prefix}{error}")
 
 
-def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: str | Source) -> str:
+def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: str | DataSource) -> str:
     """Read the first rows of one source (without a tokenizer only their fields) and return a report.
 
     Raise ValueError for rows that would stop the run.

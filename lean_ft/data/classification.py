@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns
 
-KNOWN = {"classification": Fields(("text",), ("label", "labels"))}
+KNOWN = {"classification": Fields(("text",), ("label", "labels"), text="text")}
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
@@ -193,10 +193,10 @@ class LabelReader(RowReader):
         return numbers
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        if (cut := self.cut(documents[0], place, report)) is None:
+        if (kept := self.truncated(documents[0], place, report)) is None:
             return []
-        report.count_lost(len(documents[0]) - len(cut))
-        return [replace(cut, trained=np.arange(len(cut)) == len(cut) - 1)]
+        report.count_lost(len(documents[0]) - len(kept))
+        return [replace(kept, trained=np.arange(len(kept)) == len(kept) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

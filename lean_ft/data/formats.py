@@ -43,34 +43,59 @@ NUM_ROWS_TO_DETECT = 16
 SYSTEM_ROLES = ("system", "developer")
 
 
-class Fields(NamedTuple):
-    """Field names of a format."""
+@dataclass(frozen=True)
+class Fields:
+    """Field names of a format, and what they hold: a chat, a prompt and a completion, a pair, a text or ids."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    holds_strings: bool = False
-    """Whether the format has prompts and completions, which may be plain strings."""
-    is_chat: bool = False
-    """Whether rows are always chats."""
+    chat: str = ""
+    prompts: tuple[tuple[str, ...], ...] = ()
+    """Fields that may hold the prompt; the first that a row has are read. Several of them form one text."""
+    completion: str = ""
     is_pair: bool = False
-    """Whether a row has two completions."""
+    """Whether a row has two completions, `chosen` and `rejected`."""
+    text: str = ""
+    ids: str = ""
+    separator: str = ""
+    """Between prompt and completion, without a chat template and `data.separator`."""
+
+    def __post_init__(self) -> None:
+        assert self.chat or self.completion or self.is_pair or self.text or self.ids, self
+        assert bool(self.prompts) == bool(self.completion or self.is_pair), self
+
+    def prompt_of(self, fields: dict[str, Any]) -> Any:
+        """Return the prompt of a row with completions: a text or messages, or None."""
+        present = [names for names in self.prompts if any(name in fields for name in names)]
+        given = (names for names in present if any(is_given(fields.get(name)) for name in names))
+        names = next(given, (present or self.prompts)[0])
+        if len(names) == 1:
+            return fields.get(names[0])
+        return "\n\n".join(filter(None, [check_text(fields.get(n) or "", f"the field `{n}`") for n in names]))
 
 
 OF_CHATS = ("system", "tools", "chat_template_kwargs")
 OF_PROMPTS = ("history", *OF_CHATS)
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "prompt_mask")
-PAIR_PROMPTS = (("prompt",), ("conversations",), ("instruction", "input"))  # the first that a pair has is read
+PROMPT, ALPACA = ("prompt",), ("instruction", "input")
 FORMATS = {
-    "messages": Fields(("messages",), OF_CHATS, is_chat=True),
-    "sharegpt": Fields(("conversations",), OF_CHATS, is_chat=True),
+    "messages": Fields(("messages",), OF_CHATS, chat="messages"),
+    "sharegpt": Fields(("conversations",), OF_CHATS, chat="conversations"),
     "preference": Fields(
-        ("chosen", "rejected"), (*sum(PAIR_PROMPTS, ()), "margin", *OF_PROMPTS), holds_strings=True, is_pair=True
+        ("chosen", "rejected"),
+        (*PROMPT, "conversations", *ALPACA, "margin", *OF_PROMPTS),
+        prompts=(PROMPT, ("conversations",), ALPACA),
+        is_pair=True,
     ),
-    "prompt_completion": Fields(("prompt", "completion"), OF_PROMPTS, holds_strings=True),
-    "alpaca": Fields(("instruction", "output"), ("input", *OF_PROMPTS), holds_strings=True),
-    "input_output": Fields(("input", "output"), OF_PROMPTS, holds_strings=True),
-    "tokens": Fields(("input_ids",), ("labels", "attention_mask", "position_ids", "seq_lengths", *MASKS)),
-    "text": Fields(("text",)),
+    "prompt_completion": Fields(("prompt", "completion"), OF_PROMPTS, prompts=(PROMPT,), completion="completion"),
+    "alpaca": Fields(
+        ("instruction", "output"), ("input", *OF_PROMPTS), prompts=(ALPACA,), completion="output", separator="\n\n"
+    ),
+    "input_output": Fields(("input", "output"), OF_PROMPTS, prompts=(("input",),), completion="output"),
+    "tokens": Fields(
+        ("input_ids",), ("labels", "attention_mask", "position_ids", "seq_lengths", *MASKS), ids="input_ids"
+    ),
+    "text": Fields(("text",), text="text"),
 }
 
 
@@ -83,7 +108,7 @@ class RowFormat(NamedTuple):
     fields: Fields
 
     def fields_of(self, row: Row) -> dict[str, Any]:
-        """Return the fields of `row` under the format's names, without optional fields that are null.
+        """Return the fields of `row` under the format's names, without optional fields that are null, and one prompt.
 
         Raises ValueError if a required field is missing.
         """
@@ -99,11 +124,10 @@ class RowFormat(NamedTuple):
                     f"no field `{theirs}`{renamed}. The format {self.name} needs {', '.join(required)}; the row has "
                     f"{names_of(row.fields)}. {RENAME}"
                 )
-        if self.fields.is_pair:
-            prompts = [group for group in PAIR_PROMPTS if any(is_given(fields.get(name)) for name in group)]
-            others = {name for group in PAIR_PROMPTS for name in group if prompts and group != prompts[0]}
-            fields = {name: fields[name] for name in fields if name not in others}
-        return fields
+        prompts, others = self.fields.prompts, set[str]()
+        if given := [names for names in prompts if any(is_given(fields.get(name)) for name in names)]:
+            others = {name for names in prompts if names != given[0] for name in names}
+        return {name: value for name, value in fields.items() if name not in others}
 
 
 def formats_of(
@@ -307,7 +331,7 @@ class RowReader:
         """Add further columns to the tokenized sequences of `row`. All sequences of a source have the same columns."""
         return documents
 
-    def cut(self, document: Document, place: str, report: DataReport) -> Document | None:
+    def truncated(self, document: Document, place: str, report: DataReport) -> Document | None:
         """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped."""
         limit = self.config.longest
         if limit is None or len(document) <= limit:
@@ -341,14 +365,6 @@ def refuse_in_plain_text(fields: dict[str, Any]) -> None:
         )
 
 
-def prompt_of(fields: dict[str, Any]) -> Any:
-    """Return the prompt of a row with a completion, or None: a text or messages; instruction and input form one text."""
-    if "instruction" not in fields:
-        return next((fields[name] for name in ("prompt", "conversations", "input") if name in fields), None)
-    asked = [check_text(fields.get(name) or "", f"the field `{name}`") for name in ("instruction", "input")]
-    return "\n\n".join(filter(None, asked))
-
-
 def as_chat(value: Any, field: str) -> Chat:
     """Convert a prompt or a completion to a chat: a string becomes a user or an assistant message."""
     if isinstance(value, list | dict):
@@ -373,8 +389,8 @@ def writes_chats(config: RowsConfig, tokenizer: Tokenizer) -> bool:
 def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[RowFormat]) -> None:
     """Raise ValueError for rendering settings that would have no effect on these formats."""
     formats, has_template = list(formats), tokenizer.chat_template is not None
-    hold_strings = any(format.fields.holds_strings for format in formats)
-    are_chats = (hold_strings and config.chat) or any(format.fields.is_chat for format in formats)
+    hold_strings = any(format.fields.prompts for format in formats)
+    are_chats = (hold_strings and config.chat) or any(format.fields.chat for format in formats)
     rows = f"the rows are {' and '.join(sorted({format.name for format in formats}))}"
     if config.chat != "auto" and not hold_strings:
         raise ValueError(

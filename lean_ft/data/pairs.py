@@ -33,7 +33,6 @@ from lean_ft.data.formats import (
     as_chat,
     join,
     plain,
-    prompt_of,
     reading,
     refuse_in_plain_text,
     writes_chats,
@@ -68,7 +67,8 @@ class PairReader(RowReader):
     def passages(self, row: Row) -> list[Passage | Document]:
         """Return each side as one text with a trained answer. Raises ValueError with the row's place."""
         with reading(row):
-            sides = self._passages(self.fields_of(row))
+            fields = self.fields_of(row)
+            sides = self._passages(self.formats[row.source].fields.prompt_of(fields), fields)
             if not all(side.trained for side in sides):
                 raise ValueError("`chosen` or `rejected` has no assistant message to train on.")
             return [*sides]
@@ -97,8 +97,8 @@ class PairReader(RowReader):
         fitted = fit_answers(prompt, [document[length:] for document in documents], self.config, place, report)
         return [] if fitted is None else [fitted[0].then(answer) for answer in fitted[1]]
 
-    def _passages(self, fields: dict[str, Any]) -> list[Passage]:
-        prompt = parse_if_json(prompt_of(fields), "prompt")
+    def _passages(self, prompt: Any, fields: dict[str, Any]) -> list[Passage]:
+        prompt = parse_if_json(prompt, "prompt")
         chosen, rejected = (parse_if_json(fields[name], name) for name in ("chosen", "rejected"))
         for name, answer in (("chosen", chosen), ("rejected", rejected)):
             if answer is None and isinstance(fields[name], str):

@@ -123,7 +123,9 @@ def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any
 class PromptReader(RowReader):
     """Converts a row to a prompt. All other fields of the row are columns for rewards."""
 
-    known: ClassVar[dict[str, Fields]] = {"prompts": Fields((), holds_strings=True, is_chat=True)}
+    known: ClassVar[dict[str, Fields]] = {
+        "prompts": Fields((), chat="messages", prompts=(("prompt",),), completion="answer")
+    }
 
     def unread(self, row: Row) -> list[str]:
         return []

@@ -15,7 +15,6 @@ from lean_ft.data.formats import (
     as_chat,
     join,
     plain,
-    prompt_of,
     reading,
     refuse_in_plain_text,
     writes_chats,
@@ -41,7 +40,7 @@ class SFTReader(RowReader):
 
     def passages(self, row: Row) -> list[Passage | Document]:
         with reading(row):
-            return [self._read(self.fields_of(row))]
+            return [self._read(self.formats[row.source].fields, self.fields_of(row))]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """As in the base class. Documents without a label, before or after truncation, are dropped."""
@@ -49,30 +48,29 @@ class SFTReader(RowReader):
         if not document.trained[1:].any():
             report.drop("nothing to train on")
             return []
-        cut = self.cut(document, place, report)
-        if cut is None:
+        kept = self.truncated(document, place, report)
+        if kept is None:
             return []
-        if not cut.trained[1:].any():
+        if not kept.trained[1:].any():
             report.drop("nothing to train on within max_length")
             return []
-        report.count_lost(len(document) - len(cut))
-        return [cut]
+        report.count_lost(len(document) - len(kept))
+        return [kept]
 
-    def _read(self, fields: dict[str, Any]) -> Passage | Document:
-        if "input_ids" in fields:
+    def _read(self, form: Fields, fields: dict[str, Any]) -> Passage | Document:
+        if form.ids:
             return read_token_row(fields, self.tokenizer.vocab_size)
-        if "text" in fields:
-            text = check_text(fields["text"], "the field `text`")
+        if form.text:
+            text = check_text(fields[form.text], f"the field `{form.text}`")
             return Passage(text, [(0, len(text))], add_bos=True, add_eos=True)
-        if chats := [name for name in ("messages", "conversations") if name in fields]:
-            return self._chat(read_chat(fields[chats[0]], chats[0]), fields)
-        prompt, completion = prompt_of(fields), fields["completion" if "completion" in fields else "output"]
+        if form.chat:
+            return self._chat(read_chat(fields[form.chat], form.chat), fields)
+        prompt, completion = form.prompt_of(fields), fields[form.completion]
         if not writes_chats(self.config, self.tokenizer) and not isinstance(prompt, list):
             refuse_in_plain_text(fields)
             for name, text in (("prompt", prompt), ("completion", completion)):
                 check_text(text, f"the field `{name}`")
-            separator = self.config.separator
-            separator = separator if separator is not None else "\n\n" if "instruction" in fields else ""
+            separator = form.separator if self.config.separator is None else self.config.separator
             return plain(prompt, completion, separator, train_prompt=self.config.train_on == "all")
         prompt, completion = as_chat(prompt, "prompt"), as_chat(completion, "completion")
         return self._chat(join(prompt, completion, train_prompt=self.config.train_on != "completion"), fields)

@@ -16,7 +16,7 @@ from lean_ft.data.rows import Digest, Row, kind
 from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
-from lean_ft.settings import RowsConfig, Source, Sources
+from lean_ft.settings import DataSource, RowsConfig, Sources
 from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.spelling import nearest
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, line_in, load_function
@@ -47,12 +47,12 @@ def first_rows(source: Sources, count: int, config: RowsConfig | None = None) ->
     return rows
 
 
-def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Source]:
+def list_sources(source: Sources, config: RowsConfig | None = None) -> list[DataSource]:
     """Return `source` as a list, with settings that a source omits filled in from `config`."""
     given = [source] if isinstance(source, str) else source
     if not given:
         raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or a list of them.")
-    sources = [Source(path=one) if isinstance(one, str) else one for one in given]
+    sources = [DataSource(path=one) if isinstance(one, str) else one for one in given]
     common = config or RowsConfig.model_validate({"source": source})
     missing = [[name for name in OF_ALL_SOURCES if getattr(one, name) is None] for one in sources]
     return [
@@ -61,7 +61,7 @@ def list_sources(source: Sources, config: RowsConfig | None = None) -> list[Sour
     ]
 
 
-def _checked_sources(source: Sources, config: RowsConfig | None) -> list[Source]:
+def _checked_sources(source: Sources, config: RowsConfig | None) -> list[DataSource]:
     """Call `list_sources`. Raises ValueError if `data.streaming` is set and `data.source` has no Hugging Face dataset."""
     trained = list_sources(config.source, config) if config is not None and config.streaming else []
     if trained and all(source_files(one.path) is not None for one in trained):
@@ -104,7 +104,7 @@ def source_files(source: str) -> list[Path] | None:
     raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.{hint}")
 
 
-def files_of(source: Source) -> list[Path] | None:
+def files_of(source: DataSource) -> list[Path] | None:
     """Call `source_files`. Raises ValueError if files have a subset, or a split other than `train` or a slice of it."""
     files, split = source_files(source.path), "train" if source.split is None else source.split
     if files is None or (source.subset is None and (read_split(split) or ("",))[0] == "train"):
@@ -116,7 +116,7 @@ def files_of(source: Source) -> list[Path] | None:
     )
 
 
-def _read_source(source: Source, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
+def _read_source(source: DataSource, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
     rows = _rows_as_stored(source, digest, streaming=streaming)
     if not is_function_path(source.format):
         return rows
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else repr(value)  # the text of a long array leaves numbers out
 
 
-def _rows_as_stored(source: Source, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
+def _rows_as_stored(source: DataSource, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
     files = files_of(source)
     if files is None:
         assert source.split is not None

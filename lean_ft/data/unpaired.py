@@ -34,7 +34,9 @@ class UnpairedReader(PairReader):
     """Converts a labeled completion to one text, and a preference pair to two texts."""
 
     known: ClassVar[dict[str, Fields]] = {
-        "unpaired": Fields(("prompt", "completion", "label"), OF_PROMPTS, holds_strings=True),
+        "unpaired": Fields(
+            ("prompt", "completion", "label"), OF_PROMPTS, prompts=(("prompt",),), completion="completion"
+        ),
         **PairReader.known,
     }
     expected: ClassVar[str] = (
@@ -43,11 +45,13 @@ class UnpairedReader(PairReader):
     )
 
     def passages(self, row: Row) -> list[Passage | Document]:
-        if self.formats[row.source].fields.is_pair:
+        form = self.formats[row.source].fields
+        if form.is_pair:
             return super().passages(row)
         with reading(row):
             fields = self.fields_of(row)
-            answer, _ = self._passages(fields | {"chosen": fields["completion"], "rejected": fields["completion"]})
+            sides = dict.fromkeys(("chosen", "rejected"), fields[form.completion])
+            answer, _ = self._passages(form.prompt_of(fields), fields | sides)
             if not answer.trained:
                 raise ValueError("`completion` has no assistant message to train on.")
             return [answer]

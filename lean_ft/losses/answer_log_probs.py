@@ -13,7 +13,7 @@ Single completions (`UnpairedBatch`) have one side: shapes (P, 2) become (P, 1).
 Shapes: P pairs, N tokens of their completions.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import PreferenceLossConfig
 from lean_ft.settings.run import ComparisonConfig
+
+if TYPE_CHECKING:
+    from lean_ft.data import PairBatch
+    from lean_ft.models import Decoder
 
 
 class Answers(NamedTuple):
@@ -37,12 +41,12 @@ class Answers(NamedTuple):
 class AnswerLogProbs:
     """`log_probs(model, batch, statistics)` returns the `Answers` of a batch, with gradients if enabled."""
 
-    def __init__(self, model: Any, cfg: ComparisonConfig) -> None:
+    def __init__(self, model: "Decoder", cfg: ComparisonConfig) -> None:
         """Read the settings of the loss, memory and dtype from `cfg`. `model` is a `Decoder`."""
         self._loss = cfg.loss if isinstance(cfg.loss, PreferenceLossConfig) else None  # LD-DPO and WPO need pairs
         self._output_layer = OutputLayer(model, cfg)
 
-    def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Answers:
+    def __call__(self, model: "Decoder", batch: "PairBatch", statistics: TokenStatistics | None = None) -> Answers:
         """batch: like `lean_ft.data.PairBatch`, on the model's device; statistics: receives the token metrics."""
         lengths, num_labels = batch.answer_tokens.flatten(), len(batch.label)  # (2 P,)
         sides = batch.answer_tokens.shape[1]  # 2, or 1 for single completions

@@ -17,7 +17,7 @@ Shapes: N target tokens, C tokens per chunk, D hidden size, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -276,7 +276,14 @@ def capping(softcap: float, compile: bool) -> Work:
     return _compiled_cap(softcap) if compile else _in_blocks(lambda terms, logits: None, Terms(), softcap)
 
 
-def work_of(function: Callable[..., None], terms: Any, compile: bool, is_capped: bool = False) -> Work:
+class Capped(Protocol):
+    """Terms of a loss with a soft cap of the logits."""
+
+    @property
+    def softcap(self) -> float | None: ...
+
+
+def work_of(function: Callable[..., None], terms: Capped, compile: bool, is_capped: bool = False) -> Work:
     """Return the pass `function(terms, logits (C, V), *values of each token)`, applied after the soft cap.
 
     is_capped: an earlier pass has already capped the logits.

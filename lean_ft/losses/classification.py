@@ -1,7 +1,5 @@
 """Loss and metrics of text classification. Shapes: P texts, C labels."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
@@ -40,7 +38,7 @@ class Predictions:
         actual, predicted = actual.double(), predicted.double()
         self._sums += torch.cat([actual.T @ predicted, actual.sum(0, True), predicted.sum(0, True)])
 
-    def metrics(self, num_texts: int) -> tuple[dict[str, float], list[Any]]:
+    def metrics(self, num_texts: int) -> tuple[dict[str, float], list[list[int]] | list[list[list[int]]]]:
         """Return `eval_accuracy` and `eval_macro_f1`, and the confusion matrix. Call it on every rank.
 
         `eval_accuracy` is the share of texts with exactly the right labels; `eval_macro_f1` is over labels that occur.

@@ -5,7 +5,7 @@ One call runs the model and sums the loss over the targets. Logits exist for one
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from lean_ft.losses.output_layer import OutputLayer, hidden_states, mean_losses,
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import LossConfig, TrainingConfig
 from lean_ft.system.shards import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from lean_ft.data import Batch
+    from lean_ft.models import Decoder
 
 _PLAIN = LossConfig.model_validate({})
 
@@ -26,7 +30,7 @@ class CrossEntropy:
     The router loss of a mixture of experts is a mean, so it is multiplied by the batch's number of targets.
     """
 
-    def __init__(self, model: Any, cfg: TrainingConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: "Decoder", cfg: TrainingConfig, ranks: Ranks = ALONE) -> None:
         """Read the settings of the loss, memory and dtype from `cfg`.
 
         model: a `Decoder`; ranks: the ranks whose batches are evaluated together.
@@ -35,12 +39,12 @@ class CrossEntropy:
         self._loss = cfg.loss
         self._output_layer = OutputLayer(model, cfg)
 
-    def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> Tensor:
+    def __call__(self, model: "Decoder", batch: "Batch", statistics: TokenStatistics | None = None) -> Tensor:
         """batch: like `lean_ft.data.Batch`, on the model's device; statistics: receives the metrics."""
         return self._sum(model, batch, statistics, self._loss)
 
     @torch.no_grad()
-    def evaluate(self, model: Any, batches: Iterable[Any]) -> dict[str, Any]:
+    def evaluate(self, model: "Decoder", batches: Iterable["Batch"]) -> dict[str, Tensor | None]:
         """Return `eval_loss`, `eval_token_accuracy` and `eval_entropy`, scalar means over the targets of all batches.
 
         The loss is the plain cross-entropy, without label smoothing or z-loss. If there is no target, return only
@@ -50,7 +54,7 @@ class CrossEntropy:
             model, batches, self._ranks, lambda batch, statistics: self._sum(model, batch, statistics, _PLAIN)
         )
 
-    def _sum(self, model: Any, batch: Any, statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:
+    def _sum(self, model: "Decoder", batch: "Batch", statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch)
             cut = model.sharding.vocabulary

@@ -5,7 +5,7 @@ predictions for the same batch.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,11 @@ from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings.run import TaughtConfig
 from lean_ft.system.shards import ALONE, Ranks
 
-Teacher = Callable[[Any], TeacherStates | TopLogProbs]
+if TYPE_CHECKING:
+    from lean_ft.data import Batch
+    from lean_ft.models import Decoder
+
+Teacher = Callable[["Batch"], TeacherStates | TopLogProbs]
 """Returns the teacher's predictions for a batch on the student's device."""
 
 
@@ -27,7 +31,7 @@ class Distillation:
     mean, so it is multiplied by the batch's number of targets.
     """
 
-    def __init__(self, model: Any, cfg: TaughtConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: "Decoder", cfg: TaughtConfig, ranks: Ranks = ALONE) -> None:
         """Read the settings of distillation, memory and dtype from `cfg`.
 
         model: a `Decoder`; ranks: the ranks whose batches are evaluated together.
@@ -42,7 +46,11 @@ class Distillation:
         }
 
     def __call__(
-        self, model: Any, batch: Any, said: TeacherStates | TopLogProbs, statistics: TokenStatistics | None = None
+        self,
+        model: "Decoder",
+        batch: "Batch",
+        said: TeacherStates | TopLogProbs,
+        statistics: TokenStatistics | None = None,
     ) -> Tensor:
         """batch: like `lean_ft.data.Batch`, on the model's device; said: the teacher's predictions for the batch;
         statistics: receives the metrics."""
@@ -61,7 +69,7 @@ class Distillation:
         return with_router_loss(loss, router_loss, batch.num_targets, statistics)
 
     @torch.no_grad()
-    def evaluate(self, model: Any, teacher: Teacher, batches: Iterable[Any]) -> dict[str, Any]:
+    def evaluate(self, model: "Decoder", teacher: Teacher, batches: Iterable["Batch"]) -> dict[str, Tensor | None]:
         """Return `eval_loss`, `eval_divergence` and the other metrics, averaged over the targets of all batches.
 
         If there is no target, return only `eval_loss`: None.

@@ -19,7 +19,7 @@ Shapes: N target tokens, C tokens per chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from lean_ft.losses.chunked_softmax import (
 )
 from lean_ft.losses.statistics import TokenStatistics
 
+if TYPE_CHECKING:
+    from lean_ft.parallel.vocabulary import CutVocabulary
+
 IGNORED_LABEL = -100
 
 
@@ -54,7 +57,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     statistics: TokenStatistics | None = None,
     compile: bool = False,
-    cut: Any = None,
+    cut: "CutVocabulary | None" = None,
 ) -> Tensor:
     """Return the cross-entropy of `softmax(hidden @ weight.T)`, summed over the positions that have a label.
 

@@ -7,7 +7,7 @@ weights.
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,12 @@ from lean_ft.settings.run import LogitsConfig
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.shards import Ranks, whole_numel
 
+if TYPE_CHECKING:
+    from lean_ft.data import Batch
+    from lean_ft.models import Decoder
+
+BatchT = TypeVar("BatchT", bound="Batch")
+
 SHARE = 64  # a chunk takes at most 1 / SHARE of the memory that the weights leave
 FEWEST_TOKENS, MOST_TOKENS = 256, 4096
 UNKNOWN_MEMORY_TOKENS = 1024  # if the memory size is unknown
@@ -25,7 +31,7 @@ UNKNOWN_MEMORY_TOKENS = 1024  # if the memory size is unknown
 class OutputLayer:
     """Autocast and chunking settings for the forward pass and the loss of `model`, a `Decoder`."""
 
-    def __init__(self, model: Any, cfg: LogitsConfig) -> None:
+    def __init__(self, model: "Decoder", cfg: LogitsConfig) -> None:
         # Wrap each forward pass: `with output_layer.arithmetic():`
         self.arithmetic = partial(
             torch.autocast, model.output_weight.device.type, torch.float16, enabled=cfg.model.dtype == "float16"
@@ -39,7 +45,7 @@ class OutputLayer:
         }
 
 
-def hidden_states(model: Any, batch: Any, *, of_rows: bool = False) -> tuple[Tensor, Tensor | None]:
+def hidden_states(model: "Decoder", batch: "Batch", *, of_rows: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the hidden states (B, T, D) and, for a mixture of experts, the router's auxiliary loss.
 
     model: a `Decoder`; batch: a `lean_ft.data.Batch`, or any object with its `inputs`, on the model's device; of_rows:
@@ -52,8 +58,8 @@ def hidden_states(model: Any, batch: Any, *, of_rows: bool = False) -> tuple[Ten
 
 
 def mean_losses(
-    model: Any, batches: Iterable[Any], ranks: Ranks, add: Callable[[Any, TokenStatistics], Any]
-) -> dict[str, Any]:
+    model: "Decoder", batches: Iterable[BatchT], ranks: Ranks, add: Callable[[BatchT, TokenStatistics], object]
+) -> dict[str, Tensor | None]:
     """Return the statistics averaged over the targets of all batches, with `eval_` before their names.
 
     add: called with each batch, on the device, and the statistics. Without any target, return only `eval_loss`: None.
@@ -63,7 +69,7 @@ def mean_losses(
         add(batch.to(device), statistics)
         num_targets += batch.num_targets
     num_targets = ranks.total(num_targets)
-    return statistics.means(num_targets, "eval_") if num_targets else {"eval_loss": None}
+    return {**statistics.means(num_targets, "eval_")} if num_targets else {"eval_loss": None}
 
 
 def with_router_loss(

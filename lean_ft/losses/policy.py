@@ -13,15 +13,19 @@ Shapes: B completions, T tokens of the longest, P prompts, G completions of each
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.losses.token_log_probs import AnswerTokens
 from lean_ft.settings import OnlineConfig, PolicyLossConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import check_shape, is_function_path, load_function
+
+if TYPE_CHECKING:
+    from lean_ft.data import PolicyBatch
 
 # Added to a standard deviation, as TRL does. If only a divergence in the reward differs within a group, its rounding
 # error (3e-6 over 8 tokens) then weighs 1% of a reward; with verl's 1e-6 it would weigh as much as a reward.
@@ -140,10 +144,7 @@ def policy_loss(
     """
     if name not in LOSSES and not is_function_path(name):
         raise ValueError(f"unknown policy loss {name!r}.{did_you_mean(name, LOSSES)} Expected {', '.join(LOSSES)}.")
-    reads = () if is_function_path(name) else settings_of(name)
-    for setting in settings:
-        if setting not in reads:
-            raise ValueError(f"{setting} is no setting of the loss {name}. Remove it, or set {' or '.join(reads)}.")
+    PolicyLossConfig.check(name, settings)
     if kl not in KINDS_OF_KL:
         raise ValueError(f"kl is {kl!r}; expected one of {', '.join(KINDS_OF_KL)}.")
     loss, divided = (_own(name), "tokens") if is_function_path(name) else LOSSES[name]
@@ -187,8 +188,8 @@ def _own(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def batch_loss(
     cfg: OnlineConfig,
-    batch: Any,
-    now: Any,
+    batch: "PolicyBatch",
+    now: AnswerTokens,
     reference: Tensor | None = None,
     *,
     num_answers: int | None = None,
@@ -240,11 +241,6 @@ def _is_clipped(name: str, ratio: Tensor, advantages: Tensor, settings: dict[str
         return (ratio > bounds["epsilon_max"]).to(ratio.dtype)
     low = (ratio < 1 - bounds["epsilon"]) & (advantages < 0)
     return (low | ((ratio > 1 + bounds["epsilon_high"]) & (advantages > 0))).to(ratio.dtype)
-
-
-def settings_of(name: str) -> tuple[str, ...]:
-    """Return the names of a loss's own settings."""
-    return tuple(inspect.signature(LOSSES[name][0]).parameters)[1:]
 
 
 def advantages(rewards: Tensor, kind: Literal["group", "batch", "mean", "leave_one_out"]) -> Tensor:

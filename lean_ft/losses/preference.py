@@ -1,8 +1,9 @@
-"""Preference losses of a chosen and a rejected completion. To add one, copy a function and add it to `LOSSES`.
+"""Preference losses of a chosen and a rejected completion. To add one, copy a function and add a row to
+`PREFERENCE_LOSSES` in `lean_ft/settings/losses.py`.
 
 A loss gets `Pairs`: sums of log-probabilities under the model and a frozen reference, and the number of summed tokens.
 Without a reference its sums are zeros. It also takes `beta` and its own settings with defaults, and returns (P,).
-`loss.name` is its name in `LOSSES`.
+`loss.name` is the function's name.
 
 In the formulas: s a sum of log-probabilities, n its tokens, d = s - the reference's, h = d_chosen - d_rejected.
 
@@ -10,7 +11,6 @@ Each function names its source. ipo and sigmoid_norm divide by a completion's to
 for the chosen completion, which other implementations average over a batch including prompts.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid, relu
 from lean_ft.losses.answer_log_probs import Answers
 from lean_ft.losses.reward import add_scores
 from lean_ft.losses.statistics import TokenStatistics
-from lean_ft.settings import PreferenceLossConfig
+from lean_ft.settings import PREFERENCE_LOSSES, PreferenceLossConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import check_shape, is_function_path, load_function
 
@@ -153,14 +153,7 @@ def log_odds(log_probability: Tensor) -> Tensor:
     return x - torch.where(is_near_one, near_one, further)
 
 
-Loss = Callable[..., Tensor]
-LOSSES: dict[str, Loss] = {
-    loss.__name__: loss
-    for loss in (
-        *(sigmoid, robust, ipo, hinge, sigmoid_norm, apo_zero, apo_down, nca, bco_pair, sppo, exo),
-        *(simpo, cpo, orpo),
-    )
-}
+LOSSES: dict[str, Callable[..., Tensor]] = {name: globals()[name] for name in PREFERENCE_LOSSES}
 
 
 def preference_loss(
@@ -189,19 +182,12 @@ def preference_loss(
         (P,), in the dtype of `chosen`.
 
     Raises:
-        ValueError: for an unknown loss, a setting that it does not read, or a setting out of range.
+        ValueError: for an unknown loss, a setting that it does not read, or a setting out of the range of its field.
     """
     loss = load_function(name, sigmoid) if is_function_path(name) else LOSSES.get(name)
     if loss is None:
         raise ValueError(f"unknown preference loss {name!r}.{did_you_mean(name, LOSSES)} Expected {', '.join(LOSSES)}.")
-    reads = () if is_function_path(name) else settings_of(name)
-    for setting, value in settings.items():
-        if setting not in reads:
-            settings_read = " or ".join(("beta", *reads))
-            raise ValueError(f"{setting} is no setting of the loss {name}. Remove it, or set {settings_read}.")
-        if setting == "label_smoothing" and not (0 <= value < 0.5 and (value > 0 or name != "exo")):
-            bound = "above 0" if name == "exo" else "from 0"
-            raise ValueError(f"label_smoothing={value} of the loss {name}: expected {bound} to below 0.5.")
+    PreferenceLossConfig.check(name, {"beta": beta, **settings})
     pairs = Pairs(chosen, rejected, reference_chosen, reference_rejected, num_chosen, num_rejected)
     losses = loss(pairs, beta, **settings)
     return losses if name in LOSSES else check_shape(name, losses, chosen.shape)
@@ -222,8 +208,3 @@ def pair_losses(
     add_scores(statistics, beta * (log_probs - reference))
     statistics.add(**{f"logps/{side}": log_probs[:, i].sum() for i, side in enumerate(("chosen", "rejected"))})
     return losses * answers.weights
-
-
-def settings_of(name: str) -> tuple[str, ...]:
-    """Return the names of a loss's settings other than beta."""
-    return tuple(inspect.signature(LOSSES[name]).parameters)[2:]

@@ -7,7 +7,7 @@ whatever the model's dtype.
 Shapes: P pairs, N tokens of their completions, D hidden size.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +16,13 @@ from torch.nn.functional import logsigmoid
 from lean_ft.losses.output_layer import hidden_states
 from lean_ft.losses.statistics import TokenStatistics
 
+if TYPE_CHECKING:
+    from lean_ft.data import Batch, PairBatch
+    from lean_ft.models import Decoder
+
 
 def scores_of(
-    model: Any, batch: Any, *, per_token: bool = False, is_float16: bool = False
+    model: "Decoder", batch: "PairBatch", *, per_token: bool = False, is_float16: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return the scores (P, 2) of a batch's pairs, and the router loss of a mixture of experts or None.
 
@@ -38,7 +42,9 @@ def scores_of(
     return scores.view(-1, 2), router_loss
 
 
-def output_scores(model: Any, batch: Any, places: Tensor, *, is_float16: bool = False) -> tuple[Tensor, Tensor | None]:
+def output_scores(
+    model: "Decoder", batch: "Batch", places: Tensor, *, is_float16: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Return C scores at each of M flattened positions of a batch, (M, C), and the router loss or None."""
     with torch.autocast(places.device.type, torch.float16, enabled=is_float16):
         hidden, router_loss = hidden_states(model, batch, of_rows=True)

@@ -6,7 +6,7 @@ every ratio is exactly 1 before the first update.
 Shapes: B completions, A tokens of the longest, N tokens of all.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from lean_ft.losses.linear_log_probs import linear_log_probs
 from lean_ft.losses.output_layer import OutputLayer, hidden_states
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings.run import SampledConfig
+
+if TYPE_CHECKING:
+    from lean_ft.data import PolicyBatch
+    from lean_ft.models import Decoder
 
 
 class AnswerTokens(NamedTuple):
@@ -26,7 +30,7 @@ class AnswerTokens(NamedTuple):
     hidden: Tensor  # (B, T, D): hidden states of all positions
 
 
-def on_grid(values: Tensor, batch: Any) -> Tensor:
+def on_grid(values: Tensor, batch: "PolicyBatch") -> Tensor:
     """Arrange values (N,), one per completion token of the batch, in a grid (B, A)."""
     flat = values.new_zeros(batch.counts.numel())  # each position is written once, so the result is deterministic
     return flat.index_copy(0, batch.place, values).view(batch.counts.shape)
@@ -35,12 +39,14 @@ def on_grid(values: Tensor, batch: Any) -> Tensor:
 class TokenLogProbs:
     """`log_probs(model, batch, statistics)` returns the `AnswerTokens` of a batch, with gradients if enabled."""
 
-    def __init__(self, model: Any, cfg: SampledConfig) -> None:
+    def __init__(self, model: "Decoder", cfg: SampledConfig) -> None:
         """Read the settings of sampling, memory and dtype from `cfg`. `model` is a `Decoder`."""
         self._output_layer = OutputLayer(model, cfg)
         self._temperature = cfg.generation.temperature
 
-    def __call__(self, model: Any, batch: Any, statistics: TokenStatistics | None = None) -> AnswerTokens:
+    def __call__(
+        self, model: "Decoder", batch: "PolicyBatch", statistics: TokenStatistics | None = None
+    ) -> AnswerTokens:
         """batch: like `lean_ft.data.PolicyBatch`, on the model's device; statistics: receives the entropy."""
         with self._output_layer.arithmetic():
             hidden, router_loss = hidden_states(model, batch, of_rows=True)

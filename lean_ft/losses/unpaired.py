@@ -11,7 +11,7 @@ bco's mean leaves out the current step's completions, so that a step does not de
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import UnpairedLossConfig
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from lean_ft.data import PairBatch, UnpairedBatch
+    from lean_ft.models import Decoder
 
 
 def kto(gained: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
@@ -91,11 +95,11 @@ class RunningMean:
         moved = self.mean + (mean - self.mean) * (count / self._count)
         self.mean = torch.where(moved.isfinite(), moved, self.mean)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor | float]:
         return {"mean": self.mean, "count": self._count}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean, self._count = torch.full_like(self.mean, state["mean"]), state["count"]
+    def load_state_dict(self, state: dict[str, Tensor | float]) -> None:
+        self.mean, self._count = torch.full_like(self.mean, float(state["mean"])), int(state["count"])
 
 
 class Baseline(RunningMean):
@@ -104,13 +108,19 @@ class Baseline(RunningMean):
     The trainer adds the mean of d over each step's completions.
     """
 
-    def __init__(self, loss: UnpairedLossConfig, log_probs: Any, reference: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        loss: UnpairedLossConfig,
+        log_probs: Callable[["Decoder", "PairBatch"], Answers],
+        reference: Callable[["UnpairedBatch"], Tensor],
+        device: torch.device,
+    ) -> None:
         """log_probs: computes the `Answers` of a batch; reference: returns the frozen reference's log-probabilities."""
         super().__init__(device)
         self._loss, self._log_probs, self._reference = loss, log_probs, reference
 
     @torch.no_grad()
-    def __call__(self, model: Any, batch: Any) -> Tensor:
+    def __call__(self, model: "Decoder", batch: "UnpairedBatch") -> Tensor:
         """batch: like `lean_ft.data.UnpairedBatch`, on the device."""
         if self._loss.name == "bco":
             return self.mean
@@ -124,7 +134,7 @@ class Baseline(RunningMean):
 class UnpairedStatistics(TokenStatistics):
     """Sums of completion metrics, averaged over the desirable or the undesirable completions."""
 
-    def __init__(self, ranks: Ranks = ALONE, counted: Iterable[Any] = ()) -> None:
+    def __init__(self, ranks: Ranks = ALONE, counted: Iterable["UnpairedBatch"] = ()) -> None:
         """counted: the micro-batches of a step, of all ranks."""
         super().__init__(ranks)
         self.num_desirable = self.num_undesirable = self.num_compared = 0  # of all ranks

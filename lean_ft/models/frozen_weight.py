@@ -158,7 +158,7 @@ class FrozenLinear(nn.Linear):
         self.weight = FrozenParameter(weight)
         self.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         form, tensors = self.weight.frozen
         return _FrozenProduct.apply(x.to(product_dtype(x)), self.bias, form, *tensors)
 
@@ -171,7 +171,8 @@ class _FrozenProduct(torch.autograd.Function):
         return F.linear(x, Frozen(form, tensors).whole(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         tensors = ctx.saved_tensors  # read once, because checkpointing refuses a second access
         weight = Frozen(ctx.form, tensors).whole(grad.dtype, again=True)
         return grad @ weight, None, None, *(None for _ in tensors)

@@ -52,7 +52,8 @@ class _RMSNorm(torch.autograd.Function):
         return in_dtype(values * scale * _with_offset(weight, weight_offset), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (grad,) = grads
         x, weight, scale = ctx.saved_tensors
         normed = wide(x) * scale
         grad = wide(grad)
@@ -133,7 +134,8 @@ class _XIELU(torch.autograd.Function):
         return in_dtype(torch.where(x > 0, above * x * x, below * low) + beta * x, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (grad,) = grads
         x, above, below, beta, eps = ctx.saved_tensors
         is_above = x > 0
         low = torch.expm1(torch.minimum(x, eps))
@@ -200,7 +202,8 @@ class _Gated(torch.autograd.Function):
         return value * up if torch.compiler.is_compiling() else value.mul_(up)  # see `in_dtype`
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (grad,) = grads
         gate, up = ctx.saved_tensors
         if ctx.overwrites and torch.compiler.is_compiling():
             gate, up = gate.data, up.data  # autograd forbids in-place changes of a view from a custom function

@@ -243,7 +243,8 @@ class _Mix(torch.autograd.Function):
         return _sum_of_choices(down.product(inner, ends), order, config)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors = ctx.saved_tensors
         config, trains = ctx.config, ctx.needs_input_grad
         gate_up, down = _stacks(config, ctx.forms, tensors)
@@ -252,6 +253,7 @@ class _Mix(torch.autograd.Function):
         weighed = _weighed(factors, row_weights) if config.scales_input else factors
         inner = _activation(weighed, config)  # (M, I)
         grad_inner = down.product_back(grad_rows, ends)  # without the weights of outputs
+        grad_weights = None
         if not config.scales_input:
             grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
             inner.mul_(row_weights)
@@ -263,6 +265,7 @@ class _Mix(torch.autograd.Function):
         if config.scales_input:
             grad_weights = (factors * grad_factors).sum(-1, dtype=weights.dtype)
             grad_factors.mul_(row_weights)
+        assert grad_weights is not None
         grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
         grads_gate_up: list[Tensor | None] = [None] * (2 + len(gate_up.weight.tensors))
         if trains[8] or gate_up.left is not None:

@@ -15,6 +15,7 @@ bias-corrected and includes this step's gradient.
 """
 
 from collections.abc import Sequence
+from typing import Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -47,6 +48,17 @@ class Moment:
     def write(self, kept: list[Tensor], moment: Tensor, noise: Tensor | None) -> None:
         """Store `moment`, which has the shape that `read` returns; `moment` itself is not changed."""
         store(kept[0], moment, noise)
+
+
+class AdamWSettings(TypedDict, total=False):
+    """Arguments of `AdamW` besides its moments."""
+
+    betas: Required[tuple[float, float]]
+    eps: Required[float]
+    weight_decay: Required[float]
+    stochastic_rounding: Required[bool]
+    compile: Required[bool]
+    update_clipping: bool
 
 
 class AdamW(Rule):

@@ -15,12 +15,12 @@ resolution of 3e-5 of the block's largest. The CUDA kernel does round second mom
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from lean_ft.optim.adamw import AdamW, Moment
+from lean_ft.optim.adamw import AdamW, AdamWSettings, Moment
 from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
 from lean_ft.system.shapes_only import device_type
@@ -65,7 +65,7 @@ class Moment8bit(Moment):
 class AdamW8bit(AdamW):
     """AdamW over 8-bit moments, updated by bitsandbytes' kernel on a GPU where possible."""
 
-    def __init__(self, *, paged: bool, **settings: Any) -> None:
+    def __init__(self, *, paged: bool, **settings: Unpack[AdamWSettings]) -> None:
         self._codes = DynamicCode(signed=True), DynamicCode(signed=False)
         first, second = (Moment8bit(code, paged=paged) for code in self._codes)
         super().__init__(moments=(first, second), **settings)

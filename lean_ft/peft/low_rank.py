@@ -91,7 +91,8 @@ class _LowRankLinear(torch.autograd.Function):
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         x, a, b, inner, mask, *tensors = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)  # (N, O)
         thin, scaled = _in_dtype(a, b * ctx.scaling, x.dtype)

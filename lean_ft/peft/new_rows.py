@@ -76,7 +76,8 @@ class _WithRows(torch.autograd.Function):
         return weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        (grad,) = grads
         (ids,) = ctx.saved_tensors
         return None, grad.index_select(0, ids).to(ctx.dtype), None
 

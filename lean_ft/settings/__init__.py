@@ -10,6 +10,7 @@ from lean_ft.settings.data import (
     AnswerDataConfig,
     ClassificationDataConfig,
     DataConfig,
+    DataSource,
     FormatName,
     PreferenceDataConfig,
     PromptDataConfig,
@@ -17,14 +18,13 @@ from lean_ft.settings.data import (
     RewardDataConfig,
     RowsConfig,
     SFTDataConfig,
-    Source,
     Sources,
     UnpairedDataConfig,
 )
 from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
-    LOSS_READS,
-    POLICY_LOSS_READS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     ClassificationLossConfig,
     DistillConfig,
     LossConfig,
@@ -53,9 +53,9 @@ from lean_ft.settings.run import (
 
 __all__ = [
     "LOGGER_PACKAGES",
-    "LOSS_READS",
     "MUON_MOMENTUM",
-    "POLICY_LOSS_READS",
+    "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
     "AnswerDataConfig",
     "AnswersConfig",
     "AskConfig",
@@ -63,6 +63,7 @@ __all__ = [
     "ClassificationDataConfig",
     "ClassificationLossConfig",
     "DataConfig",
+    "DataSource",
     "Device",
     "DistillConfig",
     "Dtype",
@@ -100,7 +101,6 @@ __all__ = [
     "SamplingConfig",
     "ScheduleConfig",
     "Settings",
-    "Source",
     "Sources",
     "TrainingConfig",
     "UnpairedDataConfig",

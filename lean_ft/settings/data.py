@@ -27,7 +27,7 @@ FormatName = Annotated[
 ]
 
 
-class Source(Settings):
+class DataSource(Settings):
     """One of several data sources."""
 
     path: str
@@ -45,7 +45,7 @@ class Source(Settings):
     """Same as data.split, for this source only."""
 
 
-Sources = str | list[str | Source]
+Sources = str | list[str | DataSource]
 
 
 class RowsConfig(Settings):
@@ -110,7 +110,7 @@ class RowsConfig(Settings):
     @field_validator("validation_source")
     @classmethod
     def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
-        if not isinstance(sources, str | None) and any(isinstance(s, Source) and s.weight != 1 for s in sources):
+        if not isinstance(sources, str | None) and any(isinstance(s, DataSource) and s.weight != 1 for s in sources):
             raise ValueError("held-out rows have no weight: an evaluation reads each row once. Remove weight.")
         return sources
 
@@ -128,7 +128,9 @@ class PromptDataConfig(RowsConfig):
     @model_validator(mode="after")
     def _has_no_format(self) -> "PromptDataConfig":
         sources = [self.source, self.validation_source]
-        items = [item for source in sources if isinstance(source, list) for item in source if isinstance(item, Source)]
+        items = [
+            item for source in sources if isinstance(source, list) for item in source if isinstance(item, DataSource)
+        ]
         formats = {self.format, *(item.format for item in items)} - {"auto", None}
         if formats:
             raise ValueError(
@@ -283,7 +285,7 @@ class ClassificationDataConfig(DataConfig):
 
     objective: ClassVar[str] = "classification"
 
-    packing: Literal["none", "bfd", "padding_free"] = "none"
+    packing: Literal["none", "bfd", "padding_free"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
     """`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes each batch one row
     without padding."""
     labels: list[str] | None = Field(None, min_length=2)

@@ -1,9 +1,9 @@
 """Settings of losses, reference models, value models and teachers."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
 from lean_ft.settings.base import Dtype, Fraction, OwnFunction, PositiveShare, Settings, Share
 from lean_ft.system.user_functions import check_function
@@ -22,16 +22,6 @@ class LossConfig(Settings):
     )
 
 
-def _check_read(given: dict[str, float], loss: str, reads: dict[str, tuple[str, ...]]) -> None:
-    """Raise ValueError if a given setting is used only by other losses."""
-    for name, value in given.items():
-        if name not in reads.get(loss, ()):
-            whose = ", ".join(other for other, settings in reads.items() if name in settings)
-            raise ValueError(
-                f"{name}={value:g} has no effect with the loss {loss}, only with {whose}. Remove it, or choose another loss."
-            )
-
-
 class ReferencedLossConfig(Settings):
     """A loss that may compare the model with a frozen reference model."""
 
@@ -45,37 +35,75 @@ class ReferencedLossConfig(Settings):
         return False
 
 
-# Settings of each preference loss in addition to beta.
-LOSS_READS = {
-    "sigmoid": ("label_smoothing",),
-    "robust": ("label_smoothing",),
-    "exo": ("label_smoothing",),
-    "simpo": ("gamma",),
-    "cpo": ("alpha",),
+class LossFacts(NamedTuple):
+    """Facts about a value of `loss.name`."""
+
+    reads: tuple[str, ...] = ()
+    """Settings that only some losses read: parameters of the loss's function besides beta."""
+    needs_reference: bool = True
+    beta: float = 0.1
+
+
+class NamedLossConfig(ReferencedLossConfig):
+    """A loss chosen by name. Its own settings are fields whose null is the default of the loss's function."""
+
+    losses: ClassVar[dict[str, LossFacts]]
+    name: Any
+
+    @property
+    def own_settings(self) -> dict[str, float]:
+        """The given settings that only some losses read."""
+        return self.model_dump(
+            include={name for loss in self.losses.values() for name in loss.reads}, exclude_none=True
+        )
+
+    @model_validator(mode="after")
+    def _are_read(self) -> Self:
+        for name, value in self.own_settings.items():
+            if self.name not in self.losses or name not in self.losses[self.name].reads:
+                whose = ", ".join(loss for loss, facts in self.losses.items() if name in facts.reads)
+                raise ValueError(
+                    f"{name}={value:g} has no effect with the loss {self.name}, only with {whose}. Remove it, or choose another "
+                    "loss."
+                )
+        return self
+
+    @classmethod
+    def check(cls, loss: str, given: dict[str, float]) -> None:
+        """Raise ValueError for arguments of a loss's function that it does not read, or out of the ranges of the fields."""
+        reads = cls.losses[loss].reads if loss in cls.losses else ()
+        readable = ["beta"] * ("beta" in cls.model_fields) + [*reads]
+        for name in given:
+            if name not in readable:
+                remedy = f"Remove it, or set {' or '.join(readable)}" if readable else "Remove it"
+                raise ValueError(f"{name} is no setting of the loss {loss}. {remedy}.")
+        try:
+            cls.model_validate({**({"name": loss} if loss in cls.losses else {}), **given})
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = "".join(f"{name}={first['input']} of the loss {loss}: " for name in first["loc"])
+            reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "the value should be")
+            raise ValueError(f"{place}{reason.removesuffix('.')}.") from None
+
+
+# The preference losses: functions of `lean_ft.losses.preference` by name.
+PREFERENCE_LOSSES = {
+    "sigmoid": LossFacts(("label_smoothing",)),
+    "robust": LossFacts(("label_smoothing",)),
+    **dict.fromkeys(("ipo", "hinge", "sigmoid_norm", "apo_zero", "apo_down", "nca", "bco_pair", "sppo"), LossFacts()),
+    "exo": LossFacts(("label_smoothing",)),
+    "simpo": LossFacts(("gamma",), needs_reference=False, beta=2.5),
+    "cpo": LossFacts(("alpha",), needs_reference=False),
+    "orpo": LossFacts(needs_reference=False),
 }
 
 
-class PreferenceLossConfig(ReferencedLossConfig):
+class PreferenceLossConfig(NamedLossConfig):
     """The loss of a preference pair; docs/preferences.md has the formulas."""
 
+    losses = PREFERENCE_LOSSES
     name: Annotated[
-        Literal[
-            "sigmoid",
-            "robust",
-            "ipo",
-            "hinge",
-            "sigmoid_norm",
-            "apo_zero",
-            "apo_down",
-            "nca",
-            "bco_pair",
-            "sppo",
-            "exo",
-            "simpo",
-            "cpo",
-            "orpo",
-        ]
-        | OwnFunction,
+        Literal[*PREFERENCE_LOSSES] | OwnFunction,  # pyright: ignore[reportInvalidTypeForm]
         AfterValidator(check_function),
     ] = Field(
         "sigmoid",
@@ -110,22 +138,18 @@ class PreferenceLossConfig(ReferencedLossConfig):
 
     @property
     def beta_of_loss(self) -> float:
-        if self.beta is not None:
-            return self.beta
-        return 2.5 if self.name == "simpo" else 0.1
-
-    @property
-    def own_settings(self) -> dict[str, float]:
-        """The given settings that only some losses use."""
-        return self.model_dump(include={"label_smoothing", "gamma", "alpha"}, exclude_none=True)
+        return self._facts.beta if self.beta is None else self.beta
 
     @property
     def needs_reference(self) -> bool:
-        return self.name not in ("simpo", "cpo", "orpo")
+        return self._facts.needs_reference
+
+    @property
+    def _facts(self) -> LossFacts:
+        return self.losses.get(self.name, LossFacts())
 
     @model_validator(mode="after")
-    def _is_read(self) -> "PreferenceLossConfig":
-        _check_read(self.own_settings, self.name, LOSS_READS)
+    def _has_a_logarithm(self) -> Self:
         if self.name == "exo" and self.label_smoothing == 0:
             raise ValueError("label_smoothing=0: the loss exo takes its logarithm. Set it above 0, or leave it out.")
         return self
@@ -190,18 +214,21 @@ class ReferenceConfig(Settings):
     )
 
 
-# Settings that only some policy losses use.
-POLICY_LOSS_READS = {
-    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo", "rloo"), ("epsilon", "epsilon_high")),
-    "cispo": ("epsilon_max",),
+# The policy losses: keys of `lean_ft.losses.policy.LOSSES`.
+POLICY_LOSSES = {
+    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo"), LossFacts(("epsilon", "epsilon_high"))),
+    "cispo": LossFacts(("epsilon_max",)),
+    "rloo": LossFacts(("epsilon", "epsilon_high")),
 }
 
 
-class PolicyLossConfig(ReferencedLossConfig):
+class PolicyLossConfig(NamedLossConfig):
     """The policy loss of sampled completions; docs/online.md has the formulas."""
 
+    losses = POLICY_LOSSES
     name: Annotated[
-        Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | OwnFunction, AfterValidator(check_function)
+        Literal[*POLICY_LOSSES] | OwnFunction,  # pyright: ignore[reportInvalidTypeForm]
+        AfterValidator(check_function),
     ] = Field(
         "dapo",
         description="Loss function: how ratios to the sampling policy are clipped, and what the token losses are divided "
@@ -250,11 +277,6 @@ class PolicyLossConfig(ReferencedLossConfig):
     correction_max: PositiveFloat = Field(2.0, description="Maximum importance weight.")
 
     @property
-    def own_settings(self) -> dict[str, float]:
-        """The given settings that only some losses use."""
-        return self.model_dump(include={"epsilon", "epsilon_high", "epsilon_max"}, exclude_none=True)
-
-    @property
     def needs_reference(self) -> bool:
         return self.kl_weight > 0
 
@@ -275,11 +297,6 @@ class PolicyLossConfig(ReferencedLossConfig):
         in_loss = self.kl != "in_reward" and self.needs_reference
         divergence = {"kl": self.kl, "kl_weight": self.kl_weight} if in_loss else {"kl": "corrected", "kl_weight": 0.0}
         return divergence | self.own_settings
-
-    @model_validator(mode="after")
-    def _is_read(self) -> "PolicyLossConfig":
-        _check_read(self.own_settings, self.name, POLICY_LOSS_READS)
-        return self
 
 
 class PPOLossConfig(ReferencedLossConfig):

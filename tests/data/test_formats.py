@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.formats import formats_of
+from lean_ft.data.formats import Fields, formats_of
 from lean_ft.data.pairs import PairReader
 from lean_ft.data.rows import Row
 from lean_ft.data.sft import SFTReader, read_token_row
@@ -42,6 +42,20 @@ def test_chats(fields: dict[str, Any], chat_tokenizer):
     assert trained(passage) == ["a<|im_end|>"]
     assert not passage.add_bos
     assert not passage.add_eos
+
+
+def test_a_new_format_is_an_entry_that_says_what_its_fields_hold(chat_tokenizer, plain_tokenizer, monkeypatch):
+    monkeypatch.setattr(SFTReader, "known", SFTReader.known.copy())
+    SFTReader.known["questions"] = Fields(
+        ("topic", "question", "reply"), ("context", "system"), prompts=(("question", "context"),), completion="reply"
+    )
+    SFTReader.known["turns"] = Fields(("topic", "turns"), chat="turns")
+    row = {"topic": "t", "question": "q", "reply": "a"}
+    assert read(row, chat_tokenizer).text == read({"topic": "t", "turns": MESSAGES}, chat_tokenizer).text == CHAT
+    assert read(row | {"context": "c"}, plain_tokenizer).text == "q\n\nca"
+    for incomplete in ({}, {"completion": "reply"}, {"prompts": (("question",),)}):
+        with pytest.raises(AssertionError):
+            Fields(("question", "reply"), **incomplete)
 
 
 def test_alpaca_input_follows_the_instruction_and_columns_rename(chat_tokenizer):

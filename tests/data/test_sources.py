@@ -13,7 +13,7 @@ from lean_ft.data import documents
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.prepare import source_content
 from lean_ft.data.sources import first_rows, read_rows, source_files
-from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, Source
+from lean_ft.settings import DataSource, PreferenceDataConfig, SFTDataConfig
 from lean_ft.system import log
 from lean_ft.tokenizers import Tokenizer
 from tests.data.conftest import prepare
@@ -41,7 +41,7 @@ def test_byte_order_mark_blank_lines_and_windows_line_ends(write: Write):
 def test_a_source_is_a_path_a_glob_or_a_list_of_them(write: Write, tmp_path):
     for i in (2, 0, 1):
         write([{"n": i}], f"part{i}.jsonl")
-    rows = list(read_rows([f"{tmp_path}/part[12].jsonl", Source(path=f"{tmp_path}/part0.jsonl", weight=2)]))
+    rows = list(read_rows([f"{tmp_path}/part[12].jsonl", DataSource(path=f"{tmp_path}/part0.jsonl", weight=2)]))
     assert [(row.fields["n"], row.source) for row in rows] == [(1, 0), (2, 0), (0, 1)]
     firsts = first_rows([f"{tmp_path}/part*.jsonl", f"{tmp_path}/part2.jsonl"], 2)
     assert [(row.fields["n"], row.source) for row in firsts] == [(0, 0), (1, 0), (2, 1)]

@@ -10,7 +10,7 @@ from lean_ft.data import sft_batches
 from lean_ft.data.prepare import source_content
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.splits import rows_of_split
-from lean_ft.settings import PromptDataConfig, RowsConfig, SFTDataConfig, Source
+from lean_ft.settings import DataSource, PromptDataConfig, RowsConfig, SFTDataConfig
 
 Write = Callable[..., str]
 SLICES = [
@@ -43,20 +43,20 @@ def test_a_slice_names_the_rows_that_datasets_reads(part: str, total: int) -> No
 def test_what_is_no_split_is_refused(split: str, write: Write) -> None:
     path = write([{"text": "a"}])
     with pytest.raises(ValueError, match=r"has only the split `train`"):
-        list(read_rows([Source(path=path, split=split)]))
+        list(read_rows([DataSource(path=path, split=split)]))
 
 
 def test_a_slice_of_several_files_is_of_all_their_rows(write: Write, tmp_path) -> None:
     for name, rows in (("a.jsonl", range(3)), ("b.json", range(3, 10))):
         write([{"text": str(i)} for i in rows], name)
-    source = Source(path=str(tmp_path / "*.js*"), split="train[20%:40%]")
+    source = DataSource(path=str(tmp_path / "*.js*"), split="train[20%:40%]")
     assert [row.fields["text"] for row in read_rows([source])] == ["2", "3"]
     assert [row.fields["text"] for row in first_rows([source], 1)] == ["2"]
 
 
 def test_what_is_held_out_is_not_trained_on(write: Write, plain_tokenizer) -> None:
     path = write([{"text": f"{i:03}"} for i in range(40)])
-    held_out = [Source(path=path, split="train[90%:]")]
+    held_out = [DataSource(path=path, split="train[90%:]")]
     config = SFTDataConfig(source=path, split="train[:90%]", validation_source=held_out)
     batches, evaluation = sft_batches(config, plain_tokenizer, batch_size=1, seed=0)
     assert evaluation is not None
@@ -70,7 +70,7 @@ def test_what_is_held_out_is_not_trained_on(write: Write, plain_tokenizer) -> No
 def test_the_slice_is_part_of_the_fingerprint(write: Write, tmp_path) -> None:
     path = write([{"text": f"row {i}"} for i in range(10)])
     of = {
-        split: source_content(SFTDataConfig(source=path), [Source(path=path, split=split)], tmp_path)
+        split: source_content(SFTDataConfig(source=path), [DataSource(path=path, split=split)], tmp_path)
         for split in ("train", "train[:5]", "train[5:]")
     }
     assert len(set(of.values())) == 3
@@ -97,5 +97,5 @@ def test_settings_of_datasets_are_refused_for_files(write: Write, settings: dict
 def test_a_slice_of_what_is_trained_on_needs_one_of_what_is_held_out() -> None:
     with pytest.raises(ValidationError, match=r"validation_source=b\.jsonl has no split"):
         RowsConfig(source="a.jsonl", split="train[:95%]", validation_source="b.jsonl")
-    given = [Source(path="b.jsonl", split="train")]
+    given = [DataSource(path="b.jsonl", split="train")]
     assert RowsConfig(source="a.jsonl", split="train[:95%]", validation_source=given).validation_source == given

@@ -1,16 +1,23 @@
 """Preference losses compared with TRL's method, in float64 if TRL supports it, and their errors."""
 
+import inspect
 import math
+import os
+import shutil
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lean_ft.losses.preference import LOSSES, log_odds, preference_loss, settings_of
-from lean_ft.settings import LOSS_READS, PreferenceLossConfig
+import lean_ft
+from lean_ft.losses.preference import LOSSES, log_odds, preference_loss
+from lean_ft.settings import PREFERENCE_LOSSES, PreferenceLossConfig
 
 NUM_PAIRS, NUM_TOKENS = 5, 9
 
@@ -209,8 +216,14 @@ def test_a_margin_of_zero_is_a_loss_of_ln_2() -> None:
             "gamma is no setting of the loss sigmoid. Remove it, or set beta or label_smoothing",
         ),
         ("ipo", {"label_smoothing": 0.1}, "label_smoothing is no setting of the loss ipo. Remove it, or set beta"),
-        ("robust", {"label_smoothing": 0.5}, "to below 0.5"),
+        (
+            "robust",
+            {"label_smoothing": 0.5},
+            "label_smoothing=0.5 of the loss robust: the value should be less than 0.5",
+        ),
         ("exo", {"label_smoothing": 0.0}, "above 0"),
+        ("cpo", {"alpha": -1}, "alpha=-1 of the loss cpo: the value should be greater than or equal to 0"),
+        ("ipo", {"beta": 0.0}, "beta=0.0 of the loss ipo: the value should be greater than 0"),
     ],
 )
 def test_what_a_loss_does_not_read_is_refused(name: str, settings: Any, message: str, answers: Any) -> None:
@@ -218,9 +231,52 @@ def test_what_a_loss_does_not_read_is_refused(name: str, settings: Any, message:
         ours(name, answers, **settings)
 
 
-def test_the_settings_know_every_loss_and_what_it_reads() -> None:
-    assert set(get_args(get_args(PreferenceLossConfig.model_fields["name"].annotation)[0])) == set(LOSSES)
-    assert {name: LOSS_READS.get(name, ()) for name in LOSSES} == {name: settings_of(name) for name in LOSSES}
+def test_a_function_has_the_parameters_that_its_loss_reads() -> None:
+    read = {name: tuple(inspect.signature(loss).parameters)[2:] for name, loss in LOSSES.items()}
+    assert read == {name: facts.reads for name, facts in PREFERENCE_LOSSES.items()}
+
+
+NEW_LOSS = """
+def squared(pairs: Pairs, beta: float, gamma: float = 0.5) -> Tensor:
+    return (pairs.margin - gamma).square()
+"""
+USE_OF_IT = """
+from lean_ft.losses import preference_loss
+from lean_ft.settings import PreferenceLossConfig
+from lean_ft.settings.text import describe
+from lean_ft.system import catalog
+assert PreferenceLossConfig(name="squared", gamma=2).own_settings == {"gamma": 2}
+assert PreferenceLossConfig(name="squared").beta_of_loss == 0.3
+[name] = [one for one in describe(catalog.load_recipe(catalog.find_recipe("dpo")).Config) if one.key == "loss.name"]
+assert "squared" in name.type
+import torch
+one = torch.ones(1)
+print(preference_loss("squared", 5 * one, one, one, one, one, one, gamma=1.5).item())
+for given in ({"alpha": 1}, {"gamma": float("inf")}):
+    try: preference_loss("squared", *[one] * 6, **given)
+    except ValueError as error: print(error)
+"""
+
+
+def test_a_new_loss_is_a_function_and_a_row_of_the_settings(tmp_path: Path) -> None:
+    """Names, help, defaults, checks of the settings and of the arguments, and `preference_loss` follow from them."""
+    package = Path(lean_ft.__file__).parent
+    shutil.copytree(package, tmp_path / "lean_ft", ignore=shutil.ignore_patterns("tiny", "__pycache__"))
+    (tmp_path / "recipes").symlink_to(package.parent / "recipes")
+    for file, mark, new in (
+        ("losses/preference.py", "LOSSES: dict", NEW_LOSS.lstrip()),
+        ("settings/losses.py", '    "orpo": ', '    "squared": LossFacts(("gamma",), beta=0.3),'),
+    ):
+        text = (tmp_path / "lean_ft" / file).read_text()
+        assert text.count(mark) == 1
+        (tmp_path / "lean_ft" / file).write_text(text.replace(mark, f"{new}\n{mark}"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", USE_OF_IT], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "6.25",
+        "alpha is no setting of the loss squared. Remove it, or set beta or gamma.",
+        "gamma=inf of the loss squared: the value should be a finite number.",
+    ], done.stderr
 
 
 def test_a_function_of_ones_own_is_called_as_those_that_are_there(answers: Any, tmp_path: Any) -> None:

@@ -1,7 +1,8 @@
 """Random tiny checkpoints of each family, as settings of transformers' configs.
 
 A family that is registered has at least one case here; the tests of parity, of folders and of the table of families go
-over all of them. To add one: its model_type, and the fields of its config that differ from `SIZES`.
+over all of them. To add one: its model_type, and the fields of its config that differ from `SIZES`. An activation in a
+family's first case is the only one that the family has; otherwise `test_parity.py` also draws others.
 """
 
 from typing import Any
@@ -242,7 +243,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": LLAMA3,
     }),
     "exaone4_without_windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
-    "apertus": ("apertus", {"head_dim": 20, "rope_parameters": LLAMA3}),
+    "apertus": ("apertus", {"head_dim": 20, "rope_parameters": LLAMA3, "hidden_act": "xielu"}),
     "apertus_tied_biases": (
         "apertus",
         {"num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}
@@ -347,7 +348,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "tie_word_embeddings": True, "rms_norm_eps": 1e-3,
     }),
     "gpt_oss": ("gpt_oss",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 6, "swiglu_limit": 0.5}),
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 6, "swiglu_limit": 0.5}
+        | {"hidden_act": "silu"}),
     "gpt_oss_listed_windows": ("gpt_oss", {
         "num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 8, "sliding_window": 9,
         "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": YARN, "swiglu_alpha": 0.8,
@@ -410,7 +412,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 20,
         "mamba_num_heads": 6, "mamba_head_dim": 9, "n_groups": 3, "ssm_state_size": 10, "conv_kernel": 3,
-        "chunk_size": 7,
+        "chunk_size": 7, "mlp_hidden_act": "relu2",
     }),
     "nemotron_h_experts": ("nemotron_h", {
         "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "head_dim": 8,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import Field, PositiveInt, model_validator
 
 from lean_ft.settings import (
+    DataSource,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
@@ -22,7 +23,6 @@ from lean_ft.settings import (
     ScheduleConfig,
     Settings,
     SFTDataConfig,
-    Source,
 )
 from lean_ft.settings.describing import commented_yaml, config_schema, describe, one_line_each
 from lean_ft.settings.text import (
@@ -135,7 +135,7 @@ def test_defaults_are_those_of_the_settings():
             ["a.[0,1].*", "b.[0-3].[a-c]", "c, d[0]"],
         ),
         ('data.source=[it\'s, a[0] , "b, *c"]', lambda c: c.data.source, ["it's", "a[0]", "b, *c"]),
-        ("data.source=[{path: 007, weight: 2}]", lambda c: c.data.source, [Source(path="007", weight=2.0)]),
+        ("data.source=[{path: 007, weight: 2}]", lambda c: c.data.source, [DataSource(path="007", weight=2.0)]),
         ("optimizer={name: muon, betas: [0.5, 0.6], lr: 1}", lambda c: c.optimizer.betas, (0.5, 0.6)),
         ("optimizer={name: sgd, lr: 1}", lambda c: (c.optimizer.name, c.optimizer.lr), ("sgd", 1.0)),
     ],

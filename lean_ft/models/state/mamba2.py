@@ -77,7 +77,8 @@ class _Skip(torch.autograd.Function):
         return in_dtype(torch.addcmul(wide(read), wide(value), wide(weight)[:, None]), read.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (grad,) = grads
         value, weight = ctx.saved_tensors
         grad_weight = (wide(grad) * value).sum((0, 1, 3)).to(weight.dtype)
         return grad, (wide(grad) * weight[:, None]).to(value.dtype), grad_weight
@@ -94,7 +95,8 @@ class _GatedNorm(torch.autograd.Function):
         return in_dtype((product * scale).flatten(-2) * weight, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (grad,) = grads
         x, gate, weight, scale = ctx.saved_tensors
         open_gate, wide_gate, grad = F.silu(wide(gate)), wide(gate), wide(grad)
         normed = (wide(x) * open_gate).unflatten(-1, (scale.shape[-2], -1)) * scale
