@@ -11,7 +11,8 @@ from lean_ft.system.environment import user_cache
 from lean_ft.system.whole_files import read_json
 
 GGUF_INDEX = "model.gguf.json"
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def gguf_cache() -> Path:
