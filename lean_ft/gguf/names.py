@@ -259,12 +259,14 @@ STEPS = {
     ),
     "decay": _Directions(lambda x: -x.float().exp(), lambda x: (-x).log(), is_exact=False),
     "reshape": _Directions(lambda x, *shape: x.reshape(shape), lambda x, *shape: x),  # the caller knows the shape
+    "squeeze": _Directions(lambda x, dim: x.squeeze(dim), lambda x, dim: x.unsqueeze(dim)),
     "transpose": _Directions(lambda x: x.mT, lambda x: x.mT),
     "pair": _Directions(_pair, lambda x, *numbers: _pair(x, *numbers, halves=(-1, 2))),
     "tile": _Directions(_tile, lambda x, dim, first, outer, inner: _tile(x, dim, first, inner, outer)),
     "ungroup": _Directions(_ungroup, _group),
     "split": _Directions(
-        lambda x, dim, *sizes: x.split(sizes, dim), lambda parts, dim, *_: torch.cat(list(parts), dim)
+        lambda x, dim, *sizes: x.split(sizes, dim) if sizes else x.chunk(2, dim),
+        lambda parts, dim, *_: torch.cat(list(parts), dim),
     ),
     "unzip": _Directions(
         lambda x, dim: x.unflatten(dim, (-1, 2)).unbind(dim + 1),
