@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from draw_map import circles, imports_by_string  # noqa: E402
+from draw_map import circles, imports_by_string
 
 
 @pytest.mark.parametrize(("code", "is_found"), [
