@@ -197,8 +197,8 @@ class Facts:
     def count(self, key: str, default: int | None = None, least: int = 0, most: int = _MAX_COUNT) -> int:
         """An integer or flag; of a list with one per layer, the largest."""
         value = self._get(key, default)
-        number = max(self.per_layer(key), default=None) if isinstance(value, list) else value
-        if not isinstance(number, int) or not least <= number <= most:
+        number: Any = max(self.per_layer(key), default=None) if isinstance(value, list) else value
+        if type(number) not in (int, bool) or not least <= number <= most:
             raise self.wrong(key, f"an integer from {least} to {most:,}")
         return number
 

@@ -5,7 +5,6 @@ Source: llama.cpp, conversion/*.py (tensors) and src/models/*.cpp (metadata, and
 Shapes: G key heads, H value heads.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.gguf.header import Facts
@@ -22,7 +21,6 @@ from lean_ft.gguf.rows import (
     StoredAs,
     always,
     biases,
-    mixture_of,
     qwen_config,
     renamed,
     scaled,
@@ -36,15 +34,6 @@ if TYPE_CHECKING:
 def mixer_of(config: "DecoderConfig") -> Any:
     """The configuration of the recurrent layers; None if there are none."""
     return next((layer.mixer for layer in config.layers if layer.mixer is not None), None)
-
-
-def _rows_split(places: str, size: Callable[["DecoderConfig"], int]) -> Change:
-    """Split a matrix (2 * I, D)."""
-    return lambda config: StoredAs((("split", 0, *[size(config)] * 2),), (places.format("gate"), places.format("up")))
-
-
-def _taps(config: "DecoderConfig") -> StoredAs:
-    return StoredAs((("reshape", -1, mixer_of(config).num_taps),))
 
 
 def _kinds(facts: Facts, other: str = "linear_attention") -> list[str]:
@@ -215,9 +204,10 @@ def _gemma4_config(facts: Facts) -> dict[str, Any]:
 
 # A table: related fields share a line.
 # fmt: off
+_TAPS = StoredAs((("squeeze", 1),))
 _MAMBA: dict[str, Change] = {
     "mamba.A_log": StoredAs((("decay",), ("reshape", -1, 1))), "mamba.D": StoredAs((("reshape", -1, 1),)),
-    "mamba.dt_bias": renamed("mamba.dt_proj.bias"), "mamba.conv1d.weight": _taps,
+    "mamba.dt_bias": renamed("mamba.dt_proj.bias"), "mamba.conv1d.weight": _TAPS,
     "mamba.norm.weight": lambda config: StoredAs((("reshape", mixer_of(config).num_key_heads, -1),)),
 }
 _MAMBA_FIELDS = {
@@ -232,7 +222,7 @@ _DELTA_RULE = GGUFFamily(
     "qwen3next", "Qwen3Next",
     changes={
         **EXPERTS, "linear_attn.A_log": StoredAs((("decay",),)), "linear_attn.dt_bias": renamed("linear_attn.dt_proj.bias"),
-        "linear_attn.conv1d.weight": _taps, "in_proj_qkvz": _ungrouped,
+        "linear_attn.conv1d.weight": _TAPS, "in_proj_qkvz": _ungrouped,
         "linear_attn.norm.weight": StoredAs(), "norm.weight": PLUS_ONE,
     },
     metadata=_delta_rule_metadata, fields=USUAL_EXPERTS | _DELTA_RULE_FIELDS,
@@ -243,7 +233,7 @@ _QWEN3_5 = _DELTA_RULE._replace(
     changes={
         **_DELTA_RULE.changes, "linear_attn.A_log": lambda config: StoredAs((("decay",), *_tiled(config))),
         "linear_attn.dt_bias": lambda config: StoredAs(_tiled(config), ("linear_attn.dt_proj.bias",)),
-        "linear_attn.conv1d.weight": lambda config: StoredAs((*_taps(config).steps, *_values_tiled(config))),
+        "linear_attn.conv1d.weight": lambda config: StoredAs((*_TAPS.steps, *_values_tiled(config))),
         "linear_attn.in_proj_qkv": lambda config: StoredAs(_values_tiled(config)),
         "linear_attn.in_proj": lambda config: StoredAs(_tiled(config)),
         "linear_attn.out_proj": lambda config: StoredAs(_tiled(config, 1)),
@@ -252,9 +242,9 @@ _QWEN3_5 = _DELTA_RULE._replace(
 _GRANITE_HYBRID = GGUFFamily(
     "granitehybrid", "GraniteMoeHybrid",
     changes={
-        **EXPERTS, **_MAMBA, "mlp.gate_up_proj": _rows_split("mlp.{}_proj", lambda config: config.intermediate_size),
-        "mlp.shared_expert.gate_up_proj": _rows_split(
-            "mlp.shared_expert.{}_proj", lambda config: mixture_of(config).shared_intermediate_size
+        **EXPERTS, **_MAMBA, "mlp.gate_up_proj": StoredAs((("split", 0),), ("mlp.gate_proj", "mlp.up_proj")),
+        "mlp.shared_expert.gate_up_proj": StoredAs(
+            (("split", 0),), ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
         ),
         "mlp.down_proj": renamed("mlp.down_proj"),
     },
@@ -282,7 +272,7 @@ HYBRIDS = {
     ),
     "qwen3_5_moe_text": _QWEN3_5,
     "lfm2": GGUFFamily(
-        "lfm2", "Lfm2", changes={"conv.conv.weight": _taps}, whole_heads=True, fields={"shortconv.l_cache": "conv_L_cache"},
+        "lfm2", "Lfm2", changes={"conv.conv.weight": _TAPS}, whole_heads=True, fields={"shortconv.l_cache": "conv_L_cache"},
         norm_eps=("attention.layer_norm_rms_epsilon", "norm_eps"),
         config=lambda facts: {"block_auto_adjust_ff_dim": False, "layer_types": _kinds(facts, "conv")},
     ),
@@ -309,7 +299,11 @@ HYBRIDS = {
         }),
     ),
     "nemotron_h": GGUFFamily(
-        "nemotron_h", "NemotronH", changes={**EXPERTS, **_MAMBA, "post_attention_layernorm": renamed("input_layernorm")},
+        "nemotron_h", "NemotronH",
+        changes={
+            **EXPERTS, **_MAMBA, "post_attention_layernorm": renamed("input_layernorm"),
+            "mlp.experts.gate_up_proj": renamed("mlp.experts.up_proj.weight"),  # without gates
+        },
         architecture_of=lambda config: "nemotron_h" if config.mixture is None else "nemotron_h_moe",
         metadata=lambda model: {"attention.layer_norm_epsilon": float(model.config.norm_eps)}, config=_nemotron_config,
         norm_eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),

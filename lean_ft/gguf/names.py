@@ -218,16 +218,10 @@ def _by_rows(change: Callable[[Tensor, float], Tensor]) -> Callable[..., Tensor]
     return changed
 
 
-def _pair(x: Tensor, num_heads: int, size: int) -> Tensor:
-    """Make rows i and i + size / 2 of each head neighbors."""
+def _pair(x: Tensor, num_heads: int, size: int, halves: tuple[int, int] = (2, -1)) -> Tensor:
+    """Make rows i and i + size / 2 of each head neighbors; with `halves` (-1, 2) neighbors these rows."""
     heads = x.unflatten(0, (num_heads, -1))
-    turned = heads[:, :size].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((turned, heads[:, size:]), 1).flatten(0, 1)
-
-
-def _unpair(x: Tensor, num_heads: int, size: int) -> Tensor:
-    heads = x.unflatten(0, (num_heads, -1))
-    turned = heads[:, :size].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    turned = heads[:, :size].unflatten(1, halves).transpose(1, 2).flatten(1, 2)
     return torch.cat((turned, heads[:, size:]), 1).flatten(0, 1)
 
 
@@ -264,12 +258,14 @@ STEPS = {
     ),
     "decay": _Directions(lambda x: -x.float().exp(), lambda x: (-x).log(), is_exact=False),
     "reshape": _Directions(lambda x, *shape: x.reshape(shape), lambda x, *shape: x),  # the caller knows the shape
+    "squeeze": _Directions(lambda x, dim: x.squeeze(dim), lambda x, dim: x.unsqueeze(dim)),
     "transpose": _Directions(lambda x: x.mT, lambda x: x.mT),
-    "pair": _Directions(_pair, _unpair),
+    "pair": _Directions(_pair, lambda x, *numbers: _pair(x, *numbers, halves=(-1, 2))),
     "tile": _Directions(_tile, lambda x, dim, first, outer, inner: _tile(x, dim, first, inner, outer)),
     "ungroup": _Directions(_ungroup, _group),
     "split": _Directions(
-        lambda x, dim, *sizes: x.split(sizes, dim), lambda parts, dim, *_: torch.cat(list(parts), dim)
+        lambda x, dim, *sizes: x.split(sizes, dim) if sizes else x.chunk(2, dim),
+        lambda parts, dim, *_: torch.cat(list(parts), dim),
     ),
     "unzip": _Directions(
         lambda x, dim: x.unflatten(dim, (-1, 2)).unbind(dim + 1),

@@ -17,7 +17,7 @@ from lean_ft.gguf.header import Facts
 
 if TYPE_CHECKING:
     from lean_ft.models import Decoder, DecoderConfig
-    from lean_ft.models.config import LatentConfig, MixtureConfig
+    from lean_ft.models.config import LatentConfig
 
 _LATENT_NORM_EPS = 1e-6  # of norms of latents, whatever config.json says
 _DEPTHS_WITHOUT_QUERY_LATENT = (26, 27)  # llama.cpp reads no query latent in models with so many layers
@@ -119,11 +119,6 @@ def _ministral3_config(facts: Facts) -> dict[str, Any]:
     return {"rope_more": {"mscale": 1.0, "mscale_all_dim": facts.number(key)}} if key in facts else {}
 
 
-def mixture_of(config: "DecoderConfig") -> "MixtureConfig":
-    assert config.mixture is not None
-    return config.mixture
-
-
 def renamed(name: str) -> StoredAs:
     return StoredAs(places=(name,))
 
@@ -142,22 +137,16 @@ def times(factor: Callable[["DecoderConfig"], float]) -> Change:
 # Experts.
 
 
-def _gates_and_ups(places: str, is_bias: bool = False) -> Change:
-    """Split matrices (E, 2 * I, D) or biases (E, 2 * I) of experts."""
-
-    def change(config: "DecoderConfig") -> StoredAs:
-        mixture = mixture_of(config)
-        steps: tuple[Step, ...] = (("transpose",),) if mixture.input_first and not is_bias else ()
-        if not mixture.gated:
-            return StoredAs(steps, (places.format("up"),))
-        split = ("unzip", 1) if mixture.gates_interleaved else ("split", 1, *[mixture.intermediate_size] * 2)
-        return StoredAs((*steps, split), (places.format("gate"), places.format("up")))
-
-    return change
-
-
-def _down(config: "DecoderConfig") -> StoredAs:
-    return StoredAs((("transpose",),) if mixture_of(config).input_first else (), ("mlp.experts.down_proj.weight",))
+def _stacks(first: tuple[Step, ...] = (), split: Step = ("split", 1)) -> dict[str, Change]:
+    """Matrices (E, 2 * I, D) and biases (E, 2 * I) of gates and ups, and matrices (E, D, I), after the steps `first`."""
+    gates_and_ups = "mlp.experts.gate_proj", "mlp.experts.up_proj"
+    return {
+        "mlp.experts.gate_up_proj_bias": StoredAs((split,), tuple(f"{name}.bias" for name in gates_and_ups)),
+        "mlp.experts.gate_up_proj": StoredAs((*first, split), tuple(f"{name}.weight" for name in gates_and_ups)),
+        "mlp.experts.down_proj_bias": renamed("mlp.experts.down_proj.bias"),
+        "mlp.experts.down_proj": StoredAs(first, ("mlp.experts.down_proj.weight",)),
+        "e_score_correction_bias": StoredAs((("reshape", -1),), ("e_score_correction.bias",)),
+    }
 
 
 def qwen_config(facts: Facts) -> dict[str, Any]:
@@ -299,13 +288,9 @@ DENSE = {
     "granite": LLAMA._replace(architecture="granite", class_name="Granite", numbers=GRANITE_NUMBERS),
 }
 
-EXPERTS: dict[str, Change] = {
-    "mlp.experts.gate_up_proj_bias": _gates_and_ups("mlp.experts.{}_proj.bias", is_bias=True),
-    "mlp.experts.gate_up_proj": _gates_and_ups("mlp.experts.{}_proj.weight"),
-    "mlp.experts.down_proj_bias": renamed("mlp.experts.down_proj.bias"),
-    "mlp.experts.down_proj": _down,
-    "e_score_correction_bias": StoredAs((("reshape", -1),), ("e_score_correction.bias",)),
-}
+EXPERTS = _stacks()
+
+
 def _experts(count: str = "num_experts", used: str = "num_experts_per_tok", size: str = "moe_intermediate_size") -> dict[str, str]:
     return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": size}
 
@@ -335,7 +320,8 @@ MIXTURES = {
         fields=_experts(size="intermediate_size") | {"attention.head_count": "num_key_value_heads"},
     ),
     "gpt_oss": _MIXTURE._replace(
-        architecture="gpt-oss", class_name="GptOss", changes={**EXPERTS, "sinks": renamed("sinks.weight")},
+        architecture="gpt-oss", class_name="GptOss",
+        changes={**_stacks((("transpose",),), ("unzip", 1)), "sinks": renamed("sinks.weight")},
         fields=LOCAL_EXPERTS, config=_gpt_oss_config, tied=False, windows=always, period=2,
         not_stored=frozenset({"truncate"}),  # llama.cpp rounds; the export says so
     ),
@@ -369,7 +355,7 @@ MIXTURES = {
         pairs_neighbors=True, scalings=frozenset({"default", "yarn"}),
     ),
     "llama4_text": _MIXTURE._replace(
-        architecture="llama4", class_name="Llama4", pairs_neighbors=True, scalings=LLAMA3_SCALINGS,
+        architecture="llama4", class_name="Llama4", changes=_stacks((("transpose",),)), pairs_neighbors=True, scalings=LLAMA3_SCALINGS,
         fields=LOCAL_EXPERTS | {
             "feed_forward_length": "intermediate_size_mlp", "interleave_moe_layer_step": "interleave_moe_layer_step",
         },

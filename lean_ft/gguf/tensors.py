@@ -50,7 +50,7 @@ def gguf_tensors(folder: Path, model: "Decoder") -> dict[str, StoredTensor]:
         family = family._replace(architecture=family.architecture_of(model.config))
     _check_metadata(facts, architecture_metadata(model, family), index["read"])
     _check_tensors(facts, model, family)
-    return dict(stored_parameters(facts, model, family))
+    return dict(_stored_parameters(facts, model, family))
 
 
 def _check_metadata(facts: Facts, own: Mapping[str, Any], read: list[str]) -> None:
@@ -77,20 +77,21 @@ def _check_tensors(facts: Facts, model: "Decoder", family: GGUFFamily) -> None:
     """Raise ValueError unless the file has the model's tensors, in their shapes."""
     expected = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
     unread = tuple(f"blk.{i}." for i in range(facts.num_layers, facts.count("block_count")))  # layers that draft tokens
-    unexpected = {name for name in facts.tensors.keys() - expected.keys() if not name.startswith(unread)}
-    unexpected -= {"rope_freqs.weight"}
-    for problem, those in (("lacks", expected.keys() - facts.tensors.keys()), ("has unexpected", unexpected)):
-        if those:
-            names = sorted(those)
-            few = ", ".join(names[:4]) + (f" and {len(those) - 4} more" if len(those) > 4 else "")
+    found = {name for name in facts.tensors if not name.startswith(unread)} - {"rope_freqs.weight"}
+    for problem, names in (
+        ("lacks", expected.keys() - facts.tensors.keys()),
+        ("has unexpected", found - expected.keys()),
+    ):
+        if names:
+            few = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ValueError(
                 f"{facts.file} {problem} tensors of {facts.architecture}: {few}. Download the file again, or use another one."
             )
     for name, shape in expected.items():
-        found = facts.tensors[name].shape
-        if [n for n in found if n != 1] != [n for n in shape if n != 1]:
+        stored = facts.tensors[name].shape
+        if [n for n in stored if n != 1] != [n for n in shape if n != 1]:
             raise ValueError(
-                f"{facts.file}: {name} has the shape {list(found)}; expected {list(shape)} from the metadata. Download the file again."
+                f"{facts.file}: {name} has the shape {list(stored)}; expected {list(shape)} from the metadata. Download the file again."
             )
     for name, divisors in divisors_of(model.config).items():
         if not np.allclose(facts.vector(name, len(divisors)), divisors, rtol=1e-4):
@@ -99,7 +100,7 @@ def _check_tensors(facts: Facts, model: "Decoder", family: GGUFFamily) -> None:
             )
 
 
-def stored_parameters(facts: Facts, model: "Decoder", family: GGUFFamily) -> Iterator[tuple[str, StoredTensor]]:
+def _stored_parameters(facts: Facts, model: "Decoder", family: GGUFFamily) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the model's tensors by their names on disk."""
     for name, parameter in model.state_dict().items():
         steps, names = layout_of(name, model, family)
@@ -171,7 +172,7 @@ class GGUFTensor(StoredTensor):
 
 @dataclass(frozen=True)
 class ArrangedTensor(StoredTensor):
-    """A tensor that a GGUF file stores as others: `steps` of `gguf_layouts` lead from it to `sources`."""
+    """A tensor that a GGUF file stores as others: `steps` of `lean_ft.gguf.names` lead from it to `sources`."""
 
     sources: tuple[GGUFTensor, ...]
     steps: tuple[Step, ...]

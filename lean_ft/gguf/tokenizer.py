@@ -1,5 +1,6 @@
 """The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: the inverse of `gguf_vocabulary`."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,12 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
             f"{file} has the tokenizer {model!r}; expected gpt2 (byte-level BPE), llama (SentencePiece BPE) or gemma4. "
             "WordPiece (bert), unigram (t5), RWKV and PLaMo 2 are not supported. Use the model's Hugging Face folder instead."
         )
-    wrong = [key for key, kind in _TYPES.items() if type(values.get(key, kind())) is not kind]
-    wrong = [f"tokenizer.ggml.{key}" for key in wrong]
-    wrong += [
-        key for key, value in metadata.items() if key.startswith("tokenizer.chat_template.") and type(value) is not str
-    ]
-    wrong += ["tokenizer.chat_template"] * (type(metadata.get("tokenizer.chat_template", "")) is not str)
-    if wrong:
-        raise ValueError(
-            f"{file}: {wrong[0]} is {str(metadata[wrong[0]])[:100]}, which is of the wrong type. Download the file again."
-        )
+    kinds = {f"tokenizer.ggml.{key}": kind for key, kind in _TYPES.items()}
+    kinds |= {key: str for key in metadata if re.fullmatch(r"tokenizer\.chat_template(\..*)?", key, re.DOTALL)}
+    for key, kind in kinds.items():
+        if type(metadata.get(key, kind())) is not kind:
+            found = str(metadata[key])[:100]
+            raise ValueError(f"{file}: {key} is {found}, which is of the wrong type. Download the file again.")
     pre = values.get("pre", "default") if model == "gpt2" else None
     is_bytes = model == "gpt2" and pre != "gemma4"
     scores = values.get("scores") if model == "llama" else [0.0] * len(tokens or ())

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 from lean_ft.gguf.splitting import PRE_TOKENIZERS
 from lean_ft.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, WORD_START
 from lean_ft.system.whole_files import read_json
@@ -23,6 +25,7 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.chat_template import without_generation_tags
 from lean_ft.tokenizers.tiktoken_model import is_rank_file
 
+_NOT_IN_UTF8 = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}  # the letters of bytes are printable
 _ADDED_TOKEN_SCORE = -1000.0
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _PROBE = "a  b ﬁ½ ™"  # decodes differently if the tokenizer changes spaces or letters
@@ -92,22 +95,14 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> tuple[list[str], lis
             f"splitting text (supported: {known})."
         )
     # llama.cpp drops bytes without a token. So does the `tokenizers` library, unless the file has an unknown token.
-    missing = [byte for byte, letter in _byte_letters().items() if letter not in model["vocab"]]
+    missing = sorted({*ByteLevel.alphabet()} - model["vocab"].keys() - _NOT_IN_UTF8)
     if missing and model.get("unk_token") is not None:
         raise ValueError(
-            f"{folder / 'tokenizer.json'} encodes {len(missing)} bytes (the first is 0x{missing[0]:02X}) as {model['unk_token']!r}, "
-            "and llama.cpp would drop them."
+            f"{folder / 'tokenizer.json'} encodes {len(missing)} bytes (the first is {missing[0]!r}) as {model['unk_token']!r}, and "
+            "llama.cpp would drop them."
         )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return *_listed(model["vocab"]), PRE_TOKENIZERS[rule].split()[0], merges
-
-
-def _byte_letters() -> dict[int, str]:
-    """Return GPT-2's letter for each byte that occurs in UTF-8: the byte itself if printable, else U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
-    return {byte: letters[byte] for byte in range(0xF5) if byte not in (0xC0, 0xC1)}
 
 
 def _splitting_rule(pre_tokenizer: dict[str, Any] | None) -> list[tuple[str, Any]]:

@@ -57,8 +57,14 @@ def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
         raise ValueError(
             f"{is_computed}: {str(error).removesuffix(_AGAIN)} Export a Hugging Face folder instead."
         ) from None
-    for place, found, expected in _differences(model.config, read, family.not_stored):
-        raise ValueError(f"{is_computed}: {place} is {found}, and it always computes with {expected}.")
+    own, of_file = (dict(_facts_of(config, "", family.not_stored)) for config in (model.config, read))
+    for place in own | of_file:
+        found, expected = own.get(place), of_file.get(place)
+        is_close = (
+            isinstance(found, float) and isinstance(expected, float) and math.isclose(found, expected, rel_tol=1e-5)
+        )
+        if found != expected and not is_close:
+            raise ValueError(f"{is_computed}: {place} is {found}, and it always computes with {expected}.")
     return family
 
 
@@ -71,29 +77,18 @@ def _read_back(model: Decoder, family: GGUFFamily, name: str) -> DecoderConfig:
     return decoder_config(config_of(facts, name), where="its file")
 
 
-def _differences(own: Any, read: Any, not_stored: frozenset[str], where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each fact of a model that its file is read without: name, value, value in the file."""
-    ignored = not_stored | _WITHOUT_EFFECT
-    if getattr(own, "scaling", None) in ("llama3", "longrope"):
-        ignored |= _IN_DIVISORS
-    for field in fields(own):
-        found, expected, place = getattr(own, field.name), getattr(read, field.name), f"{field.name}{where}"
-        if field.name in ignored or found == expected:
-            continue
-        if field.name == "layers" and len(found) == len(expected):
-            for i, (layer, other) in enumerate(zip(found, expected, strict=True)):
-                yield from _differences(layer, other, not_stored, f" of layer {i}")
-        elif is_dataclass(found) and type(found) is type(expected):
-            yield from _differences(found, expected, not_stored, f" of the {place}")
-        elif not (
-            isinstance(found, float) and isinstance(expected, float) and math.isclose(found, expected, rel_tol=1e-5)
-        ):
-            yield place, _brief(found), _brief(expected)
-
-
-def _brief(value: Any) -> Any:
-    """The kind of a part of the model in place of its configuration."""
-    return f"a {type(value).__name__.removesuffix('Config')}" if is_dataclass(value) else value
+def _facts_of(part: Any, place: str, not_stored: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the facts of a configuration that files of a family store, by name and place."""
+    in_divisors = _IN_DIVISORS if getattr(part, "scaling", None) in ("llama3", "longrope") else set[str]()
+    for field in fields(part):
+        value, name = getattr(part, field.name), f"{field.name}{place}"
+        if field.name == "layers":
+            for i, layer in enumerate(value):
+                yield from _facts_of(layer, f" of layer {i}", not_stored)
+        elif is_dataclass(value):
+            yield from _facts_of(value, f" of the {name}", not_stored)
+        elif field.name not in not_stored | _WITHOUT_EFFECT | in_divisors:
+            yield name, value
 
 
 def model_metadata(

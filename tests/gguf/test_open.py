@@ -563,7 +563,7 @@ def test_messages_name_the_file_as_given(make_model_folder, file, monkeypatch):
         edited(file, {key: -1.0 if name == "epsilon" else ["q q"]}).rename(file.with_name(f"{name}.gguf"))
         monkeypatch.chdir(file.parent)
         with pytest.raises(ValueError, match=rf"{name}.gguf") as raised:
-            load_model(f"{name}.gguf")
+            (load_model if name == "epsilon" else load_tokenizer)(f"{name}.gguf")
         assert str(gguf_cache()) not in str(raised.value) and str(file.parent) not in str(raised.value)
 
 

@@ -27,7 +27,6 @@ SPM = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CASES = {
     "llama": ("Llama", {}),
     "llama_tied_wide_heads": ("Llama", {"tie_word_embeddings": True, "head_dim": 24}),
-    "llama_biases": ("Llama", {"attention_bias": True, "num_key_value_heads": 4}),
     "llama_linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
     "qwen2": ("Qwen2", {"rms_norm_eps": 1e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
 }
@@ -63,8 +62,6 @@ def test_transformers_reads_the_same_model_from_it(case, make_model_folder, file
     source = make_model_folder(family, tokenizer=qwen_tokenizer(), **settings)
     export_gguf(source, file, "f32")
     reference = transformers.AutoModelForCausalLM.from_pretrained(source)
-    if case == "llama_biases":  # transformers' reader does not reorder biases; see the next test
-        return
     theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     if case == "llama_linear_rope":  # its reader ignores the scaling
         assert (field(file, "llama.rope.scaling.type"), field(file, "llama.rope.scaling.factor")) == ("linear", 4.0)
@@ -284,7 +281,7 @@ class TestRefusals:
         spec["model"]["vocab"].pop("ô")  # in no merge
         spec["model"]["unk_token"] = "!"
         (folder / "tokenizer.json").write_text(json.dumps(spec))
-        with pytest.raises(ValueError, match=r"encodes 1 bytes .*0xF4.* as '!'"):
+        with pytest.raises(ValueError, match=r"encodes 1 bytes .*'ô'.* as '!'"):
             export_gguf(folder, file)
 
     def test_folders_without_a_tokenizer_that_fits(self, make_model_folder, file):
