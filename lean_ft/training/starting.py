@@ -193,18 +193,23 @@ def check_recipe(cfg: RecipeConfig, model: nn.Module, tokenizer: Tokenizer) -> N
         )
 
 
-def say_changes(start: Start, cfg: RecipeConfig, total_steps: int) -> None:
-    """Log the checkpoint that a run resumes from, and what changed since."""
-    say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
+def check_schedule(cfg: RecipeConfig, start: Start, total_steps: int) -> None:
+    """Log the checkpoint that a run resumes from and what changed since, and compute the schedule of the steps to come: a user's
+    function fails now rather than in an hour."""
+    schedule, planned = cfg.group(ScheduleConfig), start.state.get("total_steps", total_steps)
+    if start.folder is not None:
+        say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
     for change in start.changes:
         say("changed", f"{change}. The results will differ from a run that had this value from the start")
-    schedule, planned = cfg.group(ScheduleConfig), start.state["total_steps"]
-    if schedule is not None and any(
-        scheduled(schedule, step, planned) != scheduled(schedule, step, total_steps)
-        for step in range(start.step if planned != total_steps else 0)
+    if schedule is None:
+        return
+    if planned != total_steps and any(
+        scheduled(schedule, step, planned) != scheduled(schedule, step, total_steps) for step in range(start.step)
     ):
         effect = f"schedule.name={schedule.name} uses the new total from now on"
         say("changed", f"total steps: {planned} then, {total_steps} now. {effect}")
+    for step in range(start.step, total_steps):
+        scheduled(schedule, step, total_steps)
 
 
 # Before anything is loaded ----------------------------------------------------------------------------------------
