@@ -53,33 +53,15 @@ from lean_ft.training.regularization import check_applied
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
-# Settings that a resumed run may change. First how long it lasts, where it runs and how often it writes:
-FREE = {
-    "max_steps",
-    "epochs",
-    "stop_after_evals",
-    "save_every",
-    "eval_every",
-    "log_every",
-    "output_dir",
-    "resume",
-    "plan",
-}
-FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not its content
-FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
-FREE |= {"profile", "profile_steps", "eval_tasks", "eval_tasks_every", "eval_tasks_limit"}
+# Settings that a resumed run may change: how long it lasts, where it runs, how often it writes, how data is prepared.
+FREE = {"max_steps", "epochs", "stop_after_evals", "output_dir", "resume", "plan"}
+FREE |= {"save_every", "save_async", "keep_last", "keep_every", "keep_best", "log_every", "max_bad_steps"}
+FREE |= {"eval_every", "eval_answers", "eval_pattern", "eval_tasks", "eval_tasks_every", "eval_tasks_limit"}
+FREE |= {"profile", "profile_steps", "data.num_processes", "data.cache_dir", "data.cache_gib"}
 FREE_GROUPS = ("log.",)
 # Allowed, with a log line:
-LOGGED = {
-    "compile",
-    "device",
-    "clip_grad_norm",
-    "optimizer.lr",
-    "optimizer.lr_ratios",
-    "lora.lr_ratio",
-    "data.validation_source",
-    "neftune_alpha",
-}
+LOGGED = {"compile", "device", "clip_grad_norm", "optimizer.lr", "optimizer.lr_ratios", "lora.lr_ratio"}
+LOGGED |= {"data.validation_source", "neftune_alpha"}
 LOGGED_GROUPS = ("memory.", "schedule.", "parallel.")
 BATCH = ("batch_size", "gradient_accumulation_steps")  # may change together if a step has the same number of rows
 HOW_IT_COMPUTES = ("compile", "device", "memory.", "parallel.", *BATCH)  # no other run in a directory that was not set
