@@ -33,7 +33,6 @@ from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
 from lean_ft.system.run_directory import (
-    METRICS_FILE,
     RecordedRun,
     State,
     check_usable,
@@ -47,7 +46,7 @@ from lean_ft.system.run_directory import (
 from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.length import Length
-from lean_ft.training.metrics import Row, is_number, lines_until
+from lean_ft.training.metrics import Row, is_number
 from lean_ft.training.records import DirectoryLock, Settings, locks, settings_of
 from lean_ft.training.regularization import check_applied
 
@@ -126,11 +125,10 @@ def decide_start(
     if refused:
         hint = _hint(cfg, before, refused)
         raise ValueError(_refusal(f"{folder} was written with other settings", [*refused.values()]) + hint)
-    start = Start(folder, earlier.state, is_own, changes=[*logged.values()])
+    start = Start(folder, earlier.state, is_own, rows=earlier.rows, changes=[*logged.values()])
     is_complete, limits = cfg.max_steps is not None and cfg.max_steps <= start.step, "max_steps"
     if length is not None:
         _compare_content(start, now, data_fingerprint, base_fingerprint)
-        start = replace(start, rows=lines_until(cfg.output_dir / METRICS_FILE, start.step)[0] if is_own else [])
         length = replace(length, eval_losses=start.eval_losses)
         is_complete, limits = length.is_over(start.step), length.limits
     if is_complete and (changes := _changes(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT))):
