@@ -21,7 +21,8 @@ def find_finished(source: str | Path, *, quick: bool = False, weights: bool = Tr
     """The model or adapter folder for `source`: a checkpoint, a Hugging Face or PEFT folder, the newest whole checkpoint of a
     run directory, or a name that `resolve_model_path` knows.
 
-    A checkpoint's files are verified by its manifest: sizes and checksums, with `quick` of small files alone. Raises ValueError if there is no folder, or no whole checkpoint.
+    A checkpoint's files are verified by its manifest: sizes and checksums, with `quick` the checksums of small files alone.
+    Raises ValueError if there is no folder, or no whole checkpoint.
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else resolve_model_path(source, weights)

@@ -47,6 +47,7 @@ DAMAGED = "The checkpoint is damaged."
 NAME = re.compile(r"step_(\d{8,})")
 
 State = dict[str, Any]
+Row = dict[str, Any]  # a line of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class RecordedRun:
     """The checkpoint's training state. Without a checkpoint, the last start's entry in run.json; empty if there is no run."""
     has_ended: bool = False
     """Whether the last start made all of its steps."""
+    rows: list[Row] = field(default_factory=list)
+    """The lines of metrics.jsonl up to the checkpoint, unless the run was read quickly."""
 
 
 def read_run(directory: Path, remark: str = "", *, quick: bool = False) -> RecordedRun:
@@ -68,7 +71,30 @@ def read_run(directory: Path, remark: str = "", *, quick: bool = False) -> Recor
     checkpoint = newest_whole(directory, remark, quick=quick)
     if checkpoint is None:
         return RecordedRun(None, starts[-1] if starts else {}, has_ended)
-    return RecordedRun(checkpoint, read_training_state(checkpoint), has_ended)
+    state = read_training_state(checkpoint)
+    rows = [] if quick else lines_until(directory / METRICS_FILE, state["step"])[0]
+    return RecordedRun(checkpoint, state, has_ended, rows)
+
+
+def parse_line(line: bytes) -> Row | None:
+    """Parse a line of metrics.jsonl; None if it is not a whole line with a step."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def lines_until(path: Path, step: int) -> tuple[list[Row], int]:
+    """The lines of metrics.jsonl of the first `step` steps, up to the first unreadable line, and their size in bytes."""
+    rows, size_bytes = list[Row](), 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        row = parse_line(line)
+        if row is None or row["step"] > step:
+            break
+        rows.append(row)
+        size_bytes += len(line)
+    return rows, size_bytes
 
 
 def read_named(resume: str, directory: Path, *, quick: bool = False) -> RecordedRun:
@@ -96,7 +122,9 @@ def read_named(resume: str, directory: Path, *, quick: bool = False) -> Recorded
             f"resume from {later[-1]}, set another output_dir for the branch, or {remedy}."
         )
     check_whole(folder, quick=quick)
-    return RecordedRun(folder, read_training_state(folder))
+    state = read_training_state(folder)
+    rows = lines_until(directory / METRICS_FILE, state["step"])[0] if is_own and not quick else []
+    return RecordedRun(folder, state, rows=rows)
 
 
 def holds_run(directory: Path) -> bool:

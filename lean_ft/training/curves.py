@@ -14,12 +14,12 @@ from statistics import fmean
 from typing import Any
 
 from lean_ft.system.installation import install_command
-from lean_ft.system.run_directory import METRICS_FILE, RUN_FILE, read_starts
+from lean_ft.system.run_directory import METRICS_FILE, RUN_FILE, parse_line, read_starts
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.loggers import as_text
-from lean_ft.training.metrics import HEADLINES, Row, has_diverged, is_number, parse_line
+from lean_ft.training.metrics import HEADLINES, Row, has_diverged, is_number
 
 # Name in metrics.jsonl -> title of its panel. The objective's headlines come first, other numbers before these.
 _LAST = {

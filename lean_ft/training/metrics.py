@@ -21,13 +21,13 @@ from torch import Tensor
 from lean_ft.data import Batch
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
+from lean_ft.system.run_directory import Row, lines_until
 from lean_ft.system.whole_files import open_in_place, sync, write_whole
 from lean_ft.training.process_memory import own_rss_bytes, peak_memory_bytes, rss_bytes
 
 if TYPE_CHECKING:
     from lean_ft.training.loggers import Loggers
 
-Row = dict[str, Any]
 # Metrics that show an objective's progress -> short name, in the order of the summary and the plot.
 HEADLINES = {
     "reward": "reward",
@@ -219,27 +219,6 @@ def has_diverged(first_loss: float | None, losses: Sequence[float]) -> bool:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def parse_line(line: bytes) -> Row | None:
-    """Parse a line of metrics.jsonl; None if it is not a whole line with a step."""
-    try:
-        row = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
-
-
-def lines_until(path: Path, step: int) -> tuple[list[Row], int]:
-    """The lines of metrics.jsonl of the first `step` steps, up to the first unreadable line, and their size in bytes."""
-    rows, size_bytes = list[Row](), 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        row = parse_line(line)
-        if row is None or row["step"] > step:
-            break
-        rows.append(row)
-        size_bytes += len(line)
-    return rows, size_bytes
 
 
 def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> None:

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from lean_ft.data import Batch, Batches
 from lean_ft.memory.host_memory import trim_heap
 from lean_ft.models import Decoder
-from lean_ft.optim import Optimizer, scheduled
+from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
-from lean_ft.settings import RecipeConfig, ScheduleConfig
+from lean_ft.settings import RecipeConfig
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
 from lean_ft.system.run_directory import METRICS_FILE, from_checkpoint, read_random_state
@@ -57,7 +57,7 @@ from lean_ft.training.records import (
     record_start,
     settings_of,
 )
-from lean_ft.training.starting import Start, check_recipe, decide_start, say_changes
+from lean_ft.training.starting import Start, check_recipe, check_schedule, decide_start
 from lean_ft.training.summary import Results, log_start
 
 
@@ -94,7 +94,7 @@ class Run:
         self.directory, self.device = cfg.output_dir, next(model.parameters()).device
         self.writes = False  # whether this process writes metrics and samples: rank 0 does, once the directory is open
         self.length = length = Length(cfg, batches.batches_per_epoch)
-        self._start = Start()
+        self._start, self.start_step, self.total_steps = Start(), 0, length.total_steps
         self._step = 0  # the current step, from 1 in the loop
         self._done_steps = 0
         self._begun: Place | None = None  # the place at which the current step began
@@ -124,15 +124,6 @@ class Run:
             raise
 
     @property
-    def start_step(self) -> int:
-        """The number of steps that were done when this start began."""
-        return self._start.step
-
-    @property
-    def total_steps(self) -> int:
-        return self.length.total_steps
-
-    @property
     def checkpoint(self) -> Path | None:
         """The newest checkpoint that was written, or the one that the run resumed from."""
         return self._checkpoints.newest
@@ -146,7 +137,7 @@ class Run:
         self._start = start = self.ranks.on_rank_zero(lambda: decide_start(cfg, length, fingerprint, base))
         self._checkpoints.base_fingerprint = base
         self.writes = self.ranks.rank == 0
-        self._step = self._done_steps = start.step
+        self.start_step = self._step = self._done_steps = start.step
         self._bad_steps.count = start.state.get("bad_steps", 0)
         length.eval_losses |= start.eval_losses
         for row in start.rows:
@@ -154,13 +145,9 @@ class Run:
         if start.folder is not None:
             self._checkpoints.restore(start)
         if start.is_complete:
-            length.total_steps = start.step  # a smaller `max_steps` undoes no steps
+            self.total_steps = length.total_steps = start.step  # a smaller `max_steps` undoes no steps
             return
-        if start.folder is not None:
-            say_changes(start, cfg, self.total_steps)
-        if (schedule := cfg.group(ScheduleConfig)) is not None:
-            for step in range(start.step, self.total_steps):  # a user's function fails now rather than in an hour
-                scheduled(schedule, step, self.total_steps)
+        check_schedule(cfg, start, self.total_steps)
         needed_bytes = self._checkpoints.needed_bytes()
 
         def record() -> None:

@@ -33,7 +33,6 @@ from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
 from lean_ft.system.run_directory import (
-    METRICS_FILE,
     RecordedRun,
     State,
     check_usable,
@@ -47,39 +46,21 @@ from lean_ft.system.run_directory import (
 from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.length import Length
-from lean_ft.training.metrics import Row, is_number, lines_until
+from lean_ft.training.metrics import Row, is_number
 from lean_ft.training.records import DirectoryLock, Settings, locks, settings_of
 from lean_ft.training.regularization import check_applied
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
-# Settings that a resumed run may change. First how long it lasts, where it runs and how often it writes:
-FREE = {
-    "max_steps",
-    "epochs",
-    "stop_after_evals",
-    "save_every",
-    "eval_every",
-    "log_every",
-    "output_dir",
-    "resume",
-    "plan",
-}
-FREE |= {"data.num_processes", "data.cache_dir", "data.cache_gib"}  # how data is prepared, not its content
-FREE |= {"eval_answers", "eval_pattern", "save_async", "keep_last", "keep_every", "keep_best", "max_bad_steps"}
-FREE |= {"profile", "profile_steps", "eval_tasks", "eval_tasks_every", "eval_tasks_limit"}
+# Settings that a resumed run may change: how long it lasts, where it runs, how often it writes, how data is prepared.
+FREE = {"max_steps", "epochs", "stop_after_evals", "output_dir", "resume", "plan"}
+FREE |= {"save_every", "save_async", "keep_last", "keep_every", "keep_best", "log_every", "max_bad_steps"}
+FREE |= {"eval_every", "eval_answers", "eval_pattern", "eval_tasks", "eval_tasks_every", "eval_tasks_limit"}
+FREE |= {"profile", "profile_steps", "data.num_processes", "data.cache_dir", "data.cache_gib"}
 FREE_GROUPS = ("log.",)
 # Allowed, with a log line:
-LOGGED = {
-    "compile",
-    "device",
-    "clip_grad_norm",
-    "optimizer.lr",
-    "optimizer.lr_ratios",
-    "lora.lr_ratio",
-    "data.validation_source",
-    "neftune_alpha",
-}
+LOGGED = {"compile", "device", "clip_grad_norm", "optimizer.lr", "optimizer.lr_ratios", "lora.lr_ratio"}
+LOGGED |= {"data.validation_source", "neftune_alpha"}
 LOGGED_GROUPS = ("memory.", "schedule.", "parallel.")
 BATCH = ("batch_size", "gradient_accumulation_steps")  # may change together if a step has the same number of rows
 HOW_IT_COMPUTES = ("compile", "device", "memory.", "parallel.", *BATCH)  # no other run in a directory that was not set
@@ -144,11 +125,10 @@ def decide_start(
     if refused:
         hint = _hint(cfg, before, refused)
         raise ValueError(_refusal(f"{folder} was written with other settings", [*refused.values()]) + hint)
-    start = Start(folder, earlier.state, is_own, changes=[*logged.values()])
+    start = Start(folder, earlier.state, is_own, rows=earlier.rows, changes=[*logged.values()])
     is_complete, limits = cfg.max_steps is not None and cfg.max_steps <= start.step, "max_steps"
     if length is not None:
         _compare_content(start, now, data_fingerprint, base_fingerprint)
-        start = replace(start, rows=lines_until(cfg.output_dir / METRICS_FILE, start.step)[0] if is_own else [])
         length = replace(length, eval_losses=start.eval_losses)
         is_complete, limits = length.is_over(start.step), length.limits
     if is_complete and (changes := _changes(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT))):
@@ -193,18 +173,23 @@ def check_recipe(cfg: RecipeConfig, model: nn.Module, tokenizer: Tokenizer) -> N
         )
 
 
-def say_changes(start: Start, cfg: RecipeConfig, total_steps: int) -> None:
-    """Log the checkpoint that a run resumes from, and what changed since."""
-    say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
+def check_schedule(cfg: RecipeConfig, start: Start, total_steps: int) -> None:
+    """Log the checkpoint that a run resumes from and what changed since, and compute the schedule of the steps to come: a user's
+    function fails now rather than in an hour."""
+    schedule, planned = cfg.group(ScheduleConfig), start.state.get("total_steps", total_steps)
+    if start.folder is not None:
+        say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
     for change in start.changes:
         say("changed", f"{change}. The results will differ from a run that had this value from the start")
-    schedule, planned = cfg.group(ScheduleConfig), start.state["total_steps"]
-    if schedule is not None and any(
-        scheduled(schedule, step, planned) != scheduled(schedule, step, total_steps)
-        for step in range(start.step if planned != total_steps else 0)
+    if schedule is None:
+        return
+    if planned != total_steps and any(
+        scheduled(schedule, step, planned) != scheduled(schedule, step, total_steps) for step in range(start.step)
     ):
         effect = f"schedule.name={schedule.name} uses the new total from now on"
         say("changed", f"total steps: {planned} then, {total_steps} now. {effect}")
+    for step in range(start.step, total_steps):
+        scheduled(schedule, step, total_steps)
 
 
 # Before anything is loaded ----------------------------------------------------------------------------------------

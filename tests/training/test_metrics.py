@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lean_ft.training.metrics import Metrics, lines_until, trim_metrics
+from lean_ft.system.run_directory import lines_until
+from lean_ft.training.metrics import Metrics, trim_metrics
 
 CPU = torch.device("cpu")
 

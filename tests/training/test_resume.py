@@ -115,7 +115,7 @@ def test_the_command_for_an_interrupted_last_evaluation_gives_its_loss(settings,
     capsys.readouterr()
     train_real(run, *settings)
     said = capsys.readouterr().out
-    assert "missing     the evaluation after step 3, which was interrupted. To repeat it, run:" in said
+    assert "missing     the evaluation after step 3, which was interrupted\n" in said
     program, *command = shlex.split(next(line for line in said.splitlines() if "evaluate" in line))
     assert (program, digests(checkpoint)) == ("leanft", saved)
     with pytest.raises(SystemExit) as ended:

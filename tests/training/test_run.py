@@ -68,13 +68,6 @@ def test_seldom_written_metrics_are_the_same_lines(log_every, whole, train, tmp_
     assert rows == metrics(whole, timed=False)
 
 
-def test_max_steps_and_epochs_bound_the_run(train, tmp_path):
-    assert len(metrics(train(tmp_path / "a", max_steps=3))) == 4  # 3 steps and one evaluation
-    assert len(metrics(train(tmp_path / "b", max_steps=50, epochs=2))) == 5
-    for epochs, steps in [(0.1, 1), (0.5, 1), (1.5, 3), (1.6, 4)]:
-        assert len(metrics(train(tmp_path / f"{epochs}", epochs=epochs))) == steps + 1
-
-
 LIMITS = [  # of a run with 2 steps per epoch: settings, its steps, what ends it, and a larger value that extends it
     ({"epochs": 2}, 4, "epochs", {"epochs": 3}),
     ({"epochs": 1.1}, 3, "epochs", {"epochs": 2}),

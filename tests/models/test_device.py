@@ -1,33 +1,11 @@
-import random
+"""The device of a model: what is there, and in which dtypes it computes."""
 
-import numpy as np
 import pytest
 import torch
 
 from lean_ft.models.device import check_dtype, resolve_device
-from lean_ft.training import start
 
 CUDA = torch.device("cuda", 0)
-
-
-def draws():
-    return random.random(), np.random.rand(), torch.rand(2).tolist()
-
-
-def test_start_seeds_every_generator(config, tmp_path):
-    start(config(tmp_path / "run", seed=7))
-    first = draws()
-    assert draws() != first
-    start(config(tmp_path / "run", seed=7))
-    assert draws() == first
-    start(config(tmp_path / "run", seed=2**40))  # more than numpy takes
-    assert draws() != first
-
-
-def test_float32_products_keep_their_digits(config, tmp_path):
-    torch.set_float32_matmul_precision("medium")
-    start(config(tmp_path / "run"))
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_auto_takes_what_is_there(monkeypatch):
@@ -67,11 +45,3 @@ def test_bfloat16_on_a_cpu_without_its_instructions_is_said(monkeypatch):
     told = {"sse2": True, "avx512_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
     assert check_dtype("bfloat16", cpu) == []
-
-
-@pytest.mark.gpu
-def test_start_on_a_gpu(config, tmp_path):
-    device = start(config(tmp_path / "run", device="cuda", seed=3))
-    first = torch.rand(4, device=device)
-    start(config(tmp_path / "run", device="cuda", seed=3))
-    assert torch.equal(torch.rand(4, device=device), first)
