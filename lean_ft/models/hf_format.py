@@ -209,12 +209,14 @@ def _meta_model(
 
 def _stored_weights(folder: Path, model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
-    whole = stored = dequantized(stored_tensors(folder), model.source.quantization)
+    whole = dequantized(stored_tensors(folder), model.source.quantization)
+    names = {name: name_in_language_model(name) if model.source.part_of else name for name in whole}
+    stored = _match(model, {own: whole[name] for name, own in names.items() if own is not None}, folder)
     if model.source.part_of:
-        stored = {own: tensor for name, tensor in stored.items() if (own := name_in_language_model(name)) is not None}
-    stored = _match(model, stored, folder)
-    if model.source.part_of:
-        model.source.names = {name: _place(model, name_in_language_model(name), stored) for name in whole}
+        # Some folders store a tied output layer too.
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
+        names = {name: tied.get(own or "", own) for name, own in names.items()}
+        model.source.names = {name: own if own in stored else None for name, own in names.items()}
 
     def read(name: str, parameter: Tensor) -> None:
         if model.source.score_is_new and name == "score.weight":
@@ -227,13 +229,6 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
                 stored[place].read_part(part)
 
     return read
-
-
-def _place(model: Decoder, name: str | None, stored: Mapping[str, Readable]) -> str | None:
-    """The tensor of the language model that a tensor of its whole has the values of; None if it has none."""
-    if name == "lm_head.weight" and model.config.tied_embeddings:  # some folders store it too
-        return "model.embed_tokens.weight"
-    return name if name in stored else None
 
 
 def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> None:
