@@ -23,7 +23,6 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Document, Row, kind
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.settings import ClassificationDataConfig, DataConfig, Sources
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
 
@@ -42,11 +41,10 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
     Raises ValueError with the place of a row whose labels cannot be read.
     """
     names = config.labels
-    if stage() is not None:  # the planner reads no rows
-        return config.model_copy(update={"labels": names or ["0", "1"], "multi_label": config.multi_label is True})
-    beginning = first_rows(config.source, NUM_ROWS_TO_DETECT, config)
-    formats = formats_of(config, beginning, None, KNOWN)
-    config = _with_kind(config, beginning, formats)
+    if names is None or config.multi_label == "auto":
+        beginning = first_rows(config.source, NUM_ROWS_TO_DETECT, config)
+        formats = formats_of(config, beginning, None, KNOWN)
+        config = _with_kind(config, beginning, formats)
     if names is None:
         one_hot, found = _one_hot_length(beginning, formats, config), set[str]()
         for row in read_rows(config.source, None, config):
@@ -85,7 +83,7 @@ def _are_flags(labels: list[Any]) -> bool:
 
 def label_weights(given: dict[str, float] | str | None, batches: Batches, names: list[str]) -> list[float] | None:
     """Return the weight of each label, or None if all weights are 1. Raises ValueError for an unknown label."""
-    if given is None or stage() is not None:
+    if given is None:
         return None
     if isinstance(given, str):  # balanced: each label has the same total weight
         values = batches.layout.row_values(np.arange(len(batches.layout.starts)))

@@ -14,7 +14,7 @@ from lean_ft.generation import longest_first
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.hf_format import stored_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
-from lean_ft.system.shapes_only import stage
+from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.continuation import QUICK_BYTES
 from lean_ft.training.device import check_dtype, resolve_device
@@ -41,9 +41,13 @@ def open_reward_model(
     check_dtype(str(kept).removeprefix("torch."), where)
     scores = None if adapter == folder else labels_of(adapter)
     model = load_model(folder, where, kept, scores=scores, new_ids=ids_of_rows(*[adapter] * (adapter != folder)))
-    if adapter != folder and stage() is None:
-        load_adapter(model, adapter)
-    if model.source.score_is_new or not model.config.scores:
+
+    def add_adapter() -> bool:
+        if adapter != folder:
+            load_adapter(model, adapter)
+        return not model.source.score_is_new
+
+    if not model.config.scores or not world().read(add_adapter, lambda: True):
         raise ValueError(
             f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.hub.download import home_of_links
-from lean_ft.hub.paths import planned_model_path, resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import (
     MAX_LAYERS,
@@ -36,10 +36,11 @@ from lean_ft.models.names_on_disk import name_in_language_model, parameters_on_d
 from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.models.source import Source, source_of
 from lean_ft.settings import ModelConfig, spelled_out
-from lean_ft.system.shapes_only import outside, stage
-from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of, remember_cuts
+from lean_ft.system.shards import ALONE, Part, Ranks, part_of, remember_cuts
 from lean_ft.system.whole_files import read_json, write_json, write_whole
+from lean_ft.system.world import world
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.torch_private import without_modes
 
 _WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -104,23 +105,33 @@ def load_model(
         random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
         new_ids, path = new_token_ids(path), path.path
     dtype = torch_dtype(dtype)
-    watcher = stage()
-    if watcher is None:
-        use_float32_products()
-    random_init = random_init or watcher is not None  # a planner computes shapes only
-    folder = resolve_model_path(path, weights=not random_init) if watcher is None else planned_model_path(path)
-    model = _meta_model(folder, dtype, router_aux_loss_coef, scores, new_ids)
-    fill = _random_weights(model.config) if random_init else _stored_weights(folder, model)
-    if torch.device(device).type == "meta":
-        model.source.unread = Unread(fill)
-        if after_module is not None:
-            for name in [name for name, _ in model.named_modules()]:
-                after_module(model, name)
-    else:
-        _fill(model, device, fill, after_module)
-    if watcher is not None:
-        watcher.watch(model)
-    return model
+
+    def fill(model: Decoder, weights: Fill | None) -> None:
+        if weights is None:
+            use_float32_products()
+            assert model.source.folder is not None
+            weights = _random_weights(model.config) if random_init else _stored_weights(model.source.folder, model)
+        if torch.device(device).type == "meta":
+            model.source.unread = Unread(weights)
+            if after_module is not None:
+                for name in [name for name, _ in model.named_modules()]:
+                    after_module(model, name)
+        else:
+            _fill(model, device, weights, after_module)
+
+    return _from_folder(path, not random_init, fill, dtype, router_aux_loss_coef, scores, new_ids)
+
+
+def _from_folder(
+    path: str | Path, weights: bool, fill: Callable[[Decoder, Fill | None], None] | None, *facts: Any
+) -> Decoder:
+    """Find a model's folder, with its weights if needed, and build and fill the model. `facts`: of `_meta_model`."""
+    return world().model(
+        path,
+        find=lambda path: resolve_model_path(path, weights=weights),
+        build=lambda folder: _meta_model(folder, *facts),
+        fill=fill,
+    )
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -143,11 +154,7 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
     assert model.source.unread is not None, "the weights were read before"
     model.to_empty(device=torch.device(device))
     remember_cuts(model.named_parameters(), model.sharding.cuts)
-    if stage() is None:
-        model.source.unread.into(model)
-    else:  # nothing to read, but a CPU allocates memory only when it is written
-        for tensor in [*model.parameters(), *model.buffers()]:
-            local(tensor).zero_()
+    model.source.unread.into(model)
     model.source.unread = None
 
 
@@ -190,8 +197,7 @@ def empty_model(
 ) -> Decoder:
     """The model that `load_model` would return, on the meta device and without reading weights. `is_quantized` ignores the
     quantization in config.json, which `load_model` checks."""
-    folder = resolve_model_path(path, weights=False) if stage() is None else planned_model_path(path)
-    return _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized)
+    return _from_folder(path, False, None, dtype, router_aux_loss_coef, None, new_ids, is_quantized)
 
 
 def _meta_model(
@@ -377,7 +383,7 @@ def _parts_of_parameter(hf_config: Mapping[str, Any], name: str, parameter: Tens
 def _empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     """A decoder on the meta device."""
     try:
-        with outside(), torch.device("meta"):
+        with without_modes(), torch.device("meta"):
             model = Decoder(config)
             wide = () if model.mixture is None else model.mixture.in_float32
             for name, tensor in _tensors(model):

@@ -30,7 +30,6 @@ from lean_ft.losses import AnswerTokens, advantages, deviation, generalized_adva
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -120,8 +119,6 @@ class Rounds(Generic[BatchT]):
         self._answers: list[Answer] = []
         self._told = set[str]()  # reasons why a round trained nothing
         self._sampling_seconds: float | None = None  # of the round, until it is logged
-        watcher = stage()
-        self._planned = None if watcher is None else watcher.batches(self._longest)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -151,14 +148,11 @@ class Rounds(Generic[BatchT]):
             attempts -= 1
             asked = self._ask()
             answers = answer(asked, seed)
-            if self._planned is not None:  # a plan has no texts to score
-                self._answers = [Answer(0, [], [], True, 0.0, [], "")] * self.num_answers
-                break
             even += self._add(answers, score(asked, answers))
         self._answers += even[: self.num_answers - len(self._answers)]
         for one in self._answers:
             one.counts = [self._counts(one)] * len(one.ids)
-        if self._planned is None and (why := self._why_untrained()) and why not in self._told:
+        if (why := self._why_untrained()) and why not in self._told:
             self._told.add(why)
             say(
                 "WARNING",
@@ -168,10 +162,6 @@ class Rounds(Generic[BatchT]):
 
     def _ask(self) -> list[Prompt]:
         """The next prompts, each repeated for its completions."""
-        if self._planned is not None:  # as many different prompts as in a real round
-            longest = self._prompts[0]
-            prompts = [replace(longest, ids=[i] * len(longest.ids)) for i in range(self.num_prompts)]
-            return [prompt for prompt in prompts for _ in range(self._cfg.generation.num_answers)]
         return [self._prompts[number] for number in self._asked() for _ in range(self._cfg.generation.num_answers)]
 
     def _asked(self) -> list[int]:
@@ -197,16 +187,13 @@ class Rounds(Generic[BatchT]):
 
     def begin(self) -> None:
         """Compute the advantages. Then `take` returns batches."""
-        if self._planned is None:
-            self._work_out()
+        self._work_out()
         self._step = 0
         self._round += 1
 
     def take(self) -> list[BatchT]:
         """The micro-batches of the next step."""
         number = self._cfg.gradient_accumulation_steps
-        if self._planned is not None:
-            return self._planned.take(number)
         first = self._step % self._cfg.generation.steps_per_round * number
         self._step += 1
         return self._batches(first, first + number)
@@ -224,7 +211,7 @@ class Rounds(Generic[BatchT]):
         """The round's micro-batches `first` to `end`."""
         raise NotImplementedError
 
-    def _longest(self) -> BatchT:
+    def longest(self) -> BatchT:
         """The largest micro-batch, without contents."""
         raise NotImplementedError
 
@@ -233,7 +220,7 @@ class Rounds(Generic[BatchT]):
     def metrics(self) -> dict[str, float]:
         """Metrics of the current round."""
         answers, size = self._answers, self._cfg.generation.num_answers
-        if not answers or self._planned is not None:
+        if not answers:
             return {}
         size = size if size > 1 else len(answers)
         groups = torch.tensor([math.nan if one.reward is None else one.reward for one in answers]).view(-1, size)
@@ -338,7 +325,7 @@ class Rollouts(Rounds[PolicyBatch]):
     # Log-probabilities before the first update ------------------------------------------------------------------------
 
     @property
-    def _looks_back(self) -> bool:
+    def looks_back(self) -> bool:
         """Whether the trainer's log-probabilities are needed before the first update: for several updates, for the
         entropies of all tokens, or for a divergence in the rewards."""
         loss = self._cfg.needed(PolicyLossConfig)
@@ -347,10 +334,8 @@ class Rollouts(Rounds[PolicyBatch]):
     def to_remember(self) -> list[PolicyBatch]:
         """All micro-batches of the sampled round, as in the first pass; none if no log-probabilities are needed
         beforehand."""
-        if not self._looks_back:
+        if not self.looks_back:
             return []
-        if self._planned is not None:
-            return self._planned.take(1)
         return self._batches(0, self.num_answers // self._cfg.batch_size)
 
     def remember(
@@ -361,8 +346,6 @@ class Rollouts(Rounds[PolicyBatch]):
         reference (G, A): the reference's log-probabilities, if the divergence is part of the reward; values (G, A): the
         value model's predictions, with a value model.
         """
-        if self._planned is not None:
-            return
         told = {"old": now.log_probs.tolist(), "entropies": now.entropies.tolist()}
         told |= {} if reference is None else {"divergences": (now.log_probs - reference).tolist()}
         told |= {} if values is None else {"values": values.tolist()}
@@ -386,7 +369,7 @@ class Rollouts(Rounds[PolicyBatch]):
 
     def _work_out(self) -> None:
         loss, size = self._cfg.needed(PolicyLossConfig), self._cfg.generation.num_answers
-        if self._looks_back:
+        if self.looks_back:
             entropies = self._take_what_is_known()
             if loss.entropy_share < 1:
                 self._mark_uncertain(entropies, loss.entropy_share)
@@ -459,13 +442,13 @@ class Rollouts(Rounds[PolicyBatch]):
             num_answers=int(counts.any(1).sum()),
         )
 
-    def _longest(self) -> PolicyBatch:
+    def longest(self) -> PolicyBatch:
         size, group, new = self._cfg.batch_size, self._cfg.generation.num_answers, self._cfg.generation.max_new_tokens
         # The micro-batch with completions of the most groups has the most prompts.
         first = max(range(0, self.num_answers, size), key=lambda first: (first + size - 1) // group - first // group)
         zeros = [0.0] * new
         answer = Answer(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
-        answer.old = zeros if self._looks_back else []
+        answer.old = zeros if self.looks_back else []
         answer.values = answer.returns = zeros if self._has_values else []
         return self._policy_batch([answer] * size, [self._prompts[0].ids] * size, first)
 
@@ -477,7 +460,7 @@ class ValuedRollouts(Rollouts):
     _has_values = True
 
     @property
-    def _looks_back(self) -> bool:
+    def looks_back(self) -> bool:
         return True
 
     def _work_out(self) -> None:
@@ -542,7 +525,7 @@ class PairRollouts(Rounds[PairBatch]):
         assert isinstance(batch, PairBatch)
         return replace(batch, documents=None)
 
-    def _longest(self) -> PairBatch:
+    def longest(self) -> PairBatch:
         return self._pair_batch(
             [(self._prompts[0].ids, [0] * self._cfg.generation.max_new_tokens)] * (2 * self._cfg.batch_size)
         )

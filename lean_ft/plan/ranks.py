@@ -37,6 +37,10 @@ class PlannedRanks(ManyRanks):
     def _count_targets(self, labels: Tensor) -> int:
         return labels.numel()  # a plan's batch has a target at every token
 
+    def row_counts(self, counts: Tensor, num_rows: int) -> list[list[int]]:
+        size = counts.shape[1]
+        return [[num_rows // size] * size] * 2  # evenly, since a plan routes nothing
+
     def highest(self, *numbers: int) -> list[int]:
         return list(numbers)
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.system.environment import bitsandbytes_problem
-from lean_ft.system.shapes_only import outside
 from lean_ft.system.shards import part_of
+from lean_ft.torch_private import without_modes
 
 BLOCK_SIZE = 64
 _SCALE_BLOCK_SIZE = 256
@@ -151,6 +151,6 @@ def check_available(*, on_gpu: bool) -> None:
 def _bitsandbytes() -> ModuleType:
     import bitsandbytes.functional as functional
 
-    with outside():  # the library builds its tables on first use
+    with without_modes():  # the library builds its tables on first use
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     return functional

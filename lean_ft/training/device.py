@@ -14,8 +14,8 @@ from lean_ft.parallel import check_number, refuse_cuts
 from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig, spelled_out
 from lean_ft.system.before_torch import keep_compiled_products, prepare_torch
 from lean_ft.system.log import log_to, say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.units import counted, gibibytes
+from lean_ft.system.world import world
 from lean_ft.training.continuation import check_output_dir
 
 MIN_BF16_CAPABILITY = (8, 0)  # Ampere: the first CUDA cards with bfloat16 instructions
@@ -32,10 +32,10 @@ def start(cfg: RecipeConfig) -> torch.device:
         ValueError: the device is missing or cannot compute in `model.dtype`, or `output_dir` cannot hold this run (checked
             here, before a model is loaded).
     """
-    if (watcher := stage()) is not None:
-        if watcher.num_ranks > 1:
-            refuse_on_many(cfg, watcher.num_ranks)
-        return torch.device("cpu")
+    return world().start(cfg, _prepare)
+
+
+def _prepare(cfg: RecipeConfig) -> torch.device:
     prepare_torch()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and "RANK" in os.environ:

@@ -35,9 +35,9 @@ from lean_ft.peft import base_fingerprint
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.units import counted, number
+from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
@@ -113,18 +113,14 @@ class Run:
     ):
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
         self.ranks, self._held_out = ranks, held_out
-        self.start_step, self.total_steps = 0, 1
-        self.writes = False  # whether this process writes metrics and samples
+        self.start_step = 0
         check_applied(model, cfg)
         settings = cfg.group(ModelConfig)
         if settings is not None and any(tokenizer.token_id(token) is None for token in settings.new_tokens):
             raise ValueError(
                 "the tokenizer lacks model.new_tokens. In the recipe, load it by load_tokenizer(cfg.model, ...)."
             )
-        if (watcher := stage()) is not None:
-            watcher.watch_run(self)
-            return
-        self.writes = ranks.rank == 0
+        self.writes = ranks.rank == 0  # whether this process writes metrics and samples
         self.directory = cfg.output_dir
         self.device = next(model.parameters()).device
 
@@ -147,16 +143,20 @@ class Run:
         self._lacks_evaluation = self._lacks_tasks = False  # a finished run whose last evaluation was interrupted
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
+        self._lock: DirectoryLock | None = None  # held by rank 0
+        world().begin_run(self, self._enter)
 
+    def _enter(self) -> None:
+        """Check what the run needs, lock its directory, and begin."""
+        cfg = self.cfg
         if cfg.eval_tasks:
             self._check_tasks()
-        if cfg.stop_after_evals and held_out is None:
+        if cfg.stop_after_evals and self._held_out is None:
             raise ValueError(
                 f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
                 "data.validation_source or data.validation_fraction, or remove stop_after_evals."
             )
-        ranks.check_same(facts_that_ranks_share(cfg, batches))
-        self._lock: DirectoryLock | None = None  # held by rank 0
+        self.ranks.check_same(facts_that_ranks_share(cfg, self.batches))
         try:
             self._lock_directory()
             self._begin()
