@@ -21,7 +21,7 @@ from shapes import EMBEDDED_MODEL, write_model_folder
 
 from lean_ft.plan.devices import find_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.plan.trace import Launches
+from lean_ft.plan.result import Launches
 from lean_ft.settings.text import load_config, preset_recipe
 from lean_ft.system.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.system.catalog import presets as shipped

@@ -73,10 +73,10 @@ def watched_sharding(trace: Trace) -> AbstractContextManager[None]:
 
     def watched(function: Callable[..., Any], resizes: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with trace.labelled(GATHERED, trace.current[1]):
+            with trace.memory.labelled(GATHERED, trace.memory.current[1]):
                 result = function(*args, **kwargs)
                 if resizes:
-                    trace.note([arg for arg in args if isinstance(arg, Tensor)])
+                    trace.memory.note([arg for arg in args if isinstance(arg, Tensor)])
                 return result
 
         return call

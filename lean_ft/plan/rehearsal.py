@@ -74,19 +74,19 @@ def rehearse(
     finally:
         torch.compiler.reset()
     return Rehearsal(
-        peak=trace.peak,
-        reserved_bytes=trace.reserved_bytes,
-        step_seconds=trace.step_seconds,
+        peak=trace.memory.peak,
+        reserved_bytes=trace.memory.reserved_bytes,
+        step_seconds=trace.time.step_seconds,
         tokens=planned.num_tokens,
         num_parameters=planned.num_parameters,
-        pinned_bytes=trace.pinned_bytes,
+        pinned_bytes=trace.memory.pinned_bytes,
         timeline=trace.timeline,
         planning_seconds=time.perf_counter() - started,
         machines=machines,
-        sent_bytes=int(trace.spent.sent_bytes),
-        sent_away_bytes=int(trace.spent.sent_away_bytes),
-        exchange_seconds=trace.spent.exchange_seconds,
-        ledger=trace.spent.ledger,
+        sent_bytes=int(trace.time.spent.sent_bytes),
+        sent_away_bytes=int(trace.time.spent.sent_away_bytes),
+        exchange_seconds=trace.time.spent.exchange_seconds,
+        ledger=trace.time.spent.ledger,
         model_files=planned.model_files,
     )
 

@@ -19,7 +19,8 @@ from lean_ft.plan.devices import Kernel
 from lean_ft.plan.labels import ACTIVATIONS, BATCH, GRADIENTS, STATES, WORKSPACE
 from lean_ft.plan.online import plan_rounds, rehearse_generation
 from lean_ft.plan.ranks import PlannedRanks
-from lean_ft.plan.trace import Trace, short_name
+from lean_ft.plan.time import short_name
+from lean_ft.plan.trace import Trace
 from lean_ft.settings import (
     AnswersConfig,
     ClassificationDataConfig,
@@ -136,7 +137,7 @@ class PlannedWorld(World):
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
         assert model.source.folder is not None
         self.model_files.append(str(model.source.folder / "config.json"))
-        self.trace.module_names |= {id(module): name for name, module in model.named_modules()}
+        self.trace.time.module_names |= {id(module): name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
     def generate(
@@ -151,10 +152,10 @@ class PlannedWorld(World):
     def repeat(self, parts: Sequence[T], shown: int) -> Iterator[T]:
         """The first `shown` parts. The last of them is charged the time of all that follow."""
         for i, part in enumerate(parts[:shown], start=1):
-            before = self.trace.spent.copy()
+            before = self.trace.time.spent.copy()
             yield part
             if i == shown:
-                self.trace.spent.again(before, len(parts) - shown)
+                self.trace.time.spent.again(before, len(parts) - shown)
 
     def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:
         if activation_budget is not None:  # the planner's backend reads the process-wide setting
@@ -179,7 +180,7 @@ class PlannedWorld(World):
     def follow_optimizer(self, optimizer: Optimizer) -> None:
         """Follow the optimizer's step: where backward begins, each gradient as it is completed, and the update."""
         if optimizer.streamed is not None:  # a single step fetches nothing ahead
-            with self.trace.on_stream("copying"):
+            with self.trace.memory.on_stream("copying"):
                 self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, optimizer.state_bytes), dtype=torch.uint8)
         scale, gradient_arrived, apply_rules = optimizer.scale, optimizer.gradient_arrived, optimizer.apply_rules
 
@@ -202,16 +203,16 @@ class PlannedWorld(World):
             raise StepTaken
         self.trace.begin_step()
         if num_bytes := self.trace.device.cublas_workspace_bytes:
-            with self.trace.labelled(WORKSPACE):  # for the threads of forward and backward
+            with self.trace.memory.labelled(WORKSPACE):  # for the threads of forward and backward
                 self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def _enter(self, label: str, where: str) -> None:
-        self.trace.label, self.trace.where = label, where
+        self.trace.memory.label, self.trace.memory.where = label, where
 
     def _note_gradient(self, state: ParameterState) -> None:
-        self.trace.where = f"backward, at {state.name}"
+        self.trace.memory.where = f"backward, at {state.name}"
         if state.whole.grad is not None:
-            self.trace.relabel(state.whole.grad, GRADIENTS)
+            self.trace.memory.relabel(state.whole.grad, GRADIENTS)
 
     def _update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:
         """Rehearse the update of the first parameter of each shape and dtype, and charge the time of all.
@@ -221,17 +222,17 @@ class PlannedWorld(World):
         new = {(state.param.shape, state.param.dtype): state for state in states}
         new = {kind: state for kind, state in new.items() if kind not in self._updated}
         self._updated.update(new)
-        spent = self.trace.spent.copy()
+        spent = self.trace.time.spent.copy()
         if new:
             first = next(iter(new.values()))
-            with self.trace.labelled(WORKSPACE, f"optimizer step of {first.name}"):
+            with self.trace.memory.labelled(WORKSPACE, f"optimizer step of {first.name}"):
                 update(list(new.values()))
-        now = self.trace.spent
+        now = self.trace.time.spent
         now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
         for state in states:
             kept = [state.param, *state.tensors.values()]
             if self._in_flight is not None:
-                self.trace.travel(2 * sum(t.nbytes for t in state.tensors.values()))
+                self.trace.time.travel(2 * sum(t.nbytes for t in state.tensors.values()))
             moved = 2 * sum(t.nbytes for t in kept) + state.grad.nbytes
             self.trace.spend(Kernel(0.0, moved), "optimizer step", short_name(state.name.rpartition(".")[0]))
 
@@ -269,9 +270,9 @@ class LongestBatches:
         """Rank 0's micro-batches of the step. Two stand for more, because the second finds the gradients of the first."""
         trace = self._world.trace
         own = -(-n * self._world.num_sharing // trace.machines.num_devices)
-        with trace.labelled(BATCH):
+        with trace.memory.labelled(BATCH):
             batches = [self._longest() for _ in range(min(own, 2))]
-        trace.longest_document = batches[0].input_ids.shape[1]
+        trace.time.longest_document = batches[0].input_ids.shape[1]
         self._world.num_tokens = n * batches[0].num_tokens
         return _Standing(batches, own, trace)
 
@@ -284,11 +285,11 @@ class _Standing(list[T]):
         self._count, self._trace = count, trace
 
     def __iter__(self) -> Iterator[T]:
-        before = self._trace.spent.copy()
+        before = self._trace.time.spent.copy()
         for i, item in enumerate(super().__iter__()):
             yield item
             if i == 0:
-                self._trace.spent.again(before, self._count - len(self))
+                self._trace.time.spent.again(before, self._count - len(self))
 
 
 class _PlannedLink(HostLink):
@@ -304,7 +305,7 @@ class _PlannedLink(HostLink):
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         with self._trace.uncounted():
             host = torch.empty_like(like)
-        self._trace.pin(host)
+        self._trace.memory.pin(host)
         return host
 
     def host_copy(self, tensor: Tensor) -> Tensor:
@@ -314,15 +315,17 @@ class _PlannedLink(HostLink):
         return host
 
     def _device_memory(self, like: Tensor) -> Tensor:
-        with self._trace.on_stream("copying" if like.nbytes <= self._in_flight_bytes else self._trace.stream):
+        with self._trace.memory.on_stream(
+            "copying" if like.nbytes <= self._in_flight_bytes else self._trace.memory.stream
+        ):
             return torch.empty_like(like)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:
-        self._trace.travel(source.nbytes)
+        self._trace.time.travel(source.nbytes)
         return "the end of this copy"
 
     def bring_back(self, host: Tensor) -> Tensor:
-        with self._trace.labelled(STATES):
+        with self._trace.memory.labelled(STATES):
             return super().bring_back(host)
 
     def _finish(self) -> None:

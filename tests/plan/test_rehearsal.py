@@ -161,10 +161,10 @@ def test_asking_a_tensor_for_its_device_takes_no_time():
     trace = Trace(CPU)
     with FakeTensorMode(), trace:
         large = torch.empty(2**30)
-        before = trace.spent.seconds
+        before = trace.time.spent.seconds
         for _ in range(10):
             _ = large.device, large.dtype, large.shape
-    assert trace.spent.seconds == before
+    assert trace.time.spent.seconds == before
 
 
 def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(tmp_path: Path, monkeypatch):
@@ -186,12 +186,12 @@ def test_parts_of_pinned_memory_take_nothing_of_the_device():
     with FakeTensorMode(), trace:
         with trace.uncounted():
             host = torch.empty(1000)
-        trace.pin(host)
+        trace.memory.pin(host)
         part = host[10:20]
-        assert trace.live_bytes == 0 and trace.pinned_bytes == 4000
+        assert trace.memory.live_bytes == 0 and trace.memory.pinned_bytes == 4000
         del host, part
-        trace.pin(torch.empty(500))
-    assert trace.pinned_bytes == 4000  # the peak
+        trace.memory.pin(torch.empty(500))
+    assert trace.memory.pinned_bytes == 4000  # the peak
 
 
 @pytest.mark.parametrize("device", [CPU, find_device("H100")], ids=["cpu", "gpu"])

@@ -7,8 +7,8 @@ from torch import nn
 from lean_ft.optim.rule import ParameterState, StepInfo
 from lean_ft.plan.devices import DEVICES
 from lean_ft.plan.fusion import fusing_backend
-from lean_ft.plan.world import PlannedWorld
 from lean_ft.plan.trace import Trace
+from lean_ft.plan.world import PlannedWorld
 from lean_ft.system.world import inside
 from tests.optim.tiny_training import build
 
@@ -30,10 +30,10 @@ def test_a_compiled_update_holds_a_slice_and_not_the_tensor(name: str):
         model.weight.grad = torch.empty_like(model.weight)
         optimizer = build(model, {"name": name, "stochastic_rounding": True}, compile=True)
         (state,) = optimizer.states
-        before = trace.live_bytes
-        trace.peak.bytes_by_label.clear()
-        trace._peak_bytes = before
+        before = trace.memory.live_bytes
+        trace.memory.peak.bytes_by_label.clear()
+        trace.memory._peak_bytes = before
         state.rule.update([state], StepInfo(lr=1e-3, number=1, noise_seed=1))
     torch._dynamo.reset()
     assert isinstance(state, ParameterState)
-    assert 0 < trace._peak_bytes - before < 0.3 * 2**30
+    assert 0 < trace.memory._peak_bytes - before < 0.3 * 2**30
