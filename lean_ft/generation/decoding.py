@@ -192,6 +192,7 @@ def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
     return (total - sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))) / CACHE_SHARE
 
 
+@torch.no_grad()
 def _decode_rows(
     model: Decoder,
     rows: list[_Row],
@@ -206,30 +207,13 @@ def _decode_rows(
     prompt."""
     if sampling.stop_texts and decode is None:
         raise ValueError("stop_texts need `decode`, a function from ids to text. Pass decode=tokenizer.decode.")
-    # Equal prompts and equal lengths are together.
-    rows = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
-    capacity = len(rows[0].prompt) + sampling.max_new_tokens
-    return world().generate(
-        lambda: _decode_sorted(model, rows, sampling, decode, room, capacity, compile, prompt_part, packed_bytes),
-        *(model, rows[:room], capacity, packed_bytes),
-    )
-
-
-@torch.no_grad()
-def _decode_sorted(
-    model: Decoder,
-    rows: list[_Row],
-    sampling: Sampling,
-    decode: Decode | None,
-    room: int,
-    capacity: int,
-    compile: bool,
-    prompt_part: int | None,
-    packed_bytes: float,
-) -> Iterator[dict[int, int]]:
-    """`_decode_rows` for sorted rows and a cache of `capacity` tokens."""
     context = context_length(model.source.config)
-    running, waiting = rows[:room], rows[room:]
+    # Equal prompts and equal lengths are together.
+    waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
+    capacity = len(waiting[0].prompt) + sampling.max_new_tokens
+    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
+    if not running:  # in a plan
+        return
     caches = model.new_cache(len(running), capacity)
     hidden = yield from _read(model, running, caches, prompt_part)
     few_rows, compiled = FewRows(model, packed_bytes), CompiledLayers(model) if compile else None

@@ -25,7 +25,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -106,10 +105,9 @@ class Optimizer:
                 groups[layer[0] if layer else state.name].append(state)
             for group in groups.values():
                 for state in group:
-                    state.whole.register_post_accumulate_grad_hook(partial(self._hook, state, group))
-
-    def _hook(self, state: ParameterState, group: list[ParameterState], _: Tensor) -> None:
-        self.gradient_arrived(state, group)
+                    state.whole.register_post_accumulate_grad_hook(
+                        lambda _, state=state, group=group: self.gradient_arrived(state, group)
+                    )
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next step. Call it before backward, when hooks read it."""

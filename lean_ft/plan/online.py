@@ -33,7 +33,6 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
     vars(rounds).update(replaced)
 
 
-@torch.no_grad()
 def rehearse_generation(
     model: Decoder, prompts: Sequence[Sequence[int]], capacity: int, packed_bytes: float, *, is_cpu: bool
 ) -> None:

@@ -8,9 +8,10 @@ and operation. Copies to the host and collectives overlap with computation, and 
 import inspect
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from lean_ft.plan.memory import FIRST_FACTOR, num_bytes
 from lean_ft.plan.result import Launches
 from lean_ft.plan.traffic import Sent
 from lean_ft.torch_private import backward_node_number, next_node_number, tree_iter
+
+T = TypeVar("T")
 
 _GATHERING = ("embedding", "index_select", "gather", "index")  # read only the rows that they return
 
@@ -102,6 +105,14 @@ class Time:
         number = backward_node_number()
         name = None if number is None else self._module_of_node.get(number)
         return name or label_of_caller() or ""
+
+    def charged(self, parts: Iterable[T], at: int, times: int) -> Iterator[T]:
+        """Yield the parts, and charge the time of the part at this index as many more times."""
+        for i, part in enumerate(parts):
+            before = self.spent.copy()
+            yield part
+            if i == at:
+                self.spent.again(before, times)
 
     def travel(self, num_bytes: int) -> None:
         """Add the time of a copy between device and host."""

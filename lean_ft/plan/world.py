@@ -19,7 +19,7 @@ from lean_ft.plan.devices import Kernel
 from lean_ft.plan.labels import ACTIVATIONS, BATCH, GRADIENTS, STATES, WORKSPACE
 from lean_ft.plan.online import plan_rounds, rehearse_generation
 from lean_ft.plan.ranks import PlannedRanks
-from lean_ft.plan.time import short_name
+from lean_ft.plan.time import Time, short_name
 from lean_ft.plan.trace import Trace
 from lean_ft.settings import (
     AnswersConfig,
@@ -37,7 +37,7 @@ from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
 from lean_ft.system.shards import ALONE, Ranks, local
 from lean_ft.system.user_functions import is_function_path
-from lean_ft.system.world import World
+from lean_ft.system.world import Fill, World
 from lean_ft.torch_private import FakeTensorMode, functorch_config, without_modes
 from lean_ft.training import Run
 from lean_ft.training.device import refuse_on_many
@@ -106,7 +106,7 @@ class PlannedWorld(World):
         return self._memory_bytes
 
     def link(self, connect: Callable[[], T]) -> T:
-        return connect() if self.trace.device.is_cpu else cast(T, _PlannedLink(self.trace))
+        return cast(T, _PlannedLink(self.trace))
 
     # Contents ---------------------------------------------------------------------------------------------------------
 
@@ -119,13 +119,7 @@ class PlannedWorld(World):
     def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:
         return cast(T, (LongestBatches(self, longest), None))
 
-    def model(
-        self,
-        path: str | Path,
-        find: Callable[[str | Path], Path],
-        build: Callable[[Path], T],
-        fill: Callable[[T, Any], None] | None,
-    ) -> T:
+    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Fill[T] | None) -> T:
         model = build(planned_model_path(path))
         if fill is not None:
             fill(model, lambda name, tensor: local(tensor).zero_())  # a CPU allocates memory when it is written
@@ -140,22 +134,16 @@ class PlannedWorld(World):
         self.trace.time.module_names |= {id(module): name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
-    def generate(
-        self, sample: Callable[[], Iterator[T]], model: Any, rows: Sequence[Any], capacity: int, packed_bytes: float
-    ) -> Iterator[T]:
-        prompts = [row.prompt for row in rows]
+    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float) -> list[T]:
+        prompts = [cast(Any, row).prompt for row in rows]
         rehearse_generation(model, prompts, capacity, packed_bytes, is_cpu=self.trace.device.is_cpu)
-        return iter(())
+        return []
 
     # The step ---------------------------------------------------------------------------------------------------------
 
     def repeat(self, parts: Sequence[T], shown: int) -> Iterator[T]:
         """The first `shown` parts. The last of them is charged the time of all that follow."""
-        for i, part in enumerate(parts[:shown], start=1):
-            before = self.trace.time.spent.copy()
-            yield part
-            if i == shown:
-                self.trace.time.spent.again(before, len(parts) - shown)
+        return self.trace.time.charged(parts[:shown], shown - 1, len(parts) - shown)
 
     def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:
         if activation_budget is not None:  # the planner's backend reads the process-wide setting
@@ -274,22 +262,18 @@ class LongestBatches:
             batches = [self._longest() for _ in range(min(own, 2))]
         trace.time.longest_document = batches[0].input_ids.shape[1]
         self._world.num_tokens = n * batches[0].num_tokens
-        return _Standing(batches, own, trace)
+        return _Standing(batches, own, trace.time)
 
 
 class _Standing(list[T]):
     """A list of one or two items that is charged the time of `count` items."""
 
-    def __init__(self, items: list[T], count: int, trace: Trace) -> None:
+    def __init__(self, items: list[T], count: int, time: Time) -> None:
         super().__init__(items)
-        self._count, self._trace = count, trace
+        self._count, self._time = count, time
 
     def __iter__(self) -> Iterator[T]:
-        before = self._trace.time.spent.copy()
-        for i, item in enumerate(super().__iter__()):
-            yield item
-            if i == 0:
-                self._trace.time.spent.again(before, self._count - len(self))
+        return self._time.charged(super().__iter__(), 0, self._count - len(self))
 
 
 class _PlannedLink(HostLink):
@@ -315,9 +299,8 @@ class _PlannedLink(HostLink):
         return host
 
     def _device_memory(self, like: Tensor) -> Tensor:
-        with self._trace.memory.on_stream(
-            "copying" if like.nbytes <= self._in_flight_bytes else self._trace.memory.stream
-        ):
+        memory = self._trace.memory
+        with memory.on_stream("copying" if self._lies_apart(like) else memory.stream):
             return torch.empty_like(like)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:

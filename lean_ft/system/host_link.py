@@ -255,13 +255,10 @@ def open_link(device: torch.device, setting: str, instead: str) -> HostLink:
     Raises ValueError on other devices, which have no separate memory, with the `setting` that needs the link and the one to
     use `instead`.
     """
-
-    def connect() -> HostLink:
-        if device.type != "cuda":
-            raise ValueError(
-                f"{setting} moves tensors from GPU memory to host memory, but the model is on {device.type}, which already "
-                f"uses host memory. Set {instead}."
-            )
-        return HostLink(device)
-
-    return world().link(connect)
+    here = world()
+    if here.device_type(device) != "cuda":
+        raise ValueError(
+            f"{setting} moves tensors from GPU memory to host memory, but the model is on {device.type}, which already uses "
+            f"host memory. Set {instead}."
+        )
+    return here.link(lambda: HostLink(device))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Fill = Callable[[T, Any], None]
 
 
 class World:
@@ -40,13 +41,7 @@ class World:
         """Return training and held-out batches. In a plan, each batch is made by `longest`."""
         return read()
 
-    def model(
-        self,
-        path: str | Path,
-        find: Callable[[str | Path], Path],
-        build: Callable[[Path], T],
-        fill: Callable[[T, Any], None] | None,
-    ) -> T:
+    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Fill[T] | None) -> T:
         """Find a model's folder, build the model on the meta device, and fill its weights unless `fill` is None.
 
         `fill` gets the model, and a function that sets one parameter by its name; None: read or draw the values.
@@ -56,12 +51,10 @@ class World:
             fill(model, None)
         return model
 
-    def generate(
-        self, sample: Callable[[], Iterator[T]], model: Any, rows: Sequence[Any], capacity: int, packed_bytes: float
-    ) -> Iterator[T]:
-        """Sample the tokens of `rows`, which run together in a cache of `capacity` tokens. `packed_bytes`: memory for packed
-        copies of the weights."""
-        return sample()
+    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float) -> list[T]:
+        """Return the `rows` to sample together in a cache of `capacity` tokens: none in a plan, which has done it then.
+        `packed_bytes`: memory for packed copies of the weights."""
+        return rows
 
     def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:
         """Prepare the compiler for layers that keep this share of their activations."""
@@ -83,7 +76,7 @@ class World:
         return measure()
 
     def link(self, connect: Callable[[], T]) -> T:
-        """Open a link between the device and host memory."""
+        """Open a link between a GPU and host memory."""
         return connect()
 
     def repeat(self, parts: Sequence[T], shown: int) -> Iterable[T]:
