@@ -22,7 +22,7 @@ from lean_ft.plan.devices import Device, Kernel
 from lean_ft.plan.labels import label_of_caller
 from lean_ft.plan.memory import FIRST_FACTOR, num_bytes
 from lean_ft.plan.result import Launches
-from lean_ft.plan.traffic import Sent
+from lean_ft.plan.traffic import SentBytes
 from lean_ft.torch_private import backward_node_number, next_node_number, tree_iter
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Time:
         """Add the time of a copy between device and host."""
         self.spent.link_seconds += num_bytes / self.device.host_bytes_per_second
 
-    def exchange(self, sent: Sent, *, waits: bool) -> None:
+    def exchange(self, sent: SentBytes, *, waits: bool) -> None:
         """Add the time of a collective. `waits`: it does not overlap with computation."""
         device = self.device
         rate = device.network_bytes_per_second if sent.is_away else device.peer_bytes_per_second

@@ -25,14 +25,14 @@ _SENT: dict[str, Callable[[int, int, int], float]] = {
 }
 
 
-class Sent(NamedTuple):
+class SentBytes(NamedTuple):
     """Bytes that this rank sends, and whether they leave its machine."""
 
     num_bytes: float
     is_away: bool
 
 
-def sent_by(func: Any, args: Any, devices_each: int) -> Sent | None:
+def sent_by(func: Any, args: Any, devices_each: int) -> SentBytes | None:
     """What an operator sends on machines with `devices_each` devices; None if it is no collective, or sends a few bytes."""
     name = func.overloadpacket.__name__
     if name not in _SENT:
@@ -43,4 +43,4 @@ def sent_by(func: Any, args: Any, devices_each: int) -> Sent | None:
         group = dist.distributed_c10d._resolve_process_group(args[-1])  # pyright: ignore[reportPrivateImportUsage]
     ranks = dist.get_process_group_ranks(group)
     first, second = (sum(num_bytes(t) for t in tree_iter(args[i]) if isinstance(t, Tensor)) for i in (0, 1))
-    return Sent(_SENT[name](first, second, len(ranks)), len({rank // devices_each for rank in ranks}) > 1)
+    return SentBytes(_SENT[name](first, second, len(ranks)), len({rank // devices_each for rank in ranks}) > 1)

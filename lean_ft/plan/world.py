@@ -37,7 +37,7 @@ from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
 from lean_ft.system.shards import ALONE, Ranks, local
 from lean_ft.system.user_functions import is_function_path
-from lean_ft.system.world import Fill, World
+from lean_ft.system.world import Filling, World
 from lean_ft.torch_private import FakeTensorMode, functorch_config, without_modes
 from lean_ft.training import Run
 from lean_ft.training.device import refuse_on_many
@@ -119,7 +119,7 @@ class PlannedWorld(World):
     def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:
         return cast(T, (LongestBatches(self, longest), None))
 
-    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Fill[T] | None) -> T:
+    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:
         model = build(planned_model_path(path))
         if fill is not None:
             fill(model, lambda name, tensor: local(tensor).zero_())  # a CPU allocates memory when it is written

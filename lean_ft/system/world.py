@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Fill = Callable[[T, Any], None]
+Filling = Callable[[T, Any], None]
 
 
 class World:
@@ -41,7 +41,7 @@ class World:
         """Return training and held-out batches. In a plan, each batch is made by `longest`."""
         return read()
 
-    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Fill[T] | None) -> T:
+    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:
         """Find a model's folder, build the model on the meta device, and fill its weights unless `fill` is None.
 
         `fill` gets the model, and a function that sets one parameter by its name; None: read or draw the values.
