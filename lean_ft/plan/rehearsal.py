@@ -1,7 +1,7 @@
 """Rehearse one step of a real recipe on shapes, and count its memory and time.
 
-The recipe's `main` runs in the world of a plan (`lean_ft.plan.world`), on tensors without contents. The batch is the largest possible: every
-row has `data.max_length` tokens, and every token is a target.
+The recipe's `main` runs in the world of a plan (`lean_ft.plan.world`), on tensors without contents. The batch is the largest
+possible: every row has `data.max_length` tokens, and every token is a target.
 
 With several devices, rank 0's step is simulated (`lean_ft.plan.ranks`).
 """

@@ -102,7 +102,12 @@ def load_function(value: str, planned: Callable[..., Any] | None = None) -> Call
     A plan runs no user code: it gets `planned` instead, or None for a function that it never calls. Raises ValueError if
     the file is missing, fails or lacks the function.
     """
-    return world().read(lambda: _load_function(value), lambda: check_function(value) and planned)  # pyright: ignore
+
+    def checked() -> Any:
+        check_function(value)
+        return planned
+
+    return world().read(lambda: _load_function(value), checked)
 
 
 def _load_function(value: str) -> Callable[..., Any]:
