@@ -142,7 +142,7 @@ def predict(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
     return {
         "predicted_bytes": rehearsal.peak_bytes,
         "predicted_reserved_bytes": getattr(rehearsal, "reserved_bytes", None),
-        "predicted_launches": sum(launches.count for launches in rehearsal.ledger.values()),
+        "predicted_launches": sum(launches.number for launches in rehearsal.ledger.values()),
         "where": rehearsal.peak.where,
         "bytes_by_label": rehearsal.peak.bytes_by_label,
         "planning_seconds": rehearsal.planning_seconds,

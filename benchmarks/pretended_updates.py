@@ -87,7 +87,7 @@ def measure() -> None:
                 own += ["compile=true", "optimizer.in_backward=true", f"optimizer.name={name}"]
                 cfg = load_config(config, None, [*own, *(f"optimizer.{option}=true" for option in chosen)])
             optimizer, largest = build_optimizer(model, cfg), 0
-            for state in optimizer._states:
+            for state in optimizer.states:
                 state.whole.grad = torch.empty_like(state.param)
                 for _ in range(2):  # the first update compiles
                     before = torch.cuda.memory_allocated()
@@ -96,7 +96,7 @@ def measure() -> None:
                     taken = torch.cuda.max_memory_allocated() - before
                 largest = max(largest, taken)
                 state.whole.grad = None
-            num_elements = sum(state.param.numel() for state in optimizer._states)
+            num_elements = sum(state.param.numel() for state in optimizer.states)
             label = ", ".join([name, *(option.replace("_", " ") for option in chosen)])
             row: dict[str, Any] = {
                 "label": label,

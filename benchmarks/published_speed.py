@@ -269,7 +269,7 @@ def planned(figure: Figure) -> float:
         trace = Trace(device)
         with FakeTensorMode(), trace:
             figure.operation()
-        return trace.spent.seconds * 1e3  # Liger's timer waits for the device, not for the host
+        return trace.time.spent.seconds * 1e3  # Liger's timer waits for the device, not for the host
     with tempfile.TemporaryDirectory(prefix="lean_ft_speed_") as name:
         folder = write_model_folder(_BASES.get(figure.shape, figure.shape), Path(name) / "model", EMBEDDED_MODEL)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | _CHANGES.get(figure.shape, {})

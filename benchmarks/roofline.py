@@ -21,7 +21,7 @@ from shapes import EMBEDDED_MODEL, write_model_folder
 
 from lean_ft.plan.devices import find_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.plan.trace import Launches
+from lean_ft.plan.result import Launches
 from lean_ft.settings.text import load_config, preset_recipe
 from lean_ft.system.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.system.catalog import presets as shipped
@@ -65,7 +65,7 @@ def planned(preset: str) -> dict[str, Any]:
         is_attention = any(part in operation for part in ("attention", "flash"))
         kind = "attention" if is_attention else "products" if launches.flops else "other"
         kinds[kind] = kinds[kind].plus(launches)
-    num_launches = sum(launches.count for launches in kinds.values())
+    num_launches = sum(launches.number for launches in kinds.values())
     return {
         "label": preset,
         "status": "ok",

@@ -117,8 +117,8 @@ PRIVATE_NAMES = {
     # The planner: tensors without contents, and the graphs that the compiler would run.
     "FakeTensor": PrivateName("torch._subclasses.fake_tensor:FakeTensor", "recognize tensors without contents", _PLAN),
     "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor:FakeTensorMode", "run a recipe on shapes", _PLAN),
-    "unset_fake_temporarily": PrivateName(
-        "torch._subclasses.fake_tensor:unset_fake_temporarily", "make real tensors while planning", _PLAN
+    "without_modes": PrivateName(
+        "torch.utils._python_dispatch:_disable_current_modes", "make real tensors while planning", _PLAN
     ),
     "TorchDispatchMode": PrivateName(
         "torch.utils._python_dispatch:TorchDispatchMode", "see every operation while planning", _PLAN
@@ -233,6 +233,15 @@ def uncompiled(modules: "list[nn.Module]") -> Iterator[None]:
     finally:
         for module, compiled in zip(modules, before, strict=True):
             module._compiled_call_impl = compiled
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager in which tensors are real and unseen, also under the dispatch modes of a plan."""
+    import torch
+
+    if not torch._C._len_torch_dispatch_stack():  # the function below imports the tracer
+        return contextlib.nullcontext()
+    return resolve_name(PRIVATE_NAMES["without_modes"].path)()
 
 
 @contextlib.contextmanager

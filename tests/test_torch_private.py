@@ -110,7 +110,7 @@ def _shapes_only() -> bool:
     with torch_private.FakeTensorMode(), Watch():
         total = torch.ones(4).sum()
         assert isinstance(total, torch_private.FakeTensor)
-        with torch_private.unset_fake_temporarily():
+        with torch_private.without_modes():
             assert not isinstance(torch.ones(1), torch_private.FakeTensor)
         total.item()
     return len(seen) == 1
@@ -239,7 +239,7 @@ USES = {
     "int8_weight_linear": lambda: _weight_only(8),
     **dict.fromkeys(["pack_int4_weight", "int4_weight_linear"], lambda: _weight_only(4)),
     **dict.fromkeys(
-        ["read_scalar", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily", "TorchDispatchMode", "OpOverload"],
+        ["read_scalar", "FakeTensor", "FakeTensorMode", "without_modes", "TorchDispatchMode", "OpOverload"],
         _shapes_only,
     ),
     **dict.fromkeys(

@@ -173,12 +173,12 @@ def _print_ledger(rehearsal: "Rehearsal") -> None:
         total = total.plus(launches)
         rest = rest.plus(launches) if i >= _LEDGER_SHOWN else rest
     shown = [(*place, launches) for place, launches in rows[:_LEDGER_SHOWN]]
-    shown += [("", f"{len(rows) - _LEDGER_SHOWN} others", rest)] * (rest.count > 0)
+    shown += [("", f"{len(rows) - _LEDGER_SHOWN} others", rest)] * (rest.number > 0)
     cells = [
         (
             module,
             name,
-            f"{own.count:,.0f}",
+            f"{own.number:,.0f}",
             f"{own.flops / 1e12:,.2f}",
             gibibytes(int(own.moved_bytes)),
             f"{own.seconds * 1e3:,.2f} ms",

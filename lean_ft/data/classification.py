@@ -24,7 +24,6 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.settings import ClassificationDataConfig, DataConfig, Sources
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
 
@@ -45,8 +44,8 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
     Raises ValueError with the place of a row whose labels cannot be read.
     """
     names = config.labels
-    if stage() is not None:  # the planner reads no rows
-        return config.model_copy(update={"labels": names or ["0", "1"], "multi_label": config.multi_label is True})
+    if names is not None and config.multi_label != "auto":
+        return config
     beginning = first_rows(config.source, NUM_ROWS_TO_DETECT, config)
     formats = formats_of(config, beginning, None, KNOWN)
     config = _with_kind(config, beginning, formats)
@@ -88,7 +87,7 @@ def _are_flags(labels: list[Any]) -> bool:
 
 def label_weights(given: dict[str, float] | str | None, batches: Batches, names: list[str]) -> list[float] | None:
     """Return the weight of each label, or None if all weights are 1. Raises ValueError for an unknown label."""
-    if given is None or stage() is not None:
+    if given is None:
         return None
     if isinstance(given, str):  # balanced: each label has the same total weight
         values = batches.layout.columns.per_document("row_values")

@@ -34,8 +34,8 @@ from lean_ft.data.splits import is_sliced
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataConfig, Sources
 from lean_ft.system.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
+from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
@@ -90,8 +90,15 @@ def prepare_batches(
     rows, and if the settings require shared prompts and the recipe does not support them.
     """
     objective_of(config).check(config, share_prompts)
-    if (watcher := stage()) is not None:
-        return watcher.batches(lambda: longest_batch(config, batch_size, share_prompts)), None
+    return world().batches(
+        lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
+        lambda: longest_batch(config, batch_size, share_prompts),
+    )
+
+
+def _read_batches(
+    config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool
+) -> tuple[Batches, EvalBatches | None]:
     if config.chat_template is not None and tokenizer.template_file is None:
         raise ValueError(
             "data.chat_template is set, but this recipe loads its tokenizer without it. Edit the recipe: "

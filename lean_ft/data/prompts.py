@@ -31,7 +31,7 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import DataConfig, PromptDataConfig, Sources
-from lean_ft.system.shapes_only import stage
+from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
 
 
@@ -83,9 +83,14 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
     Held-out prompts come from `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError
     with the place for unreadable files and rows, and if no prompt is left.
     """
-    if stage() is not None:
-        longest = Prompt([0] * config.max_prompt_length, "", {}, "")
-        return Prompts([longest], seed=seed, report=DataReport("prompts"), fingerprint=""), None
+    longest = Prompt([0] * config.max_prompt_length, "", {}, "")
+    return world().read(
+        lambda: _read_prompts(config, tokenizer, seed),
+        lambda: (Prompts([longest], seed=seed, report=DataReport("prompts"), fingerprint=""), None),
+    )
+
+
+def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, list[Prompt] | None]:
     digest = hashlib.blake2b(digest_size=16)
     (prompts, report), held_out = _read(config.rows, tokenizer, config.source, digest), None
     if config.validation_source is not None:

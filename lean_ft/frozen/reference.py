@@ -51,7 +51,6 @@ from lean_ft.settings import (
 from lean_ft.system.cache import cache_folder, growing_array
 from lean_ft.system.host_link import open_link
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.progress import shown
 from lean_ft.training.records import facts_that_ranks_share
@@ -90,8 +89,6 @@ def load_reference(
     without_adapter = _without_adapter(model, log_probs)
     if kind == "adapter_off":
         return without_adapter
-    if stage() is not None:
-        return lambda batch: torch.zeros(batch.answer_tokens.shape, device=device)
     assert batches is not None
     table = _filled(cfg, model, without_adapter, batches, held_out, ranks).to(device)
     return lambda batch: table[batch.pairs]

@@ -17,7 +17,7 @@ from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.stored_weights import stored_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
-from lean_ft.system.shapes_only import stage
+from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
@@ -41,9 +41,13 @@ def open_reward_model(
     check_dtype(str(kept).removeprefix("torch."), where)
     scores, new_ids = (False, []) if adapter == folder else (labels_of(adapter) or False, ids_of_rows(adapter))
     model = load_model(folder, where, kept, scores=scores, new_ids=new_ids, may_score=True)
-    if adapter != folder and stage() is None:
-        load_adapter(model, adapter)
-    if model.source.score_is_new or not model.config.num_scores:
+
+    def add_adapter() -> bool:
+        if adapter != folder:
+            load_adapter(model, adapter)
+        return not model.source.score_is_new
+
+    if not model.config.num_scores or not world().read(add_adapter, lambda: True):
         raise ValueError(
             f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."

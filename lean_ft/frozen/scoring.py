@@ -20,7 +20,6 @@ from lean_ft.frozen.reward_model import open_reward_model, score, token_scores
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import label_names
 from lean_ft.settings import ClassificationDataConfig, DataConfig, PreferenceDataConfig, SFTDataConfig
-from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
 __all__ = ["open_reward_model", "score", "score_lines", "score_rows", "set_padding_apart"]
@@ -33,11 +32,13 @@ def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | 
 
     Raises ValueError if the pad token is the eos token or ends a sequence of these batches.
     """
-    if stage() is not None:
+    layouts = [one.layout for one in batches if isinstance(one, Batches | EvalBatches)]
+    if not layouts:  # a plan has no rows
         return
     pad_id, names = tokenizer.pad_id, {token_id: name for name, token_id in tokenizer.added_tokens.items()}
-    found = [one.layout.columns for one in batches if one is not None]
-    ends_one = any((columns.values["ids"][columns.starts + columns.lengths - 1] == pad_id).any() for columns in found)
+    ends_one = any(
+        (one.columns.values["ids"][one.columns.starts + one.columns.lengths - 1] == pad_id).any() for one in layouts
+    )
     if pad_id == tokenizer.eos_id or ends_one:
         kept_apart = sorted(
             token for token in tokenizer.control_tokens if any(part in token for part in ("pad", "reserved", "extra"))

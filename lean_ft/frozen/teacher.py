@@ -16,9 +16,9 @@ from lean_ft.losses import Teacher, TeacherStates, TopLogProbs
 from lean_ft.settings import DataConfig, DistillConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.host_link import open_link
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.units import gibibytes
+from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -35,12 +35,18 @@ def load_teacher(
     Raises ValueError for another tokenizer, or a cache of other rows.
     """
     distill = cfg.needed(DistillConfig)
+
+    def open_cache() -> TeacherCache | None:
+        check_tokenizer(distill, tokenizer)
+        if distill.cached is None:
+            return None
+        columns = [one.layout.columns for one in (batches, held_out) if one is not None]
+        return TeacherCache(distill.cached, columns, cfg.needed(DataConfig))
+
+    cache = world().read(open_cache, lambda: None)
     if distill.cached is not None:
-        check_tokenizer(distill, tokenizer)
-        return _cached(distill, cfg.needed(DataConfig), device, batches, held_out)
+        return _cached(distill, cache, device)
     assert distill.teacher is not None
-    if stage() is None:
-        check_tokenizer(distill, tokenizer)
     kept_as = distill.teacher_dtype or cfg.needed(ModelConfig).dtype
     nf4 = kept_as == "nf4"
     setting = "distill.teacher_streamed"
@@ -99,13 +105,10 @@ def check_cached(distill: DistillConfig) -> dict[str, Any]:
     return about
 
 
-def _cached(
-    distill: DistillConfig, data: DataConfig, device: torch.device, batches: Batches, held_out: EvalBatches | None
-) -> Teacher:
+def _cached(distill: DistillConfig, cache: TeacherCache | None, device: torch.device) -> Teacher:
     about = check_cached(distill)
-    assert distill.cached is not None
     top_k, num_columns, vocab_size = about["top_k"], about["num_columns"], about["vocab_size"]
-    if stage() is not None:  # planning: tensors without contents
+    if cache is None:  # in a plan
 
         def shapes(batch: Batch) -> TopLogProbs:
             num_targets = batch.num_targets
@@ -113,8 +116,6 @@ def _cached(
             return TopLogProbs(torch.zeros(num_targets, num_columns, device=device), ids, vocab_size)
 
         return shapes
-    columns = [one.layout.columns for one in (batches, held_out) if one is not None]
-    cache = TeacherCache(distill.cached, columns, data)
     say(
         "teacher",
         f"cached predictions of {about['model']} for {cache.num_documents:,} documents, top {top_k} tokens each",

@@ -34,7 +34,7 @@ from lean_ft.models import Decoder, FewRows, KVCache
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import stage
+from lean_ft.system.world import world
 from lean_ft.tokenizers.loading import context_length
 
 PROMPT_TOKENS = 8192  # prompt positions per pass
@@ -212,9 +212,8 @@ def _decode_rows(
     # Equal prompts and equal lengths are together.
     waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
     capacity = len(waiting[0].prompt) + sampling.max_new_tokens
-    running, waiting = waiting[:room], waiting[room:]
-    if stage() is not None:
-        rehearse_generation(model, running, capacity, packed_bytes)
+    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
+    if not running:  # in a plan
         return
     caches = model.new_cache(len(running), capacity)
     hidden = yield from _read(model, running, caches, prompt_part)
@@ -337,10 +336,10 @@ def _read(
         if prompt_part is not None and len(texts) == 1:
             # Only if the rotary frequencies do not depend on the length of the text.
             while longest > prompt_part and all(rope.same_frequencies(1, longest) for rope in model.rotary):
-                _forward(model, padded[:, :prompt_part], part)
+                forward_as_written(model, padded[:, :prompt_part], part)
                 padded, longest, lengths = padded[:, prompt_part:], longest - prompt_part, lengths - prompt_part
                 yield {}
-        hidden = _forward(model, padded, part, None if len(set(map(len, texts))) == 1 else lengths)
+        hidden = forward_as_written(model, padded, part, None if len(set(map(len, texts))) == 1 else lengths)
         lasts.append(hidden[torch.arange(len(texts), device=device), lengths - 1])
         parts.append(part)
         start += len(texts)
@@ -352,19 +351,6 @@ def _as_written() -> Any:
     return torch.compiler.set_stance("force_eager")
 
 
-def _forward(model: Decoder, ids: Tensor, caches: KVCache, lengths: Tensor | None = None) -> Tensor:
+def forward_as_written(model: Decoder, ids: Tensor, caches: KVCache, lengths: Tensor | None = None) -> Tensor:
     with _as_written():
         return model(ids, cache=caches, return_hidden=True, lengths=lengths)
-
-
-def rehearse_generation(model: Decoder, rows: list[_Row], capacity: int, packed_bytes: float) -> None:
-    """Run generation for the planner, without values: the cache, the prompts' pass, and the pass of the last token."""
-    packed = FewRows(model, packed_bytes)
-    longest = max(len(row.prompt) for row in rows)
-    caches = model.new_cache(len(rows), capacity)
-    texts = min(len({tuple(row.prompt) for row in rows}), max(1, PROMPT_TOKENS // longest))
-    _forward(model, torch.zeros(texts, longest, dtype=torch.int64), caches.part(0, texts))
-    caches.filled = capacity - 1
-    hidden = _forward(model, torch.zeros(len(rows), 1, dtype=torch.int64), caches)[:, 0]
-    choose(model.logits(hidden), torch.zeros(len(rows), 2, dtype=torch.int32), Sampling(1, temperature=0.5))
-    del packed

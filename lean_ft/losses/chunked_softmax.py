@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.system.gpu_products import multiplies_into_float32
-from lean_ft.system.shapes_only import device_type, repeated
+from lean_ft.system.world import device_type, in_chunks
 
 VOCAB_SLICE = 8192  # rows of the output weight whose gradient is summed at a time
 # float32 elements in memory at a time in the uncompiled softmax
@@ -67,8 +67,7 @@ def logits_in_chunks(hidden: Tensor, projection: Tensor, chunk_tokens: int) -> I
     The caller may overwrite the logits. The next chunk reuses their memory.
     """
     logits_of = ChunkLogits(projection)
-    for start in repeated(range(0, hidden.shape[0], chunk_tokens), shown=2):  # the first chunk initializes the sums
-        chunk = slice(start, start + chunk_tokens)
+    for chunk in in_chunks(hidden.shape[0], chunk_tokens, shown=2):  # the first chunk initializes the sums
         chunk_hidden = hidden[chunk].to(projection.dtype)  # (C, D)
         yield chunk, chunk_hidden, logits_of(chunk_hidden)
 
@@ -98,7 +97,9 @@ class WeightGradient:
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype
-        self.sums_in_products = device_type(weight.device) == "cuda" and multiplies_into_float32(weight.dtype)
+        kind = device_type(weight.device)
+        self.sums_in_products = kind == "cuda" and multiplies_into_float32(weight.dtype)
+        self.added_elements = ADDED_ELEMENTS if kind == "cpu" else weight.numel()
         self.slice_rows = len(weight) if self.sums_in_products else VOCAB_SLICE
         self.gradient: Tensor | None = None  # (V, D)
         self.slices: list[Tensor] = []
@@ -116,7 +117,7 @@ class WeightGradient:
             elif self.sums_in_products:
                 torch.addmm(total, part.T, hidden, out_dtype=total.dtype, out=total)
             else:
-                _add_narrower(total, torch.mm(part.T, hidden, out=product[: part.shape[1]]))
+                self._add_narrower(total, torch.mm(part.T, hidden, out=product[: part.shape[1]]))
 
     def _begin(self, parts: Sequence[Tensor], hidden: Tensor) -> None:
         if self.dtype == self.weight.dtype:
@@ -132,6 +133,12 @@ class WeightGradient:
             else:
                 total.copy_(part.T @ hidden)
 
+    def _add_narrower(self, total: Tensor, product: Tensor) -> None:
+        """Compute total += product, both (S, D), in blocks: a CPU first converts a whole operand of another dtype."""
+        rows = max(1, self.added_elements // total.shape[1])
+        for block, more in zip(total.split(rows), product.split(rows), strict=True):
+            block.add_(more)
+
     def scaled(self, scale: Tensor | float) -> Tensor:
         """Return the gradient times a scalar, in the weight's dtype. A sum in another dtype is freed slice by slice."""
         if not self.slices:
@@ -143,15 +150,6 @@ class WeightGradient:
         for rows in gradient.split(self.slice_rows):
             rows.copy_(self.slices.pop().mul_(scale))
         return gradient
-
-
-def _add_narrower(total: Tensor, product: Tensor) -> None:
-    """Compute total += product, both (S, D), in blocks: a CPU first converts a whole operand of another dtype."""
-    rows = len(total)
-    if device_type(total.device) == "cpu":
-        rows = max(1, ADDED_ELEMENTS // total.shape[1])
-    for block, more in zip(total.split(rows), product.split(rows), strict=True):
-        block.add_(more)
 
 
 # Passes over a chunk's logits, after the soft cap. Disabled terms are not part of the compiled code.
@@ -311,8 +309,7 @@ def _in_blocks(function: Callable[..., None], terms: Any, softcap: float | None)
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
         limit = EAGER_ELEMENTS["cpu" if device_type(logits.device) == "cpu" else "other"]
         num_rows = max(1, limit // logits.shape[1])
-        for start in repeated(range(0, logits.shape[0], num_rows)):
-            block = slice(start, start + num_rows)
+        for block in in_chunks(logits.shape[0], num_rows):
             if softcap is not None:
                 _cap(logits[block], softcap)
             function(terms, logits[block], *(some[block] for some in of_tokens))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lean_ft.system.environment import without_current_folder
-from lean_ft.system.shapes_only import stage
+from lean_ft.system.world import world
 from lean_ft.torch_private import functorch_config, lookup_backend, pick_vec_isa
 
 
@@ -29,14 +29,14 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
     ValueError if the model has no `layers`.
     """
     layers = decoder_layers(model, "compile_layers")
-    backend = {}
-    if activation_budget is not None:
-        if stage() is not None:  # the planner replaces the backend and reads the process-wide setting
-            functorch_config.activation_memory_budget = activation_budget
-        backend = {"backend": _inductor_within(activation_budget)}
-    if stage() is None and next(model.parameters()).device.type == "cpu":
-        with without_current_folder():
-            pick_vec_isa()  # starts Python, once per process
+    backend = {} if activation_budget is None else {"backend": _inductor_within(activation_budget)}
+
+    def prepare() -> None:
+        if next(model.parameters()).device.type == "cpu":
+            with without_current_folder():
+                pick_vec_isa()  # starts Python, once per process
+
+    world().prepare_compiler(prepare, activation_budget)
     for layer in layers:
         layer.compile(fullgraph=True, **backend)
     return len(layers)

@@ -8,6 +8,7 @@ one core of a Xeon with AVX512-BF16: 8.5 ms before, 1.6 ms after).
 Shapes: N rows, I inputs, O outputs of a layer.
 """
 
+from collections.abc import Callable
 from functools import cache
 from types import MethodType
 
@@ -16,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft import torch_private
-from lean_ft.system.shapes_only import device_type, outside, stage
 
 MOST_ROWS = 32
 DTYPES = (torch.bfloat16, torch.float16)
@@ -42,8 +42,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 class FewRows:
     """Context manager in which a model's plain linear layers use `few_rows_linear`, if they are on a CPU and in 16 bits."""
 
-    def __init__(self, model: nn.Module, most_bytes: float = 0) -> None:
-        """most_bytes: the memory for copies of all weights, which exist as long as this object."""
+    def __init__(self, model: nn.Module, most_bytes: float = 0, pack: Callable[[Tensor], Tensor] | None = None) -> None:
+        """most_bytes: the memory for copies of all weights, which exist as long as this object; pack: makes a copy."""
         linear = (module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module))
         # torchao multiplies its quantized weights itself.
         self._modules = [m for m in linear if _is_16_bits_on_cpu(m.weight) and not hasattr(m.weight, "qdata")]
@@ -55,7 +55,7 @@ class FewRows:
         fits = sum(weight.nbytes for weight in weights) <= most_bytes
         self._packed: dict[int, Tensor] = {}
         if is_plain and fits and all(map(_can_pack, {weight.dtype for weight in weights})):
-            self._packed = {id(weight): _pack(weight) for weight in weights}
+            self._packed = {id(weight): (pack or _pack)(weight) for weight in weights}
 
     def __enter__(self) -> None:
         _packed.update(self._packed)
@@ -70,18 +70,18 @@ class FewRows:
 
 
 def _is_16_bits_on_cpu(weight: Tensor) -> bool:
-    return device_type(weight.device) == "cpu" and weight.dtype in DTYPES
+    return weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
 @torch.no_grad()
 def _pack(weight: Tensor) -> Tensor:
-    return weight.clone() if stage() is not None else torch_private.pack_linear(weight, _PACKED_FOR)
+    return torch_private.pack_linear(weight, _PACKED_FOR)
 
 
 @cache
 @torch.no_grad()
 def _can_pack(dtype: torch.dtype) -> bool:
-    with outside():
+    with torch_private.without_modes():
         x = torch.ones(2, 16, dtype=dtype)
         try:
             packed = torch_private.pack_linear(x, _PACKED_FOR)

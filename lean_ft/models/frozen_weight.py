@@ -155,7 +155,7 @@ class FrozenLinear(nn.Linear):
     def __init__(self, weight: Frozen, bias: nn.Parameter | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.form.shape
-        self.weight = FrozenParameter(weight)
+        self.weight = FrozenParameter(weight)  # pyright: ignore[reportIncompatibleVariableOverride]
         self.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

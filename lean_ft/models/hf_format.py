@@ -4,7 +4,7 @@ Every tensor is checked against config.json before memory is allocated. A missin
 error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.gguf.cache import gguf_file, names_gguf_file
-from lean_ft.hub.paths import planned_model_path, resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models.config_json import (
     MAX_LAYERS,
     OF_REWARD,
@@ -31,9 +31,9 @@ from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.models.source import Source, all_tensors, name_in_language_model, tensors_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
 from lean_ft.settings import ModelConfig, spelled_out
-from lean_ft.system.shapes_only import stage
-from lean_ft.system.shards import Part, local, part_of, remember_cuts
+from lean_ft.system.shards import Part, part_of, remember_cuts
 from lean_ft.system.whole_files import read_json
+from lean_ft.system.world import world
 from lean_ft.tokenizers import load_tokenizer
 
 # Tensors with one row per token, and the config.json field with their number of rows.
@@ -92,29 +92,42 @@ def load_model(
         random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
         new_ids, path = new_token_ids(path), path.path
     dtype = torch_dtype(dtype)
-    watcher = stage()
-    if watcher is None:
-        use_float32_products()
-    random_init = random_init or watcher is not None  # a planner computes shapes only
-    folder = resolve_model_path(path, weights=not random_init) if watcher is None else planned_model_path(path)
     labels = OF_REWARD if scores is True else scores or None
-    model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids)
-    if model.config.num_scores and not scores and not may_score:
-        kind = kind_of_scores(model.config.num_scores)
-        raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
-    fill = random_weights(model) if random_init else _stored_weights(folder, model)
-    if torch.device(device).type == "meta":
-        model.source.unread = Unread(fill)
-        if after_module is not None:
-            for name in [name for name, _ in model.named_modules()]:
-                after_module(model, name)
-    else:
-        fill_model(model, device, fill, after_module)
-    if watcher is not None:
-        watcher.watch(model)
-    if random_init and gguf_file(folder) is not None:
-        stored_tensors(folder)  # raises unless the file has the model's weights
-    return model
+
+    def build(folder: Path) -> Decoder:
+        model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids)
+        if model.config.num_scores and not scores and not may_score:
+            kind = kind_of_scores(model.config.num_scores)
+            raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
+        if gguf_file(folder) is not None:
+            stored_tensors(folder)  # raises unless the file has the model's weights
+        return model
+
+    def fill(model: Decoder, weights: Fill | None) -> None:
+        if weights is None:
+            use_float32_products()
+            assert model.source.folder is not None
+            weights = random_weights(model) if random_init else _stored_weights(model.source.folder, model)
+        if torch.device(device).type == "meta":
+            model.source.unread = Unread(weights)
+            if after_module is not None:
+                for name in [name for name, _ in model.named_modules()]:
+                    after_module(model, name)
+        else:
+            fill_model(model, device, weights, after_module)
+
+    return _from_folder(path, build, fill, weights=not random_init)
+
+
+def _from_folder(
+    path: str | Path,
+    build: Callable[[Path], Decoder],
+    fill: Callable[[Decoder, Fill | None], None] | None = None,
+    *,
+    weights: bool = False,
+) -> Decoder:
+    """Find a model's folder, with its weights if needed, and build and fill the model."""
+    return world().model(path, lambda path: resolve_model_path(path, weights=weights), build, fill)
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -137,11 +150,7 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
     assert model.source.unread is not None, "the weights were read before"
     model.to_empty(device=torch.device(device))
     remember_cuts(model.named_parameters(), model.sharding.cuts)
-    if stage() is None:
-        model.source.unread.into(model)
-    else:  # nothing to read, but a CPU allocates memory only when it is written
-        for tensor in [*model.parameters(), *model.buffers()]:
-            local(tensor).zero_()
+    model.source.unread.into(model)
     model.source.unread = None
 
 
@@ -156,8 +165,9 @@ def empty_model(
 ) -> Decoder:
     """The model that `load_model` would return, on the meta device and without reading weights. `is_quantized` ignores the
     quantization in config.json, which `load_model` checks."""
-    folder = resolve_model_path(path, weights=False) if stage() is None else planned_model_path(path)
-    return _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized)
+    return _from_folder(
+        path, lambda folder: _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized)
+    )
 
 
 def _meta_model(

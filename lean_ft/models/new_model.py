@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.source import all_tensors, own_tensors
-from lean_ft.system.shapes_only import outside
 from lean_ft.system.shards import part_of
+from lean_ft.torch_private import without_modes
 
 AfterModule = Callable[[Decoder, str], None]
 Fill = Callable[[str, Tensor], None]
@@ -27,7 +27,7 @@ def build_decoder(
 def empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     """A decoder on the meta device."""
     try:
-        with outside(), torch.device("meta"):
+        with without_modes(), torch.device("meta"):
             model = Decoder(config)
             wide = () if model.mixture is None else model.mixture.in_float32
             for name, tensor in all_tensors(model):

@@ -18,7 +18,6 @@ from lean_ft.data.columns import Document
 from lean_ft.generation import Sampling, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.settings import DataConfig, DistillConfig, RecipeConfig, SamplingConfig
-from lean_ft.system.shapes_only import stage
 from lean_ft.tokenizers import Tokenizer
 
 
@@ -31,7 +30,7 @@ class OnPolicy:
 
     def samples(self, step: int) -> bool:
         """Return True for a random fraction `distill.on_policy` of the steps, drawn by the seed."""
-        return stage() is None and np.random.default_rng([self._seed, step]).random() < self._share
+        return np.random.default_rng([self._seed, step]).random() < self._share
 
     def answered(self, step: int, micro_batches: Sequence[Batch]) -> list[Batch]:
         """Return the prompts of the batches, each followed by the student's completion, whose tokens are trained.

@@ -33,7 +33,6 @@ from lean_ft.online.completions import Completion, differ, documents_of, round_m
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -80,8 +79,6 @@ class Rounds(Generic[BatchT]):
         self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
         self._told = set[str]()  # reasons why a round trained nothing
         self._sampling_seconds: float | None = None  # of the round, until it is logged
-        watcher = stage()
-        self._planned = None if watcher is None else watcher.batches(self._longest)
 
     @property
     def answers_in_a_row(self) -> int:
@@ -116,16 +113,12 @@ class Rounds(Generic[BatchT]):
             attempts -= 1
             asked = self._ask()
             answers = answer(asked, seed)
-            if self._planned is not None:  # a plan has no texts to score
-                self._answers = [Completion(0, [], [], True, 0.0, [], "")] * self.num_answers
-                break
             even += self._add(answers, score(asked, answers))
         self._answers += even[: self.num_answers - len(self._answers)]
         for one in self._answers:
             one.counts = [sampled and self._counts(one) for sampled in one.trained]
         trains = any(self._counts(one) for one in self._answers)
-        why = "" if self._planned is not None else why_untrained(self.metrics(), trains, self._has_values)
-        if why and why not in self._told:
+        if (why := why_untrained(self.metrics(), trains, self._has_values)) and why not in self._told:
             self._told.add(why)
             told = f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported."
             say("WARNING", told)
@@ -133,10 +126,6 @@ class Rounds(Generic[BatchT]):
 
     def _ask(self) -> list[Prompt]:
         """The next prompts, each repeated for its completions."""
-        if self._planned is not None:  # as many different prompts as in a real round
-            longest = self._prompts[0]
-            prompts = [replace(longest, ids=[i] * len(longest.ids)) for i in range(self.num_prompts)]
-            return [prompt for prompt in prompts for _ in range(self._cfg.generation.num_answers)]
         return [self._prompts[number] for number in self._asked() for _ in range(self._cfg.generation.num_answers)]
 
     def _asked(self) -> list[int]:
@@ -162,16 +151,13 @@ class Rounds(Generic[BatchT]):
 
     def begin(self) -> None:
         """Compute the advantages. Then `take` returns batches."""
-        if self._planned is None:
-            self._work_out()
+        self._work_out()
         self._step = 0
         self._round += 1
 
     def take(self) -> list[BatchT]:
         """The micro-batches of the next step."""
         number = self._cfg.gradient_accumulation_steps
-        if self._planned is not None:
-            return self._planned.take(number)
         first = self._step % self._cfg.generation.steps_per_round * number
         self._step += 1
         return self._batches(first, first + number)
@@ -189,7 +175,7 @@ class Rounds(Generic[BatchT]):
         """The round's micro-batches `first` to `end`."""
         raise NotImplementedError
 
-    def _longest(self) -> BatchT:
+    def longest(self) -> BatchT:
         """The largest micro-batch, without contents."""
         raise NotImplementedError
 
@@ -197,7 +183,7 @@ class Rounds(Generic[BatchT]):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the current round."""
-        if not self._answers or self._planned is not None:
+        if not self._answers:
             return {}
         found = round_metrics(self._answers, self._cfg.generation.num_answers)
         if self._sampling_seconds is not None:
@@ -257,7 +243,7 @@ class Rollouts(Rounds[PolicyBatch]):
     # Log-probabilities before the first update ------------------------------------------------------------------------
 
     @property
-    def _looks_back(self) -> bool:
+    def looks_back(self) -> bool:
         """Whether the trainer's log-probabilities are needed before the first update: for several updates, for the
         entropies of all tokens, or for a divergence in the rewards."""
         loss = self._cfg.needed(PolicyLossConfig)
@@ -266,10 +252,8 @@ class Rollouts(Rounds[PolicyBatch]):
     def to_remember(self) -> list[PolicyBatch]:
         """All micro-batches of the sampled round, as in the first pass; none if no log-probabilities are needed
         beforehand."""
-        if not self._looks_back:
+        if not self.looks_back:
             return []
-        if self._planned is not None:
-            return self._planned.take(1)
         return self._batches(0, self.num_answers // self._cfg.batch_size)
 
     def remember(
@@ -280,8 +264,6 @@ class Rollouts(Rounds[PolicyBatch]):
         reference (G, A): the reference's log-probabilities, if the divergence is part of the reward; values (G, A): the
         value model's predictions, with a value model.
         """
-        if self._planned is not None:
-            return
         told = {"old": now.log_probs.tolist(), "entropies": now.entropies.tolist()}
         told |= {} if reference is None else {"divergences": (now.log_probs - reference).tolist()}
         told |= {} if values is None else {"values": values.tolist()}
@@ -306,7 +288,7 @@ class Rollouts(Rounds[PolicyBatch]):
 
     def _work_out(self) -> None:
         loss, size = self._cfg.needed(PolicyLossConfig), self._cfg.generation.num_answers
-        if self._looks_back:
+        if self.looks_back:
             entropies = self._take_what_is_known()
             if loss.entropy_share < 1:
                 self._mark_uncertain(entropies, loss.entropy_share)
@@ -355,13 +337,13 @@ class Rollouts(Rounds[PolicyBatch]):
         assert isinstance(batch, PolicyBatch)
         return replace(batch, answers=range(first, first + len(answers)))
 
-    def _longest(self) -> PolicyBatch:
+    def longest(self) -> PolicyBatch:
         size, group, new = self._cfg.batch_size, self._cfg.generation.num_answers, self._cfg.generation.max_new_tokens
         # The micro-batch with completions of the most groups has the most prompts.
         first = max(range(0, self.num_answers, size), key=lambda first: (first + size - 1) // group - first // group)
         zeros = [0.0] * new
         answer = Completion(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
-        answer.old = zeros if self._looks_back else []
+        answer.old = zeros if self.looks_back else []
         answer.values = answer.returns = zeros if self._has_values else []
         return self._policy_batch([answer] * size, [self._prompts[0].ids] * size, first)
 
@@ -373,7 +355,7 @@ class ValuedRollouts(Rollouts):
     _has_values = True
 
     @property
-    def _looks_back(self) -> bool:
+    def looks_back(self) -> bool:
         return True
 
     def _work_out(self) -> None:
@@ -435,7 +417,7 @@ class PairRollouts(Rounds[PairBatch]):
         assert isinstance(batch, PairBatch)
         return batch
 
-    def _longest(self) -> PairBatch:
+    def longest(self) -> PairBatch:
         longest = Completion(0, [0] * self._cfg.generation.max_new_tokens, [], True, 0.0, [], "")
         number = 2 * self._cfg.batch_size
         return self._pair_batch([longest] * number, [self._prompts[0].ids] * number)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from lean_ft.data import Prompt
@@ -14,7 +14,6 @@ from lean_ft.optim import Optimizer
 from lean_ft.parallel import generating
 from lean_ft.settings import OnlineConfig
 from lean_ft.system.host_link import open_link
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
 
@@ -42,9 +41,11 @@ class Sampler:
         if ranks.size > 1 and (cfg.generation.compile or uses_vllm):
             setting = "compile=true" if cfg.generation.compile else "engine=vllm"
             raise ValueError(f"generation.{setting} needs a single process, but there are several. Remove the setting.")
-        self._server: VLLMServer | None = None
-        if uses_vllm and stage() is None:
-            self._server = VLLMServer(cfg.generation.engine_url, cfg.output_dir / "engine")
+        self._server_folder = cfg.output_dir / "engine"
+
+    @cached_property
+    def _server(self) -> VLLMServer:
+        return VLLMServer(self._generation.engine_url, self._server_folder)
 
     def __call__(self, prompts: Sequence[Prompt], seed: int, temperature: float | None = None) -> list[Sample]:
         """temperature: None is the training temperature. Raises as `lean_ft.generation.sample` does."""
@@ -58,7 +59,7 @@ class Sampler:
         )
         asked = [prompt.ids for prompt in prompts]
         if self._generation.engine == "vllm":
-            return self._server(self._model, asked, how) if self._server is not None else [Sample() for _ in asked]
+            return self._server(self._model, asked, how)
         numbers = sample_numbers(asked)
         # Consecutive prompts, and all completions of a prompt on one rank, which reads it once. Ranks that share
         # attention heads sample for the same prompts.

@@ -8,7 +8,6 @@ from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import Rule, StepInfo
 from lean_ft.settings import ScheduleConfig, TrainingConfig
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.user_functions import is_function_path
 
 __all__ = ["LossScaler", "Optimizer", "Rule", "StepInfo", "build_optimizer", "learning_rate", "num_warmup_steps"]
@@ -45,8 +44,6 @@ def scheduled(schedule: ScheduleConfig, step: int, total_steps: int, peak: float
 
 
 def _own_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
-    if stage() is not None:  # a plan runs no user code
-        return 1.0
     try:
         factor = schedule.function(step, total_steps)
     except Exception as error:

@@ -54,14 +54,14 @@ class Adafactor(Rule):
 
             squares = torch.zeros((), device=grad.device)
             for _, g, of_row, of_column in matrices:
-                self._add_squares([g, of_row], of_column, squares)
+                self._add_squares(state.device_type, [g, of_row], of_column, squares)
             rms = (state.sum(squares) / whole_numel(state.whole)).sqrt()
             lr = step.lr / (rms / LARGEST_RMS).clamp(min=1.0)
 
             noise = RoundingNoise.for_update(state, step)
             decay = step.lr * decay_of(state, self.weight_decay)
             for w, g, of_row, of_column in matrices:
-                self._update([w, g, of_row], of_column, lr, decay, noise=noise)
+                self._update(state.device_type, [w, g, of_row], of_column, lr, decay, noise=noise)
 
     def _advance(self, state: ParameterState, grad: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
         """Update the second moment; return the row and column factors of 1 / sqrt(v)."""
@@ -77,7 +77,7 @@ class Adafactor(Rule):
         column_moment = state.tensors["exp_avg_sq_col"].view(matrices, 1, columns)
         row_means, column_means = torch.zeros_like(row_moment), torch.zeros_like(column_moment)
         for g, of_rows, of_columns in zip(grad, row_means, column_means, strict=True):
-            self._add_means([g, of_rows], of_columns, float(num_rows), float(columns))
+            self._add_means(state.device_type, [g, of_rows], of_columns, float(num_rows), float(columns))
         column_means = state.sum(column_means) if is_cut else column_means
         row_moment.lerp_(row_means.add_(MOMENT_EPS), 1.0 - beta2)
         column_moment.lerp_(column_means.add_(MOMENT_EPS), 1.0 - beta2)

@@ -129,7 +129,9 @@ class AdamW(Rule):
         if self.update_clipping:
             ratios = torch.zeros((), device=grad.device)
             second = kept[len(kept) // 2 :]
-            self._add_ratios([grad, *second], ratios, self.beta2, 1 - self.beta2, correction2, self.eps**2)
+            self._add_ratios(
+                state.device_type, [grad, *second], ratios, self.beta2, 1 - self.beta2, correction2, self.eps**2
+            )
             lr = step.lr / (state.sum(ratios) / whole_numel(state.whole)).sqrt().clamp(min=1.0)
         scalars = (
             *(lr, self.eps, decay_of(state, self.weight_decay)),
@@ -137,7 +139,7 @@ class AdamW(Rule):
             *(self.beta2, 1 - self.beta2, correction2**0.5),
         )
         noise = RoundingNoise.for_update(state, step)
-        self._update_slices([weight, grad, *kept], *scalars, noise=noise)
+        self._update_slices(state.device_type, [weight, grad, *kept], *scalars, noise=noise)
 
     def _add_ratios_of_slice(
         self,

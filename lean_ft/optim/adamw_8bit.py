@@ -23,7 +23,6 @@ from torch import Tensor
 from lean_ft.optim.adamw import AdamW, AdamWSettings, Moment
 from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
-from lean_ft.system.shapes_only import device_type
 
 BLOCK = 256  # elements that share a scale; a constant, because Dynamo would turn an attribute into a variable
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
@@ -72,7 +71,7 @@ class AdamW8bit(AdamW):
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         for state in states:
-            if device_type(state.param.device) == "cuda" and not (self.update_clipping or self.draws_noise):
+            if state.device_type == "cuda" and not (self.update_clipping or self.draws_noise):
                 self._update_by_bitsandbytes(state, step)
             else:
                 self.update_in_slices(state, step)

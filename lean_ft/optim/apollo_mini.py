@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lean_ft.optim.gradients import gradient_norm
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
-from lean_ft.optim.slices import RoundingNoise, Sliced, flat, move, slice_length, slices
+from lean_ft.optim.slices import RoundingNoise, Sliced, flat, move, slice_length
+from lean_ft.system.world import in_chunks
 
 SCALE = 128**0.5  # compensates for the norm that a projection to one dimension loses
 STEPS_PER_PROJECTION = 200
@@ -57,19 +58,20 @@ class ApolloMini(Rule):
         for state in states:
             ratio = self._ratio(state, step)
             noise = RoundingNoise.for_update(state, step)
-            self._move([flat(state.param), flat(state.grad)], step.lr, ratio, self.weight_decay, noise=noise)
+            weight, grad = flat(state.param), flat(state.grad)
+            self._move(state.device_type, [weight, grad], step.lr, ratio, self.weight_decay, noise=noise)
 
     def _ratio(self, state: ParameterState, step: StepInfo) -> Tensor:
         """Update the state; return the factor () for the gradient."""
         grad = state.grad.view(-1, state.param.shape[-1])
-        projected = project(grad, seed=projection_seed(state.index, step.number))  # (L,)
+        projected = project(grad, projection_seed(state.index, step.number), state.device_type)  # (L,)
         exp_avg, exp_avg_sq = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]
         exp_avg.lerp_(projected, 1 - self.beta1)
         exp_avg_sq.lerp_(projected.square(), 1 - self.beta2)
         adapted = exp_avg / exp_avg_sq.sqrt().add_(self.eps)
         ratio = SCALE * adapted.norm() / (projected.norm() + NORM_EPS)
 
-        norm, last = gradient_norm(state.grad) * ratio, state.tensors["norm"]
+        norm, last = gradient_norm(state.grad, state.device_type) * ratio, state.tensors["norm"]
         allowed = torch.where(last > 0, last * LARGEST_GROWTH, norm)
         limit = (allowed / norm.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
         last.copy_(norm * limit)
@@ -81,13 +83,13 @@ def projection_seed(index: int, step_number: int) -> int:
     return (index + (step_number - 1) // STEPS_PER_PROJECTION * 2**16) % 2**32
 
 
-def project(grad: Tensor, seed: int) -> Tensor:
+def project(grad: Tensor, seed: int, device_type: str) -> Tensor:
     """Product (L,), float32, of a matrix (S, L) or (L, S) with a random normal vector (S,)."""
     rows, columns = grad.shape
     generator = torch.Generator(grad.device).manual_seed(seed)
     vector = torch.randn(min(rows, columns), generator=generator, device=grad.device)
     result = torch.zeros(max(rows, columns), device=grad.device)
-    for part in slices(rows, max(1, slice_length(grad.device, compiled=False) // columns)):
+    for part in in_chunks(rows, max(1, slice_length(device_type, compiled=False) // columns)):
         block = grad[part].float()
         if rows > columns:
             result[part] = block @ vector

@@ -6,35 +6,35 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lean_ft.optim.slices import flat, slice_length, slices
-from lean_ft.system.shapes_only import device_type
+from lean_ft.optim.slices import flat, slice_length
+from lean_ft.system.world import in_chunks
 from lean_ft.torch_private import foreach_mul_, foreach_norm
 
 _BITS = {2: torch.int16, 4: torch.int32}  # by an element's size in bytes
 
 
-def gradient_norm(grad: Tensor) -> Tensor:
-    """The 2-norm of one gradient as a float32 scalar on its device.
+def gradient_norm(grad: Tensor, device_type: str) -> Tensor:
+    """The 2-norm of one gradient as a float32 scalar on its device, which is of `device_type`.
 
     On a CPU the squares are summed in float32 per slice: torch's norm of a bfloat16 tensor is off by 0.2% for an
     embedding's gradient, even with dtype=float32.
     """
-    if device_type(grad.device) != "cpu":
+    if device_type != "cpu":
         return torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
     vector = flat(grad.contiguous())
     total = torch.zeros((), dtype=torch.float64)
-    for part in slices(vector.numel(), slice_length(vector.device, compiled=False)):
+    for part in in_chunks(vector.numel(), slice_length(device_type, compiled=False)):
         values = vector[part].float()
         total += values.dot(values)
     return total.sqrt().float()
 
 
-def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
+def gradient_norms(grads: Sequence[Tensor], device_type: str) -> Tensor:
     """`gradient_norm` of each gradient, (gradients,). On a GPU, a few launches for all gradients of one dtype."""
     if len(grads) == 1:
-        return gradient_norm(grads[0]).view(1)
-    if device_type(grads[0].device) != "cuda":
-        return torch.stack([gradient_norm(grad) for grad in grads])
+        return gradient_norm(grads[0], device_type).view(1)
+    if device_type != "cuda":
+        return torch.stack([gradient_norm(grad, device_type) for grad in grads])
     norms: dict[int, Tensor] = {}
     for members in _by_dtype(grads):
         found = foreach_norm([grads[i].detach() for i in members], 2, dtype=torch.float32)
@@ -73,9 +73,9 @@ def all_finite(scalars: Sequence[Tensor]) -> bool:
     return not scalars or bool(torch.stack([scalar.reshape(()).float() for scalar in scalars]).isfinite().all())
 
 
-def zero_unless_finite(grads: Sequence[Tensor], norms: Tensor) -> None:
+def zero_unless_finite(grads: Sequence[Tensor], norms: Tensor, device_type: str) -> None:
     """Set all gradients to zero in place if one of their `norms` is not finite. On a GPU the host does not wait."""
-    if device_type(grads[0].device) == "cuda":
+    if device_type == "cuda":
         highest = norms[0] if len(norms) == 1 else norms.amax()  # NaN if a norm is
         for members in _by_dtype(grads):
             # Every comparison with NaN is false. As floats, NaN times zero would stay NaN.

@@ -46,10 +46,14 @@ class Muon(Rule):
             noise = RoundingNoise.for_update(state, step)
             direction = torch.empty_like(state.param, dtype=torch.bfloat16, requires_grad=False)
             momentum = flat(state.tensors["momentum"])
-            self._advance([flat(state.grad), momentum, flat(direction)], self.momentum, noise=noise)
+            self._advance(state.device_type, [flat(state.grad), momentum, flat(direction)], self.momentum, noise=noise)
             scale = RMS_OF_ADAMW * max(state.param.shape[-2:]) ** 0.5
             direction = orthogonal(direction).contiguous()
-            self._move([flat(state.param), flat(direction)], step.lr, scale, self.weight_decay, noise=noise)
+            self._move(
+                *(state.device_type, [flat(state.param), flat(direction)]),
+                *(step.lr, scale, self.weight_decay),
+                noise=noise,
+            )
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

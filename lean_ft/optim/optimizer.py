@@ -25,7 +25,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -36,7 +35,6 @@ from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.streamed import SMALLEST_BYTES, StreamedState
 from lean_ft.system.host_link import HostLink
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of
 
 
@@ -46,7 +44,7 @@ class Optimizer:
     `rule` is one rule for all parameters, or a function from a parameter to its rule. Frozen parameters are left out, and
     a tied parameter counts once. `lr_ratios` multiplies learning rates, by the names of parameters.
     `loss_scaling` enables `scaler` for float16. With `streamed`, the state is in host memory. `notes` lists adjustments
-    for the device.
+    for the device. `device_type` is that of the planned device in a plan.
 
     A compiled layer delivers all its gradients at once. `by_layer` then updates its parameters together in backward,
     which takes a quarter of the kernel launches.
@@ -67,6 +65,7 @@ class Optimizer:
         streamed: StreamedState | None = None,
         notes: Sequence[str] = (),
         ranks: Ranks = ALONE,
+        device_type: str = "",
     ) -> None:
         assert not (in_backward and loss_scaling), "the overflow check needs every gradient before any update"
         trainable: dict[nn.Parameter, str] = {}
@@ -84,30 +83,31 @@ class Optimizer:
         self.streamed = streamed
         self.notes = tuple(notes)
         self.ranks = ranks
-        self._states: list[ParameterState] = []
+        self.states: list[ParameterState] = []
         for index, (param, name) in enumerate(trainable.items()):
             own_rule = rule if isinstance(rule, Rule) else rule(param)
             tensors = own_rule.init_state(local(param))
             tensors = streamed.init_state(tensors) if streamed else tensors
-            self._states.append(ParameterState(name, param, index, own_rule, lr_ratios.get(name, 1.0), tensors, ranks))
-        self._device = self._states[0].param.device
-        self.rules = list(dict.fromkeys(state.rule for state in self._states))
+            ratio = lr_ratios.get(name, 1.0)
+            self.states.append(ParameterState(name, param, index, own_rule, ratio, tensors, ranks, device_type))
+        self._device, self._device_type = self.states[0].param.device, self.states[0].device_type
+        self.rules = list(dict.fromkeys(state.rule for state in self.states))
         self._updates_now = False  # whether hooks update in the next backward
         self._losses: list[Tensor] = []  # of the current step's micro-batches
         self._skips = False  # whether the current step is skipped
         self._noise_seed: int | None = None
         self._norms: dict[int, Tensor] = {}  # in backward: gradient norms of the updated parameters
         self._arrived: set[int] = set()  # in backward: the parameters whose gradients are complete
-        if (watcher := stage()) is not None:
-            watcher.watch_optimizer(self, self._states)
         if in_backward:
             groups: dict[str, list[ParameterState]] = defaultdict(list)
-            for state in self._states:
+            for state in self.states:
                 layer = re.match(r".*\blayers\.\d+\.", state.name) if by_layer else None
                 groups[layer[0] if layer else state.name].append(state)
             for group in groups.values():
                 for state in group:
-                    state.whole.register_post_accumulate_grad_hook(partial(self._gradient_arrived, state, group))
+                    state.whole.register_post_accumulate_grad_hook(
+                        lambda _, state=state, group=group: self.gradient_arrived(state, group)
+                    )
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next step. Call it before backward, when hooks read it."""
@@ -138,9 +138,9 @@ class Optimizer:
             self._update_leftovers()
             norm = global_norm([self._norms[index] for index in sorted(self._norms)], self._device)
             return norm * torch.nan if self._skips else norm
-        grads = [local(state.whole.grad) for state in self._states if state.whole.grad is not None]
+        grads = [local(state.whole.grad) for state in self.states if state.whole.grad is not None]
         scale = self.scaler.value
-        norms = gradient_norms(grads).unbind() if grads else ()
+        norms = gradient_norms(grads, self._device_type).unbind() if grads else ()
         norm = self._norms_of_all_rows(global_norm(norms, self._device)) / scale
         self._skips = self._any_rank(not all_finite([norm, *self._losses]))
         self.scaler.update(overflowed=self._skips)
@@ -157,7 +157,7 @@ class Optimizer:
         if self.in_backward:
             self._update_leftovers()
         elif not self._skips:
-            self.apply_rules([state for state in self._states if state.whole.grad is not None])
+            self.apply_rules([state for state in self.states if state.whole.grad is not None])
         self.step_count += not self._skips
         self.skipped_steps += self._skips
         self._noise_seed = None
@@ -169,19 +169,19 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        for state in self._states:
+        for state in self.states:
             state.whole.grad = None
 
     @property
     def state_bytes(self) -> int:
-        return sum(tensor.nbytes for state in self._states for tensor in state.tensors.values())
+        return sum(tensor.nbytes for state in self.states for tensor in state.tensors.values())
 
     @contextmanager
     def state_away(self, link: HostLink) -> Iterator[None]:
         """Context manager between steps that moves optimizer state to pinned host memory, to free device memory."""
         moved = [
             (state.tensors, name)
-            for state in self._states
+            for state in self.states
             for name, tensor in state.tensors.items()
             if tensor.nbytes >= SMALLEST_BYTES
         ]
@@ -205,7 +205,7 @@ class Optimizer:
             self._await_device()
         counts = {"step": self.step_count, "skipped_steps": self.skipped_steps}
         parts = {name: Part(torch.tensor(n), (), 0, self.ranks.rank > 0) for name, n in counts.items()}
-        for state in self._states:
+        for state in self.states:
             parts |= {f"{state.name}.{key}": part for key, part in _state_parts(state).items()}
         return parts
 
@@ -220,7 +220,7 @@ class Optimizer:
             if name not in ("step", "skipped_steps"):
                 parameter, _, key = name.rpartition(".")
                 saved[parameter][key] = name
-        unknown = saved.keys() - {state.name for state in self._states}
+        unknown = saved.keys() - {state.name for state in self.states}
         missing = {"step", "skipped_steps"} - set(tensors)
         if unknown or missing:
             problem = f"{sorted(unknown)[:3]} are not trained here" if unknown else f"it lacks {sorted(missing)}"
@@ -231,7 +231,7 @@ class Optimizer:
             self.streamed.forget()
         else:
             self._await_device()
-        for state in self._states:  # one parameter at a time, because the mapping may read from disk
+        for state in self.states:  # one parameter at a time, because the mapping may read from disk
             names = saved.get(state.name, {})
             state.rule.load_state(state, {key: tensors[name] for key, name in names.items()})
         self.step_count = int(tensors["step"])
@@ -239,11 +239,12 @@ class Optimizer:
 
     def _await_device(self) -> None:
         """Wait until the host may access paged state."""
-        if any(state.param.is_cuda for state in self._states):
+        if any(state.param.is_cuda for state in self.states):
             torch.cuda.synchronize()
 
     @torch.no_grad()
-    def _gradient_arrived(self, state: ParameterState, group: list[ParameterState], _: Tensor) -> None:
+    def gradient_arrived(self, state: ParameterState, group: list[ParameterState]) -> None:
+        """Called in backward with each complete gradient. Update `group` when all its gradients are complete."""
         if not self._updates_now:
             return
         assert self._skips or state.index not in self._arrived, (
@@ -257,16 +258,16 @@ class Optimizer:
     def _update_and_free(self, states: Sequence[ParameterState]) -> None:
         if not self._skips:
             grads = [local(state.whole.grad) for state in states if state.whole.grad is not None]
-            norms = self._norms_of_all_rows(gradient_norms(grads))
+            norms = self._norms_of_all_rows(gradient_norms(grads, self._device_type))
             self._norms |= {state.index: norm for state, norm in zip(states, norms, strict=True)}
-            zero_unless_finite(grads, norms)
+            zero_unless_finite(grads, norms, self._device_type)
             self.apply_rules(states)
         for state in states:
             state.whole.grad = None
 
     def _update_leftovers(self) -> None:
         """Update parameters that the last micro-batch did not use but earlier ones did."""
-        leftovers = [state for state in self._states if state.whole.grad is not None]
+        leftovers = [state for state in self.states if state.whole.grad is not None]
         assert self._updates_now or not leftovers, "call a step's last backward on optimizer.scale(loss, last=True)"
         for state in leftovers:
             self._update_and_free([state])

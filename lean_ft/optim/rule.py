@@ -24,6 +24,10 @@ class ParameterState:
     lr_ratio: float = 1.0  # multiplies the learning rate
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ranks: Ranks = ALONE
+    device_type: str = ""  # in a plan, of the planned device; empty: of the parameter
+
+    def __post_init__(self) -> None:
+        self.device_type = self.device_type or self.whole.device.type
 
     @property
     def param(self) -> Tensor:

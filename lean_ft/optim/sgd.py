@@ -29,6 +29,7 @@ class SGD(Rule):
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         for state in states:
             self._update(
+                state.device_type,
                 [flat(tensor) for tensor in (state.param, state.grad, *state.tensors.values())],
                 step.lr,
                 self.momentum,

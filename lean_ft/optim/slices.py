@@ -9,14 +9,14 @@ Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): bfloa
 adding 16 random bits to the lower half and truncating rounds up with the probability that makes the mean exact.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lean_ft.optim.rule import ParameterState, StepInfo
-from lean_ft.system.shapes_only import device_type, repeated
+from lean_ft.system.world import in_chunks
 from lean_ft.torch_private import dynamo
 
 CPU_SLICE = 1 << 17  # elements: 512 KiB of float32, a fraction of a core's L2 cache
@@ -26,7 +26,7 @@ GPU_COMPILED_SLICE = 1 << 24
 
 
 class Sliced:
-    """Calls `function(slices, noise, *others)` on one slice of the tensors after another.
+    """Calls `function(slices, noise, *others)` on one slice of the tensors after another, on a device of `device_type`.
 
     The first dimension is sliced, in whole `block`s. A tensor with fewer entries than the first one has one entry for
     several elements, such as a scale per block. An incomplete last block is padded with zeros, in copies.
@@ -42,14 +42,14 @@ class Sliced:
         self._compiled = None if compiled is function else compiled
 
     def __call__(
-        self, tensors: Sequence[Tensor], *others: float | Tensor, noise: "RoundingNoise | None" = None
+        self, device_type: str, tensors: Sequence[Tensor], *others: float | Tensor, noise: "RoundingNoise | None" = None
     ) -> None:
         first, block = tensors[0], self._block
         filled_up = -(-len(first) // block) * block
         # Elements of the first tensor per entry of each tensor.
         spans = [filled_up // max(1, len(tensor)) for tensor in tensors]
         row = max(1, first.numel() // max(1, len(first)))
-        rows = max(1, slice_length(first.device, self._compiled is not None) // row)
+        rows = max(1, slice_length(device_type, self._compiled is not None) // row)
         others_compiled = [_as_tensor(other) for other in others] if self._compiled is not None else []
 
         def call(parts: list[Tensor]) -> None:
@@ -58,11 +58,12 @@ class Sliced:
             if self._compiled is None or min(map(len, parts)) == 1:
                 self._function(parts, bits, *others)
             else:
-                shaped = [self._shaped(part, span) for part, span in zip(parts, spans, strict=True)]
-                self._compiled(shaped, None if bits is None else self._shaped(bits, 1), *others_compiled)
+                shaped = [self._shaped(part, span, device_type) for part, span in zip(parts, spans, strict=True)]
+                noise_bits = None if bits is None else self._shaped(bits, 1, device_type)
+                self._compiled(shaped, noise_bits, *others_compiled)
 
         whole = len(first) // block * block
-        for part in slices(whole, rows):
+        for part in in_chunks(whole, rows):
             call([tensor[part.start // span : part.stop // span] for tensor, span in zip(tensors, spans, strict=True)])
         if rest := len(first) - whole:
             ends = [tensor[whole // span :] for tensor, span in zip(tensors, spans, strict=True)]
@@ -71,7 +72,7 @@ class Sliced:
             for end, part in zip(ends, filled, strict=True):
                 end.copy_(part[: len(end)])
 
-    def _shaped(self, part: Tensor, span: int) -> Tensor:
+    def _shaped(self, part: Tensor, span: int, device_type: str) -> Tensor:
         """The part in the shape for the compiled function, where only the number of rows varies.
 
         On a GPU, rows are blocks: everything then has one shape, and Inductor makes one kernel without intermediates. For
@@ -79,7 +80,7 @@ class Sliced:
         single loop, and the copies stay in the cache.
         """
         part = part.data
-        if device_type(part.device) != "cpu" and span < self._block:
+        if device_type != "cpu" and span < self._block:
             part = part.view(-1, self._block // span)
             dynamo.mark_static(part, 1)
         return part
@@ -93,17 +94,11 @@ def _as_tensor(value: float | Tensor) -> Tensor:
     return value.data if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
-def slice_length(device: torch.device, compiled: bool) -> int:
+def slice_length(device_type: str, compiled: bool) -> int:
     """Elements per slice, a multiple of every block size."""
-    if device_type(device) == "cpu":
+    if device_type == "cpu":
         return CPU_COMPILED_SLICE if compiled else CPU_SLICE
     return GPU_COMPILED_SLICE if compiled else GPU_SLICE
-
-
-def slices(num_elements: int, length: int) -> Iterator[slice]:
-    """Slices of `length` that cover `num_elements`; the last one may be shorter."""
-    for start in repeated(range(0, num_elements, length)):
-        yield slice(start, min(start + length, num_elements))
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from lean_ft.models.moe import Experts, MixtureOfExperts, experts_of
 from lean_ft.parallel.collectives import all_to_all
 from lean_ft.parallel.ranks import EXPERTS, ManyRanks
 from lean_ft.parallel.tensor import cut_parameter
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import Cut
 
 
@@ -35,31 +34,31 @@ from lean_ft.system.shards import Cut
 class ExpertRanks:
     """The ranks that exchange tokens."""
 
-    group: Any
+    ranks: ManyRanks
     num_experts: int  # on all ranks
 
     def forward(self, experts: Experts, tokens: Tensor, weights: Tensor, chosen: Tensor, *thin: Any) -> Tensor:
         """As `Experts.forward`: tokens (N, D), weights (N, K) of the chosen experts (N, K); returns (N, D)."""
         assert not thin, "check_experts refuses adapters on experts"
-        size, per_token = self.group.size(), chosen.shape[1]
+        group, per_token = self.ranks.groups[EXPERTS], chosen.shape[1]
+        size = group.size()
         own = self.num_experts // size
         by_expert, order = chosen.flatten().sort(stable=True)  # (M,)
         every = torch.arange(self.num_experts, device=order.device)
         ends = torch.searchsorted(by_expert, every, right=True)
         sent = ends.diff(prepend=ends.new_zeros(1))  # (E,): rows for each expert
         come = torch.empty_like(sent)  # from each rank, for each expert of this rank
-        dist.all_to_all_single(come, sent, group=self.group)
+        dist.all_to_all_single(come, sent, group=group)
         counts = torch.stack((sent, come)).view(2, size, own).sum(-1)
-        even = [[len(order) // size] * size] * 2  # the planner's assumption, since it routes nothing
-        send, receive = counts.tolist() if stage() is None else even
+        send, receive = self.ranks.row_counts(counts, len(order))
         rows = tokens.index_select(0, order // per_token)  # (M, D)
         if experts.config.scales_input:
             rows, weights = (rows * weights.flatten()[order, None]).to(rows.dtype), torch.ones_like(weights)
-        rows = all_to_all(rows, receive, send, self.group.group_name)  # (L, D)
+        rows = all_to_all(rows, receive, send, group.group_name)  # (L, D)
         expert = torch.arange(own, device=rows.device).repeat(size)
         expert = expert.repeat_interleave(come, output_size=len(rows))[:, None]  # (L, 1)
         results = Experts.forward(experts, rows, torch.ones_like(expert, dtype=weights.dtype), expert)
-        back = all_to_all(results, send, receive, self.group.group_name)  # (M, D)
+        back = all_to_all(results, send, receive, group.group_name)  # (M, D)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         back = back.index_select(0, places).unflatten(0, (-1, per_token))  # (N, K, D)
         return (back * weights[..., None].to(back.dtype)).sum(1)
@@ -88,7 +87,7 @@ def cut_experts(model: Decoder, ranks: ManyRanks) -> None:
         if not isinstance(module, MixtureOfExperts):
             continue
         experts = module.experts
-        between = ExpertRanks(group, experts.config.num_experts)
+        between = ExpertRanks(ranks, experts.config.num_experts)
         for own, _ in list(experts.named_parameters()):
             cut_parameter(model, experts, f"{name}.experts", own, cut)
         num_own = between.num_experts // group.size()

@@ -23,8 +23,8 @@ from lean_ft.parallel.ranks import CONTEXT, EXPERTS, TENSOR, ManyRanks
 from lean_ft.parallel.vocabulary import CutVocabulary, why_gathered
 from lean_ft.settings import ParallelConfig
 from lean_ft.system.log import say
-from lean_ft.system.shapes_only import outside
 from lean_ft.system.shards import Cut, Ranks, remember_cuts
+from lean_ft.torch_private import without_modes
 
 
 def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: int | None = None) -> None:
@@ -43,7 +43,7 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
                     f"parallel.{name}={getattr(cfg, name)} is not supported by this recipe. Set parallel.{name}=1, or, in your "
                     "own recipe, call lean_ft.parallel.cut before apply_memory."
                 )
-    with outside():  # FSDP2 needs real shapes while the planner computes with shapes only
+    with without_modes():  # FSDP2 needs real shapes while the planner computes with shapes only
         _shard(model, cfg, ranks, tokens)
     ranks.cut_models.append(model)
     remember_cuts(model.named_parameters(), model.sharding.cuts)
@@ -97,7 +97,7 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
 
 def sharded_linear(in_features: int, out_features: int, ranks: Ranks) -> nn.Linear:
     """A linear layer without bias on the meta device, sharded by rows over the ranks."""
-    with outside():
+    with without_modes():
         layer = nn.Linear(in_features, out_features, bias=False, device="meta")
         if isinstance(ranks, ManyRanks):
             from torch.distributed.fsdp import fully_shard

@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
 from lean_ft.system.launch import FAILURE_KEY, POLL_SECONDS, check_host, shared_store
-from lean_ft.system.shapes_only import outside, stage
 from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.system.world import world
 
 T = TypeVar("T")
 
@@ -44,17 +44,16 @@ def join(cfg: ParallelConfig, device: torch.device) -> Ranks:
     Raises ValueError if the environment is incomplete, or the `parallel` settings do not multiply to the number of
     processes.
     """
-    watcher = stage()
-    size = int(os.environ.get("WORLD_SIZE", "1")) if watcher is None else watcher.num_ranks
-    shard = check_number(cfg, size)
+    return world().join(cfg, device, _connect)
+
+
+def _connect(cfg: ParallelConfig, device: torch.device) -> Ranks:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_number(cfg, size)
     if size == 1:
         return ALONE
-    timeout = timedelta(minutes=cfg.timeout_minutes)
-    if watcher is None:
-        _meet(size, device, timeout, cfg)
-    with outside():
-        mesh = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=(REPLICATE, SHARD))
-        return (ManyRanks if watcher is None else watcher.ranks_type)(mesh, device, timeout, cfg)
+    _meet(size, device, timedelta(minutes=cfg.timeout_minutes), cfg)
+    return ManyRanks(cfg, device)
 
 
 def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
@@ -134,16 +133,19 @@ class ManyRanks(Ranks):
 
     hosts_backend = "gloo"
 
-    def __init__(self, mesh: Any, device: torch.device, timeout: timedelta, cfg: ParallelConfig) -> None:
-        self.mesh, self.device = mesh, device
+    def __init__(self, cfg: ParallelConfig, device: torch.device) -> None:
+        """The process group has been initialized."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.shard, self.num_shards = mesh.get_local_rank(SHARD), mesh.size(1)
+        self.num_shards, timeout = check_number(cfg, self.size), timedelta(minutes=cfg.timeout_minutes)
+        shape = (self.size // self.num_shards, self.num_shards)
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+        self.device, self.shard = device, self.mesh.get_local_rank(SHARD)
         self._hosts: Any
         self._hosts_beside: Any
         self._hosts, self._hosts_beside = (
             dist.new_group(backend=self.hosts_backend, timeout=timeout) for _ in range(2)
         )
-        self._shards = mesh.get_group(SHARD)
+        self._shards = self.mesh.get_group(SHARD)
         self.num_sharing = cfg.context * cfg.tensor
         self.num_alike = cfg.tensor
         self.groups: dict[str, Any] = {}
@@ -249,6 +251,10 @@ class ManyRanks(Ranks):
         by_rank: list[Any] = [None] * self.size
         dist.all_gather_object(by_rank, (platform.node(), what), group=self._hosts)
         _refuse_different(by_rank)
+
+    def row_counts(self, counts: Tensor, num_rows: int) -> list[list[int]]:
+        """Read how many of `num_rows` rows go to each rank and come from it, (2, n). The host waits for the device."""
+        return counts.tolist()
 
     def gather_no_more(self, model: Any) -> None:
         for module in model.modules():

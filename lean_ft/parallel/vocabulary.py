@@ -37,7 +37,7 @@ from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL
 from lean_ft.models import Decoder
 from lean_ft.parallel.ranks import REPLICATE, SHARD, ManyRanks
 from lean_ft.settings import ParallelConfig
-from lean_ft.system.shapes_only import repeated
+from lean_ft.system.world import in_chunks
 
 LOOKED_UP_TOKENS = 4096  # tokens of all ranks per exchange of embedding rows
 SMALL_WEIGHT_BYTES = 256 * 2**20  # `auto` gathers smaller weights: little memory, and sums in one process's order
@@ -225,9 +225,8 @@ class _LookUp(torch.autograd.Function):
 def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Any:
     """Each chunk's slice of this rank's ids (N,) and the ids of all ranks; the number of chunks is equal on all ranks."""
     length = max(1, LOOKED_UP_TOKENS // cut.size)
-    for start in repeated(range(0, most, length)):
-        chunk = slice(start, start + length)
-        yield chunk, cut.gather(_padded(ids[chunk], min(length, most - start), fill=-1))
+    for chunk in in_chunks(most, length):
+        yield chunk, cut.gather(_padded(ids[chunk], chunk.stop - chunk.start, fill=-1))
 
 
 class _Passes(NamedTuple):
@@ -244,10 +243,9 @@ class _Passes(NamedTuple):
     def chunks(self, hidden: Tensor, projection: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield each chunk's slice of this rank's tokens, the hidden states of all ranks (n C, D) and their logits (n C, P)."""
         logits_of = ChunkLogits(projection)
-        for start in repeated(range(0, self.most, self.chunk_tokens), shown=2):
-            chunk = slice(start, min(start + self.chunk_tokens, self.most))
+        for chunk in in_chunks(self.most, self.chunk_tokens, shown=2):
             own = hidden[chunk].to(projection.dtype)
-            gathered = self.cut.gather(_padded(own, chunk.stop - start))
+            gathered = self.cut.gather(_padded(own, chunk.stop - chunk.start))
             yield chunk, gathered, logits_of(gathered)
 
     def work(self, chunk: slice, logits: Tensor, labels: Tensor, rows: Tensor) -> None:

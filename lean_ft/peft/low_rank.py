@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.frozen_weight import Form, Frozen, product_dtype
 from lean_ft.system.gpu_products import multiplies_into_float32
-from lean_ft.system.shapes_only import device_type
+from lean_ft.system.world import device_type
 
 
 def low_rank_linear(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from lean_ft.plan.devices import Kernel
-from lean_ft.plan.trace import Cost, Trace, short_name
+from lean_ft.plan.time import short_name
+from lean_ft.plan.trace import Cost, Trace
 from lean_ft.torch_private import (
     FakeTensor,
     OpOverload,
@@ -90,9 +91,11 @@ class _Kernels:
 
     def __call__(self, arguments: list[Any]) -> Any:
         trace, values = self._trace, {}
-        trace.write(arguments)  # a graph writes only to its arguments
-        shapes = [(x.shape, x.stride(), x.dtype, trace.counts(x)) if isinstance(x, Tensor) else x for x in arguments]
-        is_new = (key := (trace.longest_document, *shapes)) not in self._known
+        trace.memory.write(arguments)  # a graph writes only to its arguments
+        shapes = [
+            (x.shape, x.stride(), x.dtype, trace.memory.counts(x)) if isinstance(x, Tensor) else x for x in arguments
+        ]
+        is_new = (key := (trace.time.longest_document, *shapes)) not in self._known
         known = self._known.setdefault(key, _Known())
         placeholders = (node for node in self._nodes if node.op == "placeholder")
         for node, value in zip(placeholders, arguments, strict=True):
@@ -105,7 +108,7 @@ class _Kernels:
                 values[node] = getattr(self._module, str(node.target))
             elif node.op == "output":
                 result = fx.map_arg(node.args[0], lambda n: values[n])
-                trace.note(result)
+                trace.memory.note(result)
             elif node in known.skipped:
                 if (viewed := known.viewed.get(node)) in values:
                     values[node] = values[viewed]  # keeps its memory alive
@@ -123,10 +126,10 @@ class _Kernels:
                             known.add(node, values, trace)
                 if node in self._stored:
                     if node in self._written_over:
-                        trace.overwrite(values[self._written_over[node]], values[node])
-                    trace.note(values[node])
+                        trace.memory.overwrite(values[self._written_over[node]], values[node])
+                    trace.memory.note(values[node])
                     if not self._is_tuned and not _is_opaque(node):
-                        trace.tune()
+                        trace.memory.tune()
                     if is_exchange:
                         trace.exchange(node.target, args)
                     else:
@@ -171,7 +174,7 @@ class _Known:
                 self.viewed[node] = source
                 if storages != given:
                     self.elements.add(node)
-                elif trace.counts(value):
+                elif trace.memory.counts(value):
                     self.counted.add(node)
                 return
         if type(value) is FakeTensor:

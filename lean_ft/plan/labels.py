@@ -4,7 +4,6 @@ import inspect
 import sys
 from types import CodeType, FrameType
 
-from lean_ft.generation.decoding import rehearse_generation
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.losses.linear_distillation import linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs, recomputed_log_probs
@@ -12,6 +11,7 @@ from lean_ft.memory.frozen_embeddings import whole_weight
 from lean_ft.models.hf_format import load_model, read_weights
 from lean_ft.optim.build import build_optimizer
 from lean_ft.peft.lora import apply_lora
+from lean_ft.plan.online import rehearse_generation
 
 WEIGHTS, STATES, GRADIENTS = "weights", "optimizer state", "gradients"
 BATCH, ACTIVATIONS, LOSS, WORKSPACE = "batch", "activations", "loss", "workspace"

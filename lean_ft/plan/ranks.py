@@ -37,6 +37,10 @@ class PlannedRanks(ManyRanks):
     def _count_targets(self, labels: Tensor) -> int:
         return labels.numel()  # a plan's batch has a target at every token
 
+    def row_counts(self, counts: Tensor, num_rows: int) -> list[list[int]]:
+        size = counts.shape[1]
+        return [[num_rows // size] * size] * 2  # evenly, since a plan routes nothing
+
     def highest(self, *numbers: int) -> list[int]:
         return list(numbers)
 
@@ -69,10 +73,10 @@ def watched_sharding(trace: Trace) -> AbstractContextManager[None]:
 
     def watched(function: Callable[..., Any], resizes: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with trace.labelled(GATHERED, trace.current[1]):
+            with trace.memory.labelled(GATHERED, trace.memory.current[1]):
                 result = function(*args, **kwargs)
                 if resizes:
-                    trace.note([arg for arg in args if isinstance(arg, Tensor)])
+                    trace.memory.note([arg for arg in args if isinstance(arg, Tensor)])
                 return result
 
         return call

@@ -7,7 +7,7 @@ from lean_ft.plan.devices import ONE_DEVICE, Machines
 
 
 @dataclass
-class Moment:
+class Peak:
     """Memory at one time: bytes by label, and the place in the step."""
 
     where: str = ""
@@ -21,7 +21,7 @@ class Moment:
 class Launches(NamedTuple):
     """Sums over launches of one operation. limit_seconds: at the device's published rates."""
 
-    count: float = 0
+    number: float = 0
     flops: float = 0.0
     moved_bytes: float = 0.0
     seconds: float = 0.0
@@ -35,7 +35,7 @@ class Launches(NamedTuple):
 class Rehearsal:
     """Memory and time of one optimizer step, on each device."""
 
-    peak: Moment
+    peak: Peak
     step_seconds: float  # estimated; docs/speed_tables.md compares it with published figures
     tokens: int  # over all micro-batches and devices, including padding
     num_parameters: int

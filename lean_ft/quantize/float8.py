@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lean_ft.system.shapes_only import device_type
+from lean_ft.system.world import device_type
 
 DIVISOR = 16  # float8 products need both sides of a matrix to be multiples of this
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lean_ft.models.frozen_weight import NF4_BLOCK, NF4_SCALE_BLOCK, Form, Frozen
 from lean_ft.system.environment import bitsandbytes_problem
-from lean_ft.system.shapes_only import outside
+from lean_ft.torch_private import without_modes
 
 
 def to_nf4(weight: Tensor) -> Frozen:
@@ -42,6 +42,6 @@ def check_available(*, on_gpu: bool) -> None:
 def _bitsandbytes() -> ModuleType:
     import bitsandbytes.functional as functional
 
-    with outside():  # the library builds its tables on first use
+    with without_modes():  # the library builds its tables on first use
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     return functional

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.system.before_torch import CUDA_ALLOCATOR_VARIABLES, WAITING_VARIABLES
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.units import gibibytes
+from lean_ft.system.world import world
 
 if TYPE_CHECKING:
     import torch
@@ -148,14 +148,16 @@ def user_cache() -> Path:
 
 def memory_bytes(device: "torch.device") -> int | None:
     """Return the total memory of a GPU, or of the host within its container's limit; None if unknown."""
-    if (watcher := stage()) is not None:
-        return watcher.memory_bytes
-    if device.type == "cuda":
-        import torch
 
-        return torch.cuda.get_device_properties(device).total_memory
-    total_bytes, limit_bytes = _host_memory()
-    return total_bytes if limit_bytes is None else limit_bytes
+    def measure() -> int | None:
+        if device.type == "cuda":
+            import torch
+
+            return torch.cuda.get_device_properties(device).total_memory
+        total_bytes, limit_bytes = _host_memory()
+        return total_bytes if limit_bytes is None else limit_bytes
+
+    return world().memory_bytes(measure)
 
 
 def _host_memory() -> tuple[int | None, int | None]:

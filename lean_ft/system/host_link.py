@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.system.shapes_only import stage
+from lean_ft.system.world import world
 from lean_ft.torch_private import version_of
 
 IN_FLIGHT_BYTES = 128 * 2**20  # limit of memory kept on the device only because a copy still reads it
@@ -255,11 +255,10 @@ def open_link(device: torch.device, setting: str, instead: str) -> HostLink:
     Raises ValueError on other devices, which have no separate memory, with the `setting` that needs the link and the one to
     use `instead`.
     """
-    if (watcher := stage()) is not None and watcher.device_type == "cuda":
-        return watcher.open_link()
-    if device.type != "cuda":
+    here = world()
+    if here.device_type(device) != "cuda":
         raise ValueError(
             f"{setting} moves tensors from GPU memory to host memory, but the model is on {device.type}, which already uses "
             f"host memory. Set {instead}."
         )
-    return HostLink(device)
+    return here.link(lambda: HostLink(device))

@@ -22,7 +22,7 @@ from symtable import symtable
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
-from lean_ft.system.shapes_only import stage
+from lean_ft.system.world import world
 
 
 class Passed(NamedTuple):
@@ -102,9 +102,15 @@ def load_function(value: str, planned: Callable[..., Any] | None = None) -> Call
     A plan runs no user code: it gets `planned` instead, or None for a function that it never calls. Raises ValueError if
     the file is missing, fails or lacks the function.
     """
-    if stage() is not None:
+
+    def checked() -> Any:
         check_function(value)
-        return planned  # pyright: ignore[reportReturnType]
+        return planned
+
+    return world().read(lambda: _load_function(value), checked)
+
+
+def _load_function(value: str) -> Callable[..., Any]:
     if value in PASSED:
         return PASSED[value].function
     file, name = _file_and_name(value)

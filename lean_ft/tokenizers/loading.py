@@ -1,17 +1,16 @@
 """Build a `Tokenizer` from a model folder: the tokenizer file, special tokens, chat templates and context length."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tokenizers import AddedToken
 
 from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import ModelConfig
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.whole_files import read_json
+from lean_ft.system.world import world
 from lean_ft.tokenizers.file_limits import MAX_ADDED
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
@@ -37,26 +36,6 @@ TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 _STRETCHED = ("linear", "dynamic", "yarn")  # rope scalings whose factor multiplies the original context
 
 
-class _LazyTokenizer:
-    """A tokenizer that is loaded on first use: a recipe that the planner simulates may not need one."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
-
-    @cached_property
-    def _loaded(self) -> Tokenizer:
-        return _load_tokenizer(*self._arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loaded, name)
-
-    def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        return self._loaded(*arguments, **settings)
-
-    def __len__(self) -> int:
-        return len(self._loaded)
-
-
 def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = None) -> Tokenizer:
     """Load the tokenizer of the model `path`: a folder, a Hub repository (`org/name`), or `tiny`, the embedded model.
 
@@ -71,8 +50,7 @@ def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = 
             path = _add_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
         else:
             path = path.path
-    found = _LazyTokenizer(path, chat_template) if stage() is not None else _load_tokenizer(path, chat_template)
-    return cast(Tokenizer, found)
+    return world().tokenizer(lambda: _load_tokenizer(path, chat_template))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

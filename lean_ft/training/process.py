@@ -14,8 +14,8 @@ from lean_ft.parallel import check_number, refuse_cuts
 from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.before_torch import keep_compiled_products, prepare_torch
 from lean_ft.system.log import log_to, say
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.units import gibibytes
+from lean_ft.system.world import world
 from lean_ft.training.starting import decide_start
 
 OTHER_SHAPES = 32  # product shapes in a step besides attention: projections, adapters, chunks of the loss
@@ -31,10 +31,10 @@ def start(cfg: RecipeConfig) -> torch.device:
         ValueError: the device is missing or cannot compute in `model.dtype`, or `output_dir` cannot hold this run (checked
             here, before a model is loaded).
     """
-    if (watcher := stage()) is not None:
-        if watcher.num_ranks > 1:
-            refuse_on_many(cfg, watcher.num_ranks)
-        return torch.device("cpu")
+    return world().start(cfg, _prepare)
+
+
+def _prepare(cfg: RecipeConfig) -> torch.device:
     prepare_torch()  # for a recipe that was not started by the command line
     device = resolve_device(cfg.device)
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and "RANK" in os.environ:

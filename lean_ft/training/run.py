@@ -34,9 +34,9 @@ from lean_ft.settings import RecipeConfig
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
 from lean_ft.system.run_directory import METRICS_FILE, from_checkpoint, read_random_state
-from lean_ft.system.shapes_only import stage
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.units import number
+from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
@@ -111,12 +111,13 @@ class Run:
         self._lock: DirectoryLock | None = None  # held by rank 0
 
         check_recipe(cfg, model, tokenizer)
-        if (watcher := stage()) is not None:
-            watcher.watch_run(self)
-            return
-        check_evaluations(cfg, model, ranks, has_held_out=held_out is not None)
-        ranks.check_same(facts_that_ranks_share(cfg, batches))
-        self._lock = lock_directory(self.directory, ranks)
+        world().begin_run(self, self._enter)
+
+    def _enter(self) -> None:
+        """Check what the run needs, lock its directory, and begin."""
+        check_evaluations(self.cfg, self.model, self.ranks, has_held_out=self._held_out is not None)
+        self.ranks.check_same(facts_that_ranks_share(self.cfg, self.batches))
+        self._lock = lock_directory(self.directory, self.ranks)
         try:
             self._open()
         except BaseException:

@@ -6,7 +6,7 @@ import pytest
 
 from lean_ft.plan import picture, search
 from lean_ft.plan.rehearsal import Rehearsal
-from lean_ft.plan.trace import Moment
+from lean_ft.plan.result import Peak
 from lean_ft.system.units import GIB
 
 
@@ -57,7 +57,7 @@ def test_a_line_that_needs_values_is_named(leanft, tmp_path):
 
 def test_the_picture_is_drawn(tmp_path):
     timeline = [(0.0, {"weights": GIB}), (1.0, {"weights": GIB, "loss": GIB, "batch": 10}), (2.0, {"weights": GIB})]
-    rehearsal = Rehearsal(Moment("loss", timeline[1][1]), 2.0, 8, 4, timeline)
+    rehearsal = Rehearsal(Peak("loss", timeline[1][1]), 2.0, 8, 4, timeline)
     for budget_bytes in (None, 3 * GIB):
         picture.draw_timeline(rehearsal, tmp_path / "step.png", "tiny on T4", budget_bytes)
         assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

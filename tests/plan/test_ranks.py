@@ -11,10 +11,12 @@ import pytest
 from lean_ft.data import Batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.plan.devices import CPU, Machines, find_device
+from lean_ft.plan.memory import FREED
 from lean_ft.plan.ranks import watched_sharding
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
+from lean_ft.plan.result import Peak
 from lean_ft.plan.search import search
-from lean_ft.plan.trace import FREED, Moment, Trace
+from lean_ft.plan.trace import Trace
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from tests.parallel.processes import on_ranks, supported
@@ -95,11 +97,11 @@ def traced(folder: Path) -> dict[str, int]:
         trace = Trace(CPU, host_pool=True)
         with watched_sharding(trace), trace:
             recipe.main(cfg.model_copy(update={"output_dir": folder / name}))
-        found[name] = without_freed(trace.peak)
+        found[name] = without_freed(trace.memory.peak)
     return found
 
 
-def without_freed(peak: Moment) -> int:
+def without_freed(peak: Peak) -> int:
     return peak.total_bytes - peak.bytes_by_label.get(FREED, 0)
 
 

@@ -14,7 +14,7 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer
 from lean_ft.optim.streamed import StreamedState
-from lean_ft.plan import rehearsal
+from lean_ft.plan import world
 from lean_ft.plan.devices import CPU, find_device
 from lean_ft.plan.labels import STATES
 from lean_ft.plan.rehearsal import rehearse
@@ -68,7 +68,7 @@ def test_a_plan_for_a_gpu_counts_the_launches_of_a_gpu(tmp_path: Path, tiny_mode
     ledger = planned(tmp_path, "optimizer.in_backward=true", device=find_device("H100")).ledger
     counts: Counter[str] = Counter()
     for (_, operation), launches in ledger.items():
-        counts[operation] += int(launches.count)
+        counts[operation] += int(launches.number)
     num_gradients = len(list(tiny_model.parameters()))
     assert counts["linalg_vector_norm"] == num_gradients + 1  # and the norm over all
     assert counts["le"] == counts["optimizer step"] == num_gradients
@@ -161,10 +161,10 @@ def test_asking_a_tensor_for_its_device_takes_no_time():
     trace = Trace(CPU)
     with FakeTensorMode(), trace:
         large = torch.empty(2**30)
-        before = trace.spent.seconds
+        before = trace.time.spent.seconds
         for _ in range(10):
             _ = large.device, large.dtype, large.shape
-    assert trace.spent.seconds == before
+    assert trace.time.spent.seconds == before
 
 
 def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(tmp_path: Path, monkeypatch):
@@ -173,7 +173,7 @@ def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(tm
     monkeypatch.setattr(
         StreamedState.__init__, "__kwdefaults__", {"smallest_bytes": 2**12, "ahead_bytes": 0, "part_bytes": 2**14}
     )
-    monkeypatch.setattr(rehearsal, "IN_FLIGHT_BYTES", 0)
+    monkeypatch.setattr(world, "IN_FLIGHT_BYTES", 0)
     monkeypatch.setattr(HostLink.__init__, "__defaults__", (0,))
     streamed = planned(tmp_path, *settings, "optimizer.state=streamed", device=card)
     state_bytes = on_device.peak.bytes_by_label[STATES]
@@ -186,12 +186,12 @@ def test_parts_of_pinned_memory_take_nothing_of_the_device():
     with FakeTensorMode(), trace:
         with trace.uncounted():
             host = torch.empty(1000)
-        trace.pin(host)
+        trace.memory.pin(host)
         part = host[10:20]
-        assert trace.live_bytes == 0 and trace.pinned_bytes == 4000
+        assert trace.memory.live_bytes == 0 and trace.memory.pinned_bytes == 4000
         del host, part
-        trace.pin(torch.empty(500))
-    assert trace.pinned_bytes == 4000  # the peak
+        trace.memory.pin(torch.empty(500))
+    assert trace.memory.pinned_bytes == 4000  # the peak
 
 
 @pytest.mark.parametrize("device", [CPU, find_device("H100")], ids=["cpu", "gpu"])

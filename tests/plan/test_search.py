@@ -8,8 +8,8 @@ import pytest
 from lean_ft.plan import search as search_module
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import Rehearsal
+from lean_ft.plan.result import Peak
 from lean_ft.plan.search import search, search_adapters
-from lean_ft.plan.trace import Moment
 from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, RecipeConfig, SFTDataConfig
 
 RECIPE = SimpleNamespace(__file__="mine.py")
@@ -47,7 +47,7 @@ def rehearsed(monkeypatch):
         gradients = 0 if cfg.optimizer.in_backward else 100
         sums = 20 if cfg.memory.loss_accumulation_dtype == "weight" else 40
         seconds *= 1.02 if cfg.optimizer.name == "adamw_8bit" else 1.0
-        peak = Moment("loss", {"weights": 200, "rest": cfg.batch_size * kept + states + gradients + sums})
+        peak = Peak("loss", {"weights": 200, "rest": cfg.batch_size * kept + states + gradients + sums})
         return Rehearsal(peak, seconds, 1000, 100, [], reserved_bytes=peak.total_bytes + cfg.batch_size * HOLES)
 
     monkeypatch.setattr(search_module, "known_or_new", rehearse)

@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from lean_ft.memory.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
 from lean_ft.plan.devices import CPU, DEVICES, Kernel, find_device
 from lean_ft.plan.fusion import fusing_backend
-from lean_ft.plan.trace import FREED, Trace, short_name
+from lean_ft.plan.memory import FREED
+from lean_ft.plan.time import short_name
+from lean_ft.plan.trace import Trace
 
 KIB = 1024
 
@@ -38,8 +40,8 @@ def test_the_peak_is_what_lived_at_once():
         del second, third
 
     trace = traced(work)
-    assert trace.peak.total_bytes == 150 * KIB
-    assert trace.live_bytes == 0
+    assert trace.memory.peak.total_bytes == 150 * KIB
+    assert trace.memory.live_bytes == 0
 
 
 def test_views_and_in_place_writes_take_nothing():
@@ -47,14 +49,14 @@ def test_views_and_in_place_writes_take_nothing():
         whole = kibibytes(10)
         parts = [whole[:KIB], whole.view(-1, 2), whole.detach()]
         whole.add_(1)
-        assert trace.live_bytes == 10 * KIB
+        assert trace.memory.live_bytes == 10 * KIB
         del whole
-        assert trace.live_bytes == 10 * KIB, "a view keeps the storage"
+        assert trace.memory.live_bytes == 10 * KIB, "a view keeps the storage"
         del parts
-        assert trace.live_bytes == 0
+        assert trace.memory.live_bytes == 0
         resized = kibibytes(0)
         resized.resize_(30 * KIB)
-        assert trace.live_bytes == 30 * KIB
+        assert trace.memory.live_bytes == 30 * KIB
 
     traced(work)
 
@@ -64,15 +66,15 @@ def test_a_cpus_tensor_counts_as_it_is_filled():
 
     def work(trace):
         tensor = torch.empty(4, size // 4, dtype=torch.uint8)
-        assert trace.live_bytes == 0
+        assert trace.memory.live_bytes == 0
         tensor[0].fill_(1)
-        assert trace.live_bytes == size // 4
+        assert trace.memory.live_bytes == size // 4
         torch.mul(torch.ones(1, dtype=torch.uint8), 2, out=tensor[1][:1])
-        assert trace.live_bytes == size // 4 + 1
+        assert trace.memory.live_bytes == size // 4 + 1
         tensor.zero_()
-        assert trace.live_bytes == size, "no more than there is"
+        assert trace.memory.live_bytes == size, "no more than there is"
         del tensor
-        assert trace.live_bytes == 0
+        assert trace.memory.live_bytes == 0
 
     traced(work, CPU)
 
@@ -90,21 +92,21 @@ def test_a_cpus_heap_keeps_what_was_freed_up_to_its_trim_threshold():
 
     for blocks in 2, 20:
         freed = min(blocks * small, TRIM_THRESHOLD_BYTES)
-        assert traced(work(blocks), CPU).peak.bytes_by_label == {"other": large, FREED: freed}
-    assert traced(work(2)).peak.bytes_by_label == {"other": large}, "a GPU's allocator uses it again"
+        assert traced(work(blocks), CPU).memory.peak.bytes_by_label == {"other": large, FREED: freed}
+    assert traced(work(2)).memory.peak.bytes_by_label == {"other": large}, "a GPU's allocator uses it again"
 
 
 def test_labels_sum_up_to_the_peak_and_say_what_it_is_of():
     def work(trace):
-        with trace.labelled("weights"):
+        with trace.memory.labelled("weights"):
             kept = kibibytes(8)
-        with trace.labelled("workspace", "the middle of it"):
+        with trace.memory.labelled("workspace", "the middle of it"):
             first, second = kibibytes(2), kibibytes(3)
-            trace.relabel(second, "gradients")
+            trace.memory.relabel(second, "gradients")
             third = kibibytes(1)
         del kept, first, second, third
 
-    peak = traced(work).peak
+    peak = traced(work).memory.peak
     assert peak.bytes_by_label == {"weights": 8 * KIB, "workspace": 3 * KIB, "gradients": 3 * KIB}
     assert peak.where == "the middle of it"
 
@@ -121,10 +123,10 @@ def test_what_autograd_saves_counts_until_backward_frees_it(recompute: bool):
             return y.sigmoid().sigmoid().sigmoid()
 
         y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
-        assert trace.live_bytes == (2 if recompute else 4) * size
+        assert trace.memory.live_bytes == (2 if recompute else 4) * size
         y.sum().backward()
         del y
-        assert trace.live_bytes == 2 * size  # x and its gradient
+        assert trace.memory.live_bytes == 2 * size  # x and its gradient
 
     traced(work)
 
@@ -135,15 +137,15 @@ def test_arithmetic_takes_its_time():
 
     def product(trace):
         a = torch.empty(n, n, dtype=torch.bfloat16)
-        before = trace.spent.seconds
+        before = trace.time.spent.seconds
         a @ a
         own = 2 * n**3 / (CARD.flops_16bit * CARD.product_share)
-        assert own < trace.spent.seconds - before < 1.1 * own + CARD.fixed_seconds
-        before = trace.spent.seconds
+        assert own < trace.time.spent.seconds - before < 1.1 * own + CARD.fixed_seconds
+        before = trace.time.spent.seconds
         a.clone()
         traffic = 4 * n**2 / (CARD.bytes_per_second * CARD.memory_share)
-        assert trace.spent.seconds - before == pytest.approx(traffic + CARD.fixed_seconds)
-        assert trace.spent.launch_seconds == pytest.approx(2 * CARD.launch_seconds)
+        assert trace.time.spent.seconds - before == pytest.approx(traffic + CARD.fixed_seconds)
+        assert trace.time.spent.launch_seconds == pytest.approx(2 * CARD.launch_seconds)
 
     traced(product)
 
@@ -188,8 +190,8 @@ def test_a_compiled_chain_stores_only_what_leaves_it(new_compiler):
         return run
 
     eager, fused = traced(work(False)), traced(work(True))
-    assert fused.peak.total_bytes == 2 * size
-    assert eager.peak.total_bytes == 3 * size
+    assert fused.memory.peak.total_bytes == 2 * size
+    assert eager.memory.peak.total_bytes == 3 * size
 
 
 def test_a_compiled_product_stores_what_it_reads(new_compiler):
@@ -201,7 +203,7 @@ def test_a_compiled_product_stores_what_it_reads(new_compiler):
         with torch.no_grad():
             function(x)
 
-    assert traced(work).peak.total_bytes == 4 * size  # x, both factors and the product
+    assert traced(work).memory.peak.total_bytes == 4 * size  # x, both factors and the product
 
 
 @pytest.mark.parametrize(("device", "squares"), [(CARD, 3), (CPU, 2)], ids=["card", "cpu"])
@@ -215,7 +217,7 @@ def test_a_card_makes_values_of_one_size_from_the_same_memory_at_once(new_compil
         with torch.no_grad():
             function(x, v)
 
-    peak = traced(work, device).peak
+    peak = traced(work, device).memory.peak
     total = peak.total_bytes - peak.bytes_by_label.get(FREED, 0)
     assert squares * size <= total < (squares + 0.5) * size
 
@@ -226,25 +228,25 @@ def test_what_a_card_reserves_is_its_allocators():
         del kept
 
     trace = traced(work)
-    assert trace.peak.total_bytes == 30 * 2**20 + KIB
-    assert trace.reserved_bytes == 42 * 2**20
-    assert traced(work, CPU).reserved_bytes == traced(work, CPU).peak.total_bytes
+    assert trace.memory.peak.total_bytes == 30 * 2**20 + KIB
+    assert trace.memory.reserved_bytes == 42 * 2**20
+    assert traced(work, CPU).memory.reserved_bytes == traced(work, CPU).memory.peak.total_bytes
 
 
 def test_blocks_of_another_stream_lie_apart():
     def work(trace):
-        with trace.on_stream("copying"):
+        with trace.memory.on_stream("copying"):
             kibibytes(30 * KIB)  # freed again
         kibibytes(30 * KIB)
-        assert trace.reserved_bytes == 2 * 40 * 2**20, "pages of 20 MiB for each of the two"
+        assert trace.memory.reserved_bytes == 2 * 40 * 2**20, "pages of 20 MiB for each of the two"
 
     traced(work)
 
 
 def test_what_the_compiler_tunes_with_is_reserved_and_no_part_of_the_peak():
     def work(trace):
-        trace.tune()
-        assert trace.reserved_bytes == 40 * 2**20 and trace.peak.total_bytes == 0
+        trace.memory.tune()
+        assert trace.memory.reserved_bytes == 40 * 2**20 and trace.memory.peak.total_bytes == 0
 
     traced(work)
 
@@ -260,7 +262,7 @@ def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_h
         backward = torch.ops.lean_ft.document_attention_backward
         grads = backward(grad, out, query, key, value, bounds, None, None, None, softcap, 128, None)
         inside = 0 if expanded is None else 4 * (256 + 2 * 128) * heads * 64 + expanded * query.nbytes
-        assert trace.peak.total_bytes == trace.live_bytes + inside
+        assert trace.memory.peak.total_bytes == trace.memory.live_bytes + inside
         del grads
 
     traced(work)
@@ -289,19 +291,19 @@ def test_launches_are_listed_under_the_module_that_makes_them(new_compiler):
             model = torch.nn.Sequential(
                 *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(2))
             )
-            trace.module_names = {id(module): f"layers.{name}" for name, module in model.named_modules()}
+            trace.time.module_names = {id(module): f"layers.{name}" for name, module in model.named_modules()}
             if compiled:
                 model = torch.compile(model, backend=fusing_backend(trace))
-            before = trace.spent.copy()
+            before = trace.time.spent.copy()
             model(torch.empty(64, 64, requires_grad=True)).sum().backward()
-            trace.spent.again(before, 2)
+            trace.time.spent.again(before, 2)
 
         return run
 
     for compiled in (False, True):
-        spent = traced(work(compiled)).spent
+        spent = traced(work(compiled)).time.spent
         products = {place: own for place, own in spent.ledger.items() if place[1].endswith(("mm",))}
-        assert sum(own.count for own in products.values()) == 3 * 2 * 3
+        assert sum(own.number for own in products.values()) == 3 * 2 * 3
         assert sum(own.flops for own in products.values()) == 3 * 2 * 3 * 2 * 64**3
         if not compiled:
             assert {module for module, _ in products} == {short_name("layers.0.0")}
@@ -326,4 +328,4 @@ def test_looking_for_the_module_keeps_no_tensor_alive():
             del first
             kibibytes(100).add_(1)
 
-    assert traced(lambda trace: Deletes()()).peak.total_bytes == 100 * KIB
+    assert traced(lambda trace: Deletes()()).memory.peak.total_bytes == 100 * KIB

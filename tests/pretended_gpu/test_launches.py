@@ -34,7 +34,7 @@ def test_a_gradient_takes_three_launches_besides_its_update() -> None:
     optimizer.set_lr(1.0)
     before = model.weight.detach().clone()
     with mock.patch.object(Optimizer, "apply_rules", lambda self, states: before.copy_(states[0].grad)):
-        assert counted("kernels", lambda: optimizer._update_and_free(optimizer._states)) <= 4  # includes the copy
+        assert counted("kernels", lambda: optimizer._update_and_free(optimizer.states)) <= 4  # includes the copy
     assert bool((before == 0.5).all())
     layer = nn.Sequential(*(nn.Linear(128, 128) for _ in range(9))).cuda().bfloat16()
     optimizer = build(layer, {"name": "sgd", "in_backward": True})
@@ -42,14 +42,14 @@ def test_a_gradient_takes_three_launches_besides_its_update() -> None:
         param.grad = torch.full_like(param, 0.5)
     optimizer.set_lr(1.0)
     with mock.patch.object(Optimizer, "apply_rules"):
-        assert counted("kernels", lambda: optimizer._update_and_free(optimizer._states)) <= 7
+        assert counted("kernels", lambda: optimizer._update_and_free(optimizer.states)) <= 7
 
 
 def test_norms_and_clipping_of_many_gradients_take_few_launches() -> None:
     grads = [
         torch.ones(64, 8, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float32) for _ in range(30)
     ]
-    assert counted("kernels", lambda: gradient_norms(grads)) <= 7
+    assert counted("kernels", lambda: gradient_norms(grads, "cuda")) <= 7
     factor = torch.tensor(0.5, device="cuda")
     assert counted("kernels", lambda: scale_gradients(grads, factor)) <= 6
     assert all(bool((grad == 0.5).all()) for grad in grads)

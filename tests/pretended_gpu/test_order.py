@@ -206,13 +206,13 @@ def test_the_kernel_of_8_bit_adamw_waits_for_gradients_of_another_stream_and_is_
         optimizer.set_lr(1.0)
         param.grad = torch.ones(4096, device="cuda")
         rule.update(
-            optimizer._states, StepInfo(1.0, 1, None)
+            optimizer.states, StepInfo(1.0, 1, None)
         )  # the first update loads tables, and the host waits for them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             param.grad = torch.ones(4096, device="cuda")
-            rule.update(optimizer._states, StepInfo(1.0, 2, None))
+            rule.update(optimizer.states, StepInfo(1.0, 2, None))
             param.detach().mul(2.0)
         torch.cuda.synchronize()
 

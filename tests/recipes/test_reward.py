@@ -20,7 +20,7 @@ from lean_ft.frozen.scoring import open_reward_model, score, score_rows
 from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import save_model
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import PAIRS, Train, config_of, run_recipe, update
+from tests.recipes.conftest import PAIRS, PROBLEMS, Train, config_of, planned, run_recipe, update
 
 RECIPE = "reward"
 SETTINGS = (*PAIRS, "optimizer.lr=1e-3")
@@ -138,6 +138,10 @@ def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Pat
     ours, tokenizer = open_reward_model(folder, "cpu", "float32")
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts_of(6)]
     assert [values[-1] for values in score(ours, ids)] == pytest.approx(expected, abs=1e-5)
+
+    # A plan reads no adapter. With a reward model, two models are in memory.
+    without, with_it = (planned("grpo", *PROBLEMS, f"rewards=[{reward}]").peak for reward in ("exact_answer", folder))
+    assert with_it.bytes_by_label["weights"] > 1.5 * without.bytes_by_label["weights"]
 
     export_folder(folder, tmp_path / "merged", "float32", merge=True)
     export_folder(tmp_path / "merged", tmp_path / "exported")

@@ -1,0 +1,183 @@
+"""Estimate the time of a step's operations on a device.
+
+The time of an operation follows from its arithmetic, its memory traffic and its class (`Device.kernel_seconds`). The host launches
+kernels while the device computes, so a step takes at least the time of its launches. `Spent.ledger` lists the launches by module
+and operation. Copies to the host and collectives overlap with computation, and take the time of their links.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from lean_ft.models.float32_products import slow_dtypes
+from lean_ft.plan.devices import Device, Kernel
+from lean_ft.plan.labels import label_of_caller
+from lean_ft.plan.memory import FIRST_FACTOR, num_bytes
+from lean_ft.plan.result import Launches
+from lean_ft.plan.traffic import SentBytes
+from lean_ft.torch_private import backward_node_number, next_node_number, tree_iter
+
+T = TypeVar("T")
+
+_GATHERING = ("embedding", "index_select", "gather", "index")  # read only the rows that they return
+
+
+@dataclass
+class Spent:
+    """Time and communication of a step so far."""
+
+    ledger: dict[tuple[str, str], Launches] = field(default_factory=dict)  # (module, operation) -> its launches
+    seconds: float = 0.0  # of the device, including what it waits for
+    launch_seconds: float = 0.0  # of the host, while the device computes
+    link_seconds: float = 0.0  # of copies to and from the host, which overlap
+    exchange_seconds: float = 0.0  # of collectives, which overlap
+    sent_bytes: float = 0.0  # to other devices of the machine
+    sent_away_bytes: float = 0.0  # to other machines
+
+    def again(self, before: "Spent", times: int) -> None:
+        """Add `times` times what was spent since `before`."""
+        for name, value in vars(before).items():
+            now = getattr(self, name)
+            if name != "ledger":
+                setattr(self, name, now + (now - value) * times)
+        for place, launches in self.ledger.items():
+            new = launches.plus(before.ledger.get(place, Launches()), -1)
+            self.ledger[place] = launches.plus(new, times)
+
+    def copy(self) -> "Spent":
+        return replace(self, ledger=dict(self.ledger))
+
+
+class Time:
+    """The time of a step on one device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._converted = slow_dtypes() if device.is_cpu else frozenset()
+        self.spent = Spent()
+        self.longest_document = 1
+        self.module_names: dict[int, str] = {}  # by id
+        self._module_of_node: dict[int, str] = {}  # by the sequence number of autograd
+
+    def kernel(self, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, Kernel | None]:
+        """The name of an operation and its kernel; None if it neither computes nor moves data."""
+        name = str(func.overloadpacket).removeprefix("aten.")
+        read = args[1:] if name in _GATHERING else args
+        moved = sum(num_bytes(tensor) for tensor in tree_iter((read, result)) if isinstance(tensor, Tensor))
+        flops = self._flops(func, args, kwargs, result)
+        if not moved and not flops:
+            return name, None
+        is_attention = any(part in name for part in ("attention", "flash"))
+        shape, product = (0, 0, 0), result
+        if flops and not is_attention and (factors := [t for t in args if isinstance(t, Tensor) and t.ndim >= 2][-2:]):
+            rows, inner = factors[0].shape[-2:]
+            shape = (rows, int(flops / (2 * rows * inner)) if rows * inner else 0, inner)
+            product = factors[0] if _has_dtype(args) else result
+        kernel = Kernel(flops, moved, self._product_itemsize(product), is_attention, shape)
+        return name, kernel
+
+    def spend(self, kernel: Kernel, name: str, module: str | None = None) -> None:
+        """Add a kernel's time. The ledger lists it under `name` and `module`; the default is the module that runs now."""
+        seconds, launches = self.device.kernel_seconds(kernel), self.spent.ledger
+        self.spent.seconds += seconds
+        self.spent.launch_seconds += self.device.launch_seconds
+        place = (self.current_module() if module is None else module, name)
+        new = Launches(1, kernel.flops, kernel.moved_bytes, seconds, self.device.limit_seconds(kernel))
+        launches[place] = launches.get(place, Launches()).plus(new)
+
+    def current_module(self) -> str:
+        """Return the name of the module whose `forward` runs now. In backward: of the module whose forward made this gradient's node."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "forward" and (module := _module_of(frame)) is not None:
+                name = short_name(self.module_names.get(id(module), type(module).__name__))
+                self._module_of_node.setdefault(next_node_number() - 1, name)
+                return name
+            frame = frame.f_back
+        number = backward_node_number()
+        name = None if number is None else self._module_of_node.get(number)
+        return name or label_of_caller() or ""
+
+    def charged(self, parts: Iterable[T], at: int, times: int) -> Iterator[T]:
+        """Yield the parts, and charge the time of the part at this index as many more times."""
+        for i, part in enumerate(parts):
+            before = self.spent.copy()
+            yield part
+            if i == at:
+                self.spent.again(before, times)
+
+    def travel(self, num_bytes: int) -> None:
+        """Add the time of a copy between device and host."""
+        self.spent.link_seconds += num_bytes / self.device.host_bytes_per_second
+
+    def exchange(self, sent: SentBytes, *, waits: bool) -> None:
+        """Add the time of a collective. `waits`: it does not overlap with computation."""
+        device = self.device
+        rate = device.network_bytes_per_second if sent.is_away else device.peer_bytes_per_second
+        seconds = sent.num_bytes / rate
+        if sent.is_away:
+            self.spent.sent_away_bytes += sent.num_bytes
+        else:
+            self.spent.sent_bytes += sent.num_bytes
+        if waits:
+            self.spent.seconds += seconds
+        else:
+            self.spent.exchange_seconds += seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of the step so far."""
+        spent = self.spent
+        return max(spent.seconds, spent.launch_seconds, spent.link_seconds, spent.exchange_seconds)
+
+    def _product_itemsize(self, result: Any) -> int:
+        """Bytes per element in the products that gave `result`."""
+        first = next((tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)), None)
+        if first is None:
+            return 2
+        return 4 if first.dtype in self._converted else first.element_size()
+
+    def _flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        packet = func.overloadpacket
+        name = str(packet)
+        if name.startswith("lean_ft.document_attention"):
+            backward = name.endswith("backward")
+            query = args[2] if backward else args[0]  # (N, H, D)
+            # Per head, two products of N x L x D forward and five backward; the causal mask halves each.
+            return (5 if backward else 2) * query.numel() * self.longest_document
+        count = flop_registry.get(packet)
+        if name in FIRST_FACTOR and _has_dtype(args):
+            args = args[:-1]  # torch's formulas have no place for it
+        return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """The module whose method a frame runs."""
+    values = frame.f_locals
+    module = values.get("self")
+    # Before Python 3.13 the frame keeps this copy of its variables, and with it tensors that the method has deleted.
+    if isinstance(values, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        values.clear()
+    return module if isinstance(module, nn.Module) else None
+
+
+def short_name(name: str) -> str:
+    """A module's name without the layer's place: `model.layers.3.mlp.up_proj` -> `mlp.up_proj`."""
+    parts = [part for part in re.findall(r"\w+", name) if not part.isdecimal()]
+    for outer in ("self", "layer", "layers", "_orig_mod"):
+        if outer in parts:
+            parts = parts[len(parts) - parts[::-1].index(outer) :]
+    return ".".join(parts)
+
+
+def _has_dtype(args: Any) -> bool:
+    """Whether a product of 16-bit factors is asked for in float32 (`torch.mm(..., out_dtype=)`)."""
+    return isinstance(args[-1], torch.dtype)

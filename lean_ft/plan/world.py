@@ -1,0 +1,318 @@
+"""The world of a plan: stand-ins for what a run has and a plan lacks, counted in a `Trace`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from lean_ft.frozen.reference import choose_kind
+from lean_ft.hub.paths import planned_model_path
+from lean_ft.models import Decoder
+from lean_ft.online.rollouts import Rounds
+from lean_ft.optim import Optimizer
+from lean_ft.optim.rule import ParameterState
+from lean_ft.parallel import check_number
+from lean_ft.plan.devices import Kernel
+from lean_ft.plan.labels import ACTIVATIONS, BATCH, GRADIENTS, STATES, WORKSPACE
+from lean_ft.plan.online import plan_rounds, rehearse_generation
+from lean_ft.plan.ranks import PlannedRanks
+from lean_ft.plan.time import Time, short_name
+from lean_ft.plan.trace import Trace
+from lean_ft.settings import (
+    AnswersConfig,
+    ClassificationDataConfig,
+    ClassificationLossConfig,
+    DistillConfig,
+    OnlineConfig,
+    ParallelConfig,
+    RecipeConfig,
+    ReferenceConfig,
+    ReferencedLossConfig,
+    ScheduleConfig,
+)
+from lean_ft.system.environment import memory_bytes
+from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
+from lean_ft.system.shards import ALONE, Ranks, local
+from lean_ft.system.user_functions import is_function_path
+from lean_ft.system.world import Filling, World
+from lean_ft.torch_private import FakeTensorMode, functorch_config, without_modes
+from lean_ft.training import Run
+from lean_ft.training.process import refuse_on_many
+
+T = TypeVar("T")
+
+
+class StepTaken(BaseException):
+    """Raised after the planned step, to end the recipe."""
+
+
+def without_contents(cfg: RecipeConfig) -> RecipeConfig:
+    """Settings for a step of the same shape that needs no rows, no drawn numbers and no user's schedule."""
+    updates = {name: group.model_copy(update=update) for name, group in cfg if (update := _update(cfg, group))}
+    return cfg.model_copy(update=updates)
+
+
+def _update(cfg: RecipeConfig, group: Any) -> dict[str, Any]:
+    match group:
+        case ClassificationDataConfig():
+            return {"labels": group.labels or ["0", "1"], "multi_label": group.multi_label is True}
+        case ClassificationLossConfig():
+            return {"class_weights": None}
+        case DistillConfig():
+            return {"on_policy": 0.0}
+        case ScheduleConfig() if is_function_path(group.name):
+            return {"name": "constant"}
+        case ReferenceConfig() if isinstance(cfg, AnswersConfig) and cfg.group(ReferencedLossConfig) is not None:
+            return {"kind": "none"} if choose_kind(cfg)[0] == "cached" else {}
+    return {}
+
+
+class PlannedWorld(World):
+    """Fake tensors on the CPU stand for those of the planned device."""
+
+    def __init__(self, trace: Trace, num_sharing: int = 1, takes_step: bool = True) -> None:
+        """`num_sharing`: devices that share each micro-batch."""
+        self.trace, self.num_sharing, self._takes_step = trace, num_sharing, takes_step
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.num_tokens = self.num_parameters = 0
+        self.model_files: list[str] = []
+        cpu = torch.device("cpu")
+        self._memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
+        self._in_flight: Tensor | None = None
+        self._cublas_workspaces: list[Tensor] = []
+        self._updated: set[tuple] = set()  # shapes and dtypes of parameters
+
+    # What a recipe begins with ----------------------------------------------------------------------------------------
+
+    def start(self, cfg: RecipeConfig, prepare: Callable[[Any], T]) -> T:
+        if (size := self.trace.machines.num_devices) > 1:
+            refuse_on_many(cfg, size)
+        return cast(T, torch.device("cpu"))
+
+    def join(self, cfg: ParallelConfig, device: torch.device, connect: Callable[[Any, Any], T]) -> T:
+        size = self.trace.machines.num_devices
+        check_number(cfg, size)
+        with without_modes():
+            ranks: Ranks = ALONE if size == 1 else PlannedRanks(cfg, device)
+        return cast(T, ranks)
+
+    def device_type(self, device: Any) -> str:
+        return "cpu" if self.trace.device.is_cpu else "cuda"
+
+    def memory_bytes(self, measure: Callable[[], int | None]) -> int | None:
+        return self._memory_bytes
+
+    def link(self, connect: Callable[[], T]) -> T:
+        return cast(T, _PlannedLink(self.trace))
+
+    # Contents ---------------------------------------------------------------------------------------------------------
+
+    def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
+        return instead()
+
+    def tokenizer(self, load: Callable[[], T]) -> T:
+        return cast(T, _LazyTokenizer(load))
+
+    def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:
+        return cast(T, (LongestBatches(self, longest), None))
+
+    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:
+        model = build(planned_model_path(path))
+        if fill is not None:
+            fill(model, lambda name, tensor: local(tensor).zero_())  # a CPU allocates memory when it is written
+            self._follow_model(cast(Decoder, model))
+        return model
+
+    def _follow_model(self, model: Decoder) -> None:
+        """Count what the model's forward pass allocates as activations."""
+        self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
+        assert model.source.folder is not None
+        self.model_files.append(str(model.source.folder / "config.json"))
+        self.trace.time.module_names |= {id(module): name for name, module in model.named_modules()}
+        model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
+
+    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float) -> list[T]:
+        prompts = [cast(Any, row).prompt for row in rows]
+        rehearse_generation(model, prompts, capacity, packed_bytes, is_cpu=self.trace.device.is_cpu)
+        return []
+
+    # The step ---------------------------------------------------------------------------------------------------------
+
+    def repeat(self, parts: Sequence[T], shown: int) -> Iterator[T]:
+        """The first `shown` parts. The last of them is charged the time of all that follow."""
+        return self.trace.time.charged(parts[:shown], shown - 1, len(parts) - shown)
+
+    def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:
+        if activation_budget is not None:  # the planner's backend reads the process-wide setting
+            functorch_config.activation_memory_budget = activation_budget
+
+    def begin_run(self, run: Run, begin: Callable[[], None]) -> None:
+        """Have the run's loop take one step, which ends the rehearsal when it is logged."""
+
+        def steps() -> Iterator[int]:
+            self._begin_step()
+            yield 0
+
+        def log(**metrics: Any) -> None:
+            raise StepTaken
+
+        batches: Any = run.batches
+        if isinstance(batches, Rounds):
+            plan_rounds(batches, cast(OnlineConfig, run.cfg), LongestBatches(self, batches.longest).take)
+        run.total_steps, run.writes = 1, False
+        run.steps, run.log = steps, log
+
+    def follow_optimizer(self, optimizer: Optimizer) -> None:
+        """Follow the optimizer's step: where backward begins, each gradient as it is completed, and the update."""
+        if optimizer.streamed is not None:  # a single step fetches nothing ahead
+            with self.trace.memory.on_stream("copying"):
+                self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, optimizer.state_bytes), dtype=torch.uint8)
+        scale, gradient_arrived, apply_rules = optimizer.scale, optimizer.gradient_arrived, optimizer.apply_rules
+
+        def scale_and_enter(loss: Tensor, *, last: bool) -> Tensor:
+            scaled = scale(loss, last=last)
+            self._enter(WORKSPACE, "backward, at its start")
+            return scaled
+
+        def note_and_update(state: ParameterState, group: list[ParameterState]) -> None:
+            self._note_gradient(state)
+            gradient_arrived(state, group)
+
+        optimizer.scale, optimizer.gradient_arrived = scale_and_enter, note_and_update
+        optimizer.apply_rules = lambda states: self._update(states, apply_rules)
+        for state in () if optimizer.in_backward else optimizer.states:
+            state.whole.register_post_accumulate_grad_hook(lambda _, state=state: self._note_gradient(state))
+
+    def _begin_step(self) -> None:
+        if not self._takes_step:
+            raise StepTaken
+        self.trace.begin_step()
+        if num_bytes := self.trace.device.cublas_workspace_bytes:
+            with self.trace.memory.labelled(WORKSPACE):  # for the threads of forward and backward
+                self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
+
+    def _enter(self, label: str, where: str) -> None:
+        self.trace.memory.label, self.trace.memory.where = label, where
+
+    def _note_gradient(self, state: ParameterState) -> None:
+        self.trace.memory.where = f"backward, at {state.name}"
+        if state.whole.grad is not None:
+            self.trace.memory.relabel(state.whole.grad, GRADIENTS)
+
+    def _update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:
+        """Rehearse the update of the first parameter of each shape and dtype, and charge the time of all.
+
+        The time is that of memory traffic: gradients are read, states and weights are read and written.
+        """
+        new = {(state.param.shape, state.param.dtype): state for state in states}
+        new = {kind: state for kind, state in new.items() if kind not in self._updated}
+        self._updated.update(new)
+        spent = self.trace.time.spent.copy()
+        if new:
+            first = next(iter(new.values()))
+            with self.trace.memory.labelled(WORKSPACE, f"optimizer step of {first.name}"):
+                update(list(new.values()))
+        now = self.trace.time.spent
+        now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
+        for state in states:
+            kept = [state.param, *state.tensors.values()]
+            if self._in_flight is not None:
+                self.trace.time.travel(2 * sum(t.nbytes for t in state.tensors.values()))
+            moved = 2 * sum(t.nbytes for t in kept) + state.grad.nbytes
+            self.trace.spend(Kernel(0.0, moved), "optimizer step", short_name(state.name.rpartition(".")[0]))
+
+
+class _LazyTokenizer:
+    """A tokenizer that is loaded on first use."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+
+    @cached_property
+    def _loaded(self) -> Any:
+        return self._load()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loaded, name)
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        return self._loaded(*arguments, **settings)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+
+class LongestBatches:
+    """Training batches of the largest possible size."""
+
+    batches_per_epoch = 1
+    fingerprint = ""
+
+    def __init__(self, world: PlannedWorld, longest: Callable[[], Any]) -> None:
+        self._world, self._longest = world, longest
+
+    def take(self, n: int) -> list[Any]:
+        """Rank 0's micro-batches of the step. Two stand for more, because the second finds the gradients of the first."""
+        trace = self._world.trace
+        own = -(-n * self._world.num_sharing // trace.machines.num_devices)
+        with trace.memory.labelled(BATCH):
+            batches = [self._longest() for _ in range(min(own, 2))]
+        trace.time.longest_document = batches[0].labels.shape[1]
+        self._world.num_tokens = n * batches[0].num_tokens
+        return _Standing(batches, own, trace.time)
+
+
+class _Standing(list[T]):
+    """A list of one or two items that is charged the time of `count` items."""
+
+    def __init__(self, items: list[T], count: int, time: Time) -> None:
+        super().__init__(items)
+        self._count, self._time = count, time
+
+    def __iter__(self) -> Iterator[T]:
+        return self._time.charged(super().__iter__(), 0, self._count - len(self))
+
+
+class _PlannedLink(HostLink):
+    """Counts device memory and the time of copies. Host memory is counted as pinned."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        super().__init__(torch.device("cpu"))
+
+    def _open(self) -> None:
+        pass
+
+    def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
+        with self._trace.uncounted():
+            host = torch.empty_like(like)
+        self._trace.memory.pin(host)
+        return host
+
+    def host_copy(self, tensor: Tensor) -> Tensor:
+        return self._host_memory(tensor)
+
+    def seen_from_device(self, host: Tensor) -> Tensor:
+        return host
+
+    def _device_memory(self, like: Tensor) -> Tensor:
+        memory = self._trace.memory
+        with memory.on_stream("copying" if self._lies_apart(like) else memory.stream):
+            return torch.empty_like(like)
+
+    def _copy(self, source: Tensor, target: Tensor) -> Any:
+        self._trace.time.travel(source.nbytes)
+        return "the end of this copy"
+
+    def bring_back(self, host: Tensor) -> Tensor:
+        with self._trace.memory.labelled(STATES):
+            return super().bring_back(host)
+
+    def _finish(self) -> None:
+        pass
+
+    def _wait(self, event: Any) -> None:
+        pass

@@ -1,0 +1,113 @@
+"""The world that a recipe runs in: the real one, or that of a plan.
+
+A plan runs a recipe on tensors without contents: they have shapes, dtypes and lifetimes, and every value read from them is 1
+or True. Most of the library does not notice. Code that needs contents, a device or other processes passes the real work to a
+method of `world()`. The real world is the base class here and does this work. The world of a plan (`lean_ft.plan.world`)
+returns a stand-in of the same shape instead, and counts its memory and time.
+
+A recipe, also a copied and edited one, is planned as it is written, as long as it calls the library.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Filling = Callable[[T, Any], None]
+
+
+class World:
+    """The real world."""
+
+    def start(self, cfg: Any, prepare: Callable[[Any], T]) -> T:
+        """Prepare this process for a run with `cfg`, and return its device."""
+        return prepare(cfg)
+
+    def join(self, cfg: Any, device: Any, connect: Callable[[Any, Any], T]) -> T:
+        """Connect to the other processes of the run, and return the ranks. `cfg`: the `parallel` settings."""
+        return connect(cfg, device)
+
+    def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
+        """Return what depends on the contents of files or on a user's code. A plan calls `instead`."""
+        return contents()
+
+    def tokenizer(self, load: Callable[[], T]) -> T:
+        """Load a tokenizer. A plan loads it on first use, since it may not need one."""
+        return load()
+
+    def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:
+        """Return training and held-out batches. In a plan, each batch is made by `longest`."""
+        return read()
+
+    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:
+        """Find a model's folder, build the model on the meta device, and fill its weights unless `fill` is None.
+
+        `fill` gets the model, and a function that sets one parameter by its name; None: read or draw the values.
+        """
+        model = build(find(path))
+        if fill is not None:
+            fill(model, None)
+        return model
+
+    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float) -> list[T]:
+        """Return the `rows` to sample together in a cache of `capacity` tokens: none in a plan, which has done it then.
+        `packed_bytes`: memory for packed copies of the weights."""
+        return rows
+
+    def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:
+        """Prepare the compiler for layers that keep this share of their activations."""
+        prepare()
+
+    def follow_optimizer(self, optimizer: Any) -> None:
+        """Called with each new optimizer."""
+
+    def begin_run(self, run: Any, begin: Callable[[], None]) -> None:
+        """Begin a run in its directory."""
+        begin()
+
+    def device_type(self, device: Any) -> str:
+        """The type of a tensor's device. In a plan, the tensors are on the CPU, and the planned device may be a GPU."""
+        return device.type
+
+    def memory_bytes(self, measure: Callable[[], int | None]) -> int | None:
+        """Total memory of the device."""
+        return measure()
+
+    def link(self, connect: Callable[[], T]) -> T:
+        """Open a link between a GPU and host memory."""
+        return connect()
+
+    def repeat(self, parts: Sequence[T], shown: int) -> Iterable[T]:
+        """The parts of a loop that all do the same work after the first `shown`. A plan runs `shown` of them."""
+        return parts
+
+
+_world: ContextVar[World] = ContextVar("world", default=World())  # noqa: B039  the real world has no state
+
+
+def world() -> World:
+    """The world that this code runs in."""
+    return _world.get()
+
+
+@contextmanager
+def inside(other: World) -> Iterator[None]:
+    """Context manager in which `world()` is another world."""
+    token = _world.set(other)
+    try:
+        yield
+    finally:
+        _world.reset(token)
+
+
+def device_type(device: Any) -> str:
+    """The type of a tensor's device; in a plan, the type of the planned device."""
+    return world().device_type(device)
+
+
+def in_chunks(total: int, size: int, shown: int = 1) -> Iterator[slice]:
+    """Slices of `size` that cover `total`; the last one may be shorter. All do the same work after the first `shown`."""
+    for start in world().repeat(range(0, total, size), shown):
+        yield slice(start, min(start + size, total))
