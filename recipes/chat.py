@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from lean_ft.generation import open_model, stream
 from lean_ft.settings import AskConfig
 
@@ -30,7 +28,8 @@ Ctrl-C stops an answer; the part that was printed stays in the conversation."""
 
 
 class Config(AskConfig):
-    system: str | None = Field(None, description="The system message at the start of the conversation.")
+    system: str | None = None
+    """The system message at the start of the conversation."""
 
 
 def main(cfg: Config) -> None:

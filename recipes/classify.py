@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from lean_ft.data import prepare_batches
@@ -46,7 +45,8 @@ class Config(RecipeConfig):
     data: ClassificationDataConfig
     lora: LoRAConfig | None = None  # null: all parameters train
     parallel: ParallelConfig = ParallelConfig()
-    pad_token: str | None = Field(None, description="Control token for padding. null takes the tokenizer's own.")
+    pad_token: str | None = None
+    """Control token for padding. null takes the tokenizer's own."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-5)
     schedule: ScheduleConfig = ScheduleConfig()
     loss: ClassificationLossConfig = ClassificationLossConfig()

@@ -32,32 +32,28 @@ from lean_ft.training.answers import all_are_questions
 
 class Config(Settings):
     model: AskedModelConfig = AskedModelConfig.model_validate({})
-    adapter: str | list[str] = Field(
-        [], description="An adapter, or a run that trained an adapter; or a list, whose adapters are summed."
-    )
-    tasks: list[str] = Field(
-        [], description="Names of lm-evaluation-harness tasks, which it downloads, or your own YAML files."
-    )
-    num_fewshot: NonNegativeInt | None = Field(
-        None, description="Number of solved examples before each question; null: the task's default."
-    )
-    limit: PositiveInt | None = Field(None, description="Maximum number of questions per task or file; null: all.")
-    chat: bool = Field(False, description="Wrap the tasks' questions as user messages with the chat template.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="With chat: variables of the chat template. They replace those of the model's run."
-    )
-    data: SFTDataConfig | None = Field(
-        None, description="Rows whose questions are asked: the held-out rows if there are any, otherwise all."
-    )
-    pattern: RegularExpression | None = Field(
-        None,
-        description="With data: compare only the first group of this regular expression's last match in each answer.",
-    )
-    loss: bool = Field(
-        False, description="With data: also compute the mean loss over the rows' targets. Plain text is not asked then."
-    )
-    output: Path | None = Field(None, description="A JSON file for the results; null: evaluation.json in the run.")
-    seed: NonNegativeInt = Field(0, description="Seed for tasks that sample.")
+    adapter: str | list[str] = Field([])
+    """An adapter, or a run that trained an adapter; or a list, whose adapters are summed."""
+    tasks: list[str] = Field([])
+    """Names of lm-evaluation-harness tasks, which it downloads, or your own YAML files."""
+    num_fewshot: NonNegativeInt | None = None
+    """Number of solved examples before each question; null: the task's default."""
+    limit: PositiveInt | None = None
+    """Maximum number of questions per task or file; null: all."""
+    chat: bool = False
+    """Wrap the tasks' questions as user messages with the chat template."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """With chat: variables of the chat template. They replace those of the model's run."""
+    data: SFTDataConfig | None = None
+    """Rows whose questions are asked: the held-out rows if there are any, otherwise all."""
+    pattern: RegularExpression | None = None
+    """With data: compare only the first group of this regular expression's last match in each answer."""
+    loss: bool = False
+    """With data: also compute the mean loss over the rows' targets. Plain text is not asked then."""
+    output: Path | None = None
+    """A JSON file for the results; null: evaluation.json in the run."""
+    seed: NonNegativeInt = 0
+    """Seed for tasks that sample."""
     device: Device = "auto"
 
 

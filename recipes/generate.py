@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 from rich.progress import track
 
 from lean_ft.generation import answers, open_model, read_prompts, stream
@@ -20,21 +20,18 @@ from lean_ft.system.log import console
 
 
 class Config(AskConfig):
-    prompt: str | None = Field(None, description="The question to answer or the text to continue.")
-    prompts_file: Path | None = Field(
-        None,
-        description='A file of prompts, instead of `prompt`: JSONL, JSON, CSV or Parquet with rows of {"prompt": ...} or '
-        '{"messages": [...]}; JSON with the messages of one chat; or a text file with one prompt per line. A chat that ends with an '
-        "assistant message is continued.",
-    )
-    output: Path | None = Field(
-        None, description="A new JSONL file for the results: the rows of prompts_file with `generated_text` added."
-    )
-    batch_size: PositiveInt = Field(1, description="Prompts per batch. The sampled tokens do not depend on it.")
-    chat: Literal["auto"] | bool = Field(
-        "auto",
-        description="Wrap the prompt as a user message with the chat template; `auto`: if the model has a template.",
-    )
+    prompt: str | None = None
+    """The question to answer or the text to continue."""
+    prompts_file: Path | None = None
+    """A file of prompts, instead of `prompt`: JSONL, JSON, CSV or Parquet with rows of {"prompt": ...} or {"messages":
+    [...]}; JSON with the messages of one chat; or a text file with one prompt per line. A chat that ends with an
+    assistant message is continued."""
+    output: Path | None = None
+    """A new JSONL file for the results: the rows of prompts_file with `generated_text` added."""
+    batch_size: PositiveInt = 1
+    """Prompts per batch. The sampled tokens do not depend on it."""
+    chat: Literal["auto"] | bool = "auto"
+    """Wrap the prompt as a user message with the chat template; `auto`: if the model has a template."""
 
 
 def main(cfg: Config) -> list[str]:

@@ -10,7 +10,7 @@ import gc
 from pathlib import Path
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.export.places import check_destination, read_source
@@ -25,16 +25,16 @@ from lean_ft.system.whole_files import write_whole
 
 class Config(Settings):
     model: ModelConfig
-    kind: QuantizedKind = Field(
-        description="`int8`, `int4` and `float8` quantize weights only. `int8_dynamic_int8_weight` and `int8_dynamic_int4_weight` "
-        "also quantize inputs, with one scale per token. torchao stores a 4-bit weight in one byte."
-    )
+    kind: QuantizedKind
+    """`int8`, `int4` and `float8` quantize weights only. `int8_dynamic_int8_weight` and `int8_dynamic_int4_weight` also
+    quantize inputs, with one scale per token. torchao stores a 4-bit weight in one byte."""
     group_size: GroupSize = 32
-    output: Path = Field(description="The new folder.")
-    data: SFTDataConfig | None = Field(
-        None, description="Rows for the loss before and after: the held-out rows if there are any, otherwise all."
-    )
-    batch_size: PositiveInt = Field(8, description="Sequences (packed rows, with packing) per forward pass.")
+    output: Path
+    """The new folder."""
+    data: SFTDataConfig | None = None
+    """Rows for the loss before and after: the held-out rows if there are any, otherwise all."""
+    batch_size: PositiveInt = 8
+    """Sequences (packed rows, with packing) per forward pass."""
 
 
 def main(cfg: Config) -> Path:

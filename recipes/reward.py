@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from lean_ft.data import PairBatch, preference_batches
@@ -41,9 +40,8 @@ class Config(RecipeConfig):
     data: RewardDataConfig
     lora: LoRAConfig | None = None  # null: train all parameters
     parallel: ParallelConfig = ParallelConfig()
-    pad_token: str | None = Field(
-        None, description="A control token for padding, which must not end a text; null: the tokenizer's pad token."
-    )
+    pad_token: str | None = None
+    """A control token for padding, which must not end a text; null: the tokenizer's pad token."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     schedule: ScheduleConfig = ScheduleConfig()
     loss: RewardLossConfig = RewardLossConfig()

@@ -12,14 +12,11 @@ from lean_ft.system.user_functions import check_function
 class LossConfig(Settings):
     """Terms added to the cross-entropy in training. Held-out losses are the plain cross-entropy."""
 
-    label_smoothing: Fraction = Field(
-        0.0, description="Fraction of each target's probability that is spread over the whole vocabulary."
-    )
-    z_loss: NonNegativeFloat = Field(
-        0.0,
-        description="Coefficient of the squared log-normalizer of the softmax, added to each token's loss. It keeps "
-        "logits from drifting. PaLM used 1e-4.",
-    )
+    label_smoothing: Fraction = 0.0
+    """Fraction of each target's probability that is spread over the whole vocabulary."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the squared log-normalizer of the softmax, added to each token's loss. It keeps logits from
+    drifting. PaLM used 1e-4."""
 
 
 class ReferencedLossConfig(Settings):
@@ -96,45 +93,31 @@ PREFERENCE_LOSSES = {
     "cpo": LossFacts(("alpha",), needs_reference=False),
     "orpo": LossFacts(needs_reference=False),
 }
+PreferenceLossName = Literal[*PREFERENCE_LOSSES]  # pyright: ignore[reportInvalidTypeForm]
 
 
 class PreferenceLossConfig(NamedLossConfig):
     """The loss of a preference pair; docs/preferences.md has the formulas."""
 
     losses = PREFERENCE_LOSSES
-    name: Annotated[
-        Literal[*PREFERENCE_LOSSES] | OwnFunction,  # pyright: ignore[reportInvalidTypeForm]
-        AfterValidator(check_function),
-    ] = Field(
-        "sigmoid",
-        description="Loss function. `sigmoid` is DPO. simpo, cpo and orpo need no reference model. `my_loss.py:fn` is "
-        "your own function of `Pairs` and beta.",
-    )
-    beta: PositiveFloat | None = Field(
-        None,
-        description="Strength of the tie to the reference model; larger values stay closer. null is 0.1, and 2.5 for "
-        "simpo.",
-    )
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None = Field(
-        None,
-        description="For sigmoid, robust and exo: assumed fraction of pairs with swapped labels. null is 0, 0.1 and "
-        "0.001.",
-    )
-    gamma: float | None = Field(None, description="For simpo: target margin of the chosen completion. null is 1.375.")
-    alpha: NonNegativeFloat | None = Field(
-        None, description="For cpo: weight of the chosen completion's negative log-likelihood. null is 1."
-    )
-    sft_weight: NonNegativeFloat = Field(
-        0.0,
-        description="With any loss: weight of the chosen completions' cross-entropy, averaged over the tokens of the "
-        "step.",
-    )
-    ld_alpha: Share = Field(
-        1.0,
-        description="LD-DPO: weight of the tokens beyond the length of the shorter completion, also under the reference. "
-        "Below 1, longer completions gain less from their length.",
-    )
-    wpo: bool = Field(False, description="WPO: weight each pair by the policy's mean probability of its tokens.")
+    name: Annotated[PreferenceLossName | OwnFunction, AfterValidator(check_function)] = "sigmoid"
+    """Loss function. `sigmoid` is DPO. simpo, cpo and orpo need no reference model. `my_loss.py:fn` is your own
+    function of `Pairs` and beta."""
+    beta: PositiveFloat | None = None
+    """Strength of the tie to the reference model; larger values stay closer. null is 0.1, and 2.5 for simpo."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None = None
+    """For sigmoid, robust and exo: assumed fraction of pairs with swapped labels. null is 0, 0.1 and 0.001."""
+    gamma: float | None = None
+    """For simpo: target margin of the chosen completion. null is 1.375."""
+    alpha: NonNegativeFloat | None = None
+    """For cpo: weight of the chosen completion's negative log-likelihood. null is 1."""
+    sft_weight: NonNegativeFloat = 0.0
+    """With any loss: weight of the chosen completions' cross-entropy, averaged over the tokens of the step."""
+    ld_alpha: Share = 1.0
+    """LD-DPO: weight of the tokens beyond the length of the shorter completion, also under the reference. Below 1,
+    longer completions gain less from their length."""
+    wpo: bool = False
+    """WPO: weight each pair by the policy's mean probability of its tokens."""
 
     @property
     def beta_of_loss(self) -> float:
@@ -158,21 +141,17 @@ class PreferenceLossConfig(NamedLossConfig):
 class UnpairedLossConfig(ReferencedLossConfig):
     """The loss of desirable and undesirable completions; docs/preferences.md has the formulas."""
 
-    name: Literal["kto", "apo_zero_unpaired", "bco"] = Field(
-        "kto",
-        description="Loss function. It compares a completion's gain over the reference with a baseline: for `kto` the "
-        "gain of mismatched completions of the micro-batch, for `apo_zero_unpaired` 0, for `bco` the mean of "
-        "all earlier completions.",
-    )
-    beta: PositiveFloat = Field(
-        0.1, description="Strength of the tie to the reference model; larger values stay closer."
-    )
-    desirable_weight: NonNegativeFloat = Field(
-        1.0,
-        description="Weight of desirable completions. For unbalanced data, the KTO paper sets the weights so that weight "
-        "times number is 1 to 1.33 times as large for desirable as for undesirable completions.",
-    )
-    undesirable_weight: NonNegativeFloat = Field(1.0, description="Weight of undesirable completions.")
+    name: Literal["kto", "apo_zero_unpaired", "bco"] = "kto"
+    """Loss function. It compares a completion's gain over the reference with a baseline: for `kto` the gain of
+    mismatched completions of the micro-batch, for `apo_zero_unpaired` 0, for `bco` the mean of all earlier
+    completions."""
+    beta: PositiveFloat = 0.1
+    """Strength of the tie to the reference model; larger values stay closer."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of desirable completions. For unbalanced data, the KTO paper sets the weights so that weight times number
+    is 1 to 1.33 times as large for desirable as for undesirable completions."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of undesirable completions."""
 
     @property
     def needs_mismatched(self) -> bool:
@@ -182,36 +161,29 @@ class UnpairedLossConfig(ReferencedLossConfig):
 class RewardLossConfig(Settings):
     """The loss of a reward model: a pair of scores."""
 
-    centering: NonNegativeFloat = Field(
-        0.01,
-        description="Weight of the squared sum of a pair's scores. It keeps scores around 0.",
-    )
-    per_token: bool = Field(
-        False,
-        description="Give every token a reward, whose mean is the reward of the completion, instead of one score at its "
-        "end. `leanft score --per-token` reads them. Sequence classification models use only the last one.",
-    )
+    centering: NonNegativeFloat = 0.01
+    """Weight of the squared sum of a pair's scores. It keeps scores around 0."""
+    per_token: bool = False
+    """Give every token a reward, whose mean is the reward of the completion, instead of one score at its end. `leanft
+    score --per-token` reads them. Sequence classification models use only the last one."""
 
 
 class ClassificationLossConfig(Settings):
     """The loss of text classification."""
 
-    class_weights: dict[str, PositiveFloat] | Literal["balanced"] | None = Field(
-        None, description="Factor of each label's loss, 1 if not named. `balanced`: inverse to its number of texts."
-    )
+    class_weights: dict[str, PositiveFloat] | Literal["balanced"] | None = None
+    """Factor of each label's loss, 1 if not named. `balanced`: inverse to its number of texts."""
 
 
 class ReferenceConfig(Settings):
     """The frozen reference model: the model at the start of training."""
 
-    kind: Literal["auto", "cached", "adapter_off", "model", "streamed", "nf4", "none"] = Field(
-        "auto",
-        description="Where the reference log-probabilities come from. `cached`: computed once before training and stored "
-        "with the prepared data. `adapter_off`: the model without its adapter. `model`: a second copy in "
-        "memory. `streamed`: a copy in host memory, whose layers are copied to the GPU as they compute. "
-        "`nf4`: a 4-bit copy; margins then do not start at 0. `none`: zeros. `auto`: none if the loss needs "
-        "none, adapter_off for an adapter that sees no completion twice, and cached otherwise.",
-    )
+    kind: Literal["auto", "cached", "adapter_off", "model", "streamed", "nf4", "none"] = "auto"
+    """Where the reference log-probabilities come from. `cached`: computed once before training and stored with the
+    prepared data. `adapter_off`: the model without its adapter. `model`: a second copy in memory. `streamed`: a copy in
+    host memory, whose layers are copied to the GPU as they compute. `nf4`: a 4-bit copy; margins then do not start at
+    0. `none`: zeros. `auto`: none if the loss needs none, adapter_off for an adapter that sees no completion twice, and
+    cached otherwise."""
 
 
 # The policy losses: keys of `lean_ft.losses.policy.LOSSES`.
@@ -220,61 +192,42 @@ POLICY_LOSSES = {
     "cispo": LossFacts(("epsilon_max",)),
     "rloo": LossFacts(("epsilon", "epsilon_high")),
 }
+PolicyLossName = Literal[*POLICY_LOSSES]  # pyright: ignore[reportInvalidTypeForm]
 
 
 class PolicyLossConfig(NamedLossConfig):
     """The policy loss of sampled completions; docs/online.md has the formulas."""
 
     losses = POLICY_LOSSES
-    name: Annotated[
-        Literal[*POLICY_LOSSES] | OwnFunction,  # pyright: ignore[reportInvalidTypeForm]
-        AfterValidator(check_function),
-    ] = Field(
-        "dapo",
-        description="Loss function: how ratios to the sampling policy are clipped, and what the token losses are divided "
-        "by. `my_loss.py:fn` is your own function of `SampledTokens`.",
-    )
-    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
-        None, description="How far a ratio may fall below 1 before it is clipped. null is 0.2, and 3e-4 for gspo."
-    )
-    epsilon_high: PositiveFloat | None = Field(
-        None,
-        description="How far a ratio may rise above 1 before it is clipped. null is 0.2, 0.28 for dapo and 4e-4 for gspo.",
-    )
-    epsilon_max: PositiveFloat | None = Field(
-        None, description="For cispo: maximum weight of a token by its ratio. null is 5."
-    )
-    advantage: Literal["group", "batch", "mean", "leave_one_out"] | None = Field(
-        None,
-        description="Baseline and scale of rewards: the prompt's mean, divided by the standard deviation of the prompt's "
-        "completions (`group`), of all completions of a round (`batch`) or by nothing (`mean`); or the mean "
-        "of the prompt's other completions (`leave_one_out`). null is group, mean for dr_grpo and "
-        "leave_one_out for rloo.",
-    )
-    kl_weight: NonNegativeFloat = Field(
-        0.0, description="Weight of the KL divergence from the reference model. 0 uses no reference model."
-    )
-    kl: Literal["corrected", "k1", "k2", "k3", "in_reward"] = Field(
-        "corrected",
-        description="Estimator and place of the KL divergence: in the loss of each token by k1, k2, k3 or the ratio times"
-        " k3 (`corrected`), or in the reward as a sum of k1 (`in_reward`).",
-    )
-    mask_truncated: bool = Field(
-        False,
-        description="Do not train on completions that max_new_tokens cut. Their rewards still count in the baseline.",
-    )
-    entropy_share: PositiveShare = Field(
-        1.0,
-        description="Fraction of a round's tokens whose policy loss counts: those with the highest entropy. The paper "
-        "uses 0.2. The KL divergence and the denominators use all tokens.",
-    )
-    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
-        "none",
-        description="Importance weights for completions that were sampled from other probabilities than the trainer's, "
-        "for example with generation.top_p. The ratio of each token or of the sequence is truncated at "
-        "correction_max, or masked above it.",
-    )
-    correction_max: PositiveFloat = Field(2.0, description="Maximum importance weight.")
+    name: Annotated[PolicyLossName | OwnFunction, AfterValidator(check_function)] = "dapo"
+    """Loss function: how ratios to the sampling policy are clipped, and what the token losses are divided by.
+    `my_loss.py:fn` is your own function of `SampledTokens`."""
+    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """How far a ratio may fall below 1 before it is clipped. null is 0.2, and 3e-4 for gspo."""
+    epsilon_high: PositiveFloat | None = None
+    """How far a ratio may rise above 1 before it is clipped. null is 0.2, 0.28 for dapo and 4e-4 for gspo."""
+    epsilon_max: PositiveFloat | None = None
+    """For cispo: maximum weight of a token by its ratio. null is 5."""
+    advantage: Literal["group", "batch", "mean", "leave_one_out"] | None = None
+    """Baseline and scale of rewards: the prompt's mean, divided by the standard deviation of the prompt's completions
+    (`group`), of all completions of a round (`batch`) or by nothing (`mean`); or the mean of the prompt's other
+    completions (`leave_one_out`). null is group, mean for dr_grpo and leave_one_out for rloo."""
+    kl_weight: NonNegativeFloat = 0.0
+    """Weight of the KL divergence from the reference model. 0 uses no reference model."""
+    kl: Literal["corrected", "k1", "k2", "k3", "in_reward"] = "corrected"
+    """Estimator and place of the KL divergence: in the loss of each token by k1, k2, k3 or the ratio times k3
+    (`corrected`), or in the reward as a sum of k1 (`in_reward`)."""
+    mask_truncated: bool = False
+    """Do not train on completions that max_new_tokens cut. Their rewards still count in the baseline."""
+    entropy_share: PositiveShare = 1.0
+    """Fraction of a round's tokens whose policy loss counts: those with the highest entropy. The paper uses 0.2. The KL
+    divergence and the denominators use all tokens."""
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    """Importance weights for completions that were sampled from other probabilities than the trainer's, for example
+    with generation.top_p. The ratio of each token or of the sequence is truncated at correction_max, or masked above
+    it."""
+    correction_max: PositiveFloat = 2.0
+    """Maximum importance weight."""
 
     @property
     def needs_reference(self) -> bool:
@@ -302,25 +255,21 @@ class PolicyLossConfig(NamedLossConfig):
 class PPOLossConfig(ReferencedLossConfig):
     """The losses of the policy and the value model; docs/online.md has the formulas."""
 
-    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.2, description="How far a token's ratio to the sampling policy may move from 1 before it is clipped."
-    )
-    value_epsilon: PositiveFloat = Field(
-        0.2,
-        description="How far a token's value may move from its value at sampling before it is clipped.",
-    )
-    value_weight: PositiveFloat = Field(0.1, description="Weight of the value loss relative to the policy loss.")
-    gamma: PositiveShare = Field(1.0, description="Discount factor of rewards.")
-    gae_lambda: Share = Field(
-        0.95,
-        description="Lambda of generalized advantage estimation: 0 uses one-step values, 1 uses full returns.",
-    )
-    kl_weight: NonNegativeFloat = Field(
-        0.05,
-        description="Weight of each token's KL divergence from the reference model, subtracted from the reward. 0 uses no"
-        " reference model.",
-    )
-    mask_truncated: bool = Field(False, description="Do not train on completions that max_new_tokens cut.")
+    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """How far a token's ratio to the sampling policy may move from 1 before it is clipped."""
+    value_epsilon: PositiveFloat = 0.2
+    """How far a token's value may move from its value at sampling before it is clipped."""
+    value_weight: PositiveFloat = 0.1
+    """Weight of the value loss relative to the policy loss."""
+    gamma: PositiveShare = 1.0
+    """Discount factor of rewards."""
+    gae_lambda: Share = 0.95
+    """Lambda of generalized advantage estimation: 0 uses one-step values, 1 uses full returns."""
+    kl_weight: NonNegativeFloat = 0.05
+    """Weight of each token's KL divergence from the reference model, subtracted from the reward. 0 uses no reference
+    model."""
+    mask_truncated: bool = False
+    """Do not train on completions that max_new_tokens cut."""
 
     @property
     def needs_reference(self) -> bool:
@@ -331,57 +280,38 @@ class ValueConfig(Settings):
     """The value model, which predicts the remaining reward at each token. With an adapter it is an output layer on the
     policy, otherwise a separate model."""
 
-    path: str | None = Field(
-        None,
-        description="Initial weights of the value model: a language model, which gets an output layer of zeros, or a "
-        "reward model. null is model.path.",
-    )
-    lr_ratio: PositiveFloat = Field(
-        10.0, description="Learning rate of the value model, as a multiple of optimizer.lr."
-    )
+    path: str | None = None
+    """Initial weights of the value model: a language model, which gets an output layer of zeros, or a reward model.
+    null is model.path."""
+    lr_ratio: PositiveFloat = 10.0
+    """Learning rate of the value model, as a multiple of optimizer.lr."""
 
 
 class DistillConfig(Settings):
     """The teacher and the divergence from it; docs/distillation.md has the formulas."""
 
-    teacher: str | None = Field(
-        None,
-        description="The frozen teacher model, given like model.path. Family and size are free; the tokenizer must be the"
-        " student's.",
-    )
-    teacher_streamed: bool = Field(
-        False,
-        description="Keep the teacher's layers in host memory and copy each to the GPU as it computes.",
-    )
-    teacher_dtype: Dtype | Literal["nf4"] | None = Field(
-        None,
-        description="Dtype of the teacher. `nf4` keeps its linear layers in 4 bits. null is model.dtype.",
-    )
-    cached: Path | None = Field(
-        None,
-        description="Instead of a teacher: a folder with its likeliest next tokens, written by `leanft score`. For a "
-        "teacher that does not fit beside the student.",
-    )
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
-        "forward_kl",
-        description="Divergence to minimize at each target: KL(teacher || student), KL(student || teacher), or the "
-        "generalized Jensen-Shannon divergence with beta.",
-    )
-    beta: Share | None = Field(
-        None, description="For jsd: interpolation between forward_kl (0) and reverse_kl (1). null is 0.5."
-    )
-    temperature: PositiveFloat = Field(
-        1.0, description="Temperature of both models' logits. Above 1, unlikely tokens count more."
-    )
-    cross_entropy_weight: Share = Field(
-        0.0,
-        description="Fraction of the loss that is the data's cross-entropy. The divergence has the rest.",
-    )
-    on_policy: Share = Field(
-        0.0,
-        description="Fraction of the steps, drawn by the seed, in which the student answers the prompts and the teacher "
-        "scores its completions.",
-    )
+    teacher: str | None = None
+    """The frozen teacher model, given like model.path. Family and size are free; the tokenizer must be the
+    student's."""
+    teacher_streamed: bool = False
+    """Keep the teacher's layers in host memory and copy each to the GPU as it computes."""
+    teacher_dtype: Dtype | Literal["nf4"] | None = None
+    """Dtype of the teacher. `nf4` keeps its linear layers in 4 bits. null is model.dtype."""
+    cached: Path | None = None
+    """Instead of a teacher: a folder with its likeliest next tokens, written by `leanft score`. For a teacher that does
+    not fit beside the student."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """Divergence to minimize at each target: KL(teacher || student), KL(student || teacher), or the generalized
+    Jensen-Shannon divergence with beta."""
+    beta: Share | None = None
+    """For jsd: interpolation between forward_kl (0) and reverse_kl (1). null is 0.5."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of both models' logits. Above 1, unlikely tokens count more."""
+    cross_entropy_weight: Share = 0.0
+    """Fraction of the loss that is the data's cross-entropy. The divergence has the rest."""
+    on_policy: Share = 0.0
+    """Fraction of the steps, drawn by the seed, in which the student answers the prompts and the teacher scores its
+    completions."""
 
     @property
     def beta_of_jsd(self) -> float:
