@@ -216,7 +216,11 @@ def test_a_margin_of_zero_is_a_loss_of_ln_2() -> None:
             "gamma is no setting of the loss sigmoid. Remove it, or set beta or label_smoothing",
         ),
         ("ipo", {"label_smoothing": 0.1}, "label_smoothing is no setting of the loss ipo. Remove it, or set beta"),
-        ("robust", {"label_smoothing": 0.5}, "label_smoothing=0.5 of the loss robust: the value should be less than 0.5"),
+        (
+            "robust",
+            {"label_smoothing": 0.5},
+            "label_smoothing=0.5 of the loss robust: the value should be less than 0.5",
+        ),
         ("exo", {"label_smoothing": 0.0}, "above 0"),
         ("cpo", {"alpha": -1}, "alpha=-1 of the loss cpo: the value should be greater than or equal to 0"),
         ("ipo", {"beta": 0.0}, "beta=0.0 of the loss ipo: the value should be greater than 0"),
