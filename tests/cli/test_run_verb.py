@@ -102,7 +102,7 @@ def test_the_whole_traceback_is_in_the_run_directory(leanft, tmp_path):
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "chapter.tex").write_text("...")
-    assert "Use --debug to print the whole traceback." in leanft(*arguments, f"output_dir={thesis}").err
+    assert "holds files that do not belong to a run (chapter.tex)" in leanft(*arguments, f"output_dir={thesis}").err
     assert [path.name for path in thesis.iterdir()] == ["chapter.tex"]
 
 

@@ -243,7 +243,7 @@ def squared(pairs: Pairs, beta: float, gamma: float = 0.5) -> Tensor:
 USE_OF_IT = """
 from lean_ft.losses import preference_loss
 from lean_ft.settings import PreferenceLossConfig
-from lean_ft.settings.text import describe
+from lean_ft.settings.describing import describe
 from lean_ft.system import catalog
 assert PreferenceLossConfig(name="squared", gamma=2).own_settings == {"gamma": 2}
 assert PreferenceLossConfig(name="squared").beta_of_loss == 0.3

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lean_ft.data import sft_batches
 from lean_ft.losses import CrossEntropy
 from lean_ft.models import load_model
-from lean_ft.models.moe import Experts
+from lean_ft.models.config import MixtureConfig
 from lean_ft.optim import build_optimizer
 from lean_ft.quantize import quantize
 from lean_ft.tokenizers import load_tokenizer
@@ -114,7 +114,6 @@ def test_gpu_kinds_and_mixtures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="int4_packed is not supported: it needs the GPU kernels"):
         run("model.path=tiny", "kind=int4_packed", f"output={tmp_path / 'q'}")
     model = load_model("tiny")
-    model.experts = Experts.__new__(Experts)
-    nn.Module.__init__(model.experts)
+    model.mixture = MixtureConfig(4, 2, 32, weights_sum_to_one=True)
     with pytest.raises(ValueError, match="does not support models with experts"):
         quantize(model, "int8")
