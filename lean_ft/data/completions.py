@@ -80,6 +80,3 @@ class SampledCompletions(Objective):
             "num_targets": int(counts.sum()),
             "num_answers": int(np.add.reduceat(counts, columns.starts, dtype=np.int64).astype(bool).sum()),
         }
-
-
-OBJECTIVE = SampledCompletions()

@@ -100,7 +100,7 @@ class PreferenceLossConfig(NamedLossConfig):
     """The loss of a preference pair; docs/preferences.md has the formulas."""
 
     losses = PREFERENCE_LOSSES
-    name: Annotated[PreferenceLossName | OwnFunction, AfterValidator(check_function)] = "sigmoid"
+    name: Annotated[PreferenceLossName | OwnFunction, AfterValidator(check_function)] = "sigmoid"  # pyright: ignore[reportInvalidTypeForm]
     """Loss function. `sigmoid` is DPO. simpo, cpo and orpo need no reference model. `my_loss.py:fn` is your own
     function of `Pairs` and beta."""
     beta: PositiveFloat | None = None
@@ -199,7 +199,7 @@ class PolicyLossConfig(NamedLossConfig):
     """The policy loss of sampled completions; docs/online.md has the formulas."""
 
     losses = POLICY_LOSSES
-    name: Annotated[PolicyLossName | OwnFunction, AfterValidator(check_function)] = "dapo"
+    name: Annotated[PolicyLossName | OwnFunction, AfterValidator(check_function)] = "dapo"  # pyright: ignore[reportInvalidTypeForm]
     """Loss function: how ratios to the sampling policy are clipped, and what the token losses are divided by.
     `my_loss.py:fn` is your own function of `SampledTokens`."""
     epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None

@@ -45,7 +45,9 @@ def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer
         mode="json", include=set(RowsConfig.model_fields) - {"validation_fraction"}, exclude_defaults=True
     )
     source, held_out = rows.pop("source"), rows.pop("validation_source", None)
-    return shlex.join(["leanft", "score", str(checkpoint), _text(held_out or source), *_words({"data": rows})])
+    return shlex.join(
+        ["leanft", "score", str(checkpoint), _text(held_out or source), *(_words({"data": rows}) if rows else ())]
+    )
 
 
 def commands_to_evaluate(cfg: RecipeConfig, checkpoint: Path, *, rows: bool, tasks: bool) -> Iterator[str]:

@@ -52,7 +52,7 @@ def chatml_model(tmp_path) -> list[str]:
 def test_every_format_of_the_code_has_an_example():
     names = [f"lean_ft.data.{module.name}" for module in pkgutil.iter_modules(lean_ft.data.__path__)]
     objectives = [getattr(importlib.import_module(name), "OBJECTIVE", None) for name in names]
-    readers = {objective.reader for objective in objectives if hasattr(objective, "reader")}
+    readers = {objective.reader for objective in objectives if objective is not None}
     assert len(readers) > 4
     assert {name for reader in readers for name in reader.known} <= FORMATS.keys()
     assert {recipe for each in FORMATS.values() for recipe in each["recipes"]} <= catalog.recipes().keys()
