@@ -93,13 +93,13 @@ PREFERENCE_LOSSES = {
     "cpo": LossFacts(("alpha",), needs_reference=False),
     "orpo": LossFacts(needs_reference=False),
 }
-PreferenceLossName = Literal[*PREFERENCE_LOSSES]  # pyright: ignore[reportInvalidTypeForm]
+PreferenceLossName = Literal[tuple(PREFERENCE_LOSSES)]  # pyright: ignore[reportInvalidTypeForm]
 
 
 class PreferenceLossConfig(NamedLossConfig):
     """The loss of a preference pair; docs/preferences.md has the formulas."""
 
-    losses = PREFERENCE_LOSSES
+    losses: ClassVar[dict[str, LossFacts]] = PREFERENCE_LOSSES
     name: Annotated[PreferenceLossName | OwnFunction, AfterValidator(check_function)] = "sigmoid"  # pyright: ignore[reportInvalidTypeForm]
     """Loss function. `sigmoid` is DPO. simpo, cpo and orpo need no reference model. `my_loss.py:fn` is your own
     function of `Pairs` and beta."""
@@ -192,13 +192,13 @@ POLICY_LOSSES = {
     "cispo": LossFacts(("epsilon_max",)),
     "rloo": LossFacts(("epsilon", "epsilon_high")),
 }
-PolicyLossName = Literal[*POLICY_LOSSES]  # pyright: ignore[reportInvalidTypeForm]
+PolicyLossName = Literal[tuple(POLICY_LOSSES)]  # pyright: ignore[reportInvalidTypeForm]
 
 
 class PolicyLossConfig(NamedLossConfig):
     """The policy loss of sampled completions; docs/online.md has the formulas."""
 
-    losses = POLICY_LOSSES
+    losses: ClassVar[dict[str, LossFacts]] = POLICY_LOSSES
     name: Annotated[PolicyLossName | OwnFunction, AfterValidator(check_function)] = "dapo"  # pyright: ignore[reportInvalidTypeForm]
     """Loss function: how ratios to the sampling policy are clipped, and what the token losses are divided by.
     `my_loss.py:fn` is your own function of `SampledTokens`."""
