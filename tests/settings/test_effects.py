@@ -310,6 +310,8 @@ REFUSED = {
     "new_tokens is for training": ("generate chat evaluate", "model.new_tokens"),
     "router_aux_loss_coef is for training": ("generate chat evaluate", "model.router_aux_loss_coef"),
     "expected one of teacher=MODEL and cached=FOLDER": ("distill", "distill.cached"),
+    "this model has no experts": ("distill", "parallel.experts"),  # the teacher
+    "loss needs the whole output layer": ("distill dpo reward kto classify grpo online_dpo ppo", "parallel.vocabulary"),
 }
 REASONS = {f"{r} {s}": why for why, (rs, ss) in REFUSED.items() for r in rs.split() for s in ss.split()}
 REWARDS = """
