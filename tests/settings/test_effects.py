@@ -236,6 +236,7 @@ CASES = {
 OF_RECIPE: dict[str, Case | None] = {
     "ppo loss.gamma": Case("0.5"),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
+    **{f"{recipe} data.columns": Case("{prompt: chosen}") for recipe in ("dpo", "kto", "reward")},
     **{f"{recipe} data.format": Case("text", refused="the rows are text") for recipe in ("dpo", "kto", "reward")},
     "full_finetune_single_device memory.frozen_embeddings": Case("host", "", GPU, refused="needs a frozen embedding"),
     "classify data.format": Case("text", refused="no field `label`"),
@@ -311,6 +312,7 @@ REFUSED = {
     "router_aux_loss_coef is for training": ("generate chat evaluate", "model.router_aux_loss_coef"),
     "expected one of teacher=MODEL and cached=FOLDER": ("distill", "distill.cached"),
     "this model has no experts": ("distill", "parallel.experts"),  # the teacher
+    "has a different tokenizer": ("distill", "model.new_tokens"),
     "loss needs the whole output layer": ("distill dpo reward kto classify grpo online_dpo ppo", "parallel.vocabulary"),
 }
 REASONS = {f"{r} {s}": why for why, (rs, ss) in REFUSED.items() for r in rs.split() for s in ss.split()}
