@@ -4,8 +4,8 @@
     python scripts/draw_map.py --check    # exit 1 if the map is stale, or the imports are not as they should be
 
 A row names the packages that a package imports. Imports that follow from others are left out, as are `system`, `settings`
-and `torch_private`, which almost every package imports. `hub.upload`, which imports `export`, has a row of its own, as has
-`gguf.write`: the modules of `gguf` that know models. The others turn a file into a folder, below `hub`.
+and `torch_private`, which almost every package imports. Two packages have two rows, because their modules belong to different
+layers: `hub.upload` imports `export`, and `gguf.write` stands for the modules of `gguf` that import `models`.
 
 It also prints the number of circles of modules that import each other, the largest circle, and the number of upward arrows: a
 package that imports one of a row above. A circle has at most 3 modules. No module of lean_ft is imported by a string, because
@@ -103,7 +103,7 @@ def draw(edges: dict[str, set[str]]) -> str:
 
 
 def rows(edges: dict[str, set[str]]) -> list[str]:
-    """The packages, from the one that imports most others."""
+    """The packages. The first one imports the most others, directly or not."""
     return sorted(edges, key=lambda package: (-len(reachable(package, edges, set())), package))
 
 

@@ -1,7 +1,9 @@
-"""The position of each token in its document, and the length of that document.
+"""The position of each token in its document, and the lengths of documents.
 
 Shapes: B rows, T tokens of a row.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,24 @@ def lengths_of_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     last = torch.zeros(len(cu_seqlens), dtype=flat.dtype, device=flat.device)
     last = last.scatter_reduce(0, document, flat, "amax")
     return (last[document] + 1).view(positions.shape)
+
+
+def text_lengths(
+    input_ids: Tensor,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    is_token: Tensor | None = None,
+    prefixes: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The length of each token's text, from the arguments of a forward pass: (B, T) in packed rows, and in other rows (B, 1),
+    without padding."""
+    if cu_seqlens is not None:
+        positions = positions_of(input_ids.shape, input_ids.device, positions, cu_seqlens, None, None, prefixes)
+        return lengths_of_documents(positions, cu_seqlens)
+    if is_token is not None:
+        return is_token.sum(1, keepdim=True)
+    return torch.full((len(input_ids), 1), input_ids.shape[1], device=input_ids.device)
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Save a model as a Hugging Face folder, under the names that the folder it was read from has.
 
-The language model of a multimodal model is saved by itself, as a folder of its own family, or with `whole` put back into the
-multimodal model.
+The language model of a multimodal model is saved alone, as a folder of its own family. With `whole`, the multimodal model is
+saved, with the tower for images as it was read.
 """
 
 import shutil

@@ -71,7 +71,7 @@ def _update(cfg: RecipeConfig, group: Any) -> dict[str, Any]:
 
 
 class PlannedWorld(World):
-    """Fake tensors on the CPU stand for those of the planned device."""
+    """The world of a plan. Its tensors have no contents. They are on the CPU, and count as tensors of the planned device."""
 
     def __init__(self, trace: Trace, num_sharing: int = 1, takes_step: bool = True) -> None:
         """`num_sharing`: devices that share each micro-batch."""
@@ -162,7 +162,7 @@ class PlannedWorld(World):
         batches: Any = run.batches
         if isinstance(batches, Rounds):
             plan_rounds(batches, cast(OnlineConfig, run.cfg), LongestBatches(self, batches.longest).take)
-        run.total_steps, run.writes = 1, False
+        run.length.total_steps = 1
         run.steps, run.log = steps, log
 
     def follow_optimizer(self, optimizer: Optimizer) -> None:
@@ -255,7 +255,8 @@ class LongestBatches:
         self._world, self._longest = world, longest
 
     def take(self, n: int) -> list[Any]:
-        """Rank 0's micro-batches of the step. Two stand for more, because the second finds the gradients of the first."""
+        """Rank 0's micro-batches of the step: at most two, which are charged the time of all. The second differs from the
+        first, because it adds to gradients; later ones are like the second."""
         trace = self._world.trace
         own = -(-n * self._world.num_sharing // trace.machines.num_devices)
         with trace.memory.labelled(BATCH):

@@ -68,10 +68,13 @@ def read_run(directory: Path, remark: str = "", *, quick: bool = False) -> Recor
     """Read the run in `directory`, which may be absent. Raises ValueError as `newest_whole`, and if run.json is damaged."""
     starts = read_starts(directory)
     has_ended = bool(starts) and "ended" in starts[-1]
-    checkpoint = newest_whole(directory, remark, quick=quick)
-    if checkpoint is None:
-        return RecordedRun(None, starts[-1] if starts else {}, has_ended)
-    state = read_training_state(checkpoint)
+    try:
+        checkpoint = newest_whole(directory, remark, quick=quick)
+        if checkpoint is None:
+            return RecordedRun(None, starts[-1] if starts else {}, has_ended)
+        state = read_training_state(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{error} Set another output_dir to start a new run, or delete {directory}.") from None
     rows = [] if quick else lines_until(directory / METRICS_FILE, state["step"])[0]
     return RecordedRun(checkpoint, state, has_ended, rows)
 
@@ -98,7 +101,7 @@ def lines_until(path: Path, step: int) -> tuple[list[Row], int]:
 
 
 def read_named(resume: str, directory: Path, *, quick: bool = False) -> RecordedRun:
-    """Read the checkpoint of `resume=PATH`, from which a run goes on in `directory`.
+    """Read the checkpoint that `resume=PATH` names, for a run in `directory`.
 
     Raises ValueError if it is no whole checkpoint, or the run would overwrite later checkpoints.
     """

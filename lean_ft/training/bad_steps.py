@@ -124,7 +124,7 @@ def write_bad_batch(directory: Path, row: Row, micro_batches: Sequence[Batch], t
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{row['step']:08d}.safetensors"
-    built = [getattr(batch, "built", batch) for batch in micro_batches]  # a recipe may have batches of its own class
+    built = [getattr(batch, "built", batch) for batch in micro_batches]  # a recipe's own class lacks it
     fields = {
         f"{i}.{name}": value
         for i, batch in enumerate(built)

@@ -66,9 +66,8 @@ class Length:
         if isinstance(every, int):
             return done_steps // every
         share = 1.0 if every == "epoch" else every
-        return int(
-            done_steps / (share * self.steps_per_epoch) + 1e-9
-        )  # 1e-9: a share may end at a step but for rounding
+        # 1e-9: a share that ends at a step may come out slightly below it.
+        return int(done_steps / (share * self.steps_per_epoch) + 1e-9)
 
     def is_due(self, every: Every, done_steps: int) -> bool:
         """Whether the event is due right after step `done_steps`."""

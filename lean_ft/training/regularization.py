@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
-from lean_ft.models.text_lengths import text_lengths
+from lean_ft.models.positions import text_lengths
 from lean_ft.settings import RecipeConfig
 from lean_ft.system.parameter_names import matched_parameters
 

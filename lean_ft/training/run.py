@@ -64,7 +64,7 @@ from lean_ft.training.summary import Results, log_start
 class Run:
     """A training run, new or resumed.
 
-    `total_steps` and `start_step` count optimizer steps. A step takes `gradient_accumulation_steps` batches; the last step
+    A step takes `gradient_accumulation_steps` batches; the last step
     of an epoch takes the remaining ones.
 
     All `ranks` that train the model make a Run and call it equally often. `carried` is further state of the loop that
@@ -94,7 +94,7 @@ class Run:
         self.directory, self.device = cfg.output_dir, next(model.parameters()).device
         self.writes = False  # whether this process writes metrics and samples: rank 0 does, once the directory is open
         self.length = length = Length(cfg, batches.batches_per_epoch)
-        self._start, self.start_step, self.total_steps = Start(), 0, length.total_steps
+        self._start = Start()
         self._step = 0  # the current step, from 1 in the loop
         self._done_steps = 0
         self._begun: Place | None = None  # the place at which the current step began
@@ -125,6 +125,16 @@ class Run:
             raise
 
     @property
+    def start_step(self) -> int:
+        """Number of steps that were done when the run started."""
+        return self._start.step
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps after which the run ends."""
+        return self.length.total_steps
+
+    @property
     def checkpoint(self) -> Path | None:
         """The newest checkpoint that was written, or the one that the run resumed from."""
         return self._checkpoints.newest
@@ -138,7 +148,7 @@ class Run:
         self._start = start = self.ranks.on_rank_zero(lambda: decide_start(cfg, length, fingerprint, base))
         self._checkpoints.base_fingerprint = base
         self.writes = self.ranks.rank == 0
-        self.start_step = self._step = self._done_steps = start.step
+        self._step = self._done_steps = start.step
         self._bad_steps.count = start.state.get("bad_steps", 0)
         length.eval_losses |= start.eval_losses
         for row in start.rows:
@@ -146,7 +156,7 @@ class Run:
         if start.folder is not None:
             self._checkpoints.restore(start)
         if start.is_complete:
-            self.total_steps = length.total_steps = start.step  # a smaller `max_steps` undoes no steps
+            length.total_steps = start.step  # a smaller `max_steps` undoes no steps
             return
         check_schedule(cfg, start, self.total_steps)
         needed_bytes = self._checkpoints.needed_bytes()

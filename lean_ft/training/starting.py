@@ -42,7 +42,6 @@ from lean_ft.system.run_directory import (
     newest_whole,
     read_named,
     read_run,
-    read_starts,
 )
 from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
@@ -157,12 +156,8 @@ def read_earlier(cfg: RecipeConfig, *, quick: bool) -> RecordedRun:
         return RecordedRun()
     if cfg.resume != "auto":
         return read_named(cfg.resume, cfg.output_dir, quick=quick)
-    read_starts(cfg.output_dir)  # a damaged run.json alone has another remedy
     remark = "" if quick else "Skipped; the run replaces it when it reaches that step again."
-    try:
-        return read_run(cfg.output_dir, remark, quick=quick)
-    except ValueError as error:
-        raise ValueError(f"{error} Set another output_dir to start a new run, or delete {cfg.output_dir}.") from None
+    return read_run(cfg.output_dir, remark, quick=quick)
 
 
 def check_recipe(cfg: RecipeConfig, model: nn.Module, tokenizer: Tokenizer) -> None:
