@@ -102,8 +102,8 @@ def answer_held_out(
     questions = _spread([question for batch in batches for question in batch.questions()], max_questions)
     if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
         raise ValueError(
-            "a held-out sequence is trained from its first token, so it has no question. Set eval_answers=0 for plain text "
-            "and for data.train_on=all."
+            "a held-out sequence is trained from its first token, so it has no question, as in plain text and with "
+            "data.train_on=all. Set eval_answers=0 in a training run, or loss=true in evaluate."
         )
 
     def text(ids: list[int]) -> str:

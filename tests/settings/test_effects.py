@@ -236,6 +236,9 @@ CASES = {
 OF_RECIPE: dict[str, Case | None] = {
     "ppo loss.gamma": Case("0.5"),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
+    **{f"{recipe} memory.loss_accumulation_dtype": Case("weight") for recipe in ("reward", "classify")},
+    "classify data.chat_template_kwargs": Case("{effort: low}"),
+    "classify data.separator": Case(" so "),
     **{f"{recipe} data.columns": Case("{prompt: chosen}") for recipe in ("dpo", "kto", "reward")},
     **{f"{recipe} data.format": Case("text", refused="the rows are text") for recipe in ("dpo", "kto", "reward")},
     "full_finetune_single_device memory.frozen_embeddings": Case("host", "", GPU, refused="needs a frozen embedding"),
@@ -289,6 +292,7 @@ OF_RECIPE: dict[str, Case | None] = {
 # Refusals, by part of the error: recipes and their settings.
 REFUSED = {
     "gives scores and no text": ("reward classify", "eval_answers"),
+    "eval_tasks needs a language model": ("reward classify", "eval_tasks"),
     "is for the logits of a language model": (
         "reward classify",
         "memory.loss_chunk_tokens memory.tied_gradient memory.loss_accumulation_dtype",
@@ -307,9 +311,13 @@ REFUSED = {
         "generation.top_k generation.top_p generation.min_p generation.engine",
     ),
     "Set loss.correction=token_truncate": ("grpo", "generation.engine"),
+    "does not answer": ("online_dpo", "generation.engine"),  # no server runs in the tests
     "compares each with its expected value": ("ppo", "generation.most_attempts"),
     "new_tokens is for training": ("generate chat evaluate", "model.new_tokens"),
     "router_aux_loss_coef is for training": ("generate chat evaluate", "model.router_aux_loss_coef"),
+    "router_aux_loss_coef are for training": ("quantize", "model.new_tokens model.router_aux_loss_coef"),
+    "loads its tokenizer without it": ("evaluate quantize", "data.chat_template"),
+    "so it has no question": ("evaluate", "data.train_on"),
     "expected one of teacher=MODEL and cached=FOLDER": ("distill", "distill.cached"),
     "this model has no experts": ("distill", "parallel.experts"),  # the teacher
     "has a different tokenizer": ("distill", "model.new_tokens"),
