@@ -457,6 +457,7 @@ def configurations(draw, model_type: str) -> dict:
     if model_type == "nemotron_h":
         chosen |= {"mamba_num_heads": 4, "n_groups": draw(st.sampled_from([1, 2, 4]))}
         chosen["use_bias"] &= "linear_attention" in chosen[listed]  # without a Mamba layer it has no effect: refused
+        chosen["mlp_bias"] &= "moe" not in chosen[listed]  # shared experts then have a bias: its tensors are refused
     if "linear_num_key_heads" in known:
         chosen["rope_parameters"]["partial_rotary_factor"] = 0.5  # of 2 turned features `dynamic` divides by 0 there
         chosen["linear_num_key_heads"] = draw(st.integers(1, 2))
