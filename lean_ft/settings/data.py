@@ -91,6 +91,8 @@ class RowsConfig(Settings):
     """Whether plain-text prompts and completions become a user and an assistant message in the chat template. `auto`:
     if the model has a template. `false`: plain text, joined by `separator` and ended by eos. Rows of messages are
     always chats."""
+    image_tokens: PositiveInt | None = None
+    """Maximum number of tokens of an image; larger images are scaled down. null: the model's own limit."""
     shuffle: bool = True
     """Shuffle rows differently in each epoch. `false` keeps the order of the files, and of packed rows the order in
     which they were packed. The first batch is then not the largest one."""

@@ -23,6 +23,9 @@ class ModelConfig(Settings):
     """Tokens to add to the vocabulary. Their rows in the embedding and the output layer start at the mean of the other
     rows and are trained, also beside an adapter, or alone with lora.targets=[]. Checkpoints have them in
     tokenizer.json."""
+    images: Literal["none", "frozen", "train"] = "none"
+    """Images in rows. `none`: only the language model of a multimodal model is loaded, and rows have no images. `frozen`: the
+    vision tower computes embeddings and is not trained. `train`: it trains too; `freeze` selects parts of it."""
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables it. null uses
     config.json's weight if output_router_logits is true there, and 0 otherwise, as transformers does."""

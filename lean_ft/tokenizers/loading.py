@@ -8,6 +8,7 @@ from tokenizers import AddedToken
 
 from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.images.rules import image_rules
 from lean_ft.settings import ModelConfig
 from lean_ft.system.whole_files import read_json
 from lean_ft.system.world import world
@@ -45,12 +46,14 @@ def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = 
     with `new_tokens` may replace the path. Raises ValueError if the folder has no tokenizer, if its files contradict each
     other, or if a new token exists already.
     """
+    images = False
     if isinstance(path, ModelConfig):
+        images = path.images != "none"
         if path.new_tokens:
             path = _add_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
         else:
             path = path.path
-    return world().tokenizer(lambda: _load_tokenizer(path, chat_template))
+    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, images))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -84,10 +87,12 @@ def _add_new_tokens(folder: Path, new: list[str]) -> Path:
 
 
 @names_gguf_file
-def _load_tokenizer(path: str | Path, chat_template: Path | None) -> Tokenizer:
+def _load_tokenizer(path: str | Path, chat_template: Path | None, images: bool = False) -> Tokenizer:
     folder = resolve_model_path(path, weights=False)
     try:
-        return _read_folder(folder, chat_template)
+        tokenizer = _read_folder(folder, chat_template)
+        tokenizer.image_rules = image_rules(folder) if images else None
+        return tokenizer
     except (AttributeError, KeyError, TypeError, UnicodeEncodeError) as error:  # a value of the wrong type
         raise ValueError(
             f"{folder}: tokenizer_config.json or a file next to it is malformed: {type(error).__name__}: {error}. Get the files "

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lean_ft.images.rules import ImageRules
 from lean_ft.settings.other_tools import table
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
@@ -70,6 +71,7 @@ class Tokenizer:
         self.folder, self.files = folder, files
         self.context_length = context_length  # tokens of the longest text that the model was made for, if known
         self.chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template; a call's own win
+        self.image_rules: ImageRules | None = None  # how images become tokens; None: texts alone
         self._new_pad_token: str | None = None
         self._control = any_of(vocabulary.control)
         self._written_by_template = outside_literals(vocabulary.added)

@@ -1,0 +1,21 @@
+"""The images of a batch, as an argument of the decoder's forward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # processes that tokenize load this file, and not torch
+    from torch import Tensor
+
+
+class Images(NamedTuple):
+    """Patches of all distinct images of a batch, one image after the other, and where their embeddings go.
+
+    Patches of one image are in blocks of `merge` x `merge`, row by row, so that a token's patches are consecutive. Some families
+    cut an image into tiles: each tile has a grid of its own, and attends to itself alone.
+    """
+
+    patches: Tensor  # (P, C, p, p) uint8
+    grids: tuple[tuple[int, int], ...]  # rows and columns of patches of each image; on the host, where sizes are needed
+    places: Tensor  # (K,) int64, positions of image tokens in the flattened batch
+    rows: Tensor  # (K,) int64, the row of the tower's output that each place gets; several places may get the same row
