@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from lean_ft.data.rows import IGNORED
+from lean_ft.images.batch import Images
 
 if TYPE_CHECKING:  # processes that tokenize load this file, and not torch
     import torch
@@ -43,6 +44,10 @@ class Batch:
     """Number of labels that are not -100."""
     num_tokens: int
     """Number of computed positions, B * T."""
+    num_images: int = 0
+    """Number of images, with repeats."""
+    num_patches: int = 0
+    """Number of patches of the distinct images."""
     documents: np.ndarray | None = None
     """Document numbers in the prepared data, row after row; held-out documents follow the training documents. None if
     documents are cut or joined, or do not come from prepared data."""
@@ -80,6 +85,8 @@ class Batch:
                 return value.to(device)
             if isinstance(value, dict):
                 return {name: move(one) for name, one in value.items()}
+            if isinstance(value, Images):
+                return Images(*map(move, value))
             if not isinstance(value, torch.Tensor):
                 return value
             return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)

@@ -11,6 +11,7 @@ from lean_ft.data.arrangement import Arrangement, EpochPlan
 from lean_ft.data.batch import Batch, rounded_up
 from lean_ft.data.collate import Placed, as_tensors, collate
 from lean_ft.data.columns import Columns
+from lean_ft.data.image_batches import counts_of, images_of_batch
 from lean_ft.data.objective import Objective, objective_of
 from lean_ft.data.report import DataReport
 from lean_ft.settings import DataConfig
@@ -58,6 +59,7 @@ class UnbuiltBatch:
         """Fields that need no tensors."""
         placed = Placed(self._layout.arrangement, self._layout.columns, self._rows)
         counts = {"num_targets": len(placed.index), "num_tokens": placed.shape[0] * placed.shape[1]}
+        counts |= counts_of(images_of_batch(self._layout.columns, placed))
         return counts | as_tensors(self._layout.objective.row_fields(self._layout.columns, placed))
 
 

@@ -8,7 +8,7 @@ Legend: B rows of a batch, T positions of a row, M texts of the batch, K tokens 
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,8 +16,13 @@ import torch
 from lean_ft.data.arrangement import Arrangement, whole_documents
 from lean_ft.data.batch import Batch
 from lean_ft.data.columns import Columns, Document
+from lean_ft.data.image_batches import counts_of, images_of_batch
+from lean_ft.data.images import IMAGE_ROW
 from lean_ft.data.objective import PLAIN, Objective
 from lean_ft.data.rows import IGNORED
+
+if TYPE_CHECKING:
+    from lean_ft.images.rules import ImageRules
 
 
 class Placed:
@@ -118,8 +123,11 @@ def collate(
         return grid.reshape(placed.shape)
 
     inputs: dict[str, Any] = placed.bounds() | {"is_token": filled(placed.place[own], True, False, bool)}
+    if images := images_of_batch(columns, placed):
+        assert columns.image_rules is not None
+        inputs["images"] = images.read(columns.image_rules)
     for name in columns.per_token:
-        if name not in objective.of_loss:
+        if name not in objective.of_loss and name != IMAGE_ROW:
             values = columns.values[name][placed.source[own]]
             pad, dtype = (columns.pad_id, np.int64) if name == "ids" else (0, values.dtype)
             inputs["input_ids" if name == "ids" else name] = filled(placed.place[own], values, pad, dtype)
@@ -129,7 +137,7 @@ def collate(
         "labels": filled(placed.index[is_own_label], placed.label[is_own_label], IGNORED, np.int64),
         "num_targets": len(placed.label),
         "num_tokens": num_tokens,
-    }
+    } | counts_of(images)
     fields |= objective.row_fields(columns, placed) | objective.token_fields(columns, placed, epoch)
     documents = None
     if arrangement.whole and columns.first is not None:
@@ -147,12 +155,13 @@ def batch_of(
     sides: int = 1,
     shared: np.ndarray | None = None,
     batch_size: int | None = None,
+    image_rules: "ImageRules | None" = None,
 ) -> Batch:
     """Build one batch of `documents`, such as sampled completions; `sides` of them form a row of data.
 
-    The other arguments are as in `Arrangement`.
+    image_rules: of documents with images. The other arguments are as in `Arrangement`.
     """
-    columns = Columns.join(documents, pad_id)
+    columns = Columns.join(documents, pad_id, image_rules)
     arrangement = Arrangement(
         *whole_documents(columns.lengths, sides),
         kind=kind,

@@ -13,8 +13,12 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:  # texts do not need Pillow
+    from lean_ft.images.rules import ImageRules
 
 OF_LOSS = ("trained", "num_targets", "row_values")  # columns that the model does not read
 LENGTHS = ".lengths"  # suffix of the stored array with the lengths of a column
@@ -71,6 +75,8 @@ class Columns:
     rows: np.ndarray  # (N,) int64: the stored documents that these are
     pad_id: int = 0
     """The id on padding. Other columns are 0 there."""
+    image_rules: ImageRules | None = None
+    """How the images of the documents are read; None if they have none."""
     first: int | None = None
     """Number of the first document in the prepared data: held-out documents follow the training documents. None for
     documents that are not prepared data."""
@@ -86,7 +92,7 @@ class Columns:
         return cls(values, offsets, np.arange(len(lengths["ids"])))
 
     @classmethod
-    def join(cls, documents: Sequence[Document], pad_id: int = 0) -> Columns:
+    def join(cls, documents: Sequence[Document], pad_id: int = 0, image_rules: ImageRules | None = None) -> Columns:
         """Concatenate single documents (copies), which have the same columns."""
         arrays = {
             "ids": np.concatenate([one.ids for one in documents] or [np.empty(0)]).astype(np.int32, copy=False),
@@ -102,7 +108,7 @@ class Columns:
             some = [one.per_document[name].ravel() for one in documents]
             arrays[name] = np.concatenate(some)
             arrays[name + LENGTHS] = np.array([len(values) for values in some], dtype=np.int64)
-        return replace(cls.of(arrays), pad_id=pad_id)
+        return replace(cls.of(arrays), pad_id=pad_id, image_rules=image_rules)
 
     @property
     def stored(self) -> dict[str, np.ndarray]:

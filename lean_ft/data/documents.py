@@ -8,12 +8,14 @@ import copyreg
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 
 from lean_ft.data.columns import Columns, Document
-from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
+from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
+from lean_ft.data.images import UnreadableImageError, read_header, with_columns
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.report import DataReport, count
@@ -23,6 +25,7 @@ from lean_ft.data.workers import map_in_processes
 from lean_ft.settings import DataConfig, Sources
 from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
+from lean_ft.tokenizers.passages import with_image_texts
 
 ROWS_AT_A_TIME = 512  # tokenized together; bounds the number of live Python objects
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # for fewer rows, starting processes costs more time than it saves
@@ -30,7 +33,11 @@ FEW_ROWS = 8 * ROWS_AT_A_TIME  # for fewer rows, starting processes costs more t
 # Pickle a tokenizer as its files; the other process loads them again.
 copyreg.pickle(
     Tokenizer,
-    lambda one: (load_tokenizer, (one.folder, one.template_file), {"chat_template_kwargs": one.chat_template_kwargs}),
+    lambda one: (
+        load_tokenizer,
+        (one.folder, one.template_file),
+        {"chat_template_kwargs": one.chat_template_kwargs, "image_rules": one.image_rules},
+    ),
 )
 
 
@@ -54,6 +61,12 @@ class Renderer:
     reader: RowReader
     """The objective's reader."""
     tokenizer: Tokenizer
+
+    @cached_property
+    def _image_id(self) -> int | None:
+        """Id of the image token; None for a run without images."""
+        rules = self.tokenizer.image_rules
+        return None if rules is None else self.tokenizer.token_id(rules.token)
 
     def __call__(self, rows: Sequence[Row]) -> tuple[list[Document], DataReport]:
         """Return the documents to train on, and a report for these rows only.
@@ -95,15 +108,28 @@ class Renderer:
             try:
                 self.reader.values(row)  # unreadable values make a bad row
                 unread, passages = self.reader.unread(row), self.reader.passages(row)
+                with reading(row):
+                    passages = [self._with_image_texts(passage, row.folder) for passage in passages]
                 read.append((row, passages))
                 count(unread, report.unread)
                 count(self.reader.columns(row), report.columns)
                 for passage in passages:
                     if isinstance(passage, Passage):
                         report.count_passage(passage)
+            except UnreadableImageError as error:
+                report.drop_image(str(error))
             except ValueError as error:
                 self._skip_or_raise(error, report)
         return self._tokenize(read, report)
+
+    def _with_image_texts(self, passage: Passage | Document, folder: Path) -> Passage | Document:
+        """Read the headers of a passage's images, and write their texts for the placeholders."""
+        rules = self.tokenizer.image_rules
+        if rules is None or not isinstance(passage, Passage) or not passage.images:
+            return passage
+        images = [read_header(value, folder, rules) for value in passage.images]
+        texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
+        return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
 
     def _tokenize(
         self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport
@@ -112,12 +138,19 @@ class Renderer:
         texts = [passage for _, passages in read for passage in passages if isinstance(passage, Passage)]
         try:
             tokenized = itertools.starmap(Document, self.tokenizer.tokenize(texts))
+            return [(row, [self._document(passage, tokenized) for passage in passages]) for row, passages in read]
         except ValueError as error:
             if len(read) > 1:
                 return [found for one in read for found in self._tokenize([one], report)]
             self._skip_or_raise(ValueError(f"{read[0][0].place}: {error}"), report)
             return []
-        return [(row, [next(tokenized) if isinstance(p, Passage) else p for p in passages]) for row, passages in read]
+
+    def _document(self, passage: Passage | Document, tokenized: Iterator[Document]) -> Document:
+        document = next(tokenized) if isinstance(passage, Passage) else passage
+        if (rules := self.tokenizer.image_rules) is None:
+            return document
+        images = passage.images if isinstance(passage, Passage) else ()
+        return with_columns(document, images, rules, self._image_id)
 
     def _skip_or_raise(self, error: ValueError, report: DataReport) -> None:
         if self.config.on_bad_row == "raise":

@@ -13,12 +13,16 @@ from typing import Any
 
 from lean_ft.tokenizers.chat_template import REASONING
 
-_IS_TEXT = "only text is supported. Remove the row, or skip such rows with data.on_bad_row=skip"
+_NOT_READ = "only text and images are read. Remove the row, or skip such rows with data.on_bad_row=skip"
+_IMAGE = "images are read from chats and prompts: from content parts, or from the row's field `images`"
 _NO_WEIGHTS = (
     "rows have no weights. Put rows of one weight into one file, and set data.source=[{path: FILE, weight: W}, ...]"
 )
 _PARTS = "parts of a message cannot be selected. Remove the key; `train: false` and `weight: 0` exclude a whole message"
-MEDIA: dict[str, str] = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _IS_TEXT)
+MEDIA: dict[str, str] = {
+    **dict.fromkeys(("image", "images"), _IMAGE),
+    **dict.fromkeys(("video", "videos", "audio", "audios"), _NOT_READ),
+}
 REFUSED: dict[str, str] = MEDIA | dict.fromkeys(
     ("weight", "sample_weight", "example_weight", "loss_weight"), _NO_WEIGHTS
 )

@@ -11,8 +11,8 @@
 | tokens            | input_ids; labels, masks                 | the ids unchanged, trained where labels are ids     |
 | text              | text                                     | bos + text + eos, all of it trained                 |
 
-Fields after the semicolon are optional. Chats may also have `system`, `tools` and `chat_template_kwargs`, and prompts
-`history`; without a chat template, these are refused. The prompt of a pair is `prompt`, `conversations`, or
+Fields after the semicolon are optional. Chats may also have `system`, `tools`, `chat_template_kwargs` and
+`images`, and prompts `history`; without a chat template, these are refused. The prompt of a pair is `prompt`, `conversations`, or
 `instruction` and `input`. If several formats of an objective match, the first in the table is used. A format that only
 one objective reads is defined in that objective's file, such as `unpaired` in `lean_ft.data.unpaired`. All other fields
 are named in the report or refused: `lean_ft.data.foreign_fields`.
@@ -31,6 +31,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from lean_ft.data.chats import Chat, check_text, read_chat, read_opening, read_tools, read_variables
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given, unread_fields, unwritten
+from lean_ft.data.images import IMAGE_FIELDS, NO_IMAGES, UnreadableImageError, cuts_an_image, images_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources
@@ -74,7 +75,7 @@ class Fields:
         return "\n\n".join(filter(None, [check_text(fields.get(n) or "", f"the field `{n}`") for n in names]))
 
 
-OF_CHATS = ("system", "tools", "chat_template_kwargs")
+OF_CHATS = ("system", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
 OF_PROMPTS = ("history", *OF_CHATS)
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "prompt_mask")
 PROMPT, ALPACA = ("prompt",), ("instruction", "input")
@@ -167,6 +168,8 @@ def reading(row: Row) -> Iterator[None]:
         if row.problem is not None:
             raise ValueError(row.problem)
         yield
+    except UnreadableImageError as error:
+        raise UnreadableImageError(f"{row.place}: {error}") from None
     except ValueError as error:
         raise ValueError(f"{row.place}: {error}") from None
     except RecursionError:
@@ -312,9 +315,12 @@ class RowReader:
         chat = join(Chat(opening), chat, train_prompt=train_on != "completion") if opening else chat
         tools, given = read_tools(fields.get("tools")), read_variables(fields.get("chat_template_kwargs"))
         variables = self.config.chat_template_kwargs | given
-        passage = self.tokenizer.passage(chat.messages, tools, is_prompt, train_on, chat.untrained, variables)
-        unread = unwritten(chat.messages, tools, given, self.tokenizer.template_names)
-        return replace(passage, unread=unread) if unread else passage
+        messages, images = images_of(chat.messages, fields)
+        if images and self.tokenizer.image_rules is None:
+            raise ValueError(NO_IMAGES)
+        passage = self.tokenizer.passage(messages, tools, is_prompt, train_on, chat.untrained, variables)
+        unread = unwritten(messages, tools, given, self.tokenizer.template_names)
+        return replace(passage, unread=unread, images=images) if unread or images else passage
 
     def passages(self, row: Row) -> list[Passage | Document]:
         """Return the sequences of `row` before truncation. Raises ValueError with the row's place."""
@@ -332,13 +338,23 @@ class RowReader:
         return documents
 
     def truncated(self, document: Document, place: str, report: DataReport) -> Document | None:
-        """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped."""
+        """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped. An
+        image is never cut."""
         limit = self.config.longest
         if limit is None or len(document) <= limit:
             return document
         if not report.truncates(len(document), self.config, place):
             return None
-        return document[:limit] if self.config.truncation_side == "right" else document[len(document) - limit :]
+        right = self.config.truncation_side == "right"
+        return self.cut(document, slice(0, limit) if right else slice(len(document) - limit, len(document)), report)
+
+    def cut(self, document: Document, kept: slice, report: DataReport) -> Document | None:
+        """Return the tokens `kept` of a document, or None if the row is dropped because that would cut an image."""
+        rules = self.tokenizer.image_rules
+        if rules is not None and cuts_an_image(document, kept, rules.merge):
+            report.drop("an image does not fit in max_length")
+            return None
+        return document[kept]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """Truncate the sequences of a row to `data.max_length`, or return [] if the row is dropped; count losses in

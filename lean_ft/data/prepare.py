@@ -147,6 +147,7 @@ def _read_batches(
     first, num_in_all, layouts = 0, sum(len(one.documents) for one in parts), list[ArrangedDocuments]()
     for one, rows_of_it in zip(parts, arrangements, strict=True):
         columns = replace(one.documents, pad_id=tokenizer.pad_id, first=first, num_in_all=num_in_all)
+        columns = replace(columns, image_rules=tokenizer.image_rules)
         layouts.append(ArrangedDocuments(replace(rows_of_it, most_in_a_row=most), columns, objective_of(config)))
         first += len(columns)
     batches = Batches(layouts[0], seed=seed, report=trained.report, fingerprint=fingerprint, shuffle=config.shuffle)

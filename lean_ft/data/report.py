@@ -28,6 +28,7 @@ ANSWERS = {
 }
 COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", *ANSWERS)
 NUM_NAMES_SHOWN = 20
+UNREADABLE_IMAGE = "an image cannot be read"
 
 
 def count(names: Iterable[str], into: dict[str, int]) -> None:
@@ -70,6 +71,8 @@ class DataReport:
     """Number of rows with a column for rewards, by name."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
+    image_examples: list[str] = field(default_factory=list)
+    """Place and error of the first images that cannot be read."""
     bad_rows: int = 0
     """Unreadable rows that were skipped."""
     bad_row_examples: list[str] = field(default_factory=list)
@@ -97,7 +100,7 @@ class DataReport:
             loses_most = self.format == "text" and self.lost_tokens > self.tokens
             remedy = "; data.packing=bfd_split keeps them" if loses_most else ""
             parts.append(f"{self.truncated:,} truncated (-{self.lost_tokens:,} tokens{remedy})")
-        parts += [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
+        parts += self._reasons
         parts += [
             counted(number, unit) + text for name, (unit, text) in ANSWERS.items() if (number := getattr(self, name))
         ]
@@ -122,6 +125,12 @@ class DataReport:
         return "; ".join(parts)
 
     @property
+    def _reasons(self) -> list[str]:
+        """Dropped rows by reason."""
+        examples = {UNREADABLE_IMAGE: "; first: " + "; ".join(self.image_examples)}
+        return [f"{count:,} dropped ({reason}{examples.get(reason, '')})" for reason, count in self.dropped.items()]
+
+    @property
     def left_out(self) -> str | None:
         """Summary of dropped and bad rows for the end of a run; None if all rows were used."""
         reasons = {"unreadable": self.bad_rows, **self.dropped}
@@ -135,6 +144,11 @@ class DataReport:
 
     def drop(self, reason: str) -> None:
         count([reason], self.dropped)
+
+    def drop_image(self, problem: str) -> None:
+        """Drop a row with an image that cannot be read."""
+        self.drop(UNREADABLE_IMAGE)
+        self.image_examples = [*self.image_examples, problem][:NUM_BAD_ROWS_SHOWN]
 
     def count_passage(self, passage: Passage) -> None:
         """Count a passage's rewritten and empty answers and its separator."""
@@ -183,7 +197,7 @@ class DataReport:
 
     def nothing_left(self) -> str:
         """Explain why no row is left, for an error message."""
-        reasons = [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
+        reasons = self._reasons
         if self.bad_rows:
             reasons.append(f"{self.bad_rows:,} unreadable (first: {self.bad_row_examples[0]})")
         return f"{counted(self.rows, 'rows')}, {', '.join(reasons)}"
@@ -192,7 +206,8 @@ class DataReport:
         """Add the counts of `other`, a part of the same source. Packing counts are not added."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
+        for name in ("bad_row_examples", "image_examples"):
+            setattr(self, name, (getattr(self, name) + getattr(other, name))[:NUM_BAD_ROWS_SHOWN])
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
         for name in ("dropped", "joined", "unread", "columns"):

@@ -1,5 +1,6 @@
 """Types for a row of data."""
 
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 IGNORED = -100  # the label of positions that are not trained
@@ -21,6 +22,8 @@ class Row(NamedTuple):
     """Index of the source."""
     problem: str | None = None
     """Error of an unreadable row, which has no fields."""
+    folder: Path = Path()
+    """Folder of the row's file, to which paths in the row are relative."""
 
 
 def kind(value: Any) -> str:

@@ -189,4 +189,6 @@ def _rows_as_stored(source: DataSource, digest: Digest | None, *, streaming: boo
 
 def _rows_of_files(files: list[Path], digest: Digest | None) -> Iterator[Row]:
     for file in files:
-        yield from read_parquet_file(file, digest) if is_parquet(file) else read_text_file(file, digest)
+        folder = file.parent
+        for row in read_parquet_file(file, digest) if is_parquet(file) else read_text_file(file, digest):
+            yield row._replace(folder=folder)

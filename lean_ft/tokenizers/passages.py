@@ -1,9 +1,13 @@
 """Passages: texts with the spans that are trained, and operations on spans."""
 
-from bisect import bisect_left
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
 
+from lean_ft.system.units import counted
 from lean_ft.tokenizers.chat_template import MARKERS
 from lean_ft.tokenizers.vocabulary import Span
 
@@ -33,6 +37,10 @@ class Passage:
     """The separator between a prompt and its completion; None if a chat template wrote them."""
     unread: Sequence[str] = ()
     """Keys of messages and template variables that the chat template does not mention."""
+    images: Sequence[Any] = ()
+    """Images of the row, in the order of the placeholders that the chat template wrote."""
+    runs: Sequence[int] = ()
+    """How often each image token of the text is repeated."""
 
 
 def without_markers(full: str, spans: list[list[Span]]) -> tuple[str, list[list[Span]]]:
@@ -61,3 +69,32 @@ def without(spans: list[Span], holes: list[Span]) -> list[Span]:
         parts = [part for start, end in spans for part in ((start, min(end, hole_start)), (max(start, hole_end), end))]
         spans = [(start, end) for start, end in parts if start < end]
     return spans
+
+
+def with_image_texts(passage: Passage, placeholder: str, texts: Sequence[str], runs: Sequence[int]) -> Passage:
+    """Replace the placeholders that the chat template wrote with the text of each image, which is not trained.
+
+    A placeholder that a message contains (`literal`) stays text. Raises ValueError if there are more or fewer placeholders.
+    """
+    typed = {start for start, _ in passage.literal}
+    found = [match.span() for match in re.finditer(re.escape(placeholder), passage.text) if match.start() not in typed]
+    if len(found) != len(texts):
+        hint = " It may read texts only, and no content parts." if not found else ""
+        raise ValueError(
+            f"the row has {counted(len(texts), 'images')}, and the chat template wrote {placeholder} {len(found)} times.{hint} Set "
+            "data.chat_template to a template that writes it for each content part of the type image."
+        )
+    ends = [end for _, end in found]
+    grown = [0, *accumulate(len(text) - len(placeholder) for text in texts)]
+
+    def moved(spans: Sequence[Span]) -> list[Span]:
+        return [
+            (start + grown[bisect_right(ends, start)], end + grown[bisect_right(ends, end)]) for start, end in spans
+        ]
+
+    holes = [(start + grown[i], end + grown[i + 1]) for i, (start, end) in enumerate(found)]
+    begins, stops = [0, *ends], [*(start for start, _ in found), len(passage.text)]
+    between = [passage.text[start:end] for start, end in zip(begins, stops, strict=True)]
+    text = "".join(part for pair in zip(between, [*texts, ""], strict=True) for part in pair)
+    trained = without(moved(passage.trained), holes)
+    return replace(passage, text=text, trained=trained, literal=moved(passage.literal), runs=runs)

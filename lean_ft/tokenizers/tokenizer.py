@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lean_ft.images.rules import ImageRules
 from lean_ft.settings.other_tools import table
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
@@ -20,6 +19,9 @@ from lean_ft.tokenizers.passages import Passage, spans_of, without, without_mark
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import RenderedChat, Turn, outside_literals
 from lean_ft.tokenizers.vocabulary import Vocabulary, any_of
+
+if TYPE_CHECKING:  # texts do not need Pillow
+    from lean_ft.images.rules import ImageRules
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TrainOn = Literal["completion", "assistant", "last", "all"]
@@ -325,8 +327,24 @@ class Tokenizer:
                 if len(ids) == 0 or ids[-1] != self.eos_id:
                     ids, trained = np.append(ids, np.int32(self.eos_id)), np.append(trained, True)
                 trained[-1] = True
+            if passage.runs:
+                ids, trained = self._with_repeated_image_tokens(ids, trained, passage.runs)
             tokenized.append((ids.astype(np.int32, copy=False), trained))
         return tokenized
+
+    def _with_repeated_image_tokens(
+        self, ids: np.ndarray, trained: np.ndarray, runs: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        assert self.image_rules is not None
+        is_image = ids == self.token_id(self.image_rules.token)
+        if is_image.sum() != len(runs):
+            raise ValueError(
+                f"the text has the image token {self.image_rules.token} {is_image.sum()} times, and its images have it {len(runs)} "
+                "times. Remove the token from the messages, or set data.chat_template to a template that does not write it."
+            )
+        counts = np.ones(len(ids), dtype=np.int64)
+        counts[is_image] = runs
+        return np.repeat(ids, counts), np.repeat(trained & ~is_image, counts)
 
     def pad_with(self, token: str) -> None:
         """Use a control token for padding instead of the folder's pad token, also in saved files.

@@ -1,0 +1,117 @@
+"""Images of a batch: each distinct image is read once, in threads, since Pillow and NumPy do most of the work without the GIL.
+
+Legend: K image tokens of a batch, P patches, p pixels of a patch's side.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lean_ft.data.images import IMAGE_ROW, num_embeddings
+from lean_ft.images.batch import Images
+from lean_ft.system.environment import usable_cores
+
+if TYPE_CHECKING:
+    from lean_ft.data.collate import Placed
+    from lean_ft.data.columns import Columns, Document
+    from lean_ft.images.rules import ImageRules
+
+Grids = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ImagesOfBatch:
+    """The distinct images that tokens of a batch show, before they are read."""
+
+    grids: dict[bytes, Grids]
+    """Grids of each distinct image by its reference."""
+    places: np.ndarray  # (K,) int64: position of each image token in the flattened batch
+    rows: np.ndarray  # (K,) int64: row of the tower's output that the token gets
+    num_images: int
+    """Number of images, with repeats."""
+
+    @property
+    def num_patches(self) -> int:
+        return sum(map(_num_patches, self.grids.values()))
+
+    def read(self, rules: ImageRules) -> Images:
+        """Decode the images. Raises ValueError for an image that is broken, or that changed since its row was prepared."""
+        side = rules.patch_size
+        patches = np.empty((self.num_patches, 3, side, side), dtype=np.uint8)
+        ends = np.cumsum([_num_patches(grids) for grids in self.grids.values()])
+        parts = np.split(patches, ends[:-1])
+
+        def read(reference: bytes, part: np.ndarray) -> None:
+            _read(reference, self.grids[reference], part, rules)
+
+        list(_threads().map(read, self.grids, parts))  # raises the first error
+        flat = tuple(grid for grids in self.grids.values() for grid in grids)
+        return Images(torch.from_numpy(patches), flat, torch.from_numpy(self.places), torch.from_numpy(self.rows))
+
+
+def images_of_batch(columns: Columns, placed: Placed) -> ImagesOfBatch | None:
+    """Return the images of a batch, or None if it has none. An image of a shared prompt counts once."""
+    if columns.image_rules is None:
+        return None
+    merge, of_tokens = columns.image_rules.merge, columns.values[IMAGE_ROW][placed.source]
+    tokens = np.flatnonzero(placed.is_own & (of_tokens > 0))
+    if not len(tokens):
+        return None
+    firsts, grids, num_rows, num_images = dict[bytes, int](), dict[bytes, Grids](), 0, 0
+    rows = np.empty(len(tokens), dtype=np.int64)
+    texts, begins = np.unique(placed.text[tokens], return_index=True)
+    for text, begin, end in zip(texts, begins, [*begins[1:], len(tokens)], strict=True):
+        document = columns[int(placed.documents[text])]
+        ends = np.cumsum(lengths := num_embeddings(document, merge))
+        embedding = of_tokens[tokens[begin:end]] - 1
+        image = np.searchsorted(ends, embedding, side="right")
+        starts, of_images = np.zeros(len(ends), dtype=np.int64), _images(document)
+        for i in np.unique(image).tolist():
+            reference, its_grids = of_images[i]
+            if reference not in firsts:
+                firsts[reference], grids[reference] = num_rows, its_grids
+                num_rows += int(lengths[i])
+            starts[i], num_images = firsts[reference], num_images + 1
+        rows[begin:end] = starts[image] + embedding - (ends - lengths)[image]
+    return ImagesOfBatch(grids, placed.place[tokens], rows, num_images)
+
+
+def counts_of(images: ImagesOfBatch | None) -> dict[str, int]:
+    """Fields of a batch that need no image to be read."""
+    return {} if images is None else {"num_images": images.num_images, "num_patches": images.num_patches}
+
+
+def _images(document: Document) -> list[tuple[bytes, Grids]]:
+    """The reference and the grids of each image of a document."""
+    columns = document.per_document
+    references = np.split(columns["image_refs"], np.cumsum(columns["image_ref_lengths"])[:-1])
+    of_images = np.split(columns["image_grids"].reshape(-1, 2), np.cumsum(columns["image_tiles"])[:-1])
+    grids = [tuple((int(rows), int(wide)) for rows, wide in some) for some in of_images]
+    return [(reference.tobytes(), some) for reference, some in zip(references, grids, strict=True)]
+
+
+def _num_patches(grids: Grids) -> int:
+    return sum(rows * wide for rows, wide in grids)
+
+
+def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules) -> None:
+    from lean_ft.images.reading import decoded, open_image, size_of  # here, since texts do not need Pillow
+
+    with open_image(reference) as image:
+        if rules.layout(size_of(image)).grids != grids:
+            raise ValueError(
+                f"{getattr(image, 'filename', '') or 'an image'} now has {image.width} x {image.height} pixels, another size than when "
+                "its row was prepared. Start the run again."
+            )
+        patches[:] = rules.patches(decoded(image))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(usable_cores(), "image")

@@ -1,0 +1,218 @@
+"""Images of rows: where a row has them, and what they add to a document.
+
+A row has images as content parts of its messages, or in the field `images` or `image`. These fill content parts without an
+image, else the places of `<image>` in texts, else they come before the first user text, as in TRL. Numbers must agree.
+
+A chat template gets `{"type": "image"}` and writes a placeholder, which the family's text replaces before the row is tokenized.
+Then the image tokens are repeated, and columns tell where the images of a document are:
+
+| column            | values                                                                                       |
+|-------------------|----------------------------------------------------------------------------------------------|
+| image_row         | of a token: 1 + the number of its embedding among those of the document's images; 0 for text |
+| position_shift    | of a token: its position on the time axis minus its index; only in families with M-RoPE      |
+| image_grids       | of a document: rows and columns of patches of each grid                                      |
+| image_tiles       | of a document: the number of grids of each image                                             |
+| image_refs        | of a document: the references of all images, one after the other                             |
+| image_ref_lengths | of a document: the number of bytes of each reference                                         |
+
+All documents of a run with images have these columns. Only headers are read here: images are decoded when their batch is built
+(`lean_ft.data.image_batches`).
+
+Source of the positions: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lean_ft.data.columns import Document
+from lean_ft.data.foreign_fields import is_given
+from lean_ft.system.units import counted
+
+if TYPE_CHECKING:  # rows of text do not need Pillow
+    from lean_ft.images.rules import ImageLayout, ImageRules
+
+IMAGE_FIELDS = ("images", "image")
+IMAGE_ROW = "image_row"
+MARK = "<image>"  # the place of an image in a text
+NO_IMAGES = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
+_IMAGE_TYPES = ("image", "image_url", "input_image")
+_IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
+_SKIP = "Remove the row, or skip such rows with data.on_bad_row=skip."
+
+Messages = list[dict[str, Any]]
+
+
+class UnreadableImageError(ValueError):
+    """An image is missing, broken or refused. Its row is dropped, also with `on_bad_row=raise`."""
+
+
+class RowImage(NamedTuple):
+    """An image whose header was read."""
+
+    reference: bytes
+    layout: ImageLayout
+
+
+def read_part(part: Any, where: str) -> dict[str, Any]:
+    """Return a content part as {"type": "text", "text"} or {"type": "image", "image"}. The image is None if the part marks its
+    place only.
+
+    Raises ValueError for another part, such as a video.
+    """
+    if isinstance(part, dict):
+        name = part.get("type")
+        image = {key: part[key] for key in _IMAGE_KEYS if is_given(part.get(key))}
+        if name in _IMAGE_TYPES or (name is None and image):
+            return {"type": "image", "image": image or None}
+        if isinstance(name, str) and any(other in name for other in ("video", "audio")):
+            raise ValueError(f"{where} has a content part of the type {name}; only text and images are read. {_SKIP}")
+        if isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+    raise ValueError(f"{where} has a content part that is neither text nor an image.")
+
+
+def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
+    """Return the messages for a chat template, and the images of a row in their order.
+
+    Raises ValueError if the row's images do not fit the places for them.
+    """
+    given = _given(fields)
+    parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
+    if not parts and not given:
+        return messages, []
+    if parts:
+        empty = sum(part["image"] is None for part in parts)
+        if empty != len(given):
+            raise ValueError(
+                f"the row has {counted(len(given), 'images')} in its field `images`, and {empty} of "
+                f"{counted(len(parts), 'content parts')} of the type image have no image of their own. These numbers must agree."
+            )
+    else:
+        messages = _with_places(messages, len(given))
+    rest, found, rendered = iter(given), list[Any](), Messages()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            images = [part["image"] for part in content if part["type"] == "image"]
+            found += [next(rest) if image is None else image for image in images]
+            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+            message = {**message, "content": content}
+        rendered.append(message)
+    return rendered, found
+
+
+def _given(fields: Mapping[str, Any]) -> list[Any]:
+    names = [name for name in IMAGE_FIELDS if is_given(fields.get(name))]
+    if len(names) > 1:
+        raise ValueError("the row has the fields `images` and `image`. Keep one of them.")
+    value = fields[names[0]] if names else []
+    return value if isinstance(value, list) else [value]
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _with_places(messages: Messages, number: int) -> Messages:
+    """Add content parts for `number` images: where texts have `<image>`, or else before the first user text."""
+    place, asked = {"type": "image", "image": None}, [m for m in messages if m["role"] != "assistant" and m["content"]]
+    marks = sum(message["content"].count(MARK) for message in asked)
+    if not marks:
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise ValueError("the row has an image and no user message. Mark the image's place as a content part.")
+        text = {"type": "text", "text": messages[first]["content"]}
+        return [*messages[:first], {**messages[first], "content": [place] * number + [text]}, *messages[first + 1 :]]
+    if marks != number:
+        raise ValueError(
+            f"the row has {counted(number, 'images')} in its field `images`, and its texts have {MARK} {marks} times. These "
+            "numbers must agree."
+        )
+    placed = Messages()
+    for message in messages:
+        if message in asked and MARK in message["content"]:
+            first, *texts = [{"type": "text", "text": text} for text in message["content"].split(MARK)]
+            parts = [first, *(part for text in texts for part in (place, text))]
+            message = {**message, "content": [part for part in parts if part.get("text") != ""]}
+        placed.append(message)
+    return placed
+
+
+# Documents ------------------------------------------------------------------------------------------------------------
+
+
+def read_header(value: Any, folder: Path, rules: ImageRules) -> RowImage:
+    """Open an image of a row and read its size. Raises UnreadableImageError if that fails, or if the family refuses it."""
+    from lean_ft.images.reading import open_image, reference, size_of
+
+    try:
+        found = reference(value, folder)
+        with open_image(found) as image:
+            return RowImage(found, rules.layout(size_of(image)))
+    except ValueError as error:
+        raise UnreadableImageError(str(error)) from None
+
+
+def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
+    """Add the columns of `images` to a document. Raises ValueError if it has another number of image tokens."""
+    is_image = document.ids == image_id
+    grids = [grid for image in images for grid in image.layout.grids]
+    runs = [run for image in images for run in image.layout.runs]
+    if is_image.sum() != sum(runs):
+        raise ValueError(
+            f"the text has {int(is_image.sum()):,} image tokens {rules.token}, and its images need {sum(runs):,}. Put images into "
+            "content parts or the field `images` of chats; texts and ids have none."
+        )
+    per_token = {IMAGE_ROW: np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)}
+    if getattr(rules, "shifts_positions", rules.token == "<|image_pad|>"):
+        per_token["position_shift"] = _shifts(is_image, np.array(grids, dtype=np.int64).reshape(-1, 2) // rules.merge)
+    references = [np.frombuffer(image.reference, dtype=np.uint8) for image in images]
+    per_document = {
+        "image_grids": np.array(grids, dtype=np.int32).ravel(),
+        "image_tiles": np.array([len(image.layout.grids) for image in images], dtype=np.int32),
+        "image_refs": np.concatenate([np.empty(0, dtype=np.uint8), *references]),
+        "image_ref_lengths": np.array(list(map(len, references)), dtype=np.int64),
+    }
+    return replace(
+        document, per_token={**document.per_token, **per_token}, per_document={**document.per_document, **per_document}
+    )
+
+
+def _shifts(is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
+    """The column `position_shift` (T,); grids: (I, 2) rows and columns of tokens of each image, whose tokens are consecutive.
+
+    An image takes one step of time, and the text behind it continues at its start + its longer side.
+    """
+    shifts, firsts = np.zeros(len(is_image), dtype=np.int32), np.flatnonzero(is_image)
+    lengths = grids.prod(1)
+    for first, length, longer in zip(
+        firsts[np.cumsum(lengths) - lengths], lengths, grids.max(1, initial=0), strict=True
+    ):
+        before, end = shifts[first], first + length
+        shifts[first:end] = before - np.arange(length)
+        shifts[end:] = before + longer - length
+    return shifts
+
+
+def num_embeddings(document: Document, merge: int) -> np.ndarray:
+    """(I,) number of embeddings of each image of a document."""
+    tiles = document.per_document["image_tiles"]
+    of_grids = np.append(0, np.cumsum(document.per_document["image_grids"].reshape(-1, 2).prod(1) // merge**2))
+    return np.diff(of_grids[np.append(0, np.cumsum(tiles))])
+
+
+def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
+    """Whether an image has tokens inside and outside of the span `kept`."""
+    rows = document.per_token[IMAGE_ROW]
+    image = np.searchsorted(np.cumsum(num_embeddings(document, merge)), rows[rows > 0] - 1, side="right")
+    inside = np.zeros(len(rows), dtype=bool)
+    inside[kept] = True
+    inside = inside[rows > 0]
+    return bool(np.isin(image[inside], image[~inside]).any())
