@@ -40,6 +40,7 @@ class StepGraphs:
         rows, device = len(cache.lengths), cache.lengths.device
         self._step, self._cache = step, cache
         self._ids, self._lengths = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self._shifts = None if cache.shifts is None else torch.zeros_like(self._lengths)
         self._keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self._answers = torch.zeros(rows, 2, dtype=torch.float64, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -53,6 +54,9 @@ class StepGraphs:
         # Copies onto themselves, which do nothing, unless rows have left.
         self._ids[:rows].copy_(ids)
         self._lengths[:rows].copy_(cache.lengths)
+        if self._shifts is not None and cache.shifts is not None:
+            self._shifts[:rows].copy_(cache.shifts)
+            cache.shifts = self._shifts[:rows]
         if keys is not None:
             self._keys[:rows].copy_(keys, non_blocking=True)
         shape = rows, filled, keys is not None

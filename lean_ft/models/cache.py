@@ -108,6 +108,8 @@ class KVCache:
         # Whether all rows have the same length. Stored, because compiled code treats the bounds as unknown numbers.
         self.is_even = True
         self.starts_empty = True
+        # (B,): what the rotary position of a row's next token adds to its index, behind images; None: nothing.
+        self.shifts: Tensor | None = None
         self.next_lengths = self.lengths  # (B,), including the tokens of the current pass
         self.new_lengths: Tensor | None = None  # (B,) new tokens that are not padding; None if there is no padding
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1), where new tokens are stored
@@ -127,10 +129,11 @@ class KVCache:
         kept = self.keys.get(self._sources[i])
         return None if kept is None else LayerCache(kept[0], kept[-1], self), state
 
-    def begin(self, num_tokens: int, lengths: Tensor | None = None) -> Tensor:
-        """Make room for `num_tokens` more tokens in every row, and return their positions (B, T).
+    def begin(self, num_tokens: int, lengths: Tensor | None = None, shifts: Tensor | None = None) -> Tensor:
+        """Make room for `num_tokens` more tokens in every row, and return their rotary positions (B, T).
 
-        lengths (B,): how many of them are not padding. Raises ValueError if they do not fit.
+        lengths (B,): how many of them are not padding. shifts (B, T): what each token's rotary position adds to its index; later
+        tokens continue with the last token's. Raises ValueError if they do not fit.
         """
         self.starts_empty = self.filled == 0
         if self.filled + num_tokens > self.capacity:
@@ -151,7 +154,12 @@ class KVCache:
             starts = torch.arange(len(self.lengths) + 1, dtype=torch.int32, device=self.lengths.device)
             self.of_kernel = starts, starts * self.capacity, self.next_lengths.int()
         self._visible.clear()
-        return self.positions
+        if shifts is not None:
+            last = self.next_lengths - self.lengths - 1
+            self.shifts = shifts.gather(1, last.clamp(min=0)[:, None])[:, 0]
+        elif self.shifts is not None:
+            shifts = self.shifts[:, None]
+        return self.positions if shifts is None else self.positions + shifts
 
     def visible(self, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Which indices each new token sees, (B, T, filled), given a window or chunk; None if one new token per row sees all."""
@@ -197,12 +205,14 @@ class KVCache:
             for tensor in self._state_tensors():
                 tensor[:num_rows] = tensor[sources]
         self.lengths = self.next_lengths = torch.cat([part.lengths for part in parts])[sources]
+        self.shifts = _shifts(parts, sources)
         return sources
 
     def join(self, part: "KVCache") -> None:
         """Add the rows of a part that begins after this cache's last row."""
         self.shortest = min(self.shortest, part.shortest) if self.filled else part.shortest
         self.filled = max(self.filled, part.filled)
+        self.shifts = _shifts((self, part), slice(None))
         self.lengths = self.next_lengths = torch.cat((self.lengths, part.lengths))
 
     def keep(self, rows: Sequence[int]) -> tuple[list[int], Tensor]:
@@ -221,6 +231,7 @@ class KVCache:
             for tensor in self._state_tensors():
                 tensor[to] = tensor[source]
         self.lengths = self.next_lengths = self.lengths[remaining]
+        self.shifts = None if self.shifts is None else self.shifts[remaining]
         return order, remaining
 
     def _key_tensors(self) -> list[Tensor]:
@@ -228,6 +239,13 @@ class KVCache:
 
     def _state_tensors(self) -> list[Tensor]:
         return [tensor for kept in self.states.values() for tensor in kept if tensor is not None]
+
+
+def _shifts(parts: Sequence[KVCache], rows: Any) -> Tensor | None:
+    """The shifts of some rows of several caches."""
+    if all(part.shifts is None for part in parts):
+        return None
+    return torch.cat([torch.zeros_like(part.lengths) if part.shifts is None else part.shifts for part in parts])[rows]
 
 
 def in_pinned_memory(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

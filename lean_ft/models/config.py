@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lean_ft.models.rope import RopeConfig
+from lean_ft.models.vision.config import VisionConfig
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ class DecoderConfig:
     layer_input_vocab_size: int = 0  # of this embedding
     layer_scalars: bool = False  # each layer's output is multiplied by a stored number that is not trained
     head_bias: bool = False  # the output layer has a bias
+    vision: VisionConfig | None = None  # None: the model does not read images
     num_scores: int = (
         0  # a reward model or classifier: scores per position that the output layer returns instead of logits
     )

@@ -14,6 +14,7 @@ from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.config_fields import ConfigFields, head_dim_of, listed
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, no_layer
+from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.spelling import did_you_mean
 
 MAX_LAYERS = 1024
@@ -104,16 +105,19 @@ def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
     return defaults | config | {"model_type": family, "architectures": [architecture]}
 
 
-def _text_rope(rope: Any) -> Any:
-    """Rotary settings without the sections of multimodal positions, which are equal for text."""
+def _rope(rope: Any, vision: VisionFamily | None) -> Any:
+    """Rotary settings. Without images, the sections of multimodal positions are left out, which are equal for text."""
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return rope
     kept = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
+    if vision is not None:  # not the file's order of axes, which transformers ignores
+        kept |= {"mrope_section": rope["mrope_section"], "mrope_interleaved": vision.alternating_axes}
     return {key: "default" if value == "mrope" else value for key, value in kept.items()}
 
 
-def language_model_config(config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """The config.json of the language model inside a multimodal model; other configs are returned unchanged."""
+def language_model_config(config: dict[str, Any], where: str = "config.json", images: bool = False) -> dict[str, Any]:
+    """The config.json of the language model inside a multimodal model; other configs are returned unchanged. With `images`, its
+    positions have three axes if the family's have."""
     whole = MULTIMODAL.get(str(config.get("model_type")))
     if whole is None:
         return config
@@ -122,7 +126,10 @@ def language_model_config(config: dict[str, Any], where: str = "config.json") ->
         text = {"rope_scaling": config.get("rope_scaling")}
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected an object with the language model's settings.")
-    text = {key: _text_rope(value) if key.startswith("rope_") else value for key, value in as_its_family(text).items()}
+    vision = VISION_FAMILIES.get(config["model_type"]) if images else None
+    text = {
+        key: _rope(value, vision) if key.startswith("rope_") else value for key, value in as_its_family(text).items()
+    }
     family = text.get("model_type", next(iter(whole.families)))
     if family not in whole.families:
         raise ValueError(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.images.batch import Images
 from lean_ft.models.attention.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
 from lean_ft.models.attention.latent_attention import LatentAttention
 from lean_ft.models.cache import KVCache, LayerCache, StateCache
@@ -27,6 +28,7 @@ from lean_ft.models.state.convolution import ShortConvolution
 from lean_ft.models.state.delta_rule import GatedDeltaRule
 from lean_ft.models.state.mamba2 import Mamba2
 from lean_ft.models.state.state_mixer import StateMixer
+from lean_ft.models.vision.tower import VisionTower, rows_and_columns
 
 # Hugging Face's names of a layer's norms: before and after attention, before and after the feed-forward layer.
 _IN, _MIDDLE, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
@@ -191,6 +193,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
+        self.vision = None if config.vision is None else VisionTower(config.vision)
         self.lm_head: nn.Linear | None = None
         self.score: nn.Linear | None = None
         if config.num_scores:
@@ -250,6 +253,8 @@ class Decoder(nn.Module):
         is_token: Tensor | None = None,
         prefixes: Tensor | None = None,
         num_prefix_tokens: int = 0,
+        images: Images | None = None,
+        position_shift: Tensor | None = None,
     ) -> Any:
         """Compute logits (B, T, V), or with `return_hidden` the hidden states from which `logits` computes them, of the width
         of `output_weight`.
@@ -268,6 +273,9 @@ class Decoder(nn.Module):
                 document attends to it, and its positions continue from there. If a rotary scaling depends on the length, all
                 documents with one prefix must have lengths of the same frequencies (`RopeConfig.same_frequencies`).
             num_prefix_tokens: the total length of all prefixes.
+            images: their embeddings replace those of image tokens.
+            position_shift: (B, T) int32, what the rotary position of each token adds to its position, in families in which an
+                image takes fewer positions than tokens. For an image's tokens the sum is the image's first position.
 
         If ranks share a row, input_ids, is_token and the result are this rank's tokens; positions (required), cu_seqlens and
         prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be sharded.
@@ -277,10 +285,21 @@ class Decoder(nn.Module):
         tokens = self.sharding.row_tokens if cache is None else None
         if tokens is not None and positions is None:
             raise ValueError("positions are required if ranks share a row.")
+        if images is not None and (self.vision is None or tokens is not None):
+            reason = (
+                "the model was loaded without its vision tower. Set model.images"
+                if tokens is None
+                else "ranks share a row"
+            )
+            raise ValueError(f"images are not supported: {reason}.")
         shape = (input_ids if tokens is None or positions is None else positions).shape
         seen = self._seen(shape, cu_seqlens, prefixes, num_prefix_tokens)
-        positions = positions_of(shape, input_ids.device, positions, cu_seqlens, cache, lengths, prefixes)
-        hidden, all_router_logits = self._through_layers(input_ids, positions, cu_seqlens, cache, seen)
+        positions = positions_of(
+            shape, input_ids.device, positions, cu_seqlens, cache, lengths, prefixes, position_shift
+        )
+        if position_shift is not None and cache is None:
+            positions = positions + position_shift
+        hidden, all_router_logits = self._through_layers(input_ids, positions, cu_seqlens, cache, seen, images)
         if cache is not None:
             cache.advance()
         result = hidden if return_hidden else self.logits(hidden)
@@ -300,14 +319,30 @@ class Decoder(nn.Module):
         return Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, shape.numel())
 
     def _rotations(
-        self, positions: Tensor, dtype: torch.dtype, cu_seqlens: Tensor | None, cache: KVCache | None
+        self,
+        positions: Tensor,
+        dtype: torch.dtype,
+        cu_seqlens: Tensor | None,
+        cache: KVCache | None,
+        images: Images | None,
     ) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
         """cos and sin (B or 1, T, rotated features) of each kind of rotation in the model."""
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
+        if images is not None and any(rope.axes for rope in self.rotary):
+            positions = self._on_axes(positions, images)
         if self.sharding.row_tokens is not None and cache is None:
             positions = self.sharding.row_tokens.of_attention(positions)
             text_lengths = None if text_lengths is None else self.sharding.row_tokens.of_attention(text_lengths)
         return {rope: rotary(positions, dtype, text_lengths) for rope, rotary in self.rotary.items()}
+
+    def _on_axes(self, positions: Tensor, images: Images) -> Tensor:
+        """Positions (3, B, T) on the axes time, height and width, of those in time. An image's rows and columns are steps of height
+        and width."""
+        assert self.config.vision is not None
+        steps = rows_and_columns(images.grids, self.config.vision.merge, positions.device)[images.rows]  # (K, 2)
+        axes = positions.repeat(3, 1, 1)
+        axes[1:].flatten(1).index_add_(1, images.places, steps.T.to(axes.dtype))
+        return axes
 
     def _through_layers(
         self,
@@ -316,10 +351,15 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
         seen: Prefixes | None,
+        images: Images | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states of the width of `output_weight`, and the router logits (B * T, experts) of each mixture."""
         hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
-        rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache)
+        deep: list[Tensor] = []
+        if images is not None and self.vision is not None:
+            hidden, deep = self.vision.put(hidden, images)
+            positions = positions.expand(input_ids.shape)
+        rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
         needs_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []
         inputs, keys_and_values = self._layer_inputs(input_ids, hidden), {}
@@ -335,6 +375,8 @@ class Decoder(nn.Module):
                 hidden, router_logits, keys_and_values[i] = hidden
                 if needs_router_logits and router_logits is not None:
                     all_router_logits.append(router_logits)
+            if images is not None and i < len(deep):
+                hidden = hidden.flatten(0, 1).index_add(0, images.places, deep[i]).view_as(hidden)
         hidden = self.model.norm(hidden)
         if self.config.logits_divisor != 1.0:  # divides hidden states, because losses never hold all logits at once
             hidden = hidden / self.config.logits_divisor

@@ -5,8 +5,10 @@ error. Each tensor is then read straight into its parameter, so the peak while l
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from lean_ft.models.new_model import AfterModule, Fill, empty_decoder, fill_mode
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.models.source import Source, all_tensors, name_in_language_model, tensors_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
+from lean_ft.models.vision.config import vision_config
 from lean_ft.settings import ModelConfig, spelled_out
 from lean_ft.system.shards import Part, part_of, remember_cuts
 from lean_ft.system.whole_files import read_json
@@ -67,14 +70,15 @@ def load_model(
     scores: bool | dict[str, Any] = False,
     new_ids: Sequence[int] = (),
     may_score: bool = False,
+    images: Literal["none", "frozen", "train"] = "none",
 ) -> Decoder:
     """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model, with parameters in `dtype`.
 
     Peak memory is the model plus 1 MiB. On the device `meta` the model has shapes only, until `read_weights`.
 
     Args:
-        path: with a `ModelConfig`, its settings replace `dtype`, `random_init`, `router_aux_loss_coef` and `new_ids`; its
-            float16 means mixed precision with float32 parameters.
+        path: with a `ModelConfig`, its settings replace `dtype`, `random_init`, `router_aux_loss_coef`, `new_ids` and `images`;
+            its float16 means mixed precision with float32 parameters.
         random_init: draw weights as transformers does; only config.json is needed.
         router_aux_loss_coef: None uses config.json's coefficient if `output_router_logits` is true there.
         after_module: called with the model and each module's name once the module has its weights. It may replace the
@@ -83,6 +87,7 @@ def load_model(
             classifier with these label fields of config.json. False loads the model as it is.
         new_ids: ids of added tokens. Their rows are the mean of the rows before the first new id.
         may_score: whether a reward model or classifier is accepted without `scores`.
+        images: of a multimodal model, load the language model alone, or also the vision tower, frozen or to train.
 
     Raises:
         ValueError: if config.json or the weights are not as expected; nothing is allocated before this check.
@@ -90,12 +95,14 @@ def load_model(
     if isinstance(path, ModelConfig):
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
         random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
-        new_ids, path = new_token_ids(path), path.path
+        images, new_ids, path = path.images, new_token_ids(path), path.path
     dtype = torch_dtype(dtype)
     labels = OF_REWARD if scores is True else scores or None
 
     def build(folder: Path) -> Decoder:
-        model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids)
+        model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids, images=images != "none")
+        if model.vision is not None:
+            model.vision.requires_grad_(images == "train")
         if model.config.num_scores and not scores and not may_score:
             kind = kind_of_scores(model.config.num_scores)
             raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
@@ -177,8 +184,10 @@ def _meta_model(
     labels: dict[str, Any] | None,
     new_ids: Sequence[int] = (),
     is_quantized: bool = False,
+    images: bool = False,
 ) -> Decoder:
-    """The model of a folder's config.json on the meta device; for a multimodal model, its language model."""
+    """The model of a folder's config.json on the meta device; for a multimodal model, its language model, and with `images` its
+    vision tower."""
     file, purpose = folder / "config.json", CONFIG_PURPOSE
     if (folder / "adapter_config.json").is_file():
         purpose = (
@@ -188,13 +197,19 @@ def _meta_model(
     whole_config = as_its_family(read_json(file, purpose))
     if is_quantized:
         whole_config = {key: value for key, value in whole_config.items() if key != "quantization_config"}
-    stored_config = hf_config = language_model_config(whole_config, where=str(file))
+    stored_config = hf_config = language_model_config(whole_config, str(file), images)
     if labels:
         hf_config = score_config(stored_config, str(file), labels)
     num_rows = max(new_ids, default=-1) + 1
     sizes = {size: hf_config[size] for size in set(_ROWS_PER_TOKEN.values()) if size in hf_config}
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
-    model = empty_decoder(decoder_config(hf_config, where=str(file)), dtype)
+    config = decoder_config(hf_config, where=str(file))
+    if images:
+        from lean_ft.images.rules import image_rules  # imports Pillow, which models without images do not need
+
+        tower, rules = vision_config(whole_config, config.hidden_size, str(file)), image_rules(folder)
+        config = replace(config, vision=replace(tower, mean=rules.mean, std=rules.std))
+    model = empty_decoder(config, dtype)
     model.source = Source(
         folder=folder,
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
@@ -203,6 +218,8 @@ def _meta_model(
         quantization=hf_config.get("quantization_config") or {},
         score_is_new=labels is not None and not gives_scores(stored_config),
     )
+    if images:  # as transformers writes them; `_stored_weights` replaces them by the folder's own
+        model.source.names = {model.source.name_in_whole(place): place for place in tensors_on_disk(model)}
     generation_config = folder / "generation_config.json"
     ends = read_json(generation_config).get("eos_token_id")
     if not all(end is None or type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
@@ -220,7 +237,8 @@ def _meta_model(
 def _stored_weights(folder: Path, model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
     whole = dequantized(stored_tensors(folder), model.source.quantization)
-    names = {name: name_in_language_model(name) if model.source.part_of else name for name in whole}
+    own_name = partial(name_in_language_model, images=model.vision is not None) if model.source.part_of else str
+    names = {name: own_name(name) for name in whole}
     stored = _match(model, {own: whole[name] for name, own in names.items() if own is not None}, folder)
     if model.source.part_of:
         # Some folders store a tied output layer too.

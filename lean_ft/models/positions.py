@@ -20,15 +20,19 @@ def positions_of(
     cache: KVCache | None,
     lengths: Tensor | None,
     prefixes: Tensor | None,
+    shifts: Tensor | None = None,
 ) -> Tensor:
-    """Each token's position in its document, (B or 1, T). Raises ValueError for invalid combinations of the arguments."""
+    """Each token's position in its document, (B or 1, T), for a cache with the `shifts` (B, T) of rotary positions.
+
+    Raises ValueError for invalid combinations of the arguments.
+    """
     num_rows, num_tokens = shape
     if cache is not None:
         if cu_seqlens is not None or positions is not None:
             raise ValueError("a cache cannot be combined with cu_seqlens or positions; it has its own positions.")
         if torch.is_grad_enabled():
             raise ValueError("a cache keeps no gradients; call the model inside torch.no_grad().")
-        return cache.begin(num_tokens, lengths)
+        return cache.begin(num_tokens, lengths, shifts)
     if lengths is not None:
         raise ValueError("lengths need a cache; without a cache, padding on the right has no effect.")
     if cu_seqlens is not None:

@@ -42,6 +42,8 @@ class RopeConfig:
     beta_fast: float = 32.0  # frequencies with at least this many turns over the original context are kept
     beta_slow: float = 1.0  # frequencies with at most this many turns are divided by the factor
     truncate: bool = True  # the bounds between kept and divided frequencies are rounded to whole features
+    # With positions on the axes time, height and width: the axis of each frequency, (R / 2,). The axes of text are equal.
+    axes: tuple[int, ...] = ()
     nonzero_fraction: float = 1.0  # the fraction of frequencies, from the fastest, that is not 0
     short_factors: tuple[float, ...] = ()  # (R / 2,) divisors of the frequencies up to the original length
     long_factors: tuple[float, ...] = ()  # (R / 2,) divisors beyond it
@@ -146,14 +148,19 @@ class RotaryEmbedding:
         self.rope = rope
         self.size = int(head_dim * rope.rotary_fraction)
         self._frequencies: dict[torch.device, Tensor] = {}
+        self._axes: dict[torch.device, Tensor] = {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cos and sin (B, T, R) of positions (B, T), in `dtype`, or in float32 if the model rotates in float32.
+        """Cos and sin (B, T, R) of positions (B, T), or (3, B, T) on three axes, in `dtype`, or in float32 if the model rotates in
+        float32.
 
         If queries grow with positions, the shape is (2, B, T, R), for queries and for keys. lengths (B or 1, T or 1) int64: the
         length of each position's document, which some scalings use; by default the row's last position plus 1.
         """
-        angles = positions[..., None].float() * self._of(positions, lengths)  # (B, T, R / 2)
+        turned = positions[..., None]
+        if positions.dim() == 3:
+            turned, positions = self._by_frequency(positions), positions[0]
+        angles = turned.float() * self._of(positions, lengths)  # (B, T, R / 2)
         if self.rope.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
         else:
@@ -186,6 +193,12 @@ class RotaryEmbedding:
         if lengths is None:
             lengths = positions.amax(-1, keepdim=True) + 1
         return torch.where(is_long, _dynamic(self.rope, self.size, lengths), frequencies)
+
+    def _by_frequency(self, positions: Tensor) -> Tensor:
+        """The position for each frequency, (B, T, R / 2), of positions (3, B, T)."""
+        if positions.device not in self._axes:
+            self._axes[positions.device] = torch.tensor(self.rope.axes, device=positions.device)
+        return positions[self._axes[positions.device]].movedim(0, -1)
 
     def _is_long(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """Whether documents are longer than the original length, (B or 1, T or 1, 1)."""

@@ -46,6 +46,8 @@ def rope_config(
         raise ValueError(f"{where}: partial_rotary_factor is {share!r}; expected {expected}.")
     rotary_fraction = 1.0 if scaling == "proportional" else share
     values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * rotary_fraction) // 2))
+    if own.get("mrope_section") is not None:
+        values["axes"] = _axes(own, -(-int(head_dim_of(fields) * rotary_fraction) // 2))
     original = own.positive("original_max_position_embeddings")
     if (theta := own.positive("rope_theta")) <= 1.0:
         raise ValueError(
@@ -61,6 +63,21 @@ def rope_config(
     if scaling not in ("default", "linear", "proportional"):
         values.setdefault("original_max_positions", original)
     return RopeConfig(theta=theta, scaling=scaling, rotary_fraction=rotary_fraction, **values, **facts)
+
+
+def _axes(settings: ConfigFields, num_frequencies: int) -> tuple[int, ...]:
+    """The axis of each frequency: time, height and width, section by section or in turn. In turn, time takes what the others
+    leave. Source: Wang et al. 2024, https://arxiv.org/abs/2409.12191."""
+    sections = settings.get("mrope_section")
+    is_valid = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int for n in sections)
+    if not is_valid or sum(sections) != num_frequencies:
+        raise ValueError(
+            f"{settings.where}: mrope_section is {sections!r}; expected the numbers of frequencies of time, height and width, "
+            f"{num_frequencies} in all."
+        )
+    if settings.get("mrope_interleaved"):
+        return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(num_frequencies))
+    return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 
 
 def rope_settings(fields: ConfigFields) -> tuple[str, Any]:

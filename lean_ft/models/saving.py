@@ -1,7 +1,7 @@
 """Save a model as a Hugging Face folder, under the names that the folder it was read from has.
 
-The language model of a multimodal model is saved alone, as a folder of its own family. With `whole`, the multimodal model is
-saved, with the tower for images as it was read.
+The language model of a multimodal model is saved alone, as a folder of its own family. With `whole`, or if the model has its
+vision tower, the multimodal model is saved, with the tensors that the model does not have as they were read.
 """
 
 import shutil
@@ -39,7 +39,7 @@ def save_model(
     removed. For a sharded model all `ranks` call this, and each rank writes its rows.
 
     Args:
-        whole: for the language model of a multimodal folder: write that folder's model. All names are the folder's own, and
+        whole: for the language model of a multimodal folder: write that folder's model, as for a model with a vision tower. All names are the folder's own, and
             tensors and settings of images are copied from it, one file of weights in memory at a time.
         weights: values to write instead of the model's, such as copies of `parts_on_disk(model)`.
 
@@ -58,6 +58,7 @@ def save_model(
     from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
 
     folder = Path(path)
+    whole = whole or model.vision is not None
     parts = dict(parts_on_disk(model) if weights is None else weights)
     parts, copied = _in_whole(model, parts) if whole else (parts, {})
     ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -109,8 +110,9 @@ def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part
         raise ValueError(
             f"{source.folder} lacks {min(lost)}, a tensor of the model. Give the folder that it was taken from."
         )
-    stored = dequantized(stored_tensors(source.folder), source.quantization)
-    copied = {name: stored[name] for name, own in source.names.items() if own is None}
+    others = [name for name, own in source.names.items() if own is None]
+    stored = dequantized(stored_tensors(source.folder), source.quantization) if others else {}
+    copied = {name: stored[name] for name in others}
     if unknown := [name for name, tensor in copied.items() if tensor.dtype is None]:
         raise ValueError(f"{copied[unknown[0]].file}: {unknown[0]} has a dtype that cannot be copied.")
     places = {name: part_of(torch.empty(t.shape, dtype=t.dtype, device="meta")) for name, t in copied.items()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models.families import FAMILIES, MULTIMODAL, Family
+from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.system.shards import Cut, Part, part_of
 
 if TYPE_CHECKING:
@@ -17,8 +18,16 @@ if TYPE_CHECKING:
     from lean_ft.parallel.context import RowTokens
     from lean_ft.parallel.vocabulary import CutVocabulary
 
-_NOT_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "vision_embedder.")
-_NOT_TEXT += ("vision_model.", "audio_tower.", "embed_audio.")
+_OF_IMAGES = (
+    "vision_tower.",
+    "visual.",
+    "multi_modal_projector.",
+    "embed_vision.",
+    "vision_embedder.",
+    "vision_model.",
+)
+_OF_IMAGES += ("connector.",)
+_OF_SOUND = ("audio_tower.", "embed_audio.")
 
 
 @dataclass
@@ -33,7 +42,7 @@ class Source:
     config: dict[str, Any] = field(default_factory=dict)
     """The folder's config.json, without its quantization; for a multimodal model, that of its language model."""
     part_of: str = ""
-    """The model_type of the multimodal model whose language model this is."""
+    """The model_type of the multimodal model whose language model this is, with or without its vision tower."""
     names: dict[str, str | None] = field(default_factory=dict)
     """A multimodal model's folder: its names of all tensors, and the names in a folder of the language model. None for tensors
     that the language model does not have. Empty for other folders."""
@@ -53,6 +62,9 @@ class Source:
 
     def _pieces(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the stored tensors of a whole parameter, as contiguous views of it."""
+        if name.startswith("vision."):
+            yield self._of_tower(name), parameter
+            return
         family = self.family
         part = next((part for part in family.on_disk if part in name), None)
         places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
@@ -65,6 +77,20 @@ class Source:
         for index, tensor in stack:
             for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
                 yield place.replace("*", str(index)), piece
+
+    def _of_tower(self, name: str) -> str:
+        """The name of a module or parameter of the vision tower in the folder, without the `model.` before it."""
+        family = VISION_FAMILIES.get(self.part_of)
+        for part, place in ({} if family is None else family.on_disk).items():
+            name = name.replace(part, place)
+        return name
+
+    def name_in_whole(self, place: str) -> str:
+        """The name that transformers gives to a tensor or module of the multimodal model, by its name in `stored`."""
+        if place.startswith(_OF_IMAGES):
+            return f"model.{place}"
+        own, theirs = MULTIMODAL[self.part_of].modules
+        return theirs + place.removeprefix(own) if place.startswith(own) else place
 
     def stored(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Part]]:
         """Yield the stored tensors of a parameter, which may be sharded: their names in a folder of the language model, and this
@@ -94,20 +120,23 @@ class Source:
     def module_name(self, name: str, in_whole: bool = True) -> str:
         """The name of a module in transformers' class, which PEFT uses too; with `in_whole` in the class of the multimodal
         model, if the folder has one. `name_in_language_model` reverts the difference."""
+        if name.startswith("vision."):
+            return self.name_in_whole(self._of_tower(name)) if in_whole else self._of_tower(name)
         family = self.family
         renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
         renamed = {**family.in_memory, **renamed}
         part = next((part for part in renamed if part in name), None)
         name = name if part is None else name.replace(part, renamed[part])
-        if not self.part_of or not in_whole:
-            return name
-        own, theirs = MULTIMODAL[self.part_of].modules
-        return theirs + name.removeprefix(own) if name.startswith(own) else name
+        return self.name_in_whole(name) if self.part_of and in_whole else name
 
 
-def name_in_language_model(name: str) -> str | None:
-    """The name of a multimodal model's tensor or module in its language model; None for those of images or audio."""
-    if name.removeprefix("model.").startswith(_NOT_TEXT):
+def name_in_language_model(name: str, images: bool = False) -> str | None:
+    """The name of a multimodal model's tensor or module in its language model; None for those of audio. Those of images have the
+    name of `Source.stored`, or None without `images`."""
+    inner = name.removeprefix("model.")
+    if inner.startswith(_OF_IMAGES):
+        return inner.replace("vision_tower.vision_model.", "vision_tower.") if images else None
+    if inner.startswith(_OF_SOUND):
         return None
     # transformers 4 wrote language_model.model.layers, version 5 writes model.language_model.layers.
     name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)

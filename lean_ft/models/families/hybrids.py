@@ -47,12 +47,9 @@ def _adjusted_intermediate_size(fields: ConfigFields) -> int:
 
 # A table: related fields share a line.
 # fmt: off
-# Sections of multimodal positions, which are equal for text.
-_IMAGE_ROPE_FIELDS = ("mrope_section", "mrope_interleaved")
-
 _QWEN_HYBRID: dict[str, Any] = {  # of qwen3_next and 3.5
     "facts": {**ATTENTION_BIAS, "norm_weight_offset": 1.0, "qk_norm": "head", "attention_gate": True},
-    "layer_type": _attention_in_every_nth_layer, "rope": partial(partial_rope, ignored=_IMAGE_ROPE_FIELDS),
+    "layer_type": _attention_in_every_nth_layer, "rope": partial_rope,
 }
 _QWEN_HYBRID_DEFAULTS = {
     "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25, "full_attention_interval": 4,

@@ -1,0 +1,1 @@
+"""Vision towers: patches of images to embeddings for the decoder."""

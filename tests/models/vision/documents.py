@@ -1,0 +1,217 @@
+"""Multimodal models of transformers with random weights, and documents with images as inputs of both sides."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from lean_ft.images.batch import Images
+from lean_ft.models import Decoder
+
+IMAGE, START, END = 90, 92, 93  # ids of an image's tokens, and around them; other ids are text
+
+_TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+_TEXT |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+_IDS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": START, "vision_end_token_id": END}
+_HALF = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.4, 0.3]}
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the grids of patches that its images may have."""
+
+    name: str  # of transformers' classes
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    others: dict[str, Any]
+    processor: dict[str, Any]  # preprocessor_config.json
+    inputs: Callable[["Case", Sequence[Tensor], Tensor], dict[str, Any]]  # of images (C, H, W) and ids (1, T)
+    grids: Sequence[Grid] = ((4, 6), (2, 10), (8, 4), (6, 6))
+    is_exact: bool = True  # packed rows are bit-identical to each document alone
+    tolerance: float = 1e-4  # of logits
+    patch: int = 4  # pixels of a patch's side
+    merge: int = 2
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def _normalized(case: Case, images: Sequence[Tensor]) -> list[Tensor]:
+    mean, std = (torch.tensor(case.processor[f"image_{of}"])[:, None, None] for of in ("mean", "std"))
+    return [(image.float() / 255 - mean) / std for image in images]
+
+
+def _patches(image: Tensor, side: int, merge: int) -> Tensor:
+    """Patches (P, C, p, p) of an image (C, H, W), in blocks of merge x merge."""
+    colors, height, width = image.shape
+    blocks = image.view(colors, height // (side * merge), merge, side, width // (side * merge), merge, side)
+    return blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, colors, side, side)
+
+
+def _qwen(case: Case, images: Sequence[Tensor], ids: Tensor) -> dict[str, Any]:
+    patches = [_patches(image, case.patch, case.merge) for image in _normalized(case, images)]
+    grids = [[1, image.shape[1] // case.patch, image.shape[2] // case.patch] for image in images]
+    kwargs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int()}
+    if images:
+        kwargs["pixel_values"] = torch.cat(patches)[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1)
+        kwargs["image_grid_thw"] = torch.tensor(grids)
+    return kwargs
+
+
+_QWEN_TOWER = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+_QWEN_TOWER |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 25}
+_QWEN_PROCESSOR = _HALF | {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "resample": 3}
+_QWEN_PROCESSOR |= {"size": {"shortest_edge": 256, "longest_edge": 65536}}
+_HYBRID = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_HYBRID |= {"num_hidden_layers": 4, "partial_rotary_factor": 0.5}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+
+
+def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
+    settings = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), "mrope_interleaved": True}
+    return {"rope_parameters": settings | more}
+
+
+CASES = {
+    "qwen3_vl": Case(
+        "Qwen3VL", _mrope(3, 3, 2), _QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]}, _IDS, _QWEN_PROCESSOR, _qwen,
+        settings={"tie_word_embeddings": True},
+    ),
+    "qwen3_5": Case(
+        "Qwen3_5", _HYBRID | _mrope(2, 1, 1, partial_rotary_factor=0.5), _QWEN_TOWER, _IDS, _QWEN_PROCESSOR, _qwen,
+        is_exact=False,
+    ),
+    "qwen3_5_moe": Case(
+        "Qwen3_5Moe", _HYBRID | _MOE | _mrope(2, 1, 1, partial_rotary_factor=0.5), _QWEN_TOWER, _IDS, _QWEN_PROCESSOR, _qwen,
+        is_exact=False,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def reference(case: Case) -> transformers.PreTrainedModel:
+    """transformers' model, with weights large enough that a wrong formula shows."""
+    config = getattr(transformers, f"{case.name}Config")(
+        text_config=_TEXT | case.text, vision_config=case.vision, **{"tie_word_embeddings": False} | case.others | case.settings
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    for part in (config, config.text_config):
+        part._experts_implementation = "eager"
+    model = getattr(transformers, f"{case.name}ForConditionalGeneration")(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:
+                parameter.copy_(parameter * ("norm" in name) + 0.2 * noise)
+            else:
+                parameter.copy_(0.7 * noise / parameter.flatten(1).shape[1] ** 0.5)
+    return model
+
+
+Case.__hash__ = lambda self: hash(self.name + str(self.text))  # type: ignore[method-assign]
+
+
+def save(case: Case, folder: Path) -> Path:
+    """Save transformers' model, with the settings of its image processor."""
+    reference(case).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(case.processor))
+    return folder
+
+
+class Document(NamedTuple):
+    ids: list[int]
+    images: list[Tensor]  # (C, H, W) bytes
+    spans: list[tuple[int, int, int]]  # each image's first token, and its rows and columns of tokens
+
+
+def draw(case: Case, grids: Sequence[Grid], seed: int) -> Document:
+    """A document with images of these grids of patches, and text around them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(length: int) -> list[int]:
+        return torch.randint(0, IMAGE, (length,), generator=generator).tolist()
+
+    ids, images, spans = text(3 + seed % 4), [], []
+    for rows, columns in grids:
+        ids.append(START)
+        spans.append((len(ids), rows // case.merge, columns // case.merge))
+        ids += [IMAGE] * (rows * columns // case.merge**2) + [END, *text(3)]
+        size = 3, rows * case.patch, columns * case.patch
+        images.append(torch.randint(0, 256, size, generator=generator, dtype=torch.uint8))
+    return Document(ids, images, spans)
+
+
+def draw_all(case: Case, counts: Sequence[int], seed: int = 0) -> list[Document]:
+    """Documents with these numbers of images."""
+    grids = iter([case.grids[i % len(case.grids)] for i in range(sum(counts))])
+    return [draw(case, [next(grids) for _ in range(count)], seed + i) for i, count in enumerate(counts)]
+
+
+def position_shift(document: Document) -> np.ndarray:
+    """What each token's rotary position adds to its index (T,): images take as many positions as their longer side."""
+    shifts, behind = np.zeros(len(document.ids), np.int32), 0
+    for first, rows, columns in document.spans:
+        end = first + rows * columns
+        shifts[first:end] = first + behind - np.arange(first, end)
+        behind += max(rows, columns) - rows * columns
+        shifts[end:] = behind
+    return shifts
+
+
+def inputs(case: Case, model: Decoder, documents: Sequence[Document], *, packed: bool) -> dict[str, Any]:
+    """Arguments of the decoder for these documents, in one packed row or in padded rows."""
+    lengths = [len(document.ids) for document in documents]
+    starts, width = np.cumsum([0, *lengths]), max(lengths)
+    shape = (1, sum(lengths)) if packed else (len(documents), width)
+    ids, shifts = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int32)
+    for i, (document, start) in enumerate(zip(documents, starts, strict=False)):
+        place = slice(start if packed else i * width, (start if packed else i * width) + lengths[i])
+        ids.view(-1)[place] = torch.tensor(document.ids)
+        shifts.view(-1)[place] = torch.from_numpy(position_shift(document))
+    kwargs: dict[str, Any] = {"input_ids": ids}
+    if packed:
+        kwargs["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32)
+    if any(rope.axes for rope in model.rotary):
+        kwargs["position_shift"] = shifts
+    if images := [image for document in documents for image in document.images]:
+        kwargs["images"] = batch_of(case, images, (ids.flatten() == IMAGE).nonzero()[:, 0])
+    return kwargs
+
+
+def batch_of(case: Case, images: Sequence[Tensor], places: Tensor) -> Images:
+    grids = tuple((image.shape[1] // case.patch, image.shape[2] // case.patch) for image in images)
+    patches = torch.cat([_patches(image, case.patch, case.merge) for image in images])
+    return Images(patches, grids, places, torch.arange(len(places)))
+
+
+def split(outputs: Tensor, documents: Sequence[Document], *, packed: bool) -> list[Tensor]:
+    """Each document's part of outputs (B, T, ...)."""
+    lengths = [len(document.ids) for document in documents]
+    if packed:
+        return list(outputs[0].split(lengths))
+    return [row[:length] for row, length in zip(outputs, lengths, strict=True)]
+
+
+def their_logits(case: Case, document: Document) -> Tensor:
+    """transformers' logits (T, V) of one document by itself."""
+    model, ids = reference(case), torch.tensor([document.ids])
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    return model(input_ids=ids, use_cache=False, **case.inputs(case, document.images, ids)).logits[0]
+
+
+def loss(logits: Sequence[Tensor], documents: Sequence[Document]) -> Tensor:
+    """The sum of the next tokens' cross-entropies."""
+    pairs = zip(logits, documents, strict=True)
+    return torch.stack(
+        [F.cross_entropy(x[:-1], torch.tensor(document.ids[1:]), reduction="sum") for x, document in pairs]
+    ).sum()

@@ -1,0 +1,145 @@
+"""Models with images against transformers, in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.models.source import source_of
+from tests.models.vision.documents import (
+    CASES,
+    IMAGE,
+    Case,
+    draw_all,
+    inputs,
+    loss,
+    reference,
+    save,
+    split,
+    their_logits,
+)
+
+COUNTS = [[1], [2, 0], [1, 0, 2]]  # images of the documents of a batch
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(case, tmp_path_factory.mktemp(case.name))
+
+
+@pytest.fixture
+def model(folder: Path) -> Decoder:
+    return load_model(folder, images="train")
+
+
+def _gradients_on_disk(model: Decoder) -> dict[str, Tensor]:
+    """The gradients by the names that transformers' model gives to the parameters."""
+    source, gradients = source_of(model), {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        in_memory = ".experts." in name and [(name, parameter.grad)]  # stored as one tensor per expert
+        for place, gradient in in_memory or [
+            (place, part.values) for place, part in source.stored(name, parameter.grad)
+        ]:
+            gradients[source.name_in_whole(place)] = gradient
+    return gradients
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_logits_and_gradients(case: Case, model: Decoder, counts: list[int], packed: bool):
+    documents = draw_all(case, counts)
+    theirs = [their_logits(case, document) for document in documents]
+    ours = split(model(**inputs(case, model, documents, packed=packed)), documents, packed=packed)
+    for own, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, their, rtol=0, atol=case.tolerance)
+    reference(case).zero_grad()
+    loss(theirs, documents).backward()
+    loss(ours, documents).backward()
+    expected = {name: p.grad for name, p in reference(case).named_parameters() if p.grad is not None}
+    gradients = _gradients_on_disk(model)
+    assert gradients.keys() == expected.keys()
+    # Some gradients are 0 in theory, as of the keys' biases, so their noise is compared with the largest gradient.
+    largest = max(gradient.norm() for gradient in expected.values())
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 1e-3 * expected[name].norm() + 1e-6 * largest, name
+
+
+def test_a_packed_document_is_computed_as_if_alone(case: Case, model: Decoder):
+    documents = draw_all(case, [1, 0, 2])
+    packed = split(model(**inputs(case, model, documents, packed=True)), documents, packed=True)
+    for document, own in zip(documents, packed, strict=True):
+        alone = model(**inputs(case, model, [document], packed=True))[0]
+        torch.testing.assert_close(own, alone, rtol=0, atol=0 if case.is_exact else case.tolerance)
+
+
+def test_another_image_changes_its_own_document_alone(case: Case, model: Decoder):
+    first, second = documents = draw_all(case, [1, 1])
+    before = split(model(**inputs(case, model, documents, packed=True)), documents, packed=True)
+    documents = [first._replace(images=[255 - image for image in first.images]), second]
+    after = split(model(**inputs(case, model, documents, packed=True)), documents, packed=True)
+    place = first.spans[0][0]
+    assert torch.equal(before[1], after[1])
+    assert torch.equal(before[0][:place], after[0][:place]) and not torch.equal(before[0][place:], after[0][place:])
+
+
+def test_a_frozen_tower_keeps_no_graph_and_computes_groups_of_images(case: Case, folder: Path, monkeypatch):
+    documents = draw_all(case, [1, 2])
+    trained, frozen = load_model(folder, images="train"), load_model(folder, images="frozen")
+    monkeypatch.setattr("lean_ft.models.vision.tower.GROUP_PATCHES", 40)
+    expected, logits = (m(**inputs(case, m, documents, packed=True)) for m in (trained, frozen))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    logits.sum().backward()
+    assert {name for name, p in frozen.named_parameters() if p.grad is None} == {
+        name for name, _ in frozen.named_parameters() if name.startswith("vision.")
+    }
+
+
+@torch.no_grad()
+def test_greedy_tokens(case: Case, model: Decoder):
+    documents, theirs, new = draw_all(case, [2, 0, 1], seed=3), reference(case), 10
+    options = {
+        "do_sample": False,
+        "min_new_tokens": new,
+        "max_new_tokens": new,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    expected = []
+    for document in documents:
+        ids = torch.tensor([document.ids])
+        if hasattr(theirs.model, "rope_deltas"):
+            theirs.model.rope_deltas = None
+        kwargs = case.inputs(case, document.images, ids)
+        kwargs |= {"attention_mask": torch.ones_like(ids), "suppress_tokens": [IMAGE, IMAGE + 1]}
+        expected.append(theirs.generate(ids, **options, **kwargs)[0, len(document.ids) :].tolist())
+    given = inputs(case, model, documents, packed=False)
+    lengths, rows = torch.tensor([len(document.ids) for document in documents]), torch.arange(len(documents))
+    cache = model.new_cache(len(documents), int(lengths.max()) + new)
+    logits = model(**given, cache=cache, lengths=lengths)[rows, lengths - 1]
+    chosen = []
+    for _ in range(new):
+        logits[:, [IMAGE, IMAGE + 1]] = -torch.inf
+        chosen.append(logits.argmax(-1))
+        if len(chosen) < new:
+            logits = model(chosen[-1][:, None], cache=cache)[:, 0]
+    assert torch.stack(chosen, 1).tolist() == expected
+
+
+def test_text_is_computed_as_without_the_tower(case: Case, folder: Path, model: Decoder):
+    kwargs = inputs(case, model, draw_all(case, [0, 0]), packed=True)
+    kwargs.pop("position_shift", None)
+    assert torch.equal(model(**kwargs), load_model(folder)(**kwargs))
+
+
+def test_saving_writes_the_folder_that_was_read(case: Case, folder: Path, model: Decoder, tmp_path: Path):
+    save_model(model, tmp_path)
+    for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
