@@ -216,3 +216,16 @@ def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
     inside[kept] = True
     inside = inside[rows > 0]
     return bool(np.isin(image[inside], image[~inside]).any())
+
+
+def behind_image(document: Document, place: int, merge: int) -> int:
+    """The first place from `place` on where a cut hits no image."""
+    rows, ends = document.per_token[IMAGE_ROW], np.cumsum(num_embeddings(document, merge))
+    done = rows[:place].max(initial=0)
+    if done == 0:
+        return place
+    return max(place, int(np.flatnonzero(rows == ends[np.searchsorted(ends, done)])[0]) + 1)
+
+
+def has_images(document: Document) -> bool:
+    return len(document.per_document.get("image_tiles", ())) > 0
