@@ -1,16 +1,40 @@
-"""Open the images of rows, on paths or as bytes.
+"""Open the images of rows, from paths or bytes.
 
 A reference names an image in stored data: a path with the file's size and time, or the encoded image itself. Equal references
-are equal images.
+are equal images. Every fault of an image (missing, changed, broken, too large) is a ValueError.
+
+Left out: URLs, which are never fetched, and an EXIF orientation that stands behind the pixels of a PNG file, because reading
+it takes as long as decoding the image.
 """
 
+import base64
+import io
+import os
+import stat
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image, ImageOps
+from PIL import Image
 
-MAX_PIXELS = 1 << 28  # of an image's header; a larger image is refused before it is decoded
-_TURNED = range(5, 9)  # EXIF orientations that swap width and height
+MAX_PIXELS = 1 << 28  # by the header; a larger image is refused before it is decoded
+MAX_BYTES = 1 << 28  # of an encoded image; some formats are read whole to learn their size
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # JPEG opens MPO too
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+Image.MAX_IMAGE_PIXELS = None  # open_image has its own limit, and needs no warning
+warnings.filterwarnings("ignore", module=r"PIL\.")  # broken metadata, which nothing here reads
 
 
 class Size(NamedTuple):
@@ -19,29 +43,140 @@ class Size(NamedTuple):
 
 
 def reference(value: Any, folder: Path) -> bytes:
-    """The reference of an image in a row: a path relative to `folder`, a data URL, encoded bytes, or an image as `datasets` stores
-    it.
+    """The reference of an image in a row.
 
-    Raises ValueError for any other value, a missing file and an http URL.
+    value: a path, relative to `folder`; a data URL; encoded bytes; an image of Pillow, which is stored as PNG; or a mapping
+    that has one of these as `bytes`, `path`, `url`, `image` or `image_url`, or base64 text as `base64`.
+
+    The image is not opened. Raises ValueError for any other value, a missing file and an http URL.
     """
-    raise NotImplementedError
+    while isinstance(value, Mapping):
+        found = [key for key in ("bytes", "base64", "url", "path", "image", "image_url") if value.get(key) is not None]
+        if not found:
+            raise ValueError(
+                f"an image is a mapping of {_short(list(value))}; expected bytes, base64, url, path or image."
+            )
+        value = _from_base64(value["base64"]) if found[0] == "base64" else value[found[0]]
+    if isinstance(value, Image.Image):
+        value = _as_png(value)
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        value = _from_data_url(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        if len(value) > MAX_BYTES:
+            raise ValueError(f"an image has {len(value)} bytes; the limit is {MAX_BYTES >> 20} MiB.")
+        return b"data:" + bytes(value)
+    if isinstance(value, str) and value.lower().startswith(("http://", "https://")):
+        raise ValueError(f"an image is the URL {_short(value)}. URLs are not fetched: download the image first.")
+    if not isinstance(value, str | Path) or value == "":
+        raise ValueError(f"an image is {_short(value)}; expected a path, a data URL or the bytes of an image file.")
+    path = os.path.abspath(folder / str(value).removeprefix("file://"))
+    status = _file_status(path)
+    return b"file:%d:%d:%s" % (status.st_size, status.st_mtime_ns, os.fsencode(path))
 
 
 def open_image(reference: bytes) -> Image.Image:
-    """Open an image and decode nothing. Raises ValueError if it is unreadable or too large, or if its file changed."""
-    raise NotImplementedError
+    """Open an image without decoding it. Close it, or use it as a context manager.
+
+    Raises ValueError if it is unreadable or too large, or if its file changed since its reference was made.
+    """
+    kind, _, rest = reference.partition(b":")
+    if kind == b"data":
+        name, source = "the image", io.BytesIO(rest)
+    else:
+        size, time, path = rest.split(b":", 2)
+        name = source = os.fsdecode(path)
+        status = _file_status(source)
+        if (status.st_size, status.st_mtime_ns) != (int(size), int(time)):
+            raise ValueError(f"{name}: the image changed after the data was prepared. Prepare the data again.")
+    with _plain_errors(name):
+        image = Image.open(source, formats=FORMATS)
+    return _checked(image, name)
 
 
 def size_of(image: Image.Image) -> Size:
     """The upright size, from the header alone."""
     width, height = image.size
-    return Size(height, width) if image.getexif().get(0x0112) in _TURNED else Size(width, height)
+    return Size(height, width) if _orientation(image) >= 5 else Size(width, height)
 
 
 def decoded(image: Image.Image) -> Image.Image:
-    """The upright image in RGB, on white where it is transparent."""
-    image = ImageOps.exif_transpose(image)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+    """The upright image in RGB, on white where it is transparent. Raises ValueError if it is broken."""
+    turn = _TURNS.get(_orientation(image))
+    with _plain_errors(getattr(image, "filename", "") or "the image"):
+        image.load()
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB")
+        return image.transpose(turn) if turn is not None else image
+
+
+def _orientation(image: Image.Image) -> int:
+    """The orientation by EXIF, from 1 to 8."""
+    if image.format == "TIFF":  # Pillow turns these itself
+        return 1
+    with _plain_errors("the image"):
+        found = Image.Image.getexif(image).get(_ORIENTATION, 1)  # PngImageFile.getexif decodes the image
+    return found if found in _TURNS else 1
+
+
+def _as_png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    decoded(_checked(image, "the image")).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _checked(image: Image.Image, name: str) -> Image.Image:
+    width, height = image.size
+    if not 0 < width * height <= MAX_PIXELS:
+        image.close()
+        raise ValueError(f"{name} has {width} x {height} pixels; expected between 1 and {MAX_PIXELS} pixels.")
+    return image
+
+
+def _file_status(path: str) -> os.stat_result:
+    """The status of a regular file that is not too large."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"cannot read the image {_short(path)}: {reason}.") from None
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would never end
+        raise ValueError(f"the image {_short(path)} is not a regular file.")
+    if status.st_size > MAX_BYTES:
+        raise ValueError(f"the image {_short(path)} has {status.st_size} bytes; the limit is {MAX_BYTES >> 20} MiB.")
+    return status
+
+
+def _from_data_url(url: str) -> bytes:
+    kind, comma, content = url.partition(",")
+    if not comma or not kind.lower().endswith(";base64"):
+        raise ValueError(f"an image is the data URL {_short(url)}; expected data:image/png;base64,...")
+    return _from_base64(content)
+
+
+def _from_base64(text: Any) -> bytes:
+    try:
+        if len(text) > MAX_BYTES * 4 // 3 + 4:
+            raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
+        return base64.b64decode(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"an image is not valid base64: {error}.") from None
+
+
+@contextmanager
+def _plain_errors(name: str) -> Iterator[None]:
+    """Turn whatever Pillow raises for a broken file into a ValueError."""
+    try:
+        yield
+    except Image.UnidentifiedImageError:
+        raise ValueError(f"{name} is in none of the formats {', '.join(FORMATS)}.") from None
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name} is broken or incomplete: {_short(error)}") from None
+
+
+def _short(value: Any) -> str:
+    text = str(value) if isinstance(value, Exception) else repr(value)
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
