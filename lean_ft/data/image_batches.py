@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lean_ft.data.images import IMAGE_ROW, num_embeddings
+from lean_ft.data.columns import IMAGE_ROW
+from lean_ft.data.images import num_embeddings, references_of
 from lean_ft.images.batch import Images
 from lean_ft.system.environment import usable_cores
 
@@ -90,10 +91,9 @@ def counts_of(images: ImagesOfBatch | None) -> dict[str, int]:
 def _images(document: Document) -> list[tuple[bytes, Grids]]:
     """The reference and the grids of each image of a document."""
     columns = document.per_document
-    references = np.split(columns["image_refs"], np.cumsum(columns["image_ref_lengths"])[:-1])
     of_images = np.split(columns["image_grids"].reshape(-1, 2), np.cumsum(columns["image_tiles"])[:-1])
     grids = [tuple((int(rows), int(wide)) for rows, wide in some) for some in of_images]
-    return [(reference.tobytes(), some) for reference, some in zip(references, grids, strict=True)]
+    return [*zip(references_of(document), grids, strict=True)]
 
 
 def _num_patches(grids: Grids) -> int:

@@ -117,11 +117,11 @@ def test_what_a_chat_reads_is_rendered_as_in_transformers(kind, format, row, ren
         assert f"({format}, detected" in str(report)
 
 
-IMAGE = r"`images?`, and only text is supported.*on_bad_row=skip"
+IMAGE = "model.images=none ignores images. Set model.images=frozen|`images?`, and images are read from chats"
 FIELDS_REFUSED = [
     ({"images": ["cat.png"]}, IMAGE),
     ({"image": "cat.png"}, IMAGE),
-    ({"videos": ["cat.mp4"]}, "`videos`"),
+    ({"videos": ["cat.mp4"]}, "`videos`, and only text and images are read.*on_bad_row=skip"),
     ({"audio": {"path": "a.wav"}}, "`audio`"),
     ({"weight": 0.5}, r"`weight`, and rows have no weights.*data.source=\[\{path"),
     ({"sample_weight": 2}, "`sample_weight`"),
