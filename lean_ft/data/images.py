@@ -214,6 +214,13 @@ def num_embeddings(document: Document, merge: int) -> np.ndarray:
     return np.diff(of_grids[np.append(0, np.cumsum(tiles))])
 
 
+def num_patches(columns: Columns) -> np.ndarray:
+    """(N,) patches of the images of each document."""
+    sums = np.append(0, np.cumsum(columns.values["image_grids"].reshape(-1, 2).prod(1)))
+    bounds = columns.offsets["image_grids"] // 2
+    return (sums[bounds[1:]] - sums[bounds[:-1]])[columns.rows]
+
+
 def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
     """Whether an image has tokens inside and outside of the span `kept`."""
     rows = document.per_token[IMAGE_ROW]

@@ -25,7 +25,7 @@ from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches, longest_batch
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, limit_images
-from lean_ft.data.images import changed_files
+from lean_ft.data.images import changed_files, num_patches
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
@@ -103,7 +103,7 @@ def prepare_batches(
     objective_of(config).check(config, share_prompts)
     return world().batches(
         lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
-        lambda: longest_batch(config, batch_size, share_prompts),
+        lambda: longest_batch(config, batch_size, share_prompts, tokenizer.image_rules),
     )
 
 
@@ -235,6 +235,8 @@ def arranged(
             folder, key, lambda writer: writer.append(pack_documents(columns.lengths, config, shared))
         )
     arrangement = arrange(columns.lengths, config, batch_size, shared, packed)
+    if "image_grids" in columns.values:
+        arrangement = replace(arrangement, patches=num_patches(columns)[arrangement.documents])
     if packed:
         report_packing(prepared.report, arrangement, columns, config)
     check_context(arrangement, prepared.report, config, context_length)
