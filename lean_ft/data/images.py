@@ -240,6 +240,11 @@ def behind_image(document: Document, place: int, merge: int) -> int:
     return max(place, int(np.flatnonzero(rows == ends[np.searchsorted(ends, done)])[0]) + 1)
 
 
+def as_text(content: Any) -> str:
+    """The content of a message for people, with `[image]` for each image."""
+    return content if isinstance(content, str) else "".join(part.get("text", "[image] ") for part in content or ())
+
+
 def has_images(document: Document) -> bool:
     return len(document.per_document.get("image_tiles", ())) > 0
 

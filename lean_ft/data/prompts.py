@@ -6,8 +6,8 @@ All prompts are kept in memory.
 """
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from lean_ft.settings import DataConfig, PromptDataConfig, Sources
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
 
+if TYPE_CHECKING:  # texts do not need Pillow
+    from lean_ft.images.rules import ImageRules
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -45,6 +48,15 @@ class Prompt:
     columns: dict[str, Any]
     place: str
     """Location of the row for messages, such as `train.jsonl, line 12`."""
+    document: Document | None = None
+    """The ids with the columns of images; None in a run without images."""
+
+    @property
+    def text(self) -> Document:
+        """The prompt as a document without labels."""
+        if self.document is not None:
+            return self.document
+        return Document(np.array(self.ids, dtype=np.int32), np.zeros(len(self.ids), dtype=bool))
 
 
 class Prompts:
@@ -52,10 +64,17 @@ class Prompts:
     caller tracks the position."""
 
     def __init__(
-        self, prompts: list[Prompt], *, seed: int, report: DataReport, fingerprint: str, shuffle: bool = True
+        self,
+        prompts: list[Prompt],
+        *,
+        seed: int,
+        report: DataReport,
+        fingerprint: str,
+        shuffle: bool = True,
+        image_rules: "ImageRules | None" = None,
     ) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
-        self.report, self.fingerprint = report, fingerprint
+        self.report, self.fingerprint, self.image_rules = report, fingerprint, image_rules
         self._orders: dict[int, np.ndarray] = {}  # the current epoch only
 
     def __len__(self) -> int:
@@ -109,7 +128,8 @@ def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> 
     settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     settings |= {} if config.shuffle else {"shuffle": False}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
-    return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
+    known = {"seed": seed, "report": report, "fingerprint": fingerprint, "image_rules": tokenizer.image_rules}
+    return Prompts(prompts, shuffle=config.shuffle, **known), held_out
 
 
 def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:
@@ -120,7 +140,9 @@ def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any
         documents, counts = render([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
-        prompts += [Prompt(one.ids.tolist(), *reader.read(row), row.place) for one in documents]
+        for one in documents:
+            document = None if tokenizer.image_rules is None else replace(one, trained=np.zeros(len(one), dtype=bool))
+            prompts.append(Prompt(one.ids.tolist(), *reader.read(row), row.place, document))
     return prompts, report
 
 
