@@ -73,9 +73,8 @@ def read_part(part: Any, where: str) -> dict[str, Any]:
     """
     if isinstance(part, dict):
         name = part.get("type")
-        image = {key: part[key] for key in _IMAGE_KEYS if is_given(part.get(key))}
-        if name in _IMAGE_TYPES or (name is None and image):
-            return {"type": "image", "image": image or None}
+        if _is_image(part):
+            return {"type": "image", "image": {k: part[k] for k in _IMAGE_KEYS if is_given(part.get(k))} or None}
         if isinstance(name, str) and any(other in name for other in ("video", "audio")):
             raise ValueError(f"{where} has a content part of the type {name}; only text and images are read. {_SKIP}")
         if isinstance(part.get("text"), str):
@@ -101,16 +100,27 @@ def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, 
             )
     else:
         messages = _with_places(messages, len(given))
-    rest, found, rendered = iter(given), list[Any](), Messages()
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            images = [part["image"] for part in content if part["type"] == "image"]
-            found += [next(rest) if image is None else image for image in images]
-            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
-            message = {**message, "content": content}
-        rendered.append(message)
-    return rendered, found
+    rest = iter(given)
+    parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
+    return without_images(messages), [next(rest) if part["image"] is None else part["image"] for part in parts]
+
+
+def without_images(messages: Any) -> Any:
+    """Return messages with {"type": "image"} for each image; a text unchanged."""
+
+    def changed(message: Any) -> Any:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            return message
+        parts = [{"type": "image"} if _is_image(part) else part for part in message["content"]]
+        return {**message, "content": parts}
+
+    return [changed(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _is_image(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") in _IMAGE_TYPES or ("type" not in part and any(is_given(part.get(k)) for k in _IMAGE_KEYS))
 
 
 def _given(fields: Mapping[str, Any]) -> list[Any]:
@@ -177,7 +187,7 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
             "content parts or the field `images` of chats; texts and ids have none."
         )
     per_token = {IMAGE_ROW: np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)}
-    if getattr(rules, "shifts_positions", rules.token == "<|image_pad|>"):
+    if rules.shifts_positions:
         per_token[POSITION_SHIFT] = _shifts(is_image, np.array(grids, dtype=np.int64).reshape(-1, 2) // rules.merge)
     references = [np.frombuffer(image.reference, dtype=np.uint8) for image in images]
     per_document = {

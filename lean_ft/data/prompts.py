@@ -25,6 +25,7 @@ from lean_ft.data.formats import (
     refuse_in_plain_text,
     writes_chats,
 )
+from lean_ft.data.images import IMAGE_FIELDS, without_images
 from lean_ft.data.objective import Objective
 from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
@@ -44,7 +45,7 @@ class Prompt:
 
     ids: list[int]
     asked: Any
-    """The prompt as in the row: text or messages."""
+    """The prompt as in the row: text or messages, without the images themselves."""
     columns: dict[str, Any]
     place: str
     """Location of the row for messages, such as `train.jsonl, line 12`."""
@@ -142,7 +143,8 @@ def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any
         report.check_bad_rows(config.max_bad_rows)
         for one in documents:
             document = None if tokenizer.image_rules is None else replace(one, trained=np.zeros(len(one), dtype=bool))
-            prompts.append(Prompt(one.ids.tolist(), *reader.read(row), row.place, document))
+            asked, columns = reader.read(row)
+            prompts.append(Prompt(one.ids.tolist(), without_images(asked), columns, row.place, document))
     return prompts, report
 
 
@@ -188,10 +190,14 @@ class PromptReader(RowReader):
                 ids = np.array(self.tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
                 return [Document(ids, np.zeros(len(ids), dtype=bool))]
             for name in MEDIA:
-                if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
+                if (
+                    name not in IMAGE_FIELDS
+                    and is_given(fields.get(name))
+                    and f"<{name.removesuffix('s')}>" in str(asked)
+                ):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
-            read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs")}
+            read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}
             return [self.render(chat, read, is_prompt=True)]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
