@@ -39,10 +39,10 @@ class EpochPlan:
         batch = self.sequence[i]
         return self.rows[self.offsets[batch] : self.offsets[batch + 1]]
 
-    def with_first(self, batch: int) -> "EpochPlan":
-        """Return a copy that swaps `batch` with the first batch."""
+    def with_batch_at(self, place: int, batch: int) -> "EpochPlan":
+        """Return a copy that swaps `batch` with the batch at `place`."""
         sequence = self.sequence.copy()
-        sequence[self.sequence == batch], sequence[0] = sequence[0], batch
+        sequence[self.sequence == batch], sequence[place] = sequence[place], batch
         return replace(self, sequence=sequence)
 
 
@@ -75,6 +75,7 @@ class Arrangement:
     """Documents per row of data."""
     shared: np.ndarray | None = None  # (P,) tokens left out at the start of each piece
     """They equal the first tokens of the last piece before it in the row that leaves none out."""
+    patches: np.ndarray | None = None  # (P,) patches of the images of each piece; None without images
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -112,7 +113,15 @@ class Arrangement:
 
     def plan(self, generator: np.random.Generator | None, largest_first: bool = False) -> EpochPlan:
         """Plan one epoch, in fixed order without a `generator`; `largest_first` moves a batch with the most positions
-        to the start."""
+        to the start, and a batch with the most patches behind it."""
+        plan = self._plan(generator, largest_first)
+        if not largest_first or self.patches is None:
+            return plan
+        of_rows = np.add.reduceat(self.patches, self.offsets[:-1])
+        most = int(np.add.reduceat(of_rows[plan.rows], plan.offsets[:-1]).argmax())
+        return plan if plan.sequence[0] == most else plan.with_batch_at(1, most)
+
+    def _plan(self, generator: np.random.Generator | None, largest_first: bool) -> EpochPlan:
         lengths = self.widths
         if self.batch_tokens is not None:
             documents = np.diff(self.offsets) if self.shared is None else 1
@@ -128,7 +137,7 @@ class Arrangement:
             if self.kind != "flat":
                 return plan
             sizes = np.add.reduceat(lengths[rows], offsets[:-1])
-        return plan.with_first(int(sizes.argmax())) if largest_first else plan
+        return plan.with_batch_at(0, int(sizes.argmax())) if largest_first else plan
 
 
 def arrange(

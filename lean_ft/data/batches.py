@@ -1,9 +1,9 @@
 """Batches of documents: shuffled for training unless `data.shuffle=false`, in order for evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -11,15 +11,20 @@ from lean_ft.data.arrangement import Arrangement, EpochPlan
 from lean_ft.data.batch import Batch, rounded_up
 from lean_ft.data.collate import Placed, as_tensors, collate
 from lean_ft.data.columns import Columns
-from lean_ft.data.image_batches import counts_of, images_of_batch
+from lean_ft.data.image_batches import BuiltAhead, counts_of, images_of_batch
 from lean_ft.data.objective import Objective, objective_of
 from lean_ft.data.report import DataReport
 from lean_ft.settings import DataConfig
 
+if TYPE_CHECKING:
+    from lean_ft.images.rules import ImageRules
 
-def longest_batch(config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
+
+def longest_batch(
+    config: DataConfig, batch_size: int, share_prompts: bool = False, image_rules: "ImageRules | None" = None
+) -> Batch:
     """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label."""
-    return objective_of(config).longest(config, batch_size, share_prompts)
+    return objective_of(config).longest(config, batch_size, share_prompts, image_rules)
 
 
 @dataclass(frozen=True)
@@ -37,17 +42,24 @@ class ArrangedDocuments:
     def batch(self, rows: np.ndarray, epoch: int = 0) -> Batch:
         return collate(self.arrangement, self.columns, self.objective, rows, epoch)
 
+    @cached_property
+    def build(self) -> Callable[[EpochPlan, int, int], Batch]:
+        """Return batch i of a plan and an epoch; with images, decode those of the next one ahead."""
+        if self.columns.image_rules is not None:
+            return BuiltAhead(self.batch)
+        return lambda plan, i, epoch: self.batch(plan[i], epoch)
+
 
 class UnbuiltBatch:
     """A batch built on first access to one of its tensors. A rank builds only its own batches; the counts of other
     ranks' batches need no building."""
 
-    def __init__(self, layout: ArrangedDocuments, rows: np.ndarray, epoch: int) -> None:
-        self._layout, self._rows, self._epoch = layout, rows, epoch
+    def __init__(self, layout: ArrangedDocuments, plan: EpochPlan, i: int, epoch: int) -> None:
+        self._layout, self._plan, self._i, self._epoch = layout, plan, i, epoch
 
     @cached_property
     def built(self) -> Batch:
-        return self._layout.batch(self._rows, self._epoch)
+        return self._layout.build(self._plan, self._i, self._epoch)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python's protocol lookups
@@ -57,7 +69,7 @@ class UnbuiltBatch:
     @cached_property
     def _counted(self) -> dict[str, Any]:
         """Fields that need no tensors."""
-        placed = Placed(self._layout.arrangement, self._layout.columns, self._rows)
+        placed = Placed(self._layout.arrangement, self._layout.columns, self._plan[self._i])
         counts = {"num_targets": len(placed.index), "num_tokens": placed.shape[0] * placed.shape[1]}
         counts |= counts_of(images_of_batch(self._layout.columns, placed))
         return counts | as_tensors(self._layout.objective.row_fields(self._layout.columns, placed))
@@ -66,7 +78,8 @@ class UnbuiltBatch:
 class Batches:
     """Endless training batches. The order of an epoch depends on the seed and the epoch number.
 
-    The first batch of a run is the largest, so a run without enough memory fails at once. With `shuffle=False`, every
+    The first batch of a run is the largest, and the second has the most patches of images unless the first has, so a run
+    without enough memory fails at once. With `shuffle=False`, every
     epoch keeps the rows in order.
     """
 
@@ -119,7 +132,7 @@ class Batches:
         return [self._unbuilt(self._plan, i, self.epoch) for i in range(first, self._num_taken)]
 
     def _unbuilt(self, plan: EpochPlan, i: int, epoch: int) -> Batch:
-        return cast(Batch, UnbuiltBatch(self.layout, plan[i], epoch))
+        return cast(Batch, UnbuiltBatch(self.layout, plan, i, epoch))
 
     def first(self, n: int) -> Iterator[Batch]:
         """Yield the first `n` batches of a run without advancing."""
@@ -169,6 +182,8 @@ class Batches:
         # Flat batches and batches by token budget are not consecutive slices of one row order.
         if theirs == own or layout.kind == "flat" or layout.batch_tokens is not None:
             return state
+        if layout.patches is not None and state["epoch"] == 0:  # its second batch is the one with the most patches
+            return state
         if -(-len(layout) // theirs) != state["batches_per_epoch"]:
             return state
         if num_taken == state["batches_per_epoch"]:
@@ -202,4 +217,4 @@ class EvalBatches:
     def __getitem__(self, i: int) -> Batch:
         if not 0 <= i < len(self):
             raise IndexError(i)
-        return self.layout.batch(self._plan[i])
+        return self.layout.build(self._plan, i, 0)

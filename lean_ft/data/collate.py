@@ -15,9 +15,8 @@ import torch
 
 from lean_ft.data.arrangement import Arrangement, whole_documents
 from lean_ft.data.batch import Batch
-from lean_ft.data.columns import Columns, Document
+from lean_ft.data.columns import IMAGE_ROW, Columns, Document
 from lean_ft.data.image_batches import counts_of, images_of_batch
-from lean_ft.data.images import IMAGE_ROW
 from lean_ft.data.objective import PLAIN, Objective
 from lean_ft.data.rows import IGNORED
 

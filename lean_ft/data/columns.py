@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # texts do not need Pillow
     from lean_ft.images.rules import ImageRules
 
 OF_LOSS = ("trained", "num_targets", "row_values")  # columns that the model does not read
+IMAGE_ROW, POSITION_SHIFT = "image_row", "position_shift"  # columns of tokens: `lean_ft.data.images`
+OF_IMAGES = "image_"  # prefix of the columns of images
 LENGTHS = ".lengths"  # suffix of the stored array with the lengths of a column
 
 
@@ -44,10 +46,15 @@ class Document:
         return replace(self, ids=self.ids[span], trained=self.trained[span], per_token=per_token)
 
     def then(self, other: Document) -> Document:
-        """Append the tokens of `other`, whose per-document columns are kept."""
-        per_token = {n: np.concatenate([values, other.per_token[n]]) for n, values in self.per_token.items()}
+        """Append the tokens of `other`, a text without images, whose per-document columns are kept. Images stay those of this
+        document, and positions continue behind them."""
+        theirs = dict(other.per_token)
+        if POSITION_SHIFT in theirs and len(self):
+            theirs[POSITION_SHIFT] = np.full_like(theirs[POSITION_SHIFT], self.per_token[POSITION_SHIFT][-1])
+        per_token = {n: np.concatenate([values, theirs[n]]) for n, values in self.per_token.items()}
         ids, trained = (np.concatenate([getattr(part, n) for part in (self, other)]) for n in ("ids", "trained"))
-        return Document(ids, trained, per_token, other.per_document)
+        images = {name: values for name, values in self.per_document.items() if name.startswith(OF_IMAGES)}
+        return Document(ids, trained, per_token, {**other.per_document, **images})
 
 
 def identity(ids: Iterable[int] | np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> bytes:

@@ -22,7 +22,7 @@ from lean_ft.data.report import DataReport, count
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes
-from lean_ft.settings import DataConfig, Sources
+from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 from lean_ft.tokenizers.passages import with_image_texts
@@ -46,11 +46,24 @@ def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources) -> "R
 
     Raises ValueError if `source` cannot be read, or if the objective does not support the format of its rows.
     """
+    limit_images(tokenizer, config)
     reader = objective_of(config).reader
     kind = settings_class(config)  # worker processes cannot import a recipe's own class
     known = kind.model_construct(**{name: getattr(config, name) for name in kind.model_fields})
     rows = first_rows(source, NUM_ROWS_TO_DETECT, config)
     return Renderer(known, reader.of(known, rows, tokenizer, source), tokenizer)
+
+
+def limit_images(tokenizer: Tokenizer, config: RowsConfig) -> None:
+    """Scale images down to `data.image_tokens`, wherever this tokenizer prepares them."""
+    if tokenizer.image_rules is None and config.image_tokens is not None:
+        raise ValueError(
+            f"data.image_tokens={config.image_tokens} needs images. Set model.images=frozen, or remove it."
+        )
+    if tokenizer.image_rules is not None and config.image_tokens is not None:
+        from lean_ft.images.rules import image_rules
+
+        tokenizer.image_rules = image_rules(tokenizer.folder, config.image_tokens)
 
 
 @dataclass(frozen=True)

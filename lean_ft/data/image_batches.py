@@ -5,19 +5,23 @@ Legend: K image tokens of a batch, P patches, p pixels of a patch's side.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from lean_ft.data.images import IMAGE_ROW, num_embeddings
+from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT
+from lean_ft.data.images import num_embeddings, references_of
 from lean_ft.images.batch import Images
 from lean_ft.system.environment import usable_cores
 
 if TYPE_CHECKING:
+    from lean_ft.data.arrangement import EpochPlan
+    from lean_ft.data.batch import Batch
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns, Document
     from lean_ft.images.rules import ImageRules
@@ -90,10 +94,9 @@ def counts_of(images: ImagesOfBatch | None) -> dict[str, int]:
 def _images(document: Document) -> list[tuple[bytes, Grids]]:
     """The reference and the grids of each image of a document."""
     columns = document.per_document
-    references = np.split(columns["image_refs"], np.cumsum(columns["image_ref_lengths"])[:-1])
     of_images = np.split(columns["image_grids"].reshape(-1, 2), np.cumsum(columns["image_tiles"])[:-1])
     grids = [tuple((int(rows), int(wide)) for rows, wide in some) for some in of_images]
-    return [(reference.tobytes(), some) for reference, some in zip(references, grids, strict=True)]
+    return [*zip(references_of(document), grids, strict=True)]
 
 
 def _num_patches(grids: Grids) -> int:
@@ -112,6 +115,46 @@ def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules
         patches[:] = rules.patches(decoded(image))
 
 
+def longest_images(rules: ImageRules, shape: tuple[int, int], number: int, length: int) -> dict[str, Any]:
+    """Arguments of the forward pass for a batch of `shape` (B, T) with as many images as fit into the first `length` tokens of
+    each row, all zeros. The rows of each of the `number` rows of data show the same images."""
+    from lean_ft.images.reading import Size
+
+    sides = (int(1.25**i) * rules.patch_size for i in reversed(range(32)))
+    layouts = (rules.layout(Size(side, side)) for side in sides)
+    layout = next((one for one in layouts if sum(one.runs) <= length), None)
+    shifts = {POSITION_SHIFT: torch.zeros(shape, dtype=torch.int32)} if rules.shifts_positions else {}
+    if layout is None:
+        return shifts
+    num_tokens, side = length // sum(layout.runs) * sum(layout.runs), rules.patch_size
+    grids = layout.grids * (number * (length // sum(layout.runs)))
+    tokens = torch.arange(num_tokens)
+    rows = torch.arange(shape[0])[:, None]
+    patches = torch.zeros(_num_patches(grids), 3, side, side, dtype=torch.uint8)
+    places, shown = rows * shape[1] + tokens, rows // (shape[0] // number) * num_tokens + tokens
+    return {"images": Images(patches, grids, places.flatten(), shown.flatten()), **shifts}
+
+
 @cache
 def _threads() -> ThreadPoolExecutor:
+    """Threads that decode images."""
     return ThreadPoolExecutor(usable_cores(), "image")
+
+
+class BuiltAhead:
+    """Builds the batch that this rank needs next in a thread, so that images are decoded during a step."""
+
+    def __init__(self, build: Callable[[np.ndarray, int], Batch]) -> None:
+        self._build, self._thread = build, ThreadPoolExecutor(1, "batch")
+        self._next: tuple[int, int, Future[Batch]] | None = None
+        self._last, self._stride = 0, 1
+
+    def __call__(self, plan: EpochPlan, i: int, epoch: int) -> Batch:
+        """Return batch `i` of an epoch, and begin the next one."""
+        ahead, self._next = self._next, None
+        if i > self._last:  # ranks take turns
+            self._stride = i - self._last
+        self._last, following = i, i + self._stride
+        if following < len(plan):
+            self._next = epoch, following, self._thread.submit(self._build, plan[following], epoch)
+        return ahead[2].result() if ahead and ahead[:2] == (epoch, i) else self._build(plan[i], epoch)

@@ -18,19 +18,26 @@ Then the image tokens are repeated, and columns tell where the images of a docum
 All documents of a run with images have these columns. Only headers are read here: images are decoded when their batch is built
 (`lean_ft.data.image_batches`).
 
+Prepared documents are cached by the content of their source files, and image files are separate: a reference has the size and
+the time of its file. A start whose image files are not as they were prepares the rows anew, and so does every start after rows
+were dropped because of an image (`lean_ft.data.prepare`). A file that changes during a run is an error when it is decoded.
+
 Source of the positions: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lean_ft.data.columns import Document
+from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT, Columns, Document
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.system.units import counted
 
@@ -38,7 +45,6 @@ if TYPE_CHECKING:  # rows of text do not need Pillow
     from lean_ft.images.rules import ImageLayout, ImageRules
 
 IMAGE_FIELDS = ("images", "image")
-IMAGE_ROW = "image_row"
 MARK = "<image>"  # the place of an image in a text
 NO_IMAGES = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
 _IMAGE_TYPES = ("image", "image_url", "input_image")
@@ -172,7 +178,7 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
         )
     per_token = {IMAGE_ROW: np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)}
     if getattr(rules, "shifts_positions", rules.token == "<|image_pad|>"):
-        per_token["position_shift"] = _shifts(is_image, np.array(grids, dtype=np.int64).reshape(-1, 2) // rules.merge)
+        per_token[POSITION_SHIFT] = _shifts(is_image, np.array(grids, dtype=np.int64).reshape(-1, 2) // rules.merge)
     references = [np.frombuffer(image.reference, dtype=np.uint8) for image in images]
     per_document = {
         "image_grids": np.array(grids, dtype=np.int32).ravel(),
@@ -208,6 +214,13 @@ def num_embeddings(document: Document, merge: int) -> np.ndarray:
     return np.diff(of_grids[np.append(0, np.cumsum(tiles))])
 
 
+def num_patches(columns: Columns) -> np.ndarray:
+    """(N,) patches of the images of each document."""
+    sums = np.append(0, np.cumsum(columns.values["image_grids"].reshape(-1, 2).prod(1)))
+    bounds = columns.offsets["image_grids"] // 2
+    return (sums[bounds[1:]] - sums[bounds[:-1]])[columns.rows]
+
+
 def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
     """Whether an image has tokens inside and outside of the span `kept`."""
     rows = document.per_token[IMAGE_ROW]
@@ -216,3 +229,25 @@ def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
     inside[kept] = True
     inside = inside[rows > 0]
     return bool(np.isin(image[inside], image[~inside]).any())
+
+
+def references_of(document: Document) -> list[bytes]:
+    """The reference of each image of a document."""
+    references = document.per_document["image_refs"].tobytes()
+    ends = np.cumsum(document.per_document["image_ref_lengths"]).tolist()
+    return [references[start:end] for start, end in pairwise([0, *ends])]
+
+
+def changed_files(columns: Columns) -> str:
+    """Return a hash of the files of all images as they are now if one is missing or changed; else an empty string."""
+    from lean_ft.images.reading import path_of, reference
+
+    digest, changed = hashlib.blake2b(digest_size=16), False
+    for known in dict.fromkeys(one for document in columns for one in references_of(document)):
+        if (path := path_of(known)) is not None:
+            found = b""
+            with suppress(ValueError):
+                found = reference(path, Path())
+            digest.update(found)
+            changed |= found != known
+    return digest.hexdigest() if changed else ""

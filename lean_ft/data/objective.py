@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from lean_ft.data.batches import Batches
     from lean_ft.data.collate import Placed
+    from lean_ft.images.rules import ImageRules
 
 
 class Objective:
@@ -53,9 +54,16 @@ class Objective:
         """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
 
-    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> Batch:
+    def longest(
+        self,
+        config: DataConfig,
+        batch_size: int,
+        share_prompts: bool = False,
+        image_rules: ImageRules | None = None,
+    ) -> Batch:
         """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label. With
-        shared prompts, a padded row has `max_length` tokens plus the longest completion."""
+        shared prompts, a padded row has `max_length` tokens plus the longest completion. With `image_rules`, each row has as
+        many images as fit."""
         sides, length = len(config.sides), config.max_length
         shares_padded = share_prompts and not config.packs_rows
         limit = config.max_completion_length if isinstance(config, AnswerDataConfig) else None
@@ -71,6 +79,10 @@ class Objective:
             inputs["cu_seqlens"] = zeros(num_documents + 1, dtype="int32")
         if share_prompts:
             inputs["prefixes"] = zeros(num_documents, 2, dtype="int32")
+        if image_rules is not None:
+            from lean_ft.data.image_batches import longest_images
+
+            inputs |= longest_images(image_rules, shape, number, length)
         counts: dict[str, Any] = {"num_targets": num_labels, "num_tokens": shape[0] * shape[1]}
         of_texts, of_labels = np.zeros(number * sides, dtype=np.int64), np.zeros(num_labels, dtype=np.int64)
         placed: Any = SimpleNamespace(sides=sides, documents=of_texts, num_labels=of_texts, last=of_texts)

@@ -24,21 +24,31 @@ from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches, longest_batch
 from lean_ft.data.columns import Columns
-from lean_ft.data.documents import Parts
+from lean_ft.data.documents import Parts, limit_images
+from lean_ft.data.images import changed_files, num_patches
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
-from lean_ft.data.report import DataReport
+from lean_ft.data.report import UNREADABLE_IMAGE, DataReport
 from lean_ft.data.sources import files_of, list_sources, read_rows
 from lean_ft.data.splits import is_sliced
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataConfig, Sources
-from lean_ft.system.cache import FORMAT, EntryWriter, cache_folder, content_digest, limit_size, load_entry
+from lean_ft.system.cache import (
+    FORMAT,
+    EntryWriter,
+    cache_folder,
+    content_digest,
+    forget_entry,
+    limit_size,
+    load_entry,
+)
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 
-LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
+IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")  # how a model prepares images
+LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pillow")
 # These settings do not change the rows; sources and the chat template count by their content.
 NOT_IN_FINGERPRINT = {
     *("source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"),
@@ -46,6 +56,7 @@ NOT_IN_FINGERPRINT = {
 }
 # Settings added later count only if they differ from the default, so that older runs can be resumed.
 NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True, "chat_template_kwargs": {}}
+NOT_WHERE_DEFAULT |= {"image_tokens": None}
 # These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
 
@@ -92,7 +103,7 @@ def prepare_batches(
     objective_of(config).check(config, share_prompts)
     return world().batches(
         lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
-        lambda: longest_batch(config, batch_size, share_prompts),
+        lambda: longest_batch(config, batch_size, share_prompts, tokenizer.image_rules),
     )
 
 
@@ -104,6 +115,7 @@ def _read_batches(
             "data.chat_template is set, but this recipe loads its tokenizer without it. Edit the recipe: "
             "load_tokenizer(cfg.model, cfg.data.chat_template)."
         )
+    limit_images(tokenizer, config)
     folder = cache_folder(config.cache_dir)
     whole = load_documents(config, tokenizer, config.source, folder)
     weights = [source.weight for source in list_sources(config.source)]
@@ -140,7 +152,13 @@ def _read_batches(
     arrangement: list[int] = [share_prompts] if share_prompts else []
     if config.packing in ("bfd", "bfd_split"):
         arrangement.append(PACKING_VERSION)
-    fingerprint = hash_of(whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *arrangement)
+    images = []
+    if tokenizer.image_rules is not None:  # files of images are no part of the source's content
+        lengths = [whole.documents.lengths, *(whole.documents.values[name] for name in ("image_grids", "image_tiles"))]
+        images = [hashlib.blake2b(b"".join(array.tobytes() for array in lengths)).hexdigest()]
+    fingerprint = hash_of(
+        whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *arrangement, *images
+    )
 
     # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
     most = max(one.most_in_a_row for one in arrangements)
@@ -217,6 +235,8 @@ def arranged(
             folder, key, lambda writer: writer.append(pack_documents(columns.lengths, config, shared))
         )
     arrangement = arrange(columns.lengths, config, batch_size, shared, packed)
+    if "image_grids" in columns.values:
+        arrangement = replace(arrangement, patches=num_patches(columns)[arrangement.documents])
     if packed:
         report_packing(prepared.report, arrangement, columns, config)
     check_context(arrangement, prepared.report, config, context_length)
@@ -275,7 +295,10 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
     else:
         settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
         objective = [settings_class(config).__name__, without_hashes(settings)]
-        key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective)}"
+        folders = (
+            [] if tokenizer.image_rules is None else _folders_of(config, source)
+        )  # paths of images are relative to them
+        key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective, *folders)}"
 
     def write(writer: EntryWriter) -> None:
         parts = Parts(config, tokenizer, source, digest)
@@ -289,10 +312,22 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
             )
 
     arrays, about = load_entry(folder, key, write)
+    if key is not None and "image_refs" in arrays and (files := changed_files(Columns.of(arrays))):
+        key = f"documents-{hash_of(key, files)}"
+        arrays, about = load_entry(folder, key, write)
+    report = DataReport(**about["report"])
+    if key is not None and UNREADABLE_IMAGE in report.dropped:  # the next start looks for the image again
+        forget_entry(folder, key)
+        key = None
     if content is None:
         assert digest is not None
         content = digest.hexdigest()
-    return Prepared(Columns.of(arrays), DataReport(**about["report"]), content, key)
+    return Prepared(Columns.of(arrays), report, content, key)
+
+
+def _folders_of(config: DataConfig, source: Sources) -> list[str]:
+    files = [file for one in list_sources(source, config) for file in files_of(one) or ()]
+    return [str(folder) for folder in dict.fromkeys(file.parent.resolve() for file in files)]
 
 
 def source_content(config: DataConfig, source: Sources, folder: Path) -> str | None:
@@ -325,7 +360,9 @@ def source_content(config: DataConfig, source: Sources, folder: Path) -> str | N
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     files = [*tokenizer.files, *filter(None, [tokenizer.template_file])]
-    own = [tokenizer.chat_template_kwargs] if tokenizer.chat_template_kwargs else []
+    own: list[Any] = [tokenizer.chat_template_kwargs] if tokenizer.chat_template_kwargs else []
+    if tokenizer.image_rules is not None:
+        files += [file for name in IMAGE_FILES if (file := tokenizer.folder / name).is_file()]
     return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files), *own)
 
 
@@ -333,7 +370,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 def code_digest() -> str:
     """Hash of the code that turns rows into documents, and of its libraries' versions."""
     package = Path(__file__).parents[1]
-    files = [file for part in ("data", "tokenizers") for file in sorted((package / part).glob("*.py"))]
+    files = [file for part in ("data", "images", "tokenizers") for file in sorted((package / part).glob("*.py"))]
     return hash_of(*(file.read_text(encoding="utf-8") for file in files), *map(version, LIBRARIES))
 
 

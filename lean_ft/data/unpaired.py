@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns
+    from lean_ft.images.rules import ImageRules
 
 LABELS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
@@ -115,10 +116,16 @@ class Unpaired(PreferencePairs):
         fields = super().token_fields(columns, placed, epoch)
         return fields | {"mismatched": self._mismatched(columns, placed, epoch)}
 
-    def longest(self, config: DataConfig, batch_size: int, share_prompts: bool = False) -> UnpairedBatch:
+    def longest(
+        self,
+        config: DataConfig,
+        batch_size: int,
+        share_prompts: bool = False,
+        image_rules: ImageRules | None = None,
+    ) -> UnpairedBatch:
         if not self.adds_mismatched:
-            return super().longest(config, batch_size)  # pyright: ignore[reportReturnType]
-        batch = replace(self, adds_mismatched=False).longest(config, batch_size)
+            return super().longest(config, batch_size, image_rules=image_rules)  # pyright: ignore[reportReturnType]
+        batch = replace(self, adds_mismatched=False).longest(config, batch_size, image_rules=image_rules)
         return replace(batch, mismatched=batch)
 
     def describe(self, values: np.ndarray) -> list[str]:
@@ -151,6 +158,7 @@ class Unpaired(PreferencePairs):
             row_tokens=arrangement.row_tokens,
             pad_id=columns.pad_id,
             batch_size=arrangement.batch_size * arrangement.most_in_a_row,
+            image_rules=columns.image_rules,
         )
         assert isinstance(batch, UnpairedBatch)
         numbers = _first_mismatched(columns) + epoch * len(columns) + placed.documents

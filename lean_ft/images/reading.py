@@ -93,6 +93,11 @@ def open_image(reference: bytes) -> Image.Image:
     return _checked(image, name)
 
 
+def path_of(reference: bytes) -> str | None:
+    """The path of an image, or None if the reference is the encoded image."""
+    return os.fsdecode(reference.split(b":", 3)[3]) if reference.startswith(b"file:") else None
+
+
 def size_of(image: Image.Image) -> Size:
     """The upright size, from the header alone."""
     width, height = image.size

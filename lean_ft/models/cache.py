@@ -110,6 +110,9 @@ class KVCache:
         self.starts_empty = True
         # (B,): what the rotary position of a row's next token adds to its index, behind images; None: nothing.
         self.shifts: Tensor | None = None
+        self.num_ahead: Tensor | None = (
+            None  # (B, T): the later tokens that each new token sees, of its image; None: none
+        )
         self.next_lengths = self.lengths  # (B,), including the tokens of the current pass
         self.new_lengths: Tensor | None = None  # (B,) new tokens that are not padding; None if there is no padding
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1), where new tokens are stored
@@ -154,6 +157,7 @@ class KVCache:
             starts = torch.arange(len(self.lengths) + 1, dtype=torch.int32, device=self.lengths.device)
             self.of_kernel = starts, starts * self.capacity, self.next_lengths.int()
         self._visible.clear()
+        self.num_ahead = None
         if shifts is not None:
             last = self.next_lengths - self.lengths - 1
             self.shifts = shifts.gather(1, last.clamp(min=0)[:, None])[:, 0]
@@ -173,7 +177,7 @@ class KVCache:
             return None
         indices = torch.arange(self.filled, device=self.lengths.device)
         positions = self.positions[..., None]
-        seen = indices <= positions
+        seen = indices <= (positions if self.num_ahead is None else positions + self.num_ahead[..., None])
         if chunk is not None:
             seen &= indices >= positions - positions % chunk
         return seen if window is None else seen & (indices > positions - window)

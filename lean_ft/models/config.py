@@ -200,6 +200,11 @@ class DecoderConfig:
         0  # a reward model or classifier: scores per position that the output layer returns instead of logits
     )
 
+    def sees_images(self, layer: int) -> bool:
+        """Whether the tokens of an image see each other in a layer, also later ones."""
+        sees = "never" if self.vision is None else self.vision.sees_image
+        return sees == "always" or (sees == "in_windows" and self.layers[layer].window is not None)
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.images.batch import Images
-from lean_ft.models.attention.attention import Attention, AttentionToShared, KeysAndValues, Prefixes
+from lean_ft.models.attention.attention import Attention, AttentionToShared, KeysAndValues, Sight
 from lean_ft.models.attention.latent_attention import LatentAttention
 from lean_ft.models.cache import KVCache, LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
@@ -28,7 +28,7 @@ from lean_ft.models.state.convolution import ShortConvolution
 from lean_ft.models.state.delta_rule import GatedDeltaRule
 from lean_ft.models.state.mamba2 import Mamba2
 from lean_ft.models.state.state_mixer import StateMixer
-from lean_ft.models.vision.tower import VisionTower, rows_and_columns
+from lean_ft.models.vision.tower import VisionTower, rows_and_columns, to_image_ends
 
 # Hugging Face's names of a layer's norms: before and after attention, before and after the feed-forward layer.
 _IN, _MIDDLE, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
@@ -104,7 +104,7 @@ class Block(nn.Module):
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: tuple[LayerCache | None, StateCache | None] = (None, None),
-        prefixes: Prefixes | None = None,
+        sight: Sight | None = None,
         shared: KeysAndValues | None = None,
         layer_input: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None, KeysAndValues | None]:
@@ -121,7 +121,7 @@ class Block(nn.Module):
         normed, router_logits, given = hidden, None, None
         if self.mixer_names:
             normed = self._normed(into_attention, hidden)
-            added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, prefixes, shared)
+            added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, sight, shared)
             hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         if self.mlp is not None:
             added = self.mlp(normed if self.is_parallel else self._normed(into_mlp, hidden))
@@ -141,18 +141,18 @@ class Block(nn.Module):
         return hidden if router_logits is None and given is None else (hidden, router_logits, given)
 
     def _mixed(
-        self, normed: Tensor, context: Any, cache: Any, prefixes: Prefixes | None, shared: KeysAndValues | None
+        self, normed: Tensor, context: Any, cache: Any, sight: Sight | None, shared: KeysAndValues | None
     ) -> tuple[Tensor, KeysAndValues | None]:
         """The sum of the token mixers' outputs, and keys and values for other layers."""
         parts, given = [], None
         for name in self.mixer_names:
             mixer = getattr(self, name)
             if name != _ATTENTION:
-                parts.append(mixer(normed, *context, cache[1], prefixes))
+                parts.append(mixer(normed, *context, cache[1], sight))
                 continue
             into, out_of = self.attention_multipliers
             others = {} if shared is None else {"shared": shared}
-            attended = mixer(normed if into == 1.0 else normed * into, *context, cache[0], prefixes, **others)
+            attended = mixer(normed if into == 1.0 else normed * into, *context, cache[0], sight, **others)
             if isinstance(attended, tuple):
                 attended, given = attended
             parts.append(attended if out_of == 1.0 else attended * out_of)
@@ -293,21 +293,21 @@ class Decoder(nn.Module):
             )
             raise ValueError(f"images are not supported: {reason}.")
         shape = (input_ids if tokens is None or positions is None else positions).shape
-        seen = self._seen(shape, cu_seqlens, prefixes, num_prefix_tokens)
+        sight = self._sight(shape, cu_seqlens, prefixes, num_prefix_tokens)
         positions = positions_of(
             shape, input_ids.device, positions, cu_seqlens, cache, lengths, prefixes, position_shift
         )
         if position_shift is not None and cache is None:
             positions = positions + position_shift
-        hidden, all_router_logits = self._through_layers(input_ids, positions, cu_seqlens, cache, seen, images)
+        hidden, all_router_logits = self._through_layers(input_ids, positions, cu_seqlens, cache, sight, images)
         if cache is not None:
             cache.advance()
         result = hidden if return_hidden else self.logits(hidden)
         return (result, self._router_loss(all_router_logits, is_token)) if return_router_loss else result
 
-    def _seen(
+    def _sight(
         self, shape: torch.Size, cu_seqlens: Tensor | None, prefixes: Tensor | None, num_prefix_tokens: int
-    ) -> Prefixes | None:
+    ) -> Sight | None:
         if prefixes is None:
             return None
         if cu_seqlens is None:
@@ -316,7 +316,7 @@ class Decoder(nn.Module):
             raise ValueError(
                 "prefixes are not supported: the model has recurrent layers. Copy the prefix into each document."
             )
-        return Prefixes.of(prefixes, num_prefix_tokens, cu_seqlens, shape.numel())
+        return Sight.of(prefixes, num_prefix_tokens, cu_seqlens, shape.numel())
 
     def _rotations(
         self,
@@ -335,6 +335,21 @@ class Decoder(nn.Module):
             text_lengths = None if text_lengths is None else self.sharding.row_tokens.of_attention(text_lengths)
         return {rope: rotary(positions, dtype, text_lengths) for rope, rotary in self.rotary.items()}
 
+    def _sight_of_images(
+        self, sight: Sight | None, images: Images, shape: torch.Size, cache: KVCache | None
+    ) -> Sight | None:
+        """The sight of layers in which the tokens of an image see each other."""
+        assert self.config.vision is not None
+        if self.config.vision.sees_image == "never":
+            return sight
+        ahead = to_image_ends(images.grids, self.config.vision.merge, images.places.device)[images.rows]  # (K,)
+        ahead = torch.zeros(shape.numel(), dtype=torch.int32, device=ahead.device).index_copy(0, images.places, ahead)
+        if cache is not None:
+            cache.num_ahead = ahead.view(shape)
+        ends = torch.arange(1, shape.numel() + 1, dtype=torch.int32, device=ahead.device) + ahead
+        num_ahead = max(rows * columns for rows, columns in images.grids) // self.config.vision.merge**2 - 1
+        return (sight or Sight())._replace(ends=ends, num_ahead=num_ahead)
+
     def _on_axes(self, positions: Tensor, images: Images) -> Tensor:
         """Positions (3, B, T) on the axes time, height and width, of those in time. An image's rows and columns are steps of height
         and width."""
@@ -350,14 +365,15 @@ class Decoder(nn.Module):
         positions: Tensor,
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
-        seen: Prefixes | None,
+        sight: Sight | None,
         images: Images | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states of the width of `output_weight`, and the router logits (B * T, experts) of each mixture."""
         hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
-        deep: list[Tensor] = []
+        deep, sight_of_images = [], sight
         if images is not None and self.vision is not None:
             hidden, deep = self.vision.put(hidden, images)
+            sight_of_images = self._sight_of_images(sight, images, input_ids.shape, cache)
             positions = positions.expand(input_ids.shape)
         rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
         needs_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
@@ -370,7 +386,10 @@ class Decoder(nn.Module):
             if inputs:
                 others["layer_input"] = inputs[i]
             layer_cache = (None, None) if cache is None else cache.layer(i)
-            hidden = layer(hidden, cos, sin, cu_seqlens, layer_cache, seen, **others)
+            sees_images = self.config.sees_images(i)
+            hidden = layer(
+                hidden, cos, sin, cu_seqlens, layer_cache, sight_of_images if sees_images else sight, **others
+            )
             if isinstance(hidden, tuple):
                 hidden, router_logits, keys_and_values[i] = hidden
                 if needs_router_logits and router_logits is not None:

@@ -207,7 +207,7 @@ def _meta_model(
     if images:
         from lean_ft.images.rules import image_rules  # imports Pillow, which models without images do not need
 
-        tower, rules = vision_config(whole_config, config.hidden_size, str(file)), image_rules(folder)
+        tower, rules = vision_config(whole_config, config, str(file)), image_rules(folder)
         config = replace(config, vision=replace(tower, mean=rules.mean, std=rules.std))
     model = empty_decoder(config, dtype)
     model.source = Source(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lean_ft.models import Decoder
-from lean_ft.models.attention.attention import Prefixes, Scoring, attend
+from lean_ft.models.attention.attention import Scoring, Sight, attend
 from lean_ft.parallel.collectives import all_to_all, gather_tokens, sum_over
 from lean_ft.parallel.ranks import CONTEXT, ManyRanks
 
@@ -64,7 +64,7 @@ class HeadExchange:
         cu_seqlens: Tensor | None,
         scoring: Scoring,
         sinks: Tensor | None,
-        prefixes: Prefixes | None = None,
+        sight: Sight | None = None,
     ) -> Tensor:
         """query (B, T / n, H, D), key and value (B, T / n, K, D) for this rank's tokens; returns (B, T / n, H, D)."""
         copies = max(1, self.size // key.shape[2])
@@ -72,7 +72,7 @@ class HeadExchange:
             key, value = key.repeat_interleave(copies, 2), value.repeat_interleave(copies, 2)
         query, key, value = (self._to_heads(x) for x in (query, key, value))
         own_sinks = None if sinks is None else sinks.chunk(self.size)[self.place]
-        return self._to_tokens(attend(query, key, value, cu_seqlens, scoring, own_sinks, prefixes))
+        return self._to_tokens(attend(query, key, value, cu_seqlens, scoring, own_sinks, sight))
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """(B, T / n, H, D) to (B, T, H / n, D)."""

@@ -113,8 +113,8 @@ class PlannedWorld(World):
     def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
         return instead()
 
-    def tokenizer(self, load: Callable[[], T]) -> T:
-        return cast(T, _LazyTokenizer(load))
+    def tokenizer(self, load: Callable[[], T], has_images: bool) -> T:
+        return cast(T, _LazyTokenizer(load, has_images))
 
     def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:
         return cast(T, (LongestBatches(self, longest), None))
@@ -228,12 +228,16 @@ class PlannedWorld(World):
 class _LazyTokenizer:
     """A tokenizer that is loaded on first use."""
 
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load = load
+    def __init__(self, load: Callable[[], Any], has_images: bool) -> None:
+        self._load, self._has_images = load, has_images
 
     @cached_property
     def _loaded(self) -> Any:
         return self._load()
+
+    @property
+    def image_rules(self) -> Any:
+        return self._loaded.image_rules if self._has_images else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded, name)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from lean_ft.settings.answers import GenerationConfig, SamplingConfig
 from lean_ft.settings.base import Settings
 from lean_ft.settings.data import ClassificationDataConfig, DataConfig, PromptDataConfig, SFTDataConfig
-from lean_ft.settings.devices import MemoryConfig
+from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
     ClassificationLossConfig,
     DistillConfig,
@@ -39,6 +39,7 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
     "memory": MemoryConfig,
+    "parallel": ParallelConfig,
     "data": DataConfig,
     "sft_data": SFTDataConfig,
     "text_data": ClassificationDataConfig,
@@ -150,6 +151,21 @@ CONFLICTS = [
             f"data.{name}={{text_data.{name}}} is for chats and prompts, and texts are classified as they are. Remove it.",
         )
         for name in ("chat", "chat_template", "chat_template_kwargs", "system", "separator")
+    ),
+    # Images
+    Conflict(
+        lambda model, data: model.images != "none" and data.packing in ("bfd_split", "wrapped"),
+        "data.packing={data.packing} cuts documents, and model.images={model.images} keeps images whole. Set "
+        "data.packing=bfd, padding_free or none.",
+    ),
+    Conflict(
+        lambda model, parallel: model.images != "none" and parallel.context > 1,
+        "parallel.context={parallel.context} divides the tokens of an image, which model.images={model.images} does not "
+        "support. Set parallel.context=1.",
+    ),
+    Conflict(
+        lambda model, generation: model.images != "none" and generation.engine == "vllm",
+        "generation.engine=vllm gets no images, and model.images={model.images} reads them. Set generation.engine=own.",
     ),
     # The optimizer
     Conflict(

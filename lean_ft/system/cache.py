@@ -123,6 +123,11 @@ def load_entry(folder: Path, key: str | None, write: Callable[[EntryWriter], Non
     return entry
 
 
+def forget_entry(folder: Path, key: str) -> None:
+    """Delete an entry. Its arrays stay readable where they are mapped."""
+    _remove(folder / key)
+
+
 @contextlib.contextmanager
 def _one_at_a_time(file: Path) -> Iterator[None]:
     """Lock between processes of one machine, such as the ranks of a run; no lock if the file system has none."""

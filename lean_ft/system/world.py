@@ -33,7 +33,7 @@ class World:
         """Return what depends on the contents of files or on a user's code. A plan calls `instead`."""
         return contents()
 
-    def tokenizer(self, load: Callable[[], T]) -> T:
+    def tokenizer(self, load: Callable[[], T], has_images: bool) -> T:
         """Load a tokenizer. A plan loads it on first use, since it may not need one."""
         return load()
 

@@ -117,11 +117,13 @@ def test_what_a_chat_reads_is_rendered_as_in_transformers(kind, format, row, ren
         assert f"({format}, detected" in str(report)
 
 
-IMAGE = r"`images?`, and only text is supported.*on_bad_row=skip"
+IMAGE = (
+    "(an image, and model.images=none ignores images. Set model.images=frozen|.*`images?`, and images are read from)"
+)
 FIELDS_REFUSED = [
     ({"images": ["cat.png"]}, IMAGE),
     ({"image": "cat.png"}, IMAGE),
-    ({"videos": ["cat.mp4"]}, "`videos`"),
+    ({"videos": ["cat.mp4"]}, "`videos`, and only text and images are read.*on_bad_row=skip"),
     ({"audio": {"path": "a.wav"}}, "`audio`"),
     ({"weight": 0.5}, r"`weight`, and rows have no weights.*data.source=\[\{path"),
     ({"sample_weight": 2}, "`sample_weight`"),
@@ -147,7 +149,7 @@ def test_other_fields_are_refused_or_named_once(kind, format, row, render) -> No
     plain = render(kind, row)
     is_chat = format not in ("text", "tokens", "classification")
     for extra, message in FIELDS_REFUSED + OF_CHATS_REFUSED * is_chat:
-        with pytest.raises(ValueError, match=f"rows.jsonl, line 1: the row has the field {message}"):
+        with pytest.raises(ValueError, match=f"rows.jsonl, line 1: the row has (the field )?{message}"):
             render(kind, row | extra)
     named = NAMED if is_chat else NAMED | {"functions": [1], "chat_template_kwargs": {"effort": "low"}}
     text, trained, report = render(kind, row | named)
@@ -228,7 +230,7 @@ def test_keys_of_a_message(keys, trained, unread, render) -> None:
         ({"loss_scale": 0.5}, "`loss_scale`"),
         ({"weight": 0.5}, "`weight` is 0.5; expected 0 or 1"),
         ({"loss": "no"}, "`loss` is a string; expected true or false"),
-        ({"images": ["x"]}, "`images`, and only text"),
+        ({"images": ["x"]}, "`images`, and images are read from chats"),
         ({"tool_calls": [{"name": "f"}]}, "does not write tool calls. Set data.chat_template"),
     ],
 )

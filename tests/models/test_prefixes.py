@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.attention import row_attention
-from lean_ft.models.attention.attention import Prefixes
+from lean_ft.models.attention.attention import Sight
 from lean_ft.models.attention.document_attention import document_attention
 from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
 
@@ -81,7 +81,7 @@ def test_the_keys_that_a_kernel_takes_are_those_of_each_document():
     """The index that is used on CUDA."""
     cu_seqlens, bounds = torch.tensor(BOUNDS).int(), torch.tensor(PREFIXES).int()
     num_prefix_tokens = int(bounds.diff(dim=1).sum())
-    found = Prefixes.listing_keys(bounds, num_prefix_tokens, cu_seqlens, BOUNDS[-1])
+    found = Sight.listing_keys(bounds, num_prefix_tokens, cu_seqlens, BOUNDS[-1])
     expected = [
         [*range(*prefix), *range(*document)] for document, prefix in zip(pairwise(BOUNDS), PREFIXES, strict=True)
     ]

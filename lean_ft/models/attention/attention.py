@@ -1,9 +1,9 @@
 """Causal grouped-query attention over padded, packed and cached inputs.
 
 A batch has plain rows (one document per row, padded on the right, where causality hides the padding) or packed rows, whose
-documents `cu_seqlens` marks. Documents never see each other. Each is computed separately rather than through a (T, T) mask,
+documents `cu_seqlens` marks. Documents never see each other, and only tokens of one image may see later tokens. Each is computed separately rather than through a (T, T) mask,
 so changing a document leaves the others' outputs bit-identical. A document may continue an earlier stretch of its row
-(`Prefixes`), as several completions of one prompt do.
+(`Sight`), as several completions of one prompt do.
 
 On CUDA in 16 bits, on cards since Ampere, PyTorch's kernels compute it: fused attention for rows, `varlen_attn` for documents
 and windows. Everything else uses the custom op of `document_attention`: CPUs, older cards, float32, soft caps, sinks, and heads
@@ -47,23 +47,28 @@ class Scoring:
     chunk: int | None = None  # a query sees its own chunk of this many positions
 
 
-class Prefixes(NamedTuple):
-    """Positions of an earlier document in the same row that each document continues."""
+class Sight(NamedTuple):
+    """What queries see beside the earlier tokens of their document."""
 
-    bounds: Tensor  # (documents, 2) int32: start and end; equal for no prefix
+    # An earlier stretch of the same row that each document continues, (documents, 2) int32: start and end; equal for no prefix.
+    prefixes: Tensor | None = None
     # On CUDA: the positions that each document sees (its prefix and its own), and where each document's begin.
     key_index: Tensor | None = None
     key_cu_seqlens: Tensor | None = None  # (documents + 1,) int32
+    # The token of the flattened batch before which each query's keys end, (N,) int32, where some see later tokens of their
+    # document; and the most tokens that a query sees ahead.
+    ends: Tensor | None = None
+    num_ahead: int = 0
 
     @classmethod
-    def of(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Prefixes":
-        """Prefixes of documents `cu_seqlens` of `num_tokens` tokens; `num_prefix_tokens` is the length of all prefixes."""
+    def of(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Sight":
+        """The sight of documents `cu_seqlens` of `num_tokens` tokens that continue prefixes, of `num_prefix_tokens` in all."""
         if not bounds.is_cuda:
             return cls(bounds)
         return cls.listing_keys(bounds, num_prefix_tokens, cu_seqlens, num_tokens)
 
     @classmethod
-    def listing_keys(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Prefixes":
+    def listing_keys(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Sight":
         """As `of`, with the index of keys for kernels that do not support prefixes."""
         begins, ends = bounds.unbind(1)
         before = ends - begins  # (documents,)
@@ -76,7 +81,7 @@ class Prefixes(NamedTuple):
 
 
 KeysAndValues = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring, Tensor | None, Prefixes | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring, Tensor | None, Sight | None], Tensor]
 
 
 class Attention(nn.Module):
@@ -117,7 +122,7 @@ class Attention(nn.Module):
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
-        prefixes: Prefixes | None = None,
+        sight: Sight | None = None,
     ) -> Tensor | tuple[Tensor, KeysAndValues]:
         """Attend from hidden states (B, T, hidden_size); cos and sin are those of `RotaryEmbedding`, or None.
 
@@ -146,11 +151,11 @@ class Attention(nn.Module):
         if self.qk_unit_eps is not None:
             query, key = unit_rms(query, self.qk_unit_eps), unit_rms(key, self.qk_unit_eps)
         if cache is None:
-            attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, prefixes)
+            attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, sight)
         else:
             keys, values = cache.store(key, value)  # (B, C, K, D)
             if cache.owner.starts_empty:
-                attended = attend_rows(query, key, value, self.scoring, self.sinks)
+                attended = attend_rows(query, key, value, self.scoring, self.sinks, sight)
             else:
                 attended = attend_filled(query, keys, values, cache, self.scoring, self.sinks)
         attended = attended.flatten(-2)
@@ -177,16 +182,16 @@ class AttentionToShared(nn.Module):
         sin: Tensor,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
-        prefixes: Prefixes | None = None,
+        sight: Sight | None = None,
         *,
         shared: KeysAndValues,
     ) -> Tensor:
         """As `Attention`. `shared`: the earlier layer's keys and values of this pass; `cache`: the earlier layer's."""
         query = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))), cos, sin)
         if cache is None:
-            attended = self.attend(query, *shared, cu_seqlens, self.scoring, None, prefixes)
+            attended = self.attend(query, *shared, cu_seqlens, self.scoring, None, sight)
         elif cache.owner.starts_empty:
-            attended = attend_rows(query, *shared, self.scoring)
+            attended = attend_rows(query, *shared, self.scoring, None, sight)
         else:
             attended = attend_filled(query, *cache.filled(len(query)), cache, self.scoring, None)
         return self.o_proj(attended.flatten(-2))
@@ -199,29 +204,34 @@ def attend(
     cu_seqlens: Tensor | None,
     scoring: Scoring,
     sinks: Tensor | None,
-    prefixes: Prefixes | None = None,
+    sight: Sight | None = None,
 ) -> Tensor:
     """Causal attention within each document, or within each row if `cu_seqlens` is None."""
     if cu_seqlens is None:
-        return attend_rows(query, key, value, scoring, sinks)
-    return attend_documents(query, key, value, cu_seqlens, scoring, sinks, prefixes)
+        return attend_rows(query, key, value, scoring, sinks, sight)
+    return attend_documents(query, key, value, cu_seqlens, scoring, sinks, sight)
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring = Scoring(), sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring = Scoring(),
+    sinks: Tensor | None = None,
+    sight: Sight | None = None,
 ) -> Tensor:
     """Causal attention (B, T, H, D) within each row, of query (B, T, H, D), key and value (B, T, K, D).
 
     sinks (H,): a logit per head that joins the softmax and has no value.
     """
-    if _has_row_kernels(query, key, scoring, sinks):
+    if sight is None and _has_row_kernels(query, key, scoring, sinks):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
         return attended.transpose(1, 2)
     num_rows, num_tokens = query.shape[:2]
     device = query.device if query.is_cuda else None
     bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=device) * num_tokens
-    return attend_documents(query, key, value, bounds, scoring, sinks)
+    return attend_documents(query, key, value, bounds, scoring, sinks, sight)
 
 
 def attend_documents(
@@ -231,7 +241,7 @@ def attend_documents(
     cu_seqlens: Tensor,
     scoring: Scoring = Scoring(),
     sinks: Tensor | None = None,
-    prefixes: Prefixes | None = None,
+    sight: Sight | None = None,
 ) -> Tensor:
     """Causal attention (B, T, H, D) within each document and to its prefix.
 
@@ -241,21 +251,24 @@ def attend_documents(
     """
     longest = query.shape[1]
     if scoring.chunk is not None and scoring.chunk < longest:
-        if prefixes is not None:
+        if sight is not None:
             chunks = f"attention has chunks of {scoring.chunk} positions"
-            raise ValueError(f"prefixes are not supported: {chunks}. Copy the prefix into each document.")
+            raise ValueError(f"prefixes and images are not supported: {chunks}.")
         cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
-    if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0:  # a requirement of `varlen_attn`
+    sees_ahead = (
+        sight is not None and sight.ends is not None
+    )  # as `varlen_attn` cannot, which also needs multiples of 8
+    if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0 and not sees_ahead:
         # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true length
         # would wait for the device in every layer.
         back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
         key_cu_seqlens = cu_seqlens
-        if prefixes is not None:
+        if sight is not None:
             # With more keys than queries the kernel aligns the last query with the last key.
-            assert prefixes.key_index is not None and prefixes.key_cu_seqlens is not None
-            k, v = (x.index_select(0, prefixes.key_index) for x in (k, v))
-            key_cu_seqlens = prefixes.key_cu_seqlens
+            assert sight.key_index is not None and sight.key_cu_seqlens is not None
+            k, v = (x.index_select(0, sight.key_index) for x in (k, v))
+            key_cu_seqlens = sight.key_cu_seqlens
         attended: Any = varlen_attn(
             *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
             scale=scoring.scale,
@@ -264,8 +277,9 @@ def attend_documents(
         )
     else:
         rules = scoring.scale, scoring.window, scoring.softcap
-        bounds = None if prefixes is None else prefixes.bounds
-        attended = document_attention(q, k, v, cu_seqlens, sinks, *rules, query.shape[1], bounds)
+        sight = sight or Sight()
+        seen = sight.prefixes, sight.ends, sight.num_ahead
+        attended = document_attention(q, k, v, cu_seqlens, sinks, *rules, query.shape[1], *seen)
     return attended.view(query.shape)
 
 

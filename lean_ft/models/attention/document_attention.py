@@ -7,7 +7,7 @@ outlives a block. The heads of a group are stacked as rows of one product, which
 Three options change the softmax: a window (keys outside it are not multiplied), a soft cap (scores become
 cap * tanh(score / cap)), and sinks (a learned logit per head that joins the softmax and has no value).
 
-A document may continue a prefix, a stretch of an earlier document: its queries see the prefix's keys before its own. So a
+A query may see later tokens of its document, as tokens of one image see each other. A document may continue a prefix, a stretch of an earlier document: its queries see the prefix's keys before its own. So a
 prompt is computed once for several completions, and the gradients of its keys add up.
 
 Blocks are padded with zeros to a few sizes, because a CPU's library compiles code for each new shape, which takes as long as a
@@ -56,6 +56,8 @@ def document_attention(
     softcap: float | None = None,
     row_tokens: int = 0,
     prefixes: Tensor | None = None,
+    ends: Tensor | None = None,
+    num_ahead: int = 0,
 ) -> Tensor:
     """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
 
@@ -68,18 +70,22 @@ def document_attention(
         row_tokens: no document crosses a multiple of this number; default N. Used on a GPU only.
         prefixes: (documents, 2) integers, start and end of the earlier positions in the same row that each document
             continues; equal for no prefix.
+        ends: (N,) integers, the token before which each query's keys end, in the query's document; default its own + 1.
+        num_ahead: the most tokens that a query sees ahead. Used on a GPU only.
 
     Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion.
     """
-    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes)
+    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead)
     if query.is_cuda:
         return attend_rows(query, key, value, of_rows)
     out, dtype = torch.empty_like(query, memory_format=torch.contiguous_format), product_dtype(query)
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
-        blocks = _blocks(query.shape[1], queries.shape[2], window, prefix.stop - prefix.start)
+        num_before = prefix.stop - prefix.start
+        own_ends = _ends(ends, document, num_before)
+        blocks = _blocks(query.shape[1], queries.shape[2], window, num_before, own_ends)
         keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
-        softmax, values = _Softmax(queries, keys, of_rows), values.to(dtype)
+        softmax, values = _Softmax(queries, keys, of_rows, own_ends), values.to(dtype)
         for block in blocks:
             weights = softmax(block).weights.to(dtype)  # (K, R, C)
             _put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
@@ -114,10 +120,12 @@ def document_attention_backward(
     softcap: float | None,
     row_tokens: int,
     prefixes: Tensor | None,
+    ends: Tensor | None,
+    num_ahead: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and sinks (empty without sinks) from that of `document_attention`'s result `out`."""
     of_rows, wide = (
-        Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes),
+        Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead),
         wide_dtype(query),
     )
     if query.is_cuda:
@@ -132,9 +140,10 @@ def document_attention_backward(
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
         num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
-        blocks = _blocks(query.shape[1], num_tokens, window, num_before)
+        own_ends = _ends(ends, document, num_before)
+        blocks = _blocks(query.shape[1], num_tokens, window, num_before, own_ends)
         keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
-        softmax = _Softmax(queries, keys, of_rows)
+        softmax = _Softmax(queries, keys, of_rows, own_ends)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta per query.
         delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (K, G, T, 1)
         # (K, D + 3, P). F.pad rather than cat keeps a token's features together, so that strides repeat too.
@@ -174,15 +183,16 @@ def _(
 
 
 def _save_for_backward(ctx, inputs, output: Tensor) -> None:
-    query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes = inputs
-    ctx.save_for_backward(output, query, key, value, cu_seqlens, sinks, prefixes)
+    query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes, ends, ctx.num_ahead = inputs
+    ctx.save_for_backward(output, query, key, value, cu_seqlens, sinks, prefixes, ends)
     ctx.has_sinks = sinks is not None
 
 
 def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, prefixes = ctx.saved_tensors
-    *grads, grad_sinks = document_attention_backward(grad_out, *saved, *ctx.settings, prefixes)
-    return *grads, None, grad_sinks if ctx.has_sinks else None, None, None, None, None, None
+    *saved, prefixes, ends = ctx.saved_tensors
+    seen = prefixes, ends, ctx.num_ahead
+    *grads, grad_sinks = document_attention_backward(grad_out, *saved, *ctx.settings, *seen)
+    return *grads, None, grad_sinks if ctx.has_sinks else None, *(None,) * 7
 
 
 document_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -204,7 +214,8 @@ class _Block(NamedTuple):
 class _Softmax:
     """The attention weights of one document's queries (K, G, T, D) to its keys (K, P, D), a block at a time."""
 
-    def __init__(self, queries: Tensor, keys: Tensor, given: Rows) -> None:
+    def __init__(self, queries: Tensor, keys: Tensor, given: Rows, ends: Tensor | None) -> None:
+        self.ends = ends  # (T,), counted in the keys
         self.queries, self.dtype = queries, wide_dtype(queries)
         self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
         # (K, G, 1, 1)
@@ -224,8 +235,14 @@ class _Softmax:
             scores = tanh.mul_(self.softcap)
         by_query = scores.unflatten(1, (-1, num_queries))  # (K, G, queries of the block, C)
         num_last = block.keys.stop - block.place  # other keys are in no query's future
-        future = torch.full((num_queries, num_last), float("-inf"), device=scores.device).triu(1)
-        by_query[..., -num_last:] += future
+        if self.ends is None:
+            future = torch.full((num_queries, num_last), float("-inf"), device=scores.device).triu(1)
+            by_query[..., -num_last:] += future
+        else:
+            ends = self.ends[block.queries]
+            ends = F.pad(ends, (0, num_queries - len(ends)), value=block.keys.stop)  # beyond the document's end
+            hidden = torch.arange(block.place, block.keys.stop) >= ends[:, None]
+            by_query[..., -num_last:].masked_fill_(hidden, float("-inf"))
         if self.window is not None:
             oldest = block.place - block.keys.start - self.window  # the last key before the first query's window
             num_hidden = oldest + num_queries
@@ -266,7 +283,14 @@ def _seen(x: Tensor, document: slice, prefix: slice) -> Tensor:
     return torch.cat((x[prefix], x[document])) if prefix.start < prefix.stop else x[document]
 
 
-def _blocks(num_heads: int, num_queries: int, window: int | None, num_before: int) -> list[_Block]:
+def _ends(ends: Tensor | None, document: slice, num_before: int) -> Tensor | None:
+    """Where the keys of a document's queries end, counted in the keys that the document sees."""
+    return None if ends is None else ends[document] - document.start + num_before
+
+
+def _blocks(
+    num_heads: int, num_queries: int, window: int | None, num_before: int, ends: Tensor | None = None
+) -> list[_Block]:
     """Split a document's queries into blocks of one size, with few distinct numbers of keys. `num_before`: keys of a prefix."""
     num_tokens = num_before + num_queries
     step = _query_step(num_tokens)
@@ -280,7 +304,8 @@ def _blocks(num_heads: int, num_queries: int, window: int | None, num_before: in
         first = 0 if window is None else max(0, place - window + 1)
         if num_before:  # prefixes have any length
             first -= first % key_step
-        last = -(-(place + step) // key_step) * key_step
+        last = place + step if ends is None else max(place + step, int(ends[start : start + step].max()))
+        last = -(-last // key_step) * key_step
         blocks.append(_Block(slice(start, start + step), slice(first, last), place))
     return blocks
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.attention.attention import Attend, Prefixes, Scoring, attend, attend_filled
+from lean_ft.models.attention.attention import Attend, Scoring, Sight, attend, attend_filled
 from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import RMSNorm
@@ -53,7 +53,7 @@ class LatentAttention(nn.Module):
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
-        prefixes: Prefixes | None = None,
+        sight: Sight | None = None,
     ) -> Tensor:
         """Attend from hidden states (B, T, hidden_size); returns the same shape."""
         assert cos is not None and sin is not None
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
                 return self.o_proj(self._attend_to_latents(query, turned, kept, cache).flatten(-2))
             cu_seqlens = None
         query = self._padded(torch.cat((query, turned), -1))
-        attended = self.attend(query, *self._keys_and_values(latent, shared), cu_seqlens, self.scoring, None, prefixes)
+        attended = self.attend(query, *self._keys_and_values(latent, shared), cu_seqlens, self.scoring, None, sight)
         return self.o_proj(attended[..., : self.latent.value_dim].flatten(-2))
 
     def _attend_to_latents(self, query: Tensor, turned: Tensor, kept: Tensor, cache: LayerCache) -> Tensor:

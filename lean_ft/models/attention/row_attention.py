@@ -36,6 +36,8 @@ class Rows(NamedTuple):
     softcap: float | None
     num_tokens: int  # of a row
     prefixes: Tensor | None = None
+    ends: Tensor | None = None
+    num_ahead: int = 0
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> Tensor:
@@ -118,7 +120,11 @@ class _Softmax:
         self.first, self.prefix = _visible(of_rows, len(query))
         self.places = torch.arange(row_tokens, device=query.device)
         window = of_rows.window if of_rows.prefixes is None else None  # a prefix may be outside the window's positions
-        self.blocks = _blocks(len(query) // row_tokens * num_heads, row_tokens, self.group, window)
+        self.blocks = _blocks(len(query) // row_tokens * num_heads, row_tokens, self.group, window, of_rows.num_ahead)
+        self.ends = None  # where each token's keys end in its row, (B, T)
+        if of_rows.ends is not None:
+            ends = of_rows.ends.view(-1, row_tokens)
+            self.ends = ends - torch.arange(len(ends), device=ends.device)[:, None] * row_tokens
         self.sinks = None
         if of_rows.sinks is not None:
             self.sinks = of_rows.sinks.to(self.dtype).view(1, num_kv_heads, 1, self.group, 1)
@@ -135,7 +141,8 @@ class _Softmax:
             slope = 1 - tanh.square()
             scores = tanh.mul_(self.softcap)
         queries, keys = self.places[block.queries], self.places[block.keys]
-        hidden = (keys < self.first[:, block.queries, None]).logical_or_(keys > queries[:, None])  # (B, queries, C)
+        is_later = keys > queries[:, None] if self.ends is None else keys >= self.ends[:, block.queries, None]
+        hidden = (keys < self.first[:, block.queries, None]).logical_or_(is_later)  # (B, queries, C)
         if self.prefix is not None:
             begin, end = (bound[:, block.queries, None] for bound in self.prefix)
             hidden.logical_and_((keys < begin).logical_or_(keys >= end))
@@ -185,7 +192,7 @@ def _visible(of_rows: Rows, num_tokens: int) -> tuple[Tensor, tuple[Tensor, Tens
     return starts - row_starts, prefix
 
 
-def _blocks(num_rows: int, row_tokens: int, group: int, window: int | None) -> list[_Block]:
+def _blocks(num_rows: int, row_tokens: int, group: int, window: int | None, num_ahead: int = 0) -> list[_Block]:
     """Split a row's queries into blocks of about equal numbers of scores. `num_rows`: rows times heads."""
     blocks, start = [], 0
     while start < row_tokens:
@@ -195,7 +202,8 @@ def _blocks(num_rows: int, row_tokens: int, group: int, window: int | None) -> l
         queries = int(((before * before + 4 * scores) ** 0.5 - before) / 2)
         queries = max(_ALIGNED_QUERIES, queries // _ALIGNED_QUERIES * _ALIGNED_QUERIES)
         end = min(row_tokens, start + queries)
-        blocks.append(_Block(slice(start, end), slice(start * group, end * group), slice(first, end)))
+        keys = slice(first, min(row_tokens, end + num_ahead))
+        blocks.append(_Block(slice(start, end), slice(start * group, end * group), keys))
         start = end
     return blocks
 

@@ -22,10 +22,10 @@ class StateMixer(nn.Module):
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: StateCache | None = None,
-        prefixes: Any = None,
+        sight: Any = None,
     ) -> Tensor:
         """Mix hidden states (B, T, D); returns the same shape. cos and sin are ignored."""
-        assert prefixes is None
+        assert sight is None
         x = hidden if cu_seqlens is None else hidden.flatten(0, 1)[None]  # all documents in one row
         return self.mix(x, cu_seqlens, cache).view(hidden.shape)
 

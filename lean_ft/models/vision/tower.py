@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.images.batch import Images
 from lean_ft.models.cache import on_device
-from lean_ft.models.layers import ACTIVATIONS, RMSNorm
+from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated
 from lean_ft.models.rope import rotate_both
 from lean_ft.models.vision.config import VisionConfig
 
@@ -74,12 +74,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Tensor:
 class MLP(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.activate = ACTIVATIONS[config.activation].value
+        self.activation = config.activation
+        if config.is_gated:
+            self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
+        self.is_gated = config.is_gated
         self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
         self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(self.activate(self.linear_fc1(x)))
+        up = self.linear_fc1(x)
+        if self.is_gated:
+            return self.linear_fc2(gated(self.gate(x), up, self.activation, overwrites=True))
+        return self.linear_fc2(ACTIVATIONS[self.activation].value(up))
 
 
 class Block(nn.Module):
@@ -103,26 +109,34 @@ class Merger(nn.Module):
 
     def __init__(self, config: VisionConfig, norm_after_merge: bool) -> None:
         super().__init__()
-        self.num_merged, self.norm_after_merge = config.merge**2, norm_after_merge
-        merged = config.hidden_size * self.num_merged
-        self.norm = None
-        if config.projector_norm is not None:
-            kind = nn.LayerNorm if config.projector_norm == "layer" else RMSNorm
-            self.norm = kind(merged if norm_after_merge else config.hidden_size, 1e-6)
+        self.config, self.norm_after_merge = config, norm_after_merge
+        merged = config.hidden_size * (1 if config.pools else config.merge**2)
+        self.norm, size = None, merged if norm_after_merge else config.hidden_size
+        if config.projector_norm == "layer":
+            self.norm = nn.LayerNorm(size, config.projector_norm_eps)
+        elif config.projector_norm == "rms":
+            self.norm = RMSNorm(size, config.projector_norm_eps, config.projector_norm_offset)
         sizes = (merged, *config.projector_sizes, config.out_size)
         self.linears = [f"linear_fc{i}" for i in range(1, len(sizes))]
         for i, (name, bias) in enumerate(zip(self.linears, config.projector_bias, strict=True)):
-            self.add_module(name, nn.Linear(sizes[i], sizes[i + 1], bias=bias))
+            shape = (sizes[i + 1], sizes[i]) if config.projector_input_first else (sizes[i], sizes[i + 1])
+            self.add_module(name, nn.Linear(*shape, bias=bias))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Embeddings (N, out_size) of patches (P, D)."""
         if self.norm is not None and not self.norm_after_merge:
             hidden = self.norm(hidden)
-        hidden = hidden.view(-1, self.num_merged * hidden.shape[-1])
+        squares = hidden.unflatten(0, (-1, self.config.merge**2))  # (N, patches of an embedding, D)
+        if self.config.pools:
+            hidden = squares.mean(1)
+        else:
+            hidden = (squares.transpose(1, 2) if self.config.features_first else squares).flatten(1)
         if self.norm is not None and self.norm_after_merge:
             hidden = self.norm(hidden)
         for i, name in enumerate(self.linears):
-            hidden = getattr(self, name)(hidden if i == 0 else F.gelu(hidden))
+            linear = getattr(self, name)
+            hidden = F.gelu(hidden) if i >= self.config.gelu_before else hidden
+            hidden = hidden @ linear.weight if self.config.projector_input_first else linear(hidden)
         return hidden
 
 
@@ -132,7 +146,10 @@ class Patches(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         size, side = config.hidden_size, config.patch_size
-        self.proj = nn.Conv3d(3, size, (config.frames, side, side)) if config.frames else nn.Conv2d(3, size, side)
+        if config.frames:
+            self.proj = nn.Conv3d(3, size, (config.frames, side, side), bias=config.patch_bias)
+        else:
+            self.proj = nn.Conv2d(3, size, side, bias=config.patch_bias)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """The embeddings (P, D) of normalized pixels (P, C, p, p)."""
@@ -150,7 +167,9 @@ class VisionTower(nn.Module):
         self.config = config
         self.patch_embed = Patches(config)
         self.pos_embed = nn.Embedding(config.table_side**2, config.hidden_size) if config.table_side else None
+        self.first_norm = _norm(config) if config.norms_patches else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.last_norm = _norm(config) if config.norms_output else None
         self.merger = Merger(config, config.norm_after_merge)
         self.deepstack_merger_list = nn.ModuleList(Merger(config, True) for _ in config.deepstack)
 
@@ -182,6 +201,8 @@ class VisionTower(nn.Module):
         if self.pos_embed is not None:
             near, weights = (_moved(x, device) for x in _stretched(places, grids, sizes, config.table_side))
             hidden = hidden + (self.pos_embed(near) * weights[..., None]).sum(1).to(hidden.dtype)
+        if self.first_norm is not None:
+            hidden = self.first_norm(hidden)
         bounds = None
         if device.type == "cuda":
             bounds = _moved(F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32), device)
@@ -190,15 +211,16 @@ class VisionTower(nn.Module):
             hidden = block(hidden, seen)
             if i in config.deepstack:
                 deep.append(self.deepstack_merger_list[config.deepstack.index(i)](hidden))
-        return [self.merger(hidden), *deep]
+        return [self.merger(hidden if self.last_norm is None else self.last_norm(hidden)), *deep]
 
     def _rotation(self, places: Tensor, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Cos and sin (1, P, D / H) of each patch: half of a head's pairs turns with the row, the other half with the column."""
-        size, theta = self.config.head_dim // 2, self.config.rope_theta
+        size, theta = self.config.head_dim, self.config.rope_theta
         if theta is None:
             return None
-        frequencies = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-        angles = (places[..., None] * frequencies).flatten(1)  # (P, D / H / 2)
+        steps = torch.arange(0, size, 2, dtype=torch.float32) / size
+        steps = steps.view(-1, 2).T if self.config.rope_alternates else 2 * steps[: size // 4]
+        angles = (places[..., None] * (1.0 / theta**steps)).flatten(1)  # (P, D / H / 2)
         angles = _moved(torch.cat((angles, angles), -1)[None], device)
         return angles.cos(), angles.sin()
 
@@ -243,6 +265,12 @@ def rows_and_columns(grids: tuple[Grid, ...], merge: int, device: torch.device) 
     """The row and column (N, 2) of each embedding in its image."""
     merged = tuple((rows // merge, columns // merge) for rows, columns in grids)
     return _moved(_places(merged, 1), device)
+
+
+def to_image_ends(grids: tuple[Grid, ...], merge: int, device: torch.device) -> Tensor:
+    """The number of embeddings (N,) between each one and the end of its image, int32."""
+    sizes = [rows * columns // merge**2 for rows, columns in grids]
+    return _moved(torch.cat([torch.arange(size - 1, -1, -1, dtype=torch.int32) for size in sizes]), device)
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:

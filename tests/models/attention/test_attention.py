@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lean_ft.models.attention.attention import Prefixes, Scoring, attend_documents, attend_rows
+from lean_ft.models.attention.attention import Scoring, Sight, attend_documents, attend_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CU_SEQLENS = torch.tensor([0, 1, 70, 100, 164, 200], dtype=torch.int32)
@@ -33,7 +33,7 @@ def test_results_and_gradients_equal_the_cpus(packed, size, scoring, with_sinks,
         sinks = leaves[3] if with_sinks else None
         if packed:
             cu_seqlens = CU_SEQLENS.to(device)
-            prefixes = None if packed is True else Prefixes.of(PREFIXES.to(device), 39 + 30, cu_seqlens, 200)
+            prefixes = None if packed is True else Sight.of(PREFIXES.to(device), 39 + 30, cu_seqlens, 200)
             out = attend_documents(*leaves[:3], cu_seqlens, scoring, sinks, prefixes)
         else:
             out = attend_rows(*leaves[:3], scoring, sinks)

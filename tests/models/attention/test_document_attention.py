@@ -10,6 +10,15 @@ import torch.nn.functional as F
 from lean_ft.models.attention.document_attention import document_attention, num_product_shapes
 
 LENGTHS = [1, 70, 64, 0, 129, 3]
+IMAGES = [(3, 9), (40, 64), (80, 135), (140, 230)]  # stretches of tokens that see each other
+
+
+def image_ends() -> torch.Tensor:
+    """Where each token's keys end, if the tokens of `IMAGES` see each other."""
+    ends = torch.arange(1, sum(LENGTHS) + 1, dtype=torch.int32)
+    for start, end in IMAGES:
+        ends[start:end] = end
+    return ends
 
 
 def inputs(dtype: torch.dtype, heads: int = 6, kv_heads: int = 2, size: int = 16, scale: float = 1.0, offset=0.0):
@@ -26,7 +35,8 @@ def inputs(dtype: torch.dtype, heads: int = 6, kv_heads: int = 2, size: int = 16
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rules) -> torch.Tensor:
     """One softmax over all tokens, with later, too distant and other documents' tokens masked."""
     document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    sees = torch.ones(len(document), len(document)).tril().bool()
+    ends = image_ends() if "ends" in rules else torch.arange(1, len(document) + 1)
+    sees = torch.arange(len(document)) < ends[:, None]
     if "window" in rules:
         sees &= ~torch.ones(len(document), len(document)).tril(-rules["window"]).bool()
     group = query.shape[1] // key.shape[1]
@@ -50,7 +60,7 @@ def relative_errors(result, leaves, grad, exact, exact_leaves) -> list[float]:
 
 WHOLE, PARTS = 2**22, 6 * 129 * 7  # block sizes: all scores, and a few rows
 RULES = [{"scale": 0.7}, {"window": 2}, {"window": 5}, {"window": 64}, {"window": 100}, {"softcap": 0.8}, {"sinks": 6}]
-RULES += [{"sinks": 6, "window": 17, "softcap": 1.5, "scale": 0.3}]
+RULES += [{"sinks": 6, "window": 17, "softcap": 1.5, "scale": 0.3}, {"ends": True}, {"ends": True, "window": 17}]
 CASES = [(6, 2, 16, rules, scores) for rules in RULES for scores in (WHOLE, PARTS)]
 CASES += [(*heads, {}, WHOLE) for heads in ((6, 2, 16), (4, 4, 10), (3, 1, 64))]
 
@@ -63,7 +73,7 @@ def test_float32_equals_a_masked_softmax_in_float64(heads, kv_heads, size, rules
         leaves.append(torch.randn(6, generator=torch.Generator().manual_seed(1)).requires_grad_())
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
     own, exact = ({**rules, **({"sinks": x[3]} if "sinks" in rules else {})} for x in (leaves, exact_leaves))
-    result = document_attention(*leaves[:3], cu_seqlens, **own)
+    result = document_attention(*leaves[:3], cu_seqlens, **own | ({"ends": image_ends()} if "ends" in own else {}))
     errors = relative_errors(result, leaves, grad, dense(*exact_leaves[:3], **exact), exact_leaves)
     assert max(errors) < 2e-6
 

@@ -24,6 +24,8 @@ def by_rows(leaves, cu_seqlens, grad, **rules) -> list[torch.Tensor]:
     """The output and the gradients of the leaves."""
     sinks = leaves[3] if len(leaves) == 4 else None
     own = Rows(cu_seqlens, sinks, rules.get("scale"), rules.get("window"), rules.get("softcap"), ROW)
+    if "ends" in rules:
+        own = own._replace(ends=documents.image_ends(), num_ahead=89)
     out = attend_rows(*leaves[:3], own)
     *grads, grad_sinks = attend_rows_backward(grad, *leaves[:3], own)
     return [out, *grads, *([] if grad_sinks is None else [grad_sinks])]
@@ -46,6 +48,8 @@ def exactly(leaves, grad, **rules) -> list[torch.Tensor]:
         {"softcap": 0.8},
         {"with_sinks": True},
         {"with_sinks": True, "window": 17, "softcap": 1.5, "scale": 0.3},
+        {"ends": True},
+        {"ends": True, "window": 17, "softcap": 1.5},
     ],
     ids=str,
 )
