@@ -16,6 +16,7 @@ def load_frozen(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     *,
+    images: str = "none",
     nf4: bool = False,
     link: HostLink | None = None,
     memory: MemoryConfig,
@@ -24,7 +25,7 @@ def load_frozen(
     ranks: Ranks = ALONE,
 ) -> Decoder:
     """Return a model without gradients; `nf4` quantizes its linear layers to 4 bits, and a `link` streams its layers
-    from host memory.
+    from host memory. `images` is a value of `model.images`, for a `model` that is a path.
 
     Memory settings apply as far as they concern forward passes. The model is sharded over the ranks like the one that
     trains, unless it is quantized or streamed; then each rank has all of it. Raises as `load_model` and
@@ -33,7 +34,8 @@ def load_frozen(
     is_cut_first = ranks.size > 1 and not nf4 and link is None
     quantize = quantize_as_loaded(LoRAConfig.model_validate({"quantize": "nf4" if nf4 else "none"}))
     first = "cpu" if link is not None else "meta" if is_cut_first else device
-    frozen = load_model(model, first, dtype, after_module=quantize).requires_grad_(False).eval()
+    tower = "none" if images == "none" else "frozen"
+    frozen = load_model(model, first, dtype, after_module=quantize, images=tower).requires_grad_(False).eval()
     # Checkpointing and offload only serve a backward pass.
     for_forward = {"activation_checkpointing": "none", "activation_offload": False}
     for_forward |= {"tied_gradient": "separate", "frozen_embeddings": "device"}

@@ -237,6 +237,8 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
     The fingerprint is the same on all ranks, and for any number of ranks.
     """
     digest = hashlib.blake2b(json.dumps(model.source.config, sort_keys=True, default=str).encode(), digest_size=16)
+    if model.vision is not None:
+        digest.update(repr(model.config.vision).encode())
     found: list[Tensor] = []  # int64
     for name, module in base_modules(model):
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):

@@ -55,6 +55,7 @@ def load_teacher(
         distill.teacher,
         device,
         getattr(torch, "bfloat16" if nf4 else kept_as),
+        images=cfg.needed(ModelConfig).images,
         nf4=nf4,
         link=link,
         memory=cfg.needed(MemoryConfig),

@@ -58,12 +58,13 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
         )
     device = resolve_device(cfg.device)
     check_dtype(cfg.model.dtype, device)
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     trained, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=0)
     model = load_frozen(
         cfg.model.path,
         device,
         getattr(torch, cfg.model.dtype),
+        images=cfg.model.images,
         nf4=cfg.nf4,
         memory=cfg.memory,
         compile=cfg.compile,

@@ -130,6 +130,11 @@ class Source:
         return self.name_in_whole(name) if self.part_of and in_whole else name
 
 
+def is_of_images(place: str) -> bool:
+    """Whether a name of `Source.stored` belongs to the vision tower."""
+    return place.startswith(_OF_IMAGES)
+
+
 def name_in_language_model(name: str, images: bool = False) -> str | None:
     """The name of a multimodal model's tensor or module in its language model; None for those of audio. Those of images have the
     name of `Source.stored`, or None without `images`."""

@@ -179,14 +179,14 @@ def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
     """Whether a parameter is a layer's matrix or stack of matrices.
 
     Embeddings and the output layer do not count: their rows are tokens, whose gradients differ greatly in size. Stacks of
-    biases do not count either.
+    biases do not count either, nor does the patch projection of a vision tower, which is stored as a convolution.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = {param for module in embeddings for param in module.parameters()}
     others |= {param for name, param in model.named_parameters() if name.endswith("bias")}
     outputs = (getattr(module, "output_weight", None) for module in model.modules())  # two models may train together
     others |= {output for output in outputs if isinstance(output, nn.Parameter)}
-    return lambda param: param.ndim >= 2 and param not in others
+    return lambda param: 2 <= param.ndim <= 3 and param not in others
 
 
 def _refuse_without_kernel(cfg: OptimizerConfig, *, on_gpu: bool) -> None:

@@ -4,7 +4,7 @@
 the adapters' parameters are trained.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import put_experts_adapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput, adapted_layers
 from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows, trained_rows
-from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
+from lean_ft.peft.targets import TOWER, find_targets, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.quantize.nf4 import check_available, to_nf4
 from lean_ft.settings import LoRAConfig, ModelConfig
 from lean_ft.system.shards import ALONE, Ranks
@@ -53,6 +53,7 @@ def load_with_adapter(
         after_module=quantize_as_loaded(lora),
         scores=scores,
         new_ids=new_token_ids(model_cfg),
+        images=model_cfg.images,
     )
     apply_lora(model, lora)
     if model.source.unread is not None:
@@ -75,6 +76,8 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     if cfg.dtype == "model" and weight.dtype == torch.float16:
         raise ValueError("lora.dtype=model would train in float16, where small updates vanish. Set lora.dtype=float32.")
     names = find_targets(model, cfg.targets)
+    if model.vision is not None:
+        _check_suits_tower([name for name in names if name.startswith(TOWER)], model.vision)
     if model.config.head_bias and (OUTPUT in names or model.source.new_ids):
         asked = "model.new_tokens" if model.source.new_ids else f"{OUTPUT} in lora.targets"
         raise ValueError(f"{asked} is not supported for an output layer with a bias, as this model has. Leave it out.")
@@ -104,6 +107,21 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     if model.source.new_ids:
         put_rows(model, model.source.new_ids, dtype)
     return len(names)
+
+
+def _check_suits_tower(names: Sequence[str], tower: nn.Module) -> None:
+    """Raise ValueError unless the vision tower trains exactly if it gets an adapter."""
+    is_trained = any(parameter.requires_grad for parameter in tower.parameters())
+    if names and not is_trained:
+        raise ValueError(
+            f"lora.targets has {names[0]}, a layer of the vision tower, and model.images=frozen does not train the tower. Set "
+            "model.images=train, or remove the pattern."
+        )
+    if is_trained and not names:
+        raise ValueError(
+            "model.images=train needs an adapter on the vision tower, since everything beside adapters is frozen. Set "
+            "model.images=frozen, or add layers of the tower to lora.targets, such as [all-linear,vision.blocks.*]."
+        )
 
 
 def _check_suits_parameter(name: str, shape: AdapterShape, init: str, is_stack: bool) -> None:
@@ -171,7 +189,7 @@ def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
 def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
     """A function for `load_model` to call after each module, which quantizes linear layers; None without quantization.
 
-    The embedding and the output layer are not quantized. Raises ValueError if bitsandbytes cannot be used (on a GPU: at
+    The embedding, the output layer and the vision tower are not quantized. Raises ValueError if bitsandbytes cannot be used (on a GPU: at
     the first module), or for a mixture of experts.
     """
     if cfg.quantize == "none":
@@ -182,7 +200,7 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
         if model.mixture is not None:
             raise ValueError("lora.quantize=nf4 does not support this model's stacked experts. Set lora.quantize=none.")
         module = model.get_submodule(name)
-        if isinstance(module, nn.Linear) and name not in (OUTPUT, SCORE):
+        if isinstance(module, nn.Linear) and name not in (OUTPUT, SCORE) and not name.startswith(TOWER):
             check_available(on_gpu=module.weight.is_cuda)
             model.set_submodule(name, FrozenLinear(to_nf4(module.weight.detach()), module.bias))
 

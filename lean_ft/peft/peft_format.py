@@ -107,7 +107,7 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     Raises ValueError if the names, shapes or dtypes differ from the model's adapter.
     """
     folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
-    by_name = {name_in_language_model(name) or name: part for name, part in own.items()}
+    by_name = {name_in_language_model(name, images=True) or name: part for name, part in own.items()}
     read_same(read_adapter(folder).tensors, by_name, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies
@@ -253,6 +253,8 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
 
 def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     """The adapter with our modules' names. Tensors of experts are assigned to projections by their shapes."""
+    if model.vision is None:
+        adapter = adapter.without_tower()
     if adapter.outside:
         unread = f"{len(adapter.outside)} tensors outside the language model, such as {adapter.outside[0]}"
         if not adapter.tensors:

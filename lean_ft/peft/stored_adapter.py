@@ -6,7 +6,7 @@ result is refused by name. Only safetensors are read, because a pickled adapter 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models.config_json import OF_REWARD, label_fields
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header
-from lean_ft.models.source import name_in_language_model
+from lean_ft.models.source import is_of_images, name_in_language_model
 from lean_ft.peft.layers import AdapterShape
 from lean_ft.peft.lora import SCORE
 from lean_ft.peft.new_rows import ENDING
@@ -55,7 +55,16 @@ class StoredAdapter:
     shapes: dict[str, AdapterShape]  # by layer name
     tensors: dict[str, StoredTensor]  # by name in the language model, without PEFT's prefix
     rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
-    outside: list[str]  # tensors of a multimodal model's layers that are not in its language model
+    outside: list[str]  # tensors of a multimodal model's layers that the model does not have
+
+    def without_tower(self) -> "StoredAdapter":
+        """The adapter for a model without its vision tower."""
+        tensors, shapes = (
+            {name: value for name, value in found.items() if not is_of_images(name)}
+            for found in (self.tensors, self.shapes)
+        )
+        outside = [*self.outside, *(name for name in self.tensors if is_of_images(name))]
+        return replace(self, tensors=tensors, shapes=shapes, outside=outside)
 
 
 def read_factors(adapter: StoredAdapter, name: str) -> tuple[Tensor, Tensor]:
@@ -96,7 +105,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
         # Older versions of PEFT append .weight to the magnitude's name.
         name = name.removeprefix(PREFIX)
         name = name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
-        if (own := name_in_language_model(name)) is None:
+        if (own := name_in_language_model(name, images=True)) is None:
             outside.append(name)
             continue
         if own in tensors:
@@ -186,7 +195,7 @@ def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:
                 "parts. Regular expressions are not supported."
             )
         own = name[2].replace("\\", "")
-        own = name_in_language_model(own) or own
+        own = name_in_language_model(own, images=True) or own
         found.setdefault(("" if name[1] else ".") + own, (len(found), float(alpha)))
     return found
 

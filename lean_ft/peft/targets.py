@@ -11,6 +11,7 @@ from lean_ft.system.parameter_names import matches_name
 from lean_ft.system.spelling import did_you_mean
 
 ALL_LINEAR = "all-linear"
+TOWER = "vision."  # begins the names of the vision tower's layers
 TIED = (
     "takes no adapter, because this model's embedding is also its output layer (tie_word_embeddings) and the adapter would "
     "change only one of them"
@@ -22,7 +23,8 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
 
     A pattern is the end of a name (`q_proj`, `self_attn.q_proj`), a name with wildcards
     (`model.layers.[0-3].*.down_proj`), or `all-linear`: every linear layer of attention and feed-forward layers and all
-    experts, except routers and Mamba-2's output projection, which PEFT does not adapt in most families.
+    experts, except routers and Mamba-2's output projection, which PEFT does not adapt in most families. Only a pattern that begins
+    with `vision` matches layers of the vision tower, so the others mean the same layers with and without images.
 
     Raises ValueError if a pattern matches nothing, or a layer that takes no adapter.
     """
@@ -90,6 +92,8 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
         is_layer = name.startswith("model.layers.") and not name.endswith((".mamba.out_proj", ".router.proj"))
         return is_layer and is_adaptable(module) and not isinstance(module, Router | nn.Embedding)
+    if name.startswith(TOWER) and not pattern.startswith("vision"):
+        return False
     return matches_name(name, pattern)
 
 

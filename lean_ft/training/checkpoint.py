@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models import parts_on_disk, save_model
+from lean_ft.models import Decoder, parts_on_disk, save_model
 from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapter_bytes, adapter_parts, has_adapter, restore_adapter, save_adapter
@@ -126,6 +126,8 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
+    if isinstance(model, Decoder) and model.vision is not None:  # the folder has the multimodal model's names
+        stored = {own: stored[name] for name, own in model.source.names.items() if own is not None and name in stored}
     read_same(stored, parts_on_disk(model), folder, what="model", begun_with="the model and the model.dtype")
 
 

@@ -174,9 +174,17 @@ def describe_model(model: nn.Module) -> str:
         return text
     source = model.source
     if source.part_of:
-        text += f"; the language model of {source.part_of}, without its image encoder"
+        tower = "without its image encoder" if model.vision is None else _describe_tower(model.vision)
+        text += f"; the language model of {source.part_of}, {tower}"
     if source.quantization:
         text += f"; loaded from {source.quantization['quant_method']} weights and saved in {dtypes[0]}"
     if ignored := dropouts(source.config):
         text += f"; dropout is ignored ({', '.join(ignored)} in config.json)"
     return text
+
+
+def _describe_tower(tower: nn.Module) -> str:
+    """How images are treated, for the line about the model."""
+    parameters = list(tower.parameters())
+    count, trained = (sum(map(whole_numel, some)) for some in (parameters, [p for p in parameters if p.requires_grad]))
+    return f"with its image encoder: {count:,} parameters, {f'{trained:,} trained' if trained else 'frozen'}"
