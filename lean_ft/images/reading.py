@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
 MAX_PIXELS = 1 << 28  # by the header; a larger image is refused before it is decoded
 MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
@@ -102,8 +103,12 @@ def size_of(image: Image.Image) -> Size:
 
 def decoded(image: Image.Image) -> Image.Image:
     """The upright image in RGB, on white where it is transparent. Raises ValueError if it is broken."""
-    turn = _TURNS.get(_orientation(image))
-    with _plain_errors(getattr(image, "filename", "") or "the image"):
+    turn, name = _TURNS.get(_orientation(image)), getattr(image, "filename", "") or "the image"
+    if isinstance(image, TiffImageFile):
+        image.filename = (
+            ""  # with a name, Pillow maps uncompressed pixels into memory in the upright shape, which is wrong
+        )
+    with _plain_errors(name):
         image.load()
         if image.has_transparency_data:
             image = _on_white(image)
@@ -123,7 +128,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 def _orientation(image: Image.Image) -> int:
     """The orientation by EXIF, from 1 to 8."""
-    if image.format == "TIFF":  # Pillow turns these itself
+    if isinstance(image, TiffImageFile):  # Pillow turns these itself
         return 1
     with _plain_errors("the image"):
         found = Image.Image.getexif(image).get(_ORIENTATION, 1)  # PngImageFile.getexif decodes the image

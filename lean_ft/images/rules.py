@@ -24,6 +24,7 @@ from lean_ft.images.reading import MAX_PIXELS, Size
 from lean_ft.system.whole_files import read_json
 
 _MAX_TILES = 1 << 10
+_MAX_RESIZED = 1 << 26  # pixels, 4 times what Qwen3-VL allows
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # mean and standard deviation
 _HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
@@ -103,7 +104,7 @@ class ImageRules:
             return sum(rows * columns for rows, columns in self._tokens(self.cut(size, limit)))
 
         cut = self.cut(size, self.limit)
-        if cut.rows * cut.columns > _MAX_TILES or max(math.prod(resized) for resized in cut.sizes) > MAX_PIXELS:
+        if cut.rows * cut.columns > _MAX_TILES or max(math.prod(resized) for resized in cut.sizes) > _MAX_RESIZED:
             raise ValueError(
                 f"an image has {size.width} x {size.height} pixels, which this model would enlarge too much."
             )
