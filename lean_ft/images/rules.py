@@ -105,9 +105,7 @@ class ImageRules:
 
         cut = self.cut(size, self.limit)
         if cut.rows * cut.columns > _MAX_TILES or max(math.prod(resized) for resized in cut.sizes) > _MAX_RESIZED:
-            raise ValueError(
-                f"an image has {size.width} x {size.height} pixels, which this model would enlarge too much."
-            )
+            raise ValueError(f"an image of {size.width} x {size.height} pixels: this model would enlarge it too much.")
         if self.max_tokens is None or num_tokens(self.limit) <= self.max_tokens:
             return cut
         fits, exceeds = 0, self.limit

@@ -103,7 +103,7 @@ def test_repeated_tokens_have_the_ids_of_the_whole_text(tmp_path, family):
         layout = rules.layout(size)
         whole = f"a\n{expanded(layout, rules.token)}\nb"
         tokenizer, runs = byte_tokenizer(whole), iter(layout.runs)
-        image_id = tokenizer.token_to_id(rules.token)
+        image_id = tokenizer.get_vocab()[rules.token]
         ids = [
             one
             for id in tokenizer.encode(f"a\n{layout.text}\nb").ids
@@ -158,7 +158,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral3", {"size": {"longest_edge": "1540"}}, "size: longest_edge is '1540'"),
     ("mistral3", {"do_center_crop": True}, "do_center_crop is True; expected False"),
     ("smolvlm", {"max_image_size": {"longest_edge": 100}}, "longest_edge is 100; expected a positive multiple of 28"),
-    ("smolvlm", {"size": {"longest_edge": 1 << 28}, "max_image_size": {"longest_edge": 28}}, "would enlarge too much"),
+    ("smolvlm", {"size": {"longest_edge": 1 << 28}, "max_image_size": {"longest_edge": 28}}, "would enlarge it too much"),
     ("lfm2_vl", {"max_pixels_tolerance": 1.5}, "max_pixels_tolerance is 1.5; expected 2.0"),
     ("gemma4", {"do_normalize": 1}, "do_normalize is 1; expected one of True, False"),
 ]  # fmt: skip
