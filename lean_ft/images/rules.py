@@ -201,9 +201,8 @@ def _qwen(settings: _Fields, config: _Fields, vision: _Fields, patch_size: int =
 
 def _gemma3(settings: _Fields, config: _Fields, vision: _Fields) -> _Facts:
     side, tokens = vision.count("patch_size", 16, 1024), math.isqrt(config.count("mm_tokens_per_image", 256))
-    size = settings.object("size", height=224, width=224)
-    pixels = size.count("height", multiple_of=side * tokens)
-    size.expect("as the height", width=pixels)
+    pixels = vision.count("image_size", 224, multiple_of=side * tokens)
+    settings.object("size", height=224, width=224).expect(_AS_IN_CONFIG, height=pixels, width=pixels)
     return side, pixels // side // tokens, partial(always, target=Size(pixels, pixels)), 1
 
 
