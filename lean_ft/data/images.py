@@ -84,7 +84,7 @@ def read_part(part: Any, where: str) -> dict[str, Any]:
 
 
 def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
-    """Return the messages for a chat template, and the images of a row in their order.
+    """Return the messages for a chat template, and the images of a row in their order; fields: `IMAGE_FIELDS` of the row.
 
     Raises ValueError if the row's images do not fit the places for them.
     """
