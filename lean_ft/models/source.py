@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models.families import FAMILIES, MULTIMODAL, Family
-from lean_ft.models.vision.config import VISION_FAMILIES
+from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.shards import Cut, Part, part_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,10 @@ class Source:
         """The name of a module or parameter of the vision tower in the folder, without the `model.` before it."""
         family = VISION_FAMILIES.get(self.part_of)
         for part, place in ({} if family is None else family.on_disk).items():
-            name = name.replace(part, place)
+            if part.startswith("."):
+                name = name.replace(part, place)
+            elif name.startswith(part):
+                name = place + name.removeprefix(part)
         return name
 
     def name_in_whole(self, place: str) -> str:
@@ -130,16 +133,18 @@ class Source:
         return self.name_in_whole(name) if self.part_of and in_whole else name
 
 
-def name_in_language_model(name: str, images: bool = False) -> str | None:
+def name_in_language_model(name: str, vision: VisionFamily | None = None) -> str | None:
     """The name of a multimodal model's tensor or module in its language model; None for those of audio. Those of images have the
-    name of `Source.stored`, or None without `images`."""
+    name of `Source.stored`, or None without a `vision` family."""
     inner = name.removeprefix("model.")
     if inner.startswith(_OF_IMAGES):
-        return inner.replace("vision_tower.vision_model.", "vision_tower.") if images else None
+        for spelling, place in ({} if vision is None else vision.spellings).items():
+            inner = inner.replace(spelling, place)
+        return None if vision is None else inner
     if inner.startswith(_OF_SOUND):
         return None
     # transformers 4 wrote language_model.model.layers, version 5 writes model.language_model.layers.
-    name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+    name = re.sub(r"^(model\.)?(language|text)_model\.(model\.)?", "model.", name)
     return re.sub(r"^model\.lm_head", "lm_head", name)
 
 
