@@ -244,7 +244,11 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
         # Some folders store a tied output layer too.
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
         names = {name: tied.get(own or "", own) for name, own in names.items()}
-        model.source.names = {name: own if own in stored else None for name, own in names.items()}
+        if model.source.score_is_new:
+            names = {name: own for name, own in names.items() if not (own or "").startswith("lm_head.")}
+            names["score.weight"] = "score.weight"
+        has = {*stored, *(["score.weight"] if model.source.score_is_new else [])}
+        model.source.names = {name: own if own in has else None for name, own in names.items()}
 
     def read(name: str, parameter: Tensor) -> None:
         if model.source.score_is_new and name == "score.weight":
