@@ -1,8 +1,8 @@
 """Read rows from Parquet files and Hugging Face datasets. Needs the `datasets` extra.
 
 Arrow fills missing names of nested objects with null. These nulls are removed, so that a chat template does not write
-them into tools or tool calls. Dates and decimal numbers become strings, as in CSV. Values that are not text, such as
-bytes and images, become an object that names their type.
+them into tools or tool calls. Dates and decimal numbers become strings, as in CSV. Images stay encoded bytes. Other values that are
+not text become an object that names their type.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from lean_ft.data.images import IMAGE_FIELDS
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.splits import is_sliced, rows_of_split
 from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
@@ -22,6 +23,7 @@ from lean_ft.system.installation import install_command
 ROWS_AT_A_TIME = 1024
 MANY_ROWS = 100_000
 PARQUET = b"PAR1"
+_OF_IMAGES = (*IMAGE_FIELDS, "bytes")  # names whose values may be encoded images
 HASHED_BYTES_AT_A_TIME = 1 << 20
 
 
@@ -157,7 +159,7 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     import datasets
 
     if not Path(name).is_dir():
-        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        return _with_encoded_images(datasets.load_dataset(name, subset, split=split, streaming=streaming))
     dataset: Any = datasets.load_from_disk(name)
     if not isinstance(dataset, datasets.DatasetDict):
         dataset = {str(dataset.split or "train"): dataset}
@@ -166,7 +168,25 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
         raise ValueError(f"no split {split_name}; the splits are {', '.join(map(str, dataset))}")
     dataset = dataset[split_name]
     first, last = rows_of_split(split, lambda: len(dataset))
-    return dataset if not is_sliced(split) else dataset.select(range(len(dataset))[first:last])
+    return _with_encoded_images(dataset if not is_sliced(split) else dataset.select(range(len(dataset))[first:last]))
+
+
+def _with_encoded_images(dataset: Any) -> Any:
+    """Return a dataset that gives images as they are stored, and decodes none."""
+    import datasets
+
+    def changed(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(feature, dict):
+            return type(feature)({name: changed(inner) for name, inner in feature.items()})
+        if isinstance(feature, datasets.List | datasets.LargeList):
+            return type(feature)(changed(feature.feature))
+        return [changed(inner) for inner in feature] if isinstance(feature, list) else feature
+
+    if dataset.features is not None:  # of a streamed dataset that names its features
+        dataset.info.features = changed(dataset.features)  # `cast` would copy the whole dataset
+    return dataset
 
 
 @contextlib.contextmanager
@@ -190,16 +210,18 @@ def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
 
 def as_json(fields: dict[str, Any]) -> dict[str, Any]:
     """Convert values to JSON types and remove null entries of nested objects. Null fields of the row stay."""
-    return {name: _value_as_json(value) for name, value in fields.items()}
+    return {name: _value_as_json(value, name) for name, value in fields.items()}
 
 
-def _value_as_json(value: Any) -> Any:
+def _value_as_json(value: Any, name: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, dict):
-        return {str(name): _value_as_json(inner) for name, inner in value.items() if inner is not None}
+        return {str(name): _value_as_json(inner, str(name)) for name, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
-        return [_value_as_json(inner) for inner in value]
+        return [_value_as_json(inner, name) for inner in value]
+    if isinstance(value, bytes) and name in _OF_IMAGES:
+        return value
     if isinstance(value, date | time | timedelta | Decimal | UUID):
         return str(value)
     return {"type": type(value).__name__}

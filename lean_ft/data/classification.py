@@ -1,7 +1,8 @@
 """Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
 A label is a name or an integer. If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as
-one-hot. Texts are encoded as in transformers' pipelines, and classified at the last token.
+one-hot. Texts are encoded as in transformers' pipelines, and classified at the last token. With model.images, each text and its
+images are a user message in the chat template, up to the place of an answer.
 
 Legend: P texts of a batch, C labels.
 """
@@ -18,7 +19,9 @@ import numpy as np
 from lean_ft.data.batch import Batch
 from lean_ft.data.chats import check_text, parse_if_json
 from lean_ft.data.columns import Document
-from lean_ft.data.formats import NUM_ROWS_TO_DETECT, Fields, RowFormat, RowReader, formats_of, reading
+from lean_ft.data.foreign_fields import is_given
+from lean_ft.data.formats import NUM_ROWS_TO_DETECT, Fields, RowFormat, RowReader, as_chat, formats_of, reading
+from lean_ft.data.images import IMAGE_FIELDS
 from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns
 
-KNOWN = {"classification": Fields(("text",), ("label", "labels"), text="text")}
+KNOWN = {"classification": Fields(("text",), ("label", "labels", *IMAGE_FIELDS), text="text")}
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
@@ -164,9 +167,12 @@ class LabelReader(RowReader):
 
     def passages(self, row: Row) -> list[Passage | Document]:
         with reading(row):
-            text = check_text(self.fields_of(row)["text"], "the field `text`")
+            fields = self.fields_of(row)
+            text = check_text(fields["text"], "the field `text`")
             if not text.strip():
                 raise ValueError("`text` is empty. Remove the row, or add a text.")
+            if self.tokenizer.image_rules is not None or any(is_given(fields.get(name)) for name in IMAGE_FIELDS):
+                return [self.render(as_chat(text, "prompt"), fields, is_prompt=True)]
             return [Passage(text, [(0, len(text))], add_bos=True)]
 
     def values(self, row: Row) -> list[Any]:

@@ -346,15 +346,16 @@ class RowReader:
         if not report.truncates(len(document), self.config, place):
             return None
         right = self.config.truncation_side == "right"
-        return self.cut(document, slice(0, limit) if right else slice(len(document) - limit, len(document)), report)
+        kept = slice(0, limit) if right else slice(len(document) - limit, len(document))
+        return None if self.drops_image(document, kept, report) else document[kept]
 
-    def cut(self, document: Document, kept: slice, report: DataReport) -> Document | None:
-        """Return the tokens `kept` of a document, or None if the row is dropped because that would cut an image."""
+    def drops_image(self, document: Document, kept: slice, report: DataReport) -> bool:
+        """Whether the row is dropped, because keeping the tokens `kept` of a document alone would cut an image."""
         rules = self.tokenizer.image_rules
-        if rules is not None and cuts_an_image(document, kept, rules.merge):
-            report.drop("an image does not fit in max_length")
-            return None
-        return document[kept]
+        if rules is None or not cuts_an_image(document, kept, rules.merge):
+            return False
+        report.drop("an image does not fit in max_length")
+        return True
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """Truncate the sequences of a row to `data.max_length`, or return [] if the row is dropped; count losses in

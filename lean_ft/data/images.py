@@ -42,6 +42,7 @@ from lean_ft.data.foreign_fields import is_given
 from lean_ft.system.units import counted
 
 if TYPE_CHECKING:  # rows of text do not need Pillow
+    from lean_ft.images.reading import Size
     from lean_ft.images.rules import ImageLayout, ImageRules
 
 IMAGE_FIELDS = ("images", "image")
@@ -73,9 +74,8 @@ def read_part(part: Any, where: str) -> dict[str, Any]:
     """
     if isinstance(part, dict):
         name = part.get("type")
-        image = {key: part[key] for key in _IMAGE_KEYS if is_given(part.get(key))}
-        if name in _IMAGE_TYPES or (name is None and image):
-            return {"type": "image", "image": image or None}
+        if _is_image(part):
+            return {"type": "image", "image": {k: part[k] for k in _IMAGE_KEYS if is_given(part.get(k))} or None}
         if isinstance(name, str) and any(other in name for other in ("video", "audio")):
             raise ValueError(f"{where} has a content part of the type {name}; only text and images are read. {_SKIP}")
         if isinstance(part.get("text"), str):
@@ -101,16 +101,27 @@ def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, 
             )
     else:
         messages = _with_places(messages, len(given))
-    rest, found, rendered = iter(given), list[Any](), Messages()
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            images = [part["image"] for part in content if part["type"] == "image"]
-            found += [next(rest) if image is None else image for image in images]
-            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
-            message = {**message, "content": content}
-        rendered.append(message)
-    return rendered, found
+    rest = iter(given)
+    parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
+    return without_images(messages), [next(rest) if part["image"] is None else part["image"] for part in parts]
+
+
+def without_images(messages: Any) -> Any:
+    """Return messages with {"type": "image"} for each image; a text unchanged."""
+
+    def changed(message: Any) -> Any:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            return message
+        parts = [{"type": "image"} if _is_image(part) else part for part in message["content"]]
+        return {**message, "content": parts}
+
+    return [changed(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _is_image(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") in _IMAGE_TYPES or ("type" not in part and any(is_given(part.get(k)) for k in _IMAGE_KEYS))
 
 
 def _given(fields: Mapping[str, Any]) -> list[Any]:
@@ -177,7 +188,7 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
             "content parts or the field `images` of chats; texts and ids have none."
         )
     per_token = {IMAGE_ROW: np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)}
-    if getattr(rules, "shifts_positions", rules.token == "<|image_pad|>"):
+    if rules.shifts_positions:
         per_token[POSITION_SHIFT] = _shifts(is_image, np.array(grids, dtype=np.int64).reshape(-1, 2) // rules.merge)
     references = [np.frombuffer(image.reference, dtype=np.uint8) for image in images]
     per_document = {
@@ -207,11 +218,10 @@ def _shifts(is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
     return shifts
 
 
-def num_embeddings(document: Document, merge: int) -> np.ndarray:
-    """(I,) number of embeddings of each image of a document."""
-    tiles = document.per_document["image_tiles"]
-    of_grids = np.append(0, np.cumsum(document.per_document["image_grids"].reshape(-1, 2).prod(1) // merge**2))
-    return np.diff(of_grids[np.append(0, np.cumsum(tiles))])
+def num_embeddings(columns: Mapping[str, np.ndarray], merge: int) -> np.ndarray:
+    """(I,) number of embeddings of each image of a document, or of all stored documents."""
+    of_grids = np.append(0, np.cumsum(columns["image_grids"].reshape(-1, 2).prod(1) // merge**2))
+    return np.diff(of_grids[np.append(0, np.cumsum(columns["image_tiles"]))])
 
 
 def num_patches(columns: Columns) -> np.ndarray:
@@ -223,12 +233,31 @@ def num_patches(columns: Columns) -> np.ndarray:
 
 def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
     """Whether an image has tokens inside and outside of the span `kept`."""
-    rows = document.per_token[IMAGE_ROW]
-    image = np.searchsorted(np.cumsum(num_embeddings(document, merge)), rows[rows > 0] - 1, side="right")
-    inside = np.zeros(len(rows), dtype=bool)
+    image = _image_of_tokens(document, merge)
+    inside = np.zeros(len(image), dtype=bool)
     inside[kept] = True
-    inside = inside[rows > 0]
-    return bool(np.isin(image[inside], image[~inside]).any())
+    return bool(np.isin(image[inside & (image >= 0)], image[~inside]).any())
+
+
+def shown_images(document: Document, merge: int) -> list[tuple[int, int, bytes, Size]]:
+    """Each image that a document shows: its first token, the end of its tokens, its reference, and its size in pixels.
+
+    Raises ValueError for an image that cannot be opened.
+    """
+    from lean_ft.images.reading import open_image, size_of
+
+    image, references, found = _image_of_tokens(document, merge), references_of(document), []
+    for number in np.unique(image[image >= 0]).tolist():
+        places = np.flatnonzero(image == number)
+        with open_image(references[number]) as opened:
+            found.append((int(places[0]), int(places[-1]) + 1, references[number], size_of(opened)))
+    return found
+
+
+def _image_of_tokens(document: Document, merge: int) -> np.ndarray:
+    """(T,) number of the image that each token shows, -1 for text."""
+    rows, ends = document.per_token[IMAGE_ROW], np.cumsum(num_embeddings(document.per_document, merge))
+    return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
 
 
 def references_of(document: Document) -> list[bytes]:

@@ -95,7 +95,9 @@ class PairReader(RowReader):
         length = num_prompt_tokens(documents)
         prompt = replace(documents[0][:length], trained=np.zeros(length, dtype=bool))
         fitted = fit_answers(prompt, [document[length:] for document in documents], self.config, place, report)
-        return [] if fitted is None else [fitted[0].then(answer) for answer in fitted[1]]
+        if fitted is None or self.drops_image(prompt, slice(length - len(fitted[0]), length), report):
+            return []
+        return [fitted[0].then(answer) for answer in fitted[1]]
 
     def _passages(self, prompt: Any, fields: dict[str, Any]) -> list[Passage]:
         prompt = parse_if_json(prompt, "prompt")
@@ -129,6 +131,8 @@ class PairReader(RowReader):
             prompts = [as_chat(prompt, "prompt")] * 2
         passages = []
         for asked, answer in zip(prompts, sides, strict=True):
+            if any(isinstance(message["content"], list) for message in answer.messages):
+                raise ValueError("`chosen` or `rejected` has an image behind the prompt. Put images into the prompt.")
             if not asked.messages or answer.messages[0]["role"] != "assistant":
                 raise ValueError(
                     "`chosen` and `rejected` must begin with the same messages, followed by an assistant message. Put the "

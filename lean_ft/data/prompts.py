@@ -25,6 +25,7 @@ from lean_ft.data.formats import (
     refuse_in_plain_text,
     writes_chats,
 )
+from lean_ft.data.images import IMAGE_FIELDS, without_images
 from lean_ft.data.objective import Objective
 from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
@@ -41,10 +42,12 @@ class Prompt:
 
     ids: list[int]
     asked: Any
-    """The prompt as in the row: text or messages."""
+    """The prompt as in the row: text or messages, without the images themselves."""
     columns: dict[str, Any]
     place: str
     """Location of the row for messages, such as `train.jsonl, line 12`."""
+    document: Document | None = None
+    """The ids with the columns of images; None without images."""
 
 
 class Prompts:
@@ -120,7 +123,11 @@ def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any
         documents, counts = render([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
-        prompts += [Prompt(one.ids.tolist(), *reader.read(row), row.place) for one in documents]
+        for one in documents:
+            (asked, columns), has_images = reader.read(row), len(one.per_document.get("image_tiles", ()))
+            prompts.append(
+                Prompt(one.ids.tolist(), without_images(asked), columns, row.place, one if has_images else None)
+            )
     return prompts, report
 
 
@@ -166,10 +173,14 @@ class PromptReader(RowReader):
                 ids = np.array(self.tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
                 return [Document(ids, np.zeros(len(ids), dtype=bool))]
             for name in MEDIA:
-                if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
+                if (
+                    name not in IMAGE_FIELDS
+                    and is_given(fields.get(name))
+                    and f"<{name.removesuffix('s')}>" in str(asked)
+                ):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
-            read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs")}
+            read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}
             return [self.render(chat, read, is_prompt=True)]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:

@@ -128,6 +128,18 @@ def _on_white(image: Image.Image) -> Image.Image:
     return opaque
 
 
+def thumbnail(reference: bytes, side: int = 160) -> bytes:
+    """A small JPEG of an image, or of a gray square if it cannot be read."""
+    try:
+        with open_image(reference) as image:
+            small = decoded(image)
+    except ValueError:
+        small = Image.new("RGB", (side, side), "gray")
+    small.thumbnail((side, side))
+    small.save(file := io.BytesIO(), "JPEG")
+    return file.getvalue()
+
+
 def _orientation(image: Image.Image) -> int:
     """The orientation by EXIF, from 1 to 8."""
     if isinstance(image, TiffImageFile):  # Pillow turns these itself
