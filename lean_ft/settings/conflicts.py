@@ -168,6 +168,11 @@ CONFLICTS = [
         "support. Set parallel.context=1.",
     ),
     Conflict(
+        lambda model, parallel: model.images != "none" and parallel.tensor > 1,
+        "parallel.tensor={parallel.tensor} divides the tokens of an image, which model.images={model.images} does not support. "
+        "Set parallel.tensor=1.",
+    ),
+    Conflict(
         lambda model, generation: model.images != "none" and generation.engine == "vllm",
         "generation.engine=vllm gets no images, and model.images={model.images} reads them. Set generation.engine=own.",
     ),

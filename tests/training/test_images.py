@@ -179,7 +179,9 @@ def test_a_projector_trains_alone_at_its_own_learning_rate(folder, train, family
     settings = ("model.images=train", "optimizer.name=sgd", "train=[vision.*merger*]", "max_steps=1")
     before = load_file(folder / family / "model.safetensors")
     full, half = (
-        load_file(train(family, *settings, f"optimizer.lr_ratios={{vision: {ratio}}}", name=f"{ratio}") / "model.safetensors")
+        load_file(
+            train(family, *settings, f"optimizer.lr_ratios={{vision: {ratio}}}", name=f"{ratio}") / "model.safetensors"
+        )
         for ratio in (2, 1)
     )
     moved = {name for name in before if not torch.equal(full[name], before[name])}
