@@ -37,6 +37,11 @@ class Document:
     per_document: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns with any number of values, such as a label, or the sizes of images. Truncation keeps them whole."""
 
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> Document:
+        """A text without labels."""
+        return cls(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=bool))
+
     def __len__(self) -> int:
         return len(self.ids)
 

@@ -40,6 +40,7 @@ import numpy as np
 from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT, Columns, Document
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.system.units import counted
+from lean_ft.tokenizers.passages import Passage, with_image_texts
 
 if TYPE_CHECKING:  # rows of text do not need Pillow
     from lean_ft.images.reading import Size
@@ -175,6 +176,26 @@ def read_header(value: Any, folder: Path, rules: ImageRules) -> RowImage:
             return RowImage(found, rules.layout(size_of(image)))
     except ValueError as error:
         raise UnreadableImageError(str(error)) from None
+
+
+def read_whole(value: Any, folder: Path, rules: ImageRules) -> RowImage:
+    """Read an image as `read_header` does, and decode it, which finds a broken file."""
+    from lean_ft.images.reading import decoded, open_image
+
+    read = read_header(value, folder, rules)
+    with open_image(read.reference) as image:
+        decoded(image)
+    return read
+
+
+def with_headers(passage: Passage, folder: Path, rules: ImageRules) -> Passage:
+    """Read the headers of a passage's images, and write their texts for the placeholders. Raises ValueError as `read_header` and
+    `with_image_texts` do."""
+    if not passage.images:
+        return passage
+    images = [read_header(value, folder, rules) for value in passage.images]
+    texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
+    return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
 
 
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
