@@ -32,7 +32,7 @@ from lean_ft.models.new_model import AfterModule, Fill, empty_decoder, fill_mode
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.models.source import Source, all_tensors, name_in_language_model, tensors_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
-from lean_ft.models.vision.config import vision_config
+from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
 from lean_ft.settings import ModelConfig, spelled_out
 from lean_ft.system.shards import Part, part_of, remember_cuts
 from lean_ft.system.whole_files import read_json
@@ -237,7 +237,8 @@ def _meta_model(
 def _stored_weights(folder: Path, model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
     whole = dequantized(stored_tensors(folder), model.source.quantization)
-    own_name = partial(name_in_language_model, images=model.vision is not None) if model.source.part_of else str
+    spellings = VISION_FAMILIES[model.source.part_of].spellings if model.vision is not None else None
+    own_name = partial(name_in_language_model, spellings=spellings) if model.source.part_of else str
     names = {name: own_name(name) for name in whole}
     stored = _match(model, {own: whole[name] for name, own in names.items() if own is not None}, folder)
     if model.source.part_of:

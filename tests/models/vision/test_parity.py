@@ -118,7 +118,7 @@ def test_greedy_tokens(case: Case, model: Decoder):
         if hasattr(theirs.model, "rope_deltas"):
             theirs.model.rope_deltas = None
         kwargs = case.inputs(case, document.images, ids)
-        kwargs |= {"attention_mask": torch.ones_like(ids), "suppress_tokens": [IMAGE, IMAGE + 1]}
+        kwargs |= {"attention_mask": torch.ones_like(ids), "suppress_tokens": list(range(IMAGE, 96))}
         expected.append(theirs.generate(ids, **options, **kwargs)[0, len(document.ids) :].tolist())
     given = inputs(case, model, documents, packed=False)
     lengths, rows = torch.tensor([len(document.ids) for document in documents]), torch.arange(len(documents))
@@ -126,7 +126,7 @@ def test_greedy_tokens(case: Case, model: Decoder):
     logits = model(**given, cache=cache, lengths=lengths)[rows, lengths - 1]
     chosen = []
     for _ in range(new):
-        logits[:, [IMAGE, IMAGE + 1]] = -torch.inf
+        logits[:, IMAGE:] = -torch.inf
         chosen.append(logits.argmax(-1))
         if len(chosen) < new:
             logits = model(chosen[-1][:, None], cache=cache)[:, 0]
