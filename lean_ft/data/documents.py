@@ -61,9 +61,7 @@ def limit_images(tokenizer: Tokenizer, config: RowsConfig) -> None:
             f"data.image_tokens={config.image_tokens} needs images. Set model.images=frozen, or remove it."
         )
     if tokenizer.image_rules is not None and config.image_tokens is not None:
-        from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
-
-        tokenizer.image_rules = image_rules(tokenizer.folder, config.image_tokens)
+        tokenizer.image_rules = tokenizer.image_rules.limited(config.image_tokens)
 
 
 @dataclass(frozen=True)
