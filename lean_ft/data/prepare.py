@@ -22,6 +22,7 @@ import numpy as np
 
 from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.arrow_rows import dataset_files
+from lean_ft.data.batch import Batch
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches, longest_batch
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, limit_images
@@ -103,8 +104,13 @@ def prepare_batches(
     objective_of(config).check(config, share_prompts)
     return world().batches(
         lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
-        lambda: longest_batch(config, batch_size, share_prompts, tokenizer.image_rules),
+        lambda: _longest_batch(config, tokenizer, batch_size, share_prompts),
     )
+
+
+def _longest_batch(config: DataConfig, tokenizer: Tokenizer, batch_size: int, share_prompts: bool) -> Batch:
+    limit_images(tokenizer, config)
+    return longest_batch(config, batch_size, share_prompts, tokenizer.image_rules)
 
 
 def _read_batches(

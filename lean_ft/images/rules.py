@@ -11,7 +11,7 @@ Shapes: P patches of an image, p pixels of a patch's side.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,12 @@ class ImageRules:
         tokens = self._tokens(cut)
         grids = tuple((rows * self.merge, columns * self.merge) for rows, columns in tokens)
         return ImageLayout(grids, *self.text(cut, tokens))
+
+    def limited(self, max_tokens: int | None) -> "ImageRules":
+        """These rules with larger images scaled down to `max_tokens`. Raises ValueError if images cannot have so few tokens."""
+        limited = replace(self, max_tokens=max_tokens)
+        limited.layout(Size(1, 1))
+        return limited
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """The patches (P, 3, p, p) of an upright RGB image as bytes, in blocks of `merge` x `merge`, tile after tile."""
@@ -321,7 +327,6 @@ def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
         placeholder=family.placeholder or family.token,
         text=family.text or _frame(family.token),
         shifts_positions=family.shifts_positions,
-        max_tokens=max_tokens,
+        max_tokens=None,
     )  # fmt: skip
-    rules.layout(Size(1, 1))  # raises if images cannot have so few tokens
-    return rules
+    return rules.limited(max_tokens)

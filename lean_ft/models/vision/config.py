@@ -264,7 +264,7 @@ _QWEN2_5 = {
     "vision.merger.linear_fc2": "vision.merger.mlp.2", ".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj",
     ".mlp.linear_fc2": ".mlp.down_proj", "vision.": "visual.",
 }
-_SPELLINGS = {"vision_tower.vision_model.": "vision_tower."}
+SPELLINGS = {"vision_tower.vision_model.": "vision_tower."}  # of transformers 4
 _UNIFIED_SPELLINGS = {
     "embed_vision.embedding_projection": "embed_vision.multimodal_embedder.embedding_projection",
     "vision_embedder.": "embed_vision.",
@@ -281,12 +281,12 @@ _GEMMA4_DEFAULTS = {
 _QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."})
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, _SPELLINGS),
+    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, SPELLINGS),
     "mistral3": VisionFamily(_mistral3, {"hidden_act": "gelu", "rope_theta": 10_000.0}, _PIXTRAL),
     "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),
     "gemma4_unified": VisionFamily(_gemma4_unified, _GEMMA4_DEFAULTS, _GEMMA4_UNIFIED, _UNIFIED_SPELLINGS),
     "smolvlm": VisionFamily(_smolvlm, _SIGLIP_DEFAULTS, _SMOLVLM),
-    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256, "patch_size": 16}, _LFM2_VL, _SPELLINGS),
+    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256, "patch_size": 16}, _LFM2_VL, SPELLINGS),
     "qwen2_5_vl": VisionFamily(_qwen2_5_vl, _QWEN2_5_DEFAULTS, _QWEN2_5, alternating_axes=False),
 }
 # fmt: on
