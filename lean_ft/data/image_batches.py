@@ -5,6 +5,7 @@ Legend: K image tokens of a batch, P patches, p pixels of a patch's side.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def images_of_batch(columns: Columns, placed: Placed) -> ImagesOfBatch | None:
     texts, begins = np.unique(placed.text[tokens], return_index=True)
     for text, begin, end in zip(texts, begins, [*begins[1:], len(tokens)], strict=True):
         document = columns[int(placed.documents[text])]
-        ends = np.cumsum(lengths := num_embeddings(document, merge))
+        ends = np.cumsum(lengths := num_embeddings(document.per_document, merge))
         embedding = of_tokens[tokens[begin:end]] - 1
         image = np.searchsorted(ends, embedding, side="right")
         starts, of_images = np.zeros(len(ends), dtype=np.int64), _images(document)
@@ -116,18 +117,19 @@ def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules
 
 
 def longest_images(rules: ImageRules, shape: tuple[int, int], number: int, length: int) -> dict[str, Any]:
-    """Arguments of the forward pass for a batch of `shape` (B, T) with as many images as fit into the first `length` tokens of
-    each row, all zeros. The rows of each of the `number` rows of data show the same images."""
+    """Arguments of the forward pass for a batch of `shape` (B, T) with the most image tokens in the first `length` tokens of each
+    row, all zeros: square images of the size that leaves the fewest tokens over, and the largest of such sizes. The rows of each of
+    the `number` rows of data show the same images."""
     from lean_ft.images.reading import Size
 
-    sides = (int(1.25**i) * rules.patch_size for i in reversed(range(32)))
-    layouts = (rules.layout(Size(side, side)) for side in sides)
-    layout = next((one for one in layouts if sum(one.runs) <= length), None)
+    sides = (n * rules.patch_size * rules.merge for n in range(math.isqrt(length), 0, -1))
+    layouts = [rules.layout(Size(side, side)) for side in sides]
+    layout = max(layouts, key=lambda one: length - length % sum(one.runs))  # 0 if it does not fit
+    num_tokens, side = length - length % sum(layout.runs), rules.patch_size
     shifts = {POSITION_SHIFT: torch.zeros(shape, dtype=torch.int32)} if rules.shifts_positions else {}
-    if layout is None:
+    if not num_tokens:
         return shifts
-    num_tokens, side = length // sum(layout.runs) * sum(layout.runs), rules.patch_size
-    grids = layout.grids * (number * (length // sum(layout.runs)))
+    grids = layout.grids * (number * (num_tokens // sum(layout.runs)))
     tokens = torch.arange(num_tokens)
     rows = torch.arange(shape[0])[:, None]
     patches = torch.zeros(_num_patches(grids), 3, side, side, dtype=torch.uint8)

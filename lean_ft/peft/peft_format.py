@@ -29,6 +29,7 @@ from lean_ft.models.moe import Router, experts_of
 from lean_ft.models.safetensors_file import read_same, write_file
 from lean_ft.models.source import name_in_language_model, source_of
 from lean_ft.models.stored_weights import weights_fingerprint
+from lean_ft.models.vision.config import SPELLINGS
 from lean_ft.peft.experts import PROJECTIONS
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, adapted_layers, linear_shape
 from lean_ft.peft.lora import OUTPUT, SCORE, has_adapter, put_adapter
@@ -107,7 +108,7 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     Raises ValueError if the names, shapes or dtypes differ from the model's adapter.
     """
     folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
-    by_name = {name_in_language_model(name, images=True) or name: part for name, part in own.items()}
+    by_name = {name_in_language_model(name, SPELLINGS) or name: part for name, part in own.items()}
     read_same(read_adapter(folder).tensors, by_name, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies

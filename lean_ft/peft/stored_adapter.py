@@ -16,6 +16,7 @@ from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models.config_json import OF_REWARD, label_fields
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header
 from lean_ft.models.source import is_of_images, name_in_language_model
+from lean_ft.models.vision.config import SPELLINGS
 from lean_ft.peft.layers import AdapterShape
 from lean_ft.peft.lora import SCORE
 from lean_ft.peft.new_rows import ENDING
@@ -105,7 +106,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
         # Older versions of PEFT append .weight to the magnitude's name.
         name = name.removeprefix(PREFIX)
         name = name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
-        if (own := name_in_language_model(name, images=True)) is None:
+        if (own := name_in_language_model(name, SPELLINGS)) is None:
             outside.append(name)
             continue
         if own in tensors:
@@ -195,7 +196,7 @@ def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:
                 "parts. Regular expressions are not supported."
             )
         own = name[2].replace("\\", "")
-        own = name_in_language_model(own, images=True) or own
+        own = name_in_language_model(own, SPELLINGS) or own
         found.setdefault(("" if name[1] else ".") + own, (len(found), float(alpha)))
     return found
 

@@ -1,7 +1,8 @@
 """Rehearse one step of a real recipe on shapes, and count its memory and time.
 
 The recipe's `main` runs in the world of a plan (`lean_ft.plan.world`), on tensors without contents. The batch is the largest
-possible: every row has `data.max_length` tokens, and every token is a target.
+possible: every row has `data.max_length` tokens, and every token is a target. With images, it also has the most patches: each row is
+full of images.
 
 With several devices, rank 0's step is simulated (`lean_ft.plan.ranks`).
 """
@@ -79,6 +80,8 @@ def rehearse(
         step_seconds=trace.time.step_seconds,
         tokens=planned.num_tokens,
         num_parameters=planned.num_parameters,
+        tower_bytes=planned.tower_bytes,
+        num_patches=planned.num_patches,
         pinned_bytes=trace.memory.pinned_bytes,
         timeline=trace.timeline,
         planning_seconds=time.perf_counter() - started,

@@ -47,8 +47,10 @@ class Rehearsal:
     sent_bytes: int = 0  # by each device, to devices of its machine
     sent_away_bytes: int = 0  # by each device, to other machines
     exchange_seconds: float = 0.0  # of communication that overlaps with computation
+    tower_bytes: int = 0  # of the weights of vision towers
+    num_patches: int = 0  # of the images of a micro-batch
     ledger: dict[tuple[str, str], Launches] = field(default_factory=dict, repr=False)  # by module and operation
-    model_files: list[str] = field(default_factory=list, repr=False)  # each model's config.json
+    model_files: list[str] = field(default_factory=list, repr=False)  # each model's config.json, and its settings of images
 
     @property
     def tokens_per_second(self) -> float:

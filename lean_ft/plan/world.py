@@ -77,7 +77,7 @@ class PlannedWorld(World):
         """`num_sharing`: devices that share each micro-batch."""
         self.trace, self.num_sharing, self._takes_step = trace, num_sharing, takes_step
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.num_tokens = self.num_parameters = 0
+        self.num_tokens = self.num_parameters = self.tower_bytes = self.num_patches = 0
         self.model_files: list[str] = []
         cpu = torch.device("cpu")
         self._memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
@@ -113,8 +113,8 @@ class PlannedWorld(World):
     def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
         return instead()
 
-    def tokenizer(self, load: Callable[[], T], has_images: bool) -> T:
-        return cast(T, _LazyTokenizer(load, has_images))
+    def tokenizer(self, load: Callable[[], T], images_of: Any) -> T:
+        return cast(T, _LazyTokenizer(load, images_of))
 
     def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:
         return cast(T, (LongestBatches(self, longest), None))
@@ -130,7 +130,11 @@ class PlannedWorld(World):
         """Count what the model's forward pass allocates as activations."""
         self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
         assert model.source.folder is not None
-        self.model_files.append(str(model.source.folder / "config.json"))
+        files = ["config.json"]
+        if model.vision is not None:
+            self.tower_bytes += sum(parameter.nbytes for parameter in model.vision.parameters())
+            files += ["processor_config.json", "preprocessor_config.json"]
+        self.model_files += [str(model.source.folder / name) for name in files]
         self.trace.time.module_names |= {id(module): name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
@@ -228,16 +232,20 @@ class PlannedWorld(World):
 class _LazyTokenizer:
     """A tokenizer that is loaded on first use."""
 
-    def __init__(self, load: Callable[[], Any], has_images: bool) -> None:
-        self._load, self._has_images = load, has_images
+    def __init__(self, load: Callable[[], Any], images_of: Any) -> None:
+        self._load, self._images_of = load, images_of
 
     @cached_property
     def _loaded(self) -> Any:
         return self._load()
 
-    @property
+    @cached_property
     def image_rules(self) -> Any:
-        return self._loaded.image_rules if self._has_images else None
+        if self._images_of is None:
+            return None
+        from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
+
+        return image_rules(planned_model_path(self._images_of))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded, name)
@@ -267,6 +275,8 @@ class LongestBatches:
             batches = [self._longest() for _ in range(min(own, 2))]
         trace.time.longest_document = batches[0].labels.shape[1]
         self._world.num_tokens = n * batches[0].num_tokens
+        images = batches[0].inputs.get("images")
+        self._world.num_patches = 0 if images is None else len(images.patches)
         return _Standing(batches, own, trace.time)
 
 

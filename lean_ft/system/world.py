@@ -33,8 +33,9 @@ class World:
         """Return what depends on the contents of files or on a user's code. A plan calls `instead`."""
         return contents()
 
-    def tokenizer(self, load: Callable[[], T], has_images: bool) -> T:
-        """Load a tokenizer. A plan loads it on first use, since it may not need one."""
+    def tokenizer(self, load: Callable[[], T], images_of: Any) -> T:
+        """Load a tokenizer. A plan loads it on first use, since it may not need one; images_of: the path of a model with images, or
+        None."""
         return load()
 
     def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:

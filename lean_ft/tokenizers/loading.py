@@ -52,7 +52,7 @@ def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = 
             path = _add_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
         else:
             path = path.path
-    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, images), images)
+    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, images), path if images else None)
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
