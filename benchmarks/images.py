@@ -1,6 +1,6 @@
 """Compare training with images with TRL's SFTTrainer: one model, the same rows, new processes that alternate.
 
-    python benchmarks/images.py                          # PARAMS M parameters, 4 rows with a picture each per step, two rounds
+    python benchmarks/images.py                          # 37 M parameters, 4 rows with a picture each per step, two rounds
     python benchmarks/images.py --only ours_frozen,trl   # two of the sides
     python benchmarks/images.py --layers 2 --steps 4 --rounds 1      # in a minute
 
@@ -229,7 +229,7 @@ def train_trl(side: str, model: Path, data: Path, scratch: Path, batch_size: int
         report_to="none",
         save_strategy="no",
         logging_steps=1,
-        **({} if side == "trl" else careful),
+        **(careful if "careful" in side else {}),
     )
     trainer = SFTTrainer(
         str(model),
