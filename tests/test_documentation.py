@@ -39,7 +39,7 @@ LONG = (
     *("index.md", "coming_from_trl.md", "preferences.md", "distillation.md", "online.md", "using.md", "export.md"),
     *("first_fine_tune.md", "hyperparameters.md", "troubleshooting.md"),
 )
-TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # created by an earlier command
+TRAINED = {"runs/first", "runs/qat", "runs/tiny", "runs/tiny_images"}  # created by an earlier command
 NO_SETTING = {"shell=True", "merge=True"}  # Python, not a setting
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
 
