@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.images.batch import Images
+from lean_ft.models.attention.attention import Scoring, has_kernels
 from lean_ft.models.cache import on_device
 from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
 from lean_ft.models.rope import rotate_both
@@ -107,7 +108,7 @@ class Attention(nn.Module):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Stretches, scale: float | None) -> Tensor:
     """The attention (P, H, D / H) of each stretch to itself."""
-    if seen.bounds is not None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0:
+    if seen.bounds is not None and has_kernels(query, Scoring(), None) and query.shape[-1] % 8 == 0:
         longest = max(seen.sizes)
         bounds = seen.bounds, seen.bounds, longest, longest
         attended: Any = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, -1))

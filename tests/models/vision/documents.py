@@ -108,7 +108,7 @@ def _lfm2_vl(case: Case, images: Sequence[Tensor], ids: Tensor) -> dict[str, Any
     return {"pixel_values": patches, "pixel_attention_mask": (places[..., 0] >= 0).int(), "spatial_shapes": grids}
 
 
-_QWEN_TOWER = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+_QWEN_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
 _QWEN_TOWER |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 25}
 _QWEN_PROCESSOR = _HALF | {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "resample": 3}
 _QWEN_PROCESSOR |= {"size": {"shortest_edge": 256, "longest_edge": 65536}}
@@ -122,7 +122,7 @@ def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": settings | more}
 
 
-_TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4}
+_TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4}
 _SIGLIP = _TOWER | {"image_size": 24, "vision_use_head": False}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
 _INDEX = {"image_token_index": IMAGE, "image_token_id": IMAGE}
@@ -131,7 +131,7 @@ _PLAIN = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
 _GEMMA4_PROCESSOR = _PLAIN | {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 280}
 _GEMMA4_TOWER = _TOWER | {
     "num_key_value_heads": 2,
-    "head_dim": 12,
+    "head_dim": 16,
     "pooling_kernel_size": 2,
     "position_embedding_size": 16,
 }
@@ -145,7 +145,7 @@ _GEMMA4_IDS = {
     "audio_token_id": 94,
 }
 _SMOLVLM_PROCESSOR = _HALF | {"max_image_size": {"longest_edge": 24}, "size": {"longest_edge": 96}}
-_QWEN2_5 = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+_QWEN2_5 = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
 _QWEN2_5 |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
 _PIXTRAL_PROCESSOR = _HALF | {"size": {"longest_edge": 64}, "patch_size": {"height": 4, "width": 4}, "resample": 3}
 
@@ -188,7 +188,7 @@ CASES = {
         "Gemma4Unified",
         {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "global_head_dim": 16}
         | {"sliding_window": 40, "use_bidirectional_attention": "vision"},
-        {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 24, "mm_posemb_size": 16, "output_proj_dims": 24},
+        {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
         _GEMMA4_IDS, _GEMMA4_PROCESSOR, _gemma4, grids=((2, 3), (1, 5), (4, 2), (3, 3)), patch=8, merge=1,
         settings={"tie_word_embeddings": True},
     ),
