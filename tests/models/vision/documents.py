@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lean_ft.images.batch import Images
 from lean_ft.models import Decoder
+from lean_ft.models.source import source_of
 
+COUNTS = [[1], [2, 0], [1, 0, 2]]  # images of the documents of a batch
 IMAGE, START, END = 90, 92, 93  # ids of an image's tokens, and around them; other ids are text
 
 _TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -316,17 +318,80 @@ def split(outputs: Tensor, documents: Sequence[Document], *, packed: bool) -> li
     return [row[:length] for row, length in zip(outputs, lengths, strict=True)]
 
 
-def their_logits(case: Case, document: Document) -> Tensor:
+def differences(case: Case, model: Decoder, documents: Sequence[Document], *, packed: bool) -> tuple[float, float]:
+    """The largest difference from transformers' logits, and the largest relative difference of a parameter's gradient, by norm."""
+    theirs = [_their_logits(case, document) for document in documents]
+    ours = split(model(**inputs(case, model, documents, packed=packed)), documents, packed=packed)
+    of_logits = max(float((own - their).abs().max()) for own, their in zip(ours, theirs, strict=True))
+    reference(case).zero_grad()
+    _loss(theirs, documents).backward()
+    _loss(ours, documents).backward()
+    expected = {name: p.grad for name, p in reference(case).named_parameters() if p.grad is not None}
+    gradients = _gradients_in_transformers(model)
+    assert gradients.keys() == expected.keys()
+    # Some gradients are 0 in theory, as of the keys' biases, so their noise is compared with the largest gradient.
+    least = 1e-3 * max(gradient.norm() for gradient in expected.values())
+    relative = [(gradients[name] - true).norm() / (true.norm() + least) for name, true in expected.items()]
+    return of_logits, float(max(relative))
+
+
+def _their_logits(case: Case, document: Document) -> Tensor:
     """transformers' logits (T, V) of one document by itself."""
-    model, ids = reference(case), torch.tensor([document.ids])
+    ids = torch.tensor([document.ids])
+    return _fresh(case)(input_ids=ids, use_cache=False, **case.inputs(case, document.images, ids)).logits[0]
+
+
+def _fresh(case: Case) -> Any:
+    """transformers' model, which keeps positions of the last prompt."""
+    model: Any = reference(case)
     if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
-    return model(input_ids=ids, use_cache=False, **case.inputs(case, document.images, ids)).logits[0]
+    return model
 
 
-def loss(logits: Sequence[Tensor], documents: Sequence[Document]) -> Tensor:
+def _loss(logits: Sequence[Tensor], documents: Sequence[Document]) -> Tensor:
     """The sum of the next tokens' cross-entropies."""
     pairs = zip(logits, documents, strict=True)
     return torch.stack(
         [F.cross_entropy(x[:-1], torch.tensor(document.ids[1:]), reduction="sum") for x, document in pairs]
     ).sum()
+
+
+def _gradients_in_transformers(model: Decoder) -> dict[str, Tensor]:
+    """The gradients by the names that transformers' model gives to the parameters."""
+    source, gradients = source_of(model), {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        in_memory = ".experts." in name and [(name, parameter.grad)]  # stored as one tensor per expert
+        for place, gradient in in_memory or [
+            (place, part.values) for place, part in source.stored(name, parameter.grad)
+        ]:
+            gradients[source.name_in_whole(place)] = gradient
+    return gradients
+
+
+NUM_NEW = 10  # greedy tokens
+_OPTIONS = {"do_sample": False, "min_new_tokens": NUM_NEW, "max_new_tokens": NUM_NEW, "eos_token_id": None}
+
+
+def their_greedy_tokens(case: Case, document: Document) -> list[int]:
+    """transformers' greedy tokens behind a document, without those of images."""
+    ids = torch.tensor([document.ids])
+    kwargs = case.inputs(case, document.images, ids) | _OPTIONS | {"attention_mask": torch.ones_like(ids)}
+    generated = _fresh(case).generate(ids, pad_token_id=0, suppress_tokens=list(range(IMAGE, 96)), **kwargs)
+    return generated[0, len(document.ids) :].tolist()
+
+
+@torch.no_grad()
+def greedy_tokens(case: Case, model: Decoder, documents: Sequence[Document]) -> list[list[int]]:
+    """The same, of all documents in one batch with a cache."""
+    lengths, rows = torch.tensor([len(document.ids) for document in documents]), torch.arange(len(documents))
+    cache = model.new_cache(len(documents), int(lengths.max()) + NUM_NEW)
+    logits = model(**inputs(case, model, documents, packed=False), cache=cache, lengths=lengths)[rows, lengths - 1]
+    chosen: list[Tensor] = []
+    while True:
+        logits[:, IMAGE:] = -torch.inf
+        chosen.append(logits.argmax(-1))
+        if len(chosen) == NUM_NEW:
+            return torch.stack(chosen, 1).tolist()
+        logits = model(chosen[-1][:, None], cache=cache)[:, 0]
