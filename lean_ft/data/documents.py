@@ -55,14 +55,13 @@ def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources) -> "R
 
 def limit_images(tokenizer: Tokenizer, config: RowsConfig) -> None:
     """Scale images down to `data.image_tokens`, wherever this tokenizer prepares them."""
-    if tokenizer.image_rules is None and config.image_tokens is not None:
-        raise ValueError(
-            f"data.image_tokens={config.image_tokens} needs images. Set model.images=frozen, or remove it."
-        )
-    if tokenizer.image_rules is not None and config.image_tokens is not None:
+    limit = config.image_tokens
+    if tokenizer.image_rules is None and limit is not None:
+        raise ValueError(f"data.image_tokens={limit} needs images. Set model.images=frozen, or remove it.")
+    if tokenizer.image_rules is not None and tokenizer.image_rules.max_tokens != limit:
         from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
 
-        tokenizer.image_rules = image_rules(tokenizer.folder, config.image_tokens)
+        tokenizer.image_rules = image_rules(tokenizer.folder, limit)
 
 
 @dataclass(frozen=True)

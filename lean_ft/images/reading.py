@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
 MAX_PIXELS = 1 << 28  # by the header; a larger image is refused before it is decoded
-MAX_BYTES = 1 << 28  # of an encoded image; some formats are read whole to learn their size
+MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # JPEG opens MPO too
+_STRIP_PIXELS = 1 << 22
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -106,19 +108,44 @@ def size_of(image: Image.Image) -> Size:
 
 def decoded(image: Image.Image) -> Image.Image:
     """The upright image in RGB, on white where it is transparent. Raises ValueError if it is broken."""
-    turn = _TURNS.get(_orientation(image))
-    with _plain_errors(getattr(image, "filename", "") or "the image"):
+    turn, name = _TURNS.get(_orientation(image)), getattr(image, "filename", "") or "the image"
+    if isinstance(image, TiffImageFile):
+        image.filename = (
+            ""  # with a name, Pillow maps uncompressed pixels into memory in the upright shape, which is wrong
+        )
+    with _plain_errors(name):
         image.load()
         if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        image = image.convert("RGB")
-        return image.transpose(turn) if turn is not None else image
+            image = _on_white(image)
+        elif image.mode != "RGB":
+            image = image.convert("RGB")
+        return image if turn is None else image.transpose(turn)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """An RGB image without transparency. Strips of rows keep copies of a large image small."""
+    opaque, height = Image.new("RGB", image.size), max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, height):
+        strip = image.crop((0, top, image.width, min(top + height, image.height))).convert("RGBA")
+        opaque.paste(Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip), (0, top))
+    return opaque
+
+
+def thumbnail(reference: bytes, side: int = 160) -> bytes:
+    """A small JPEG of an image, or of a gray square if it cannot be read."""
+    try:
+        with open_image(reference) as image:
+            small = decoded(image)
+    except ValueError:
+        small = Image.new("RGB", (side, side), "gray")
+    small.thumbnail((side, side))
+    small.save(file := io.BytesIO(), "JPEG")
+    return file.getvalue()
 
 
 def _orientation(image: Image.Image) -> int:
     """The orientation by EXIF, from 1 to 8."""
-    if image.format == "TIFF":  # Pillow turns these itself
+    if isinstance(image, TiffImageFile):  # Pillow turns these itself
         return 1
     with _plain_errors("the image"):
         found = Image.Image.getexif(image).get(_ORIENTATION, 1)  # PngImageFile.getexif decodes the image

@@ -32,7 +32,7 @@ from lean_ft.models.new_model import AfterModule, Fill, empty_decoder, fill_mode
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.models.source import Source, all_tensors, name_in_language_model, tensors_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
-from lean_ft.models.vision.config import vision_config
+from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
 from lean_ft.settings import ModelConfig, spelled_out
 from lean_ft.system.shards import Part, part_of, remember_cuts
 from lean_ft.system.whole_files import read_json
@@ -169,11 +169,12 @@ def empty_model(
     new_ids: Sequence[int] = (),
     *,
     is_quantized: bool = False,
+    images: bool = False,
 ) -> Decoder:
-    """The model that `load_model` would return, on the meta device and without reading weights. `is_quantized` ignores the
-    quantization in config.json, which `load_model` checks."""
+    """The model that `load_model` would return, on the meta device and without reading weights; with `images`, with its vision
+    tower. `is_quantized` ignores the quantization in config.json, which `load_model` checks."""
     return _from_folder(
-        path, lambda folder: _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized)
+        path, lambda folder: _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized, images)
     )
 
 
@@ -237,7 +238,8 @@ def _meta_model(
 def _stored_weights(folder: Path, model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
     whole = dequantized(stored_tensors(folder), model.source.quantization)
-    own_name = partial(name_in_language_model, images=model.vision is not None) if model.source.part_of else str
+    family = VISION_FAMILIES[model.source.part_of] if model.vision is not None else None
+    own_name = partial(name_in_language_model, vision=family) if model.source.part_of else str
     names = {name: own_name(name) for name in whole}
     stored = _match(model, {own: whole[name] for name, own in names.items() if own is not None}, folder)
     if model.source.part_of:

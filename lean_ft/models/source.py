@@ -1,7 +1,7 @@
 """Where a decoder was read from, under which names its tensors are there, and how ranks share it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,10 @@ class Source:
         """The name of a module or parameter of the vision tower in the folder, without the `model.` before it."""
         family = VISION_FAMILIES.get(self.part_of)
         for part, place in ({} if family is None else family.on_disk).items():
-            name = name.replace(part, place)
+            if part.startswith("."):
+                name = name.replace(part, place)
+            elif name.startswith(part):
+                name = place + name.removeprefix(part)
         return name
 
     def name_in_whole(self, place: str) -> str:
@@ -135,16 +138,18 @@ def is_of_images(place: str) -> bool:
     return place.startswith(_OF_IMAGES)
 
 
-def name_in_language_model(name: str, images: bool = False) -> str | None:
+def name_in_language_model(name: str, spellings: Mapping[str, str] | None = None) -> str | None:
     """The name of a multimodal model's tensor or module in its language model; None for those of audio. Those of images have the
-    name of `Source.stored`, or None without `images`."""
+    name of `Source.stored`, or None without `spellings`, which are those of `VisionFamily`."""
     inner = name.removeprefix("model.")
     if inner.startswith(_OF_IMAGES):
-        return inner.replace("vision_tower.vision_model.", "vision_tower.") if images else None
+        for spelling, place in (spellings or {}).items():
+            inner = inner.replace(spelling, place)
+        return None if spellings is None else inner
     if inner.startswith(_OF_SOUND):
         return None
     # transformers 4 wrote language_model.model.layers, version 5 writes model.language_model.layers.
-    name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+    name = re.sub(r"^(model\.)?(language|text)_model\.(model\.)?", "model.", name)
     return re.sub(r"^model\.lm_head", "lm_head", name)
 
 

@@ -21,10 +21,12 @@ MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal({"gemma3_text": "Gemma3ForCausalLM"}),
     "gemma4": Multimodal({"gemma4_text": "Gemma4ForCausalLM"}),
     "gemma4_unified": Multimodal({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}),
+    "lfm2_vl": Multimodal({"lfm2": "Lfm2ForCausalLM"}),
     "llama4": Multimodal(
         {"llama4_text": "Llama4ForCausalLM"}, modules=("", "language_model."), tied_by_text=(True, False, None),
     ),
     "mistral3": Multimodal({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}),
+    "smolvlm": Multimodal({"llama": "LlamaForCausalLM"}, modules=("model.", "model.text_model.")),
     "qwen2_vl": Multimodal({"qwen2": "Qwen2ForCausalLM"}, tied_by_text=(True,)),
     "qwen2_5_vl": Multimodal({"qwen2": "Qwen2ForCausalLM"}, tied_by_text=(True,)),
     "qwen3_vl": Multimodal({"qwen3": "Qwen3ForCausalLM"}),

@@ -9,9 +9,6 @@ from lean_ft.models.config_fields import ConfigFields, listed
 if TYPE_CHECKING:
     from lean_ft.models.config import DecoderConfig
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
-_HALF = (0.5, 0.5, 0.5)
-
 
 @dataclass(frozen=True)
 class VisionConfig:
@@ -19,41 +16,68 @@ class VisionConfig:
 
     num_layers: int
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
     patch_size: int  # pixels of a patch's side
     merge: int  # patches of the side of the square that becomes one embedding
     out_size: int  # the decoder's hidden size
-    activation: Literal["gelu", "gelu_tanh", "silu"]
-    mean: tuple[float, ...] = _HALF  # of the colors, from 0 to 1; subtracted before the division by `std`
-    std: tuple[float, ...] = _HALF
-    bias: bool = True  # of all linear layers of the blocks
-    patch_bias: bool = True  # of the projection of patches
-    is_gated: bool = False  # the feed-forward layer has a gate
-    fused_qkv: bool = False  # one matrix for queries, keys and values
+    num_heads: int = 1
+    intermediate_size: int = 0
+    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu_tanh"
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)  # of the colors, from 0 to 1; subtracted before the division by `std`
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+    # Patches.
+    centers_colors: bool = False  # normalized colors x become 2 * x - 1
+    frames: int = 0  # an image is this many equal frames of a video; 0: the projection has no time axis
+    linear_patches: bool = (
+        False  # the projection is stored as a matrix of pixels with their colors, not as a convolution
+    )
+    patch_bias: bool = True  # the projection has a bias
+    patch_norms: bool = False  # LayerNorms before and after the projection
+    # Learned positions, for patches or for the fractions of a side, as a square table of `table_side`: interpolated with the
+    # corners aligned, interpolated as pixels, or of the nearest fraction below. "sum": one table of columns and one of rows.
+    positions: Literal["corners", "pixels", "fractions", "sum", "none"] = "none"
+    table_side: int = 0
+    axis_first: bool = True  # the two tables of "sum" are stored as (2, side, D), not (side, 2, D)
+    first_norm: Literal["layer", "rms"] | None = None  # before the first layer
+    first_norm_eps: float = 1e-5
+
+    # Layers.
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
-    frames: int = 0  # an image is this many equal frames of a video; 0: the patch projection has no time axis
-    table_side: int = 0  # learned positions: a square table, stretched to each image's grid; 0: none
+    post_norms: bool = False  # attention and the feed-forward layer also have a norm behind them
+    bias: bool = True  # of all linear layers
+    linears: Literal["plain", "wrapped", "clipped"] = "plain"  # wrapped: as `linear` of a module, which may clip values
+    is_gated: bool = False  # the feed-forward layer has a gate
+    fused_qkv: bool = False  # one matrix for queries, keys and values
+    qkv_norms: bool = False  # RMSNorms of each head's queries, keys and values, the last without a weight
+    attention_scale: float | None = None  # None: head_dim ** -0.5
     rope_theta: float | None = None  # rotary positions over rows and columns; None: none
-    rope_alternates: bool = False  # rows take the even frequencies, columns the odd ones; False: both take the same
-    norms_patches: bool = False  # a norm before the first layer
-    norms_output: bool = False  # a norm after the last layer
+    # How the pairs of features are divided. "same": the first half of the pairs turns with rows and the second half, with the same
+    # frequencies, with columns; "alternating": rows and columns have every other frequency; "halves": a head's first half turns
+    # with columns, its second half with rows.
+    rope_axes: Literal["same", "alternating", "halves"] = "same"
+    window: int = 0  # attention is within squares of so many embeddings' side; 0: within the image
+    whole_layers: tuple[int, ...] = ()  # layers without windows
+    last_norm: bool = False  # a norm after the last layer
 
     # The projector: [norm], merge, [norm], linear layers with GELU between them.
-    projector_norm: Literal["layer", "rms"] | None = "layer"
+    projector_norm: Literal["layer", "rms", "unit"] | None = "layer"  # unit: RMSNorm without a weight
     projector_norm_eps: float = 1e-6
     projector_norm_offset: float = 0.0  # added to the norm's weight
     norm_after_merge: bool = False
     pools: bool = False  # the patches of a square are averaged, not concatenated
     features_first: bool = False  # concatenated patches are ordered by feature, then by place
+    pooled_multiplier: float = 1.0
+    standardizes: bool = False  # averages are shifted and scaled by stored numbers
     projector_sizes: tuple[int, ...] = ()  # outputs of the linear layers before the last
     projector_bias: tuple[bool, ...] = (True, True)
     projector_input_first: bool = False  # the matrices are stored as (inputs, outputs)
     gelu_before: int = 1  # the first linear layer, from 0, with GELU before it
     deepstack: tuple[int, ...] = ()  # after each of these layers, one more projector, for an early layer of the decoder
+
     # In which layers of the decoder the tokens of an image see each other.
     sees_image: Literal["never", "in_windows", "always"] = "never"
+    pad_id: int | None = None  # the token whose per-layer inputs an image's tokens have
 
     @property
     def head_dim(self) -> int:
@@ -68,86 +92,209 @@ class VisionFamily:
     facts: Callable[[ConfigFields, ConfigFields, "DecoderConfig"], dict[str, Any]]
     # Values of absent fields of vision_config.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Replacements of parts of parameter names in the folder, in order.
+    # Replacements in parameter names of the folder, in order: of a name's beginning, or behind a dot of any part.
     on_disk: Mapping[str, str] = field(default_factory=dict)
+    # Other spellings of these names in folders, and what replaces them.
+    spellings: Mapping[str, str] = field(default_factory=dict)
     # The decoder's frequencies belong to time, height and width in turn, not section by section.
     alternating_axes: bool = True
 
 
+_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 # Fields of config.json that change the computation, with the only supported value.
 _ONLY = {"vision_feature_layer": -1, "projector_hidden_act": "gelu"}
 _WHOLE_DEFAULTS = _ONLY | {"mm_tokens_per_image": 256, "spatial_merge_size": 2, "multimodal_projector_bias": False}
+_WHOLE_DEFAULTS |= {"scale_factor": 2, "downsample_factor": 2, "projector_hidden_size": 2560, "projector_bias": True}
+_WHOLE_DEFAULTS |= {"projector_use_layernorm": True}
 
 
-def _layers(vision: ConfigFields) -> dict[str, Any]:
-    return {"num_layers": vision.count("num_hidden_layers"), "num_heads": vision.count("num_attention_heads")}
+def _layers(vision: ConfigFields, of: str = "num_hidden_layers", heads: str = "num_attention_heads") -> dict[str, Any]:
+    """The facts that most towers read under the same names."""
+    field = next(name for name in ("hidden_activation", "hidden_act") if vision.get(name) is not None)
+    if (activation := str(vision.get(field))) not in _ACTIVATIONS:
+        raise ValueError(f"{vision.where}: {field} is {activation!r}; expected one of {listed(_ACTIVATIONS)}.")
+    sizes = {size: vision.count(size) for size in ("hidden_size", "intermediate_size", "patch_size")}
+    return sizes | {
+        "num_layers": vision.count(of),
+        "num_heads": vision.count(heads),
+        "activation": _ACTIVATIONS[activation],
+    }
 
 
-def _rope_theta(vision: ConfigFields) -> float:
+def _theta(vision: ConfigFields) -> float:
     rope = vision.get("rope_parameters") or {}
-    return ConfigFields(rope, {"rope_theta": 10_000.0} | vision.values, vision.where).positive("rope_theta")
+    return ConfigFields(rope, {"rope_theta": vision.get("rope_theta")}, vision.where).positive("rope_theta")
+
+
+def _root(number: int) -> int:
+    return int(number**0.5)
 
 
 # A table: related fields share a line.
 # fmt: off
 def _qwen3_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
-    merge, hidden_size = vision.count("spatial_merge_size"), vision.count("hidden_size")
+    merge, size = vision.count("spatial_merge_size"), vision.count("hidden_size")
     return {
-        "num_layers": vision.count("depth"), "num_heads": vision.count("num_heads"), "merge": merge, "fused_qkv": True,
-        "frames": vision.count("temporal_patch_size"), "table_side": int(vision.count("num_position_embeddings") ** 0.5),
-        "rope_theta": _rope_theta(vision), "projector_sizes": (hidden_size * merge**2,),
+        **_layers(vision, "depth", "num_heads"), "merge": merge, "frames": vision.count("temporal_patch_size"),
+        "positions": "corners", "table_side": _root(vision.count("num_position_embeddings")), "fused_qkv": True,
+        "rope_theta": _theta(vision), "projector_sizes": (size * merge**2,),
         "deepstack": tuple(vision.get("deepstack_visual_indexes") or ()),
     }
 
 
-_QWEN = VisionFamily(_qwen3_vl, {"hidden_act": "gelu_pytorch_tanh"}, {"vision.": "visual."})
+def _qwen2_5_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
+    merge, size = vision.count("spatial_merge_size"), vision.count("hidden_size")
+    return {
+        **_layers(vision, "depth", "num_heads"), "merge": merge, "frames": vision.count("temporal_patch_size"),
+        "patch_bias": False, "norm": "rms", "is_gated": True, "fused_qkv": True, "rope_theta": _theta(vision),
+        "window": vision.count("window_size") // vision.count("patch_size") // merge,
+        "whole_layers": tuple(vision.get("fullatt_block_indexes")), "projector_norm": "rms",
+        "projector_sizes": (size * merge**2,),
+    }
+
 
 def _gemma3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
     side, eps = vision.count("image_size") // vision.count("patch_size"), vision.positive("layer_norm_eps")
     return {
-        **_layers(vision), "merge": side // int(whole.count("mm_tokens_per_image") ** 0.5), "table_side": side,
-        "norm_eps": eps, "norms_output": True, "pools": True, "projector_norm": "rms", "projector_norm_eps": eps,
-        "projector_norm_offset": 1.0, "norm_after_merge": True, "projector_bias": (False,), "projector_input_first": True,
-        "sees_image": "always",
+        **_layers(vision), "merge": side // _root(whole.count("mm_tokens_per_image")), "positions": "corners",
+        "table_side": side, "norm_eps": eps, "last_norm": True, "pools": True, "projector_norm": "rms",
+        "projector_norm_eps": eps, "projector_norm_offset": 1.0, "norm_after_merge": True, "projector_bias": (False,),
+        "projector_input_first": True, "sees_image": "always",
     }
 
 
 def _mistral3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
-    bias = whole.flag("multimodal_projector_bias")
+    bias, size = whole.flag("multimodal_projector_bias"), vision.count("hidden_size")
     return {
-        **_layers(vision), "merge": whole.count("spatial_merge_size"), "is_gated": True, "bias": False, "patch_bias": False,
-        "norm": "rms", "norm_eps": 1e-5, "rope_theta": _rope_theta(vision), "rope_alternates": True, "norms_patches": True,
-        "features_first": True, "projector_norm": "rms", "projector_norm_eps": decoder.norm_eps, "gelu_before": 2,
-        "projector_sizes": (vision.count("hidden_size"), decoder.hidden_size), "projector_bias": (False, bias, bias),
+        **_layers(vision), "merge": whole.count("spatial_merge_size"), "patch_bias": False, "first_norm": "rms",
+        "norm": "rms", "norm_eps": 1e-5, "bias": False, "is_gated": True, "rope_theta": _theta(vision),
+        "rope_axes": "alternating", "features_first": True, "projector_norm": "rms", "projector_norm_eps": decoder.norm_eps,
+        "projector_sizes": (size, decoder.hidden_size), "projector_bias": (False, bias, bias), "gelu_before": 2,
+    }
+
+
+def _gemma4(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
+    sees = "in_windows" if _text(whole).get("use_bidirectional_attention") == "vision" else "never"
+    pad = _text(whole).count("pad_token_id", least=0) if decoder.layer_input_dim else None
+    return {
+        **_layers(vision), "merge": vision.count("pooling_kernel_size"), "centers_colors": True, "linear_patches": True,
+        "patch_bias": False, "positions": "sum", "table_side": vision.count("position_embedding_size"), "norm": "rms",
+        "norm_eps": vision.positive("rms_norm_eps"), "post_norms": True, "bias": False,
+        "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "is_gated": True, "qkv_norms": True,
+        "attention_scale": 1.0, "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True,
+        "pooled_multiplier": vision.count("hidden_size") ** 0.5, "standardizes": vision.flag("standardize"),
+        "sees_image": sees, "pad_id": pad, **_gemma4_projector(vision),
+    }
+
+
+def _gemma4_unified(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
+    sees = "always" if _text(whole).get("use_bidirectional_attention") == "vision" else "never"
+    return {
+        "num_layers": 0, "hidden_size": vision.count("mm_embed_dim"), "merge": 1, "linear_patches": True, "patch_norms": True,
+        "patch_size": vision.count("patch_size") * vision.count("pooling_kernel_size"), "positions": "sum",
+        "table_side": vision.count("mm_posemb_size"), "axis_first": False, "first_norm": "layer", "sees_image": sees,
+        **_gemma4_projector(vision),
+    }
+
+
+def _gemma4_projector(vision: ConfigFields) -> dict[str, Any]:
+    eps = vision.positive("rms_norm_eps")
+    return {"projector_norm": "unit", "projector_norm_eps": eps, "norm_after_merge": True, "projector_bias": (False,)}
+
+
+def _smolvlm(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
+    return {
+        **_layers(vision), "merge": whole.count("scale_factor"), "positions": "fractions",
+        "table_side": vision.count("image_size") // vision.count("patch_size"),
+        "norm_eps": vision.positive("layer_norm_eps"), "last_norm": True, "projector_norm": None, "projector_bias": (False,),
+    }
+
+
+def _lfm2_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
+    return {
+        **_layers(vision), "merge": whole.count("downsample_factor"), "linear_patches": True, "positions": "pixels",
+        "table_side": _root(vision.count("num_patches")), "norm_eps": vision.positive("layer_norm_eps"), "last_norm": True,
+        "projector_norm": "layer" if whole.flag("projector_use_layernorm") else None, "projector_norm_eps": 1e-5,
+        "norm_after_merge": True, "projector_sizes": (whole.count("projector_hidden_size"),),
+        "projector_bias": (whole.flag("projector_bias"),) * 2,
     }
 
 
 _SIGLIP_DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 _SIGLIP = {
     "vision.patch_embed.proj": "vision.embeddings.patch_embedding", "vision.pos_embed": "vision.embeddings.position_embedding",
-    "vision.last_norm": "vision.post_layernorm", "vision.blocks": "vision.encoder.layers", ".norm1.": ".layer_norm1.",
-    ".norm2.": ".layer_norm2.", ".mlp.linear_fc": ".mlp.fc", ".attn.proj": ".self_attn.out_proj", ".attn.": ".self_attn.",
+    "vision.last_norm": "vision.post_layernorm", "vision.blocks": "vision.encoder.layers", ".norm1": ".layer_norm1",
+    ".norm2": ".layer_norm2", ".mlp.linear_fc": ".mlp.fc", ".attn.proj": ".self_attn.out_proj", ".attn": ".self_attn",
+    "vision.": "vision_tower.",
 }
-_GEMMA3_ON_DISK = {
+_GEMMA3 = {
     "vision.merger.norm": "multi_modal_projector.mm_soft_emb_norm",
-    "vision.merger.linear_fc1.weight": "multi_modal_projector.mm_input_projection_weight",
-    **_SIGLIP, "vision.": "vision_tower.",
+    "vision.merger.linear_fc1.weight": "multi_modal_projector.mm_input_projection_weight", **_SIGLIP,
+}
+_SMOLVLM = {"vision.merger.linear_fc1": "connector.modality_projection.proj", **_SIGLIP, "vision.": "vision_model."}
+_LFM2_VL = {
+    "vision.merger.norm": "multi_modal_projector.layer_norm", "vision.merger.linear_fc": "multi_modal_projector.linear_",
+    **_SIGLIP,
 }
 _PIXTRAL = {
     "vision.merger.linear_fc1": "multi_modal_projector.patch_merger.merging_layer",
     "vision.merger.linear_fc2": "multi_modal_projector.linear_1", "vision.merger.linear_fc3": "multi_modal_projector.linear_2",
     "vision.merger.norm": "multi_modal_projector.norm", "vision.patch_embed.proj": "vision.patch_conv",
-    "vision.first_norm": "vision.ln_pre", "vision.blocks": "vision.transformer.layers", ".norm1.": ".attention_norm.",
-    ".norm2.": ".ffn_norm.", ".mlp.gate.": ".feed_forward.gate_proj.", ".mlp.linear_fc1.": ".feed_forward.up_proj.",
-    ".mlp.linear_fc2.": ".feed_forward.down_proj.", ".attn.proj.": ".attention.o_proj.", ".attn.": ".attention.",
+    "vision.first_norm": "vision.ln_pre", "vision.blocks": "vision.transformer.layers", ".norm1": ".attention_norm",
+    ".norm2": ".ffn_norm", ".mlp.gate": ".feed_forward.gate_proj", ".mlp.linear_fc1": ".feed_forward.up_proj",
+    ".mlp.linear_fc2": ".feed_forward.down_proj", ".attn.proj": ".attention.o_proj", ".attn": ".attention",
     "vision.": "vision_tower.",
 }
+_GEMMA4 = {
+    "vision.merger.linear_fc1": "embed_vision.embedding_projection", "vision.merger.": "vision.",
+    "vision.patch_embed.proj": "vision.patch_embedder.input_proj",
+    "vision.pos_embed.weight": "vision.patch_embedder.position_embedding_table", "vision.blocks": "vision.encoder.layers",
+    ".post_norm1": ".post_attention_layernorm", ".post_norm2": ".post_feedforward_layernorm", ".norm1": ".input_layernorm",
+    ".norm2": ".pre_feedforward_layernorm", ".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj",
+    ".mlp.linear_fc2": ".mlp.down_proj", ".attn.proj": ".self_attn.o_proj", ".attn": ".self_attn",
+    "vision.": "vision_tower.",
+}
+_GEMMA4_UNIFIED = {
+    "vision.merger.linear_fc1": "embed_vision.multimodal_embedder.embedding_projection",
+    "vision.patch_embed.proj": "vision.patch_dense", "vision.patch_embed.norm": "vision.patch_ln",
+    "vision.pos_embed.weight": "vision.pos_embedding", "vision.first_norm": "vision.pos_norm", "vision.": "embed_vision.",
+}
+_QWEN2_5 = {
+    "vision.merger.norm": "vision.merger.ln_q", "vision.merger.linear_fc1": "vision.merger.mlp.0",
+    "vision.merger.linear_fc2": "vision.merger.mlp.2", ".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj",
+    ".mlp.linear_fc2": ".mlp.down_proj", "vision.": "visual.",
+}
+_SPELLINGS = {"vision_tower.vision_model.": "vision_tower."}
+_UNIFIED_SPELLINGS = {
+    "embed_vision.embedding_projection": "embed_vision.multimodal_embedder.embedding_projection",
+    "vision_embedder.": "embed_vision.",
+}
+_QWEN_DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 10_000.0, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_QWEN_DEFAULTS |= {"patch_size": 16, "num_position_embeddings": 2304}
+_QWEN2_5_DEFAULTS = {**_QWEN_DEFAULTS, "hidden_act": "silu", "patch_size": 14, "window_size": 112}
+_QWEN2_5_DEFAULTS |= {"fullatt_block_indexes": [7, 15, 23, 31]}
+_GEMMA4_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "patch_size": 16, "pooling_kernel_size": 3,
+    "position_embedding_size": 10_240, "use_clipped_linears": False, "standardize": False, "rope_theta": 100.0,
+    "mm_embed_dim": 3840, "mm_posemb_size": 1120,
+}
+_QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."})
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3_ON_DISK),
-    "mistral3": VisionFamily(_mistral3, {"hidden_act": "gelu"}, _PIXTRAL),
+    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, _SPELLINGS),
+    "mistral3": VisionFamily(_mistral3, {"hidden_act": "gelu", "rope_theta": 10_000.0}, _PIXTRAL),
+    "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),
+    "gemma4_unified": VisionFamily(_gemma4_unified, _GEMMA4_DEFAULTS, _GEMMA4_UNIFIED, _UNIFIED_SPELLINGS),
+    "smolvlm": VisionFamily(_smolvlm, _SIGLIP_DEFAULTS, _SMOLVLM),
+    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256, "patch_size": 16}, _LFM2_VL, _SPELLINGS),
+    "qwen2_5_vl": VisionFamily(_qwen2_5_vl, _QWEN2_5_DEFAULTS, _QWEN2_5, alternating_axes=False),
 }
 # fmt: on
+
+
+def _text(whole: ConfigFields) -> ConfigFields:
+    """The fields of the language model, with the default that images need."""
+    return ConfigFields(whole.get("text_config") or {}, {"pad_token_id": 0}, f"{whole.where}: text_config")
 
 
 def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: str = "config.json") -> VisionConfig:
@@ -170,11 +317,7 @@ def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: st
             raise ValueError(
                 f"{where}: {key} is {whole.get(key)!r}; expected {value!r}, the only value that is supported."
             )
-    sizes = {size: vision.count(size) for size in ("hidden_size", "intermediate_size", "patch_size")}
-    if (activation := str(vision.get("hidden_act"))) not in _ACTIVATIONS:
-        raise ValueError(f"{vision.where}: hidden_act is {activation!r}; expected one of {listed(_ACTIVATIONS)}.")
-    facts: dict[str, Any] = {"activation": _ACTIVATIONS[activation], **sizes, "out_size": decoder.hidden_size}
-    tower = VisionConfig(**facts | family.facts(vision, whole, decoder))
+    tower = VisionConfig(**{"out_size": decoder.hidden_size, **family.facts(vision, whole, decoder)})
     if tower.hidden_size % (4 * tower.num_heads):
         expected = f"a multiple of 4 times the number of attention heads, {tower.num_heads}"
         raise ValueError(f"{vision.where}: hidden_size is {tower.hidden_size}; expected {expected}.")

@@ -10,6 +10,7 @@ Shapes: P patches of all images, D hidden size, H heads, C = 3 colors, p pixels 
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.images.batch import Images
 from lean_ft.models.cache import on_device
-from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated
+from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
 from lean_ft.models.rope import rotate_both
 from lean_ft.models.vision.config import VisionConfig
 
@@ -28,63 +29,107 @@ GROUP_PATCHES = 16_384  # patches that a frozen tower computes at a time, in who
 Grid = tuple[int, int]  # rows and columns of patches
 
 
-class Seen(NamedTuple):
-    """Which patches see each other, and how their queries and keys are rotated."""
+class Stretches(NamedTuple):
+    """Stretches of patches that see each other."""
 
-    sizes: tuple[int, ...]  # patches of each image
-    bounds: Tensor | None  # on CUDA, where each image begins, and the end: int32
-    rotation: tuple[Tensor, Tensor] | None  # cos and sin, (1, P, D / H) each
+    sizes: tuple[int, ...]  # patches of each
+    bounds: Tensor | None  # on CUDA, where each begins, and the end: int32
+
+    @classmethod
+    def of(cls, sizes: list[int], device: torch.device) -> "Stretches":
+        bounds = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32)
+        return cls(tuple(sizes), _moved(bounds, device) if device.type == "cuda" else None)
+
+
+Rotation = tuple[Tensor, Tensor] | None  # cos and sin, (1, P, D / H) each
+
+
+class Clipped(nn.Module):
+    """A linear layer whose inputs and outputs may be clamped to stored limits, which are not trained."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, clips: bool) -> None:
+        super().__init__()
+        self.linear, self.clips = nn.Linear(num_inputs, num_outputs, bias=bias), clips
+        self.initial = {f"{of}_{end}": limit for of in ("input", "output") for end, limit in _LIMITS if clips}
+        for name, limit in self.initial.items():
+            self.register_buffer(name, torch.tensor(limit))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.clips:
+            return self.linear(x)
+        limits = self.get_buffer
+        x = self.linear(torch.clamp(x, limits("input_min"), limits("input_max")))
+        return torch.clamp(x, limits("output_min"), limits("output_max"))
+
+
+_LIMITS = ("min", -torch.inf), ("max", torch.inf)
+
+
+def _linear(config: VisionConfig, num_inputs: int, num_outputs: int) -> nn.Module:
+    if config.linears == "plain":
+        return nn.Linear(num_inputs, num_outputs, bias=config.bias)
+    return Clipped(num_inputs, num_outputs, config.bias, config.linears == "clipped")
+
+
+def _norm(kind: str, size: int, eps: float, offset: float = 0.0) -> nn.Module:
+    return nn.LayerNorm(size, eps) if kind == "layer" else RMSNorm(size, eps, offset)
 
 
 class Attention(nn.Module):
-    """Attention of each image to itself."""
+    """Attention of stretches of patches to themselves."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        size, self.head_dim, self.is_fused = config.hidden_size, config.head_dim, config.fused_qkv
-        if self.is_fused:
-            self.qkv = nn.Linear(size, 3 * size, bias=config.bias)
+        self.config, size = config, config.hidden_size
+        if config.fused_qkv:
+            self.qkv = _linear(config, size, 3 * size)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(size, size, bias=config.bias) for _ in range(3))
-        self.proj = nn.Linear(size, size, bias=config.bias)
+            self.q_proj, self.k_proj, self.v_proj = (_linear(config, size, size) for _ in range(3))
+        if config.qkv_norms:
+            self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.norm_eps) for _ in range(2))
+        self.proj = _linear(config, size, size)
 
-    def forward(self, hidden: Tensor, seen: Seen) -> Tensor:
-        if self.is_fused:
+    def forward(self, hidden: Tensor, seen: Stretches, rotation: Rotation) -> Tensor:
+        config = self.config
+        if config.fused_qkv:
             parts = self.qkv(hidden).chunk(3, -1)
         else:
             parts = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
-        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)  # (P, H, D / H)
-        if seen.rotation is not None:
-            query, key = (x[0] for x in rotate_both(query[None], key[None], *seen.rotation))
-        return self.proj(_attend(query, key, value, seen).flatten(-2))
+        query, key, value = (x.unflatten(-1, (-1, config.head_dim)) for x in parts)  # (P, H, D / H)
+        if config.qkv_norms:
+            query, key, value = self.q_norm(query), self.k_norm(key), unit_rms(value, config.norm_eps)
+        if rotation is not None:
+            if config.rope_axes == "halves":  # the pairs of both halves become those of a whole head
+                query, key = (x.unflatten(-1, (2, 2, -1)).transpose(-3, -2).flatten(-3) for x in (query, key))
+            query, key = (x[0] for x in rotate_both(query[None], key[None], *rotation))
+        return self.proj(_attend(query, key, value, seen, config.attention_scale).flatten(-2))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Tensor:
-    """The attention (P, H, D / H) of each image to itself."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Stretches, scale: float | None) -> Tensor:
+    """The attention (P, H, D / H) of each stretch to itself."""
     if seen.bounds is not None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0:
         longest = max(seen.sizes)
         bounds = seen.bounds, seen.bounds, longest, longest
-        attended: Any = varlen_attn(query, key, value, *bounds, window_size=(-1, -1))
+        attended: Any = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, -1))
         return attended
-    images = zip(*(x.split(seen.sizes) for x in (query, key, value)), strict=True)
-    attend = F.scaled_dot_product_attention
-    return torch.cat([attend(*(x.transpose(0, 1)[None] for x in image))[0].transpose(0, 1) for image in images])
+    stretches = zip(*(x.split(seen.sizes) for x in (query, key, value)), strict=True)
+    attend = partial(F.scaled_dot_product_attention, scale=scale)
+    return torch.cat([attend(*(x.transpose(0, 1)[None] for x in parts))[0].transpose(0, 1) for parts in stretches])
 
 
 class MLP(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.activation = config.activation
-        if config.is_gated:
-            self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.is_gated = config.is_gated
-        self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.activation, self.is_gated = config.activation, config.is_gated
+        sizes = config.hidden_size, config.intermediate_size
+        if self.is_gated:
+            self.gate = _linear(config, *sizes)
+        self.linear_fc1, self.linear_fc2 = _linear(config, *sizes), _linear(config, *sizes[::-1])
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.linear_fc1(x)
         if self.is_gated:
-            return self.linear_fc2(gated(self.gate(x), up, self.activation, overwrites=True))
+            return self.linear_fc2(gated(self.gate(x), up, self.activation))
         return self.linear_fc2(ACTIVATIONS[self.activation].value(up))
 
 
@@ -93,15 +138,18 @@ class Block(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = _norm(config), Attention(config), _norm(config), MLP(config)
+        self.attn, self.mlp = Attention(config), MLP(config)
+        norm = partial(_norm, config.norm, config.hidden_size, config.norm_eps)
+        self.norm1, self.norm2 = norm(), norm()
+        self.post_norms = config.post_norms
+        if self.post_norms:
+            self.post_norm1, self.post_norm2 = norm(), norm()
 
-    def forward(self, hidden: Tensor, seen: Seen) -> Tensor:
-        hidden = hidden + self.attn(self.norm1(hidden), seen)
-        return hidden + self.mlp(self.norm2(hidden))
-
-
-def _norm(config: VisionConfig) -> nn.Module:
-    return (nn.LayerNorm if config.norm == "layer" else RMSNorm)(config.hidden_size, config.norm_eps)
+    def forward(self, hidden: Tensor, seen: Stretches, rotation: Rotation) -> Tensor:
+        added = self.attn(self.norm1(hidden), seen, rotation)
+        hidden = hidden + (self.post_norm1(added) if self.post_norms else added)
+        added = self.mlp(self.norm2(hidden))
+        return hidden + (self.post_norm2(added) if self.post_norms else added)
 
 
 class Merger(nn.Module):
@@ -111,11 +159,13 @@ class Merger(nn.Module):
         super().__init__()
         self.config, self.norm_after_merge = config, norm_after_merge
         merged = config.hidden_size * (1 if config.pools else config.merge**2)
-        self.norm, size = None, merged if norm_after_merge else config.hidden_size
-        if config.projector_norm == "layer":
-            self.norm = nn.LayerNorm(size, config.projector_norm_eps)
-        elif config.projector_norm == "rms":
-            self.norm = RMSNorm(size, config.projector_norm_eps, config.projector_norm_offset)
+        if config.projector_norm in ("layer", "rms"):
+            size = merged if norm_after_merge else config.hidden_size
+            eps, offset = config.projector_norm_eps, config.projector_norm_offset
+            self.norm = _norm(config.projector_norm, size, eps, offset)
+        if config.standardizes:
+            self.std_bias, self.std_scale = nn.Buffer(torch.zeros(merged)), nn.Buffer(torch.ones(merged))
+        self.initial = {"std_bias": 0.0, "std_scale": 1.0}
         sizes = (merged, *config.projector_sizes, config.out_size)
         self.linears = [f"linear_fc{i}" for i in range(1, len(sizes))]
         for i, (name, bias) in enumerate(zip(self.linears, config.projector_bias, strict=True)):
@@ -124,39 +174,101 @@ class Merger(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Embeddings (N, out_size) of patches (P, D)."""
-        if self.norm is not None and not self.norm_after_merge:
-            hidden = self.norm(hidden)
-        squares = hidden.unflatten(0, (-1, self.config.merge**2))  # (N, patches of an embedding, D)
-        if self.config.pools:
-            hidden = squares.mean(1)
+        config = self.config
+        hidden = hidden if self.norm_after_merge else self._normed(hidden)
+        squares = hidden.unflatten(0, (-1, config.merge**2))  # (N, patches of an embedding, D)
+        if config.pools:
+            pooled = squares.mean(1)
+            if config.pooled_multiplier != 1.0:  # in float32, because the products may exceed float16
+                pooled = pooled.float() * config.pooled_multiplier
+            if config.standardizes:
+                pooled = (pooled - self.std_bias.float()) * self.std_scale.float()
+            hidden = pooled.to(hidden.dtype)
         else:
-            hidden = (squares.transpose(1, 2) if self.config.features_first else squares).flatten(1)
-        if self.norm is not None and self.norm_after_merge:
-            hidden = self.norm(hidden)
+            hidden = (squares.transpose(1, 2) if config.features_first else squares).flatten(1)
+        hidden = self._normed(hidden) if self.norm_after_merge else hidden
         for i, name in enumerate(self.linears):
             linear = getattr(self, name)
-            hidden = F.gelu(hidden) if i >= self.config.gelu_before else hidden
-            hidden = hidden @ linear.weight if self.config.projector_input_first else linear(hidden)
+            hidden = F.gelu(hidden) if i >= config.gelu_before else hidden
+            hidden = hidden @ linear.weight if config.projector_input_first else linear(hidden)
         return hidden
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        if self.config.projector_norm == "unit":
+            return unit_rms(hidden, self.config.projector_norm_eps)
+        return hidden if self.config.projector_norm is None else self.norm(hidden)
 
 
 class Patches(nn.Module):
-    """The linear projection of patches, stored as a convolution."""
+    """The linear projection of patches."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        size, side = config.hidden_size, config.patch_size
-        if config.frames:
+        self.config, size, side = config, config.hidden_size, config.patch_size
+        if config.linear_patches:
+            self.proj = nn.Linear(3 * side**2, size, bias=config.patch_bias)
+        elif config.frames:
             self.proj = nn.Conv3d(3, size, (config.frames, side, side), bias=config.patch_bias)
         else:
             self.proj = nn.Conv2d(3, size, side, bias=config.patch_bias)
+        if config.patch_norms:
+            self.norm1, self.norm2 = nn.LayerNorm(3 * side**2), nn.LayerNorm(size)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """The embeddings (P, D) of normalized pixels (P, C, p, p)."""
-        weight = self.proj.weight
-        if weight.dim() == 5:  # all frames of an image are equal
+    def forward(self, patches: Tensor) -> Tensor:
+        """The embeddings (P, D) of patches (P, C, p, p), in bytes."""
+        config, weight = self.config, self.proj.weight
+        mean, std = on_device([config.mean, config.std], patches.device, torch.float32)[..., None, None]
+        pixels = (patches / 255 - mean) / std
+        pixels = (2 * pixels - 1 if config.centers_colors else pixels).to(weight.dtype)
+        if config.linear_patches:
+            pixels = pixels.movedim(1, -1)
+        elif config.frames:  # all frames of an image are equal
             weight = weight.sum(2)
-        return F.linear(pixels.flatten(1), weight.flatten(1), self.proj.bias)
+        pixels = pixels.flatten(1)
+        pixels = self.norm1(pixels) if config.patch_norms else pixels
+        hidden = F.linear(pixels, weight.flatten(1), self.proj.bias)
+        return self.norm2(hidden) if config.patch_norms else hidden
+
+
+class Positions(nn.Module):
+    """Learned embeddings of a patch's row and column."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        side, self.config = config.table_side, config
+        shape = (2, side) if config.axis_first else (side, 2)
+        self.weight = nn.Parameter(
+            torch.empty(*(shape if config.positions == "sum" else (side**2,)), config.hidden_size)
+        )
+
+    def forward(self, grids: tuple[Grid, ...]) -> Tensor:
+        """The embeddings (P, D) of all patches, in float32 if they are interpolated."""
+        by_grid = {grid: _in_blocks(self._of(*grid), self.config.merge) for grid in dict.fromkeys(grids)}
+        return torch.cat([by_grid[grid] for grid in grids])
+
+    def _of(self, rows: int, columns: int) -> Tensor:
+        """The embeddings (rows, columns, D) of a grid."""
+        side, kind = self.config.table_side, self.config.positions
+        if kind == "sum":
+            if max(rows, columns) > side:
+                raise ValueError(
+                    f"an image has {rows} x {columns} patches; the model has positions for {side} x {side}."
+                )
+            of_columns, of_rows = self.weight.unbind(0 if self.config.axis_first else 1)
+            return of_rows[:rows, None] + of_columns[:columns]
+        table = self.weight.unflatten(0, (side, side)).float()
+        down, along = (_moved(_shares(n, side, kind), table.device) for n in (rows, columns))
+        return torch.einsum("rs,stD,ct->rcD", down, table, along)
+
+
+def _shares(num_places: int, side: int, kind: str) -> Tensor:
+    """The share (places, side) of each entry of a table at each place of an image's side."""
+    if kind == "fractions":
+        places = torch.arange(num_places, dtype=torch.float32) * (1.0 / torch.tensor(num_places))
+        entries = torch.bucketize(places.clamp(max=1 - 1e-6), torch.arange(1 / side, 1.0, 1 / side), right=True)
+        return F.one_hot(entries, side).float()
+    options = {"align_corners": True} if kind == "corners" else {"align_corners": False, "antialias": True}
+    return F.interpolate(torch.eye(side)[None, None], (num_places, side), mode="bilinear", **options)[0, 0]
 
 
 class VisionTower(nn.Module):
@@ -166,10 +278,11 @@ class VisionTower(nn.Module):
         super().__init__()
         self.config = config
         self.patch_embed = Patches(config)
-        self.pos_embed = nn.Embedding(config.table_side**2, config.hidden_size) if config.table_side else None
-        self.first_norm = _norm(config) if config.norms_patches else None
+        self.pos_embed = None if config.positions == "none" else Positions(config)
+        first = config.first_norm
+        self.first_norm = first and _norm(first, config.hidden_size, config.first_norm_eps)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.last_norm = _norm(config) if config.norms_output else None
+        self.last_norm = _norm(config.norm, config.hidden_size, config.norm_eps) if config.last_norm else None
         self.merger = Merger(config, config.norm_after_merge)
         self.deepstack_merger_list = nn.ModuleList(Merger(config, True) for _ in config.deepstack)
 
@@ -179,8 +292,7 @@ class VisionTower(nn.Module):
         patches (P, C, p, p): bytes, in blocks of `merge` x `merge`; grids: rows and columns of each image. A frozen tower keeps no
         graph, and computes `GROUP_PATCHES` at a time.
         """
-        is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
-        if is_trained:
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             return self._embeddings(patches, grids)
         with torch.no_grad():
             groups = list(_groups(grids))
@@ -195,31 +307,36 @@ class VisionTower(nn.Module):
 
     def _embeddings(self, patches: Tensor, grids: tuple[Grid, ...]) -> list[Tensor]:
         config, device = self.config, patches.device
-        mean, std = on_device([config.mean, config.std], device, torch.float32)[..., None, None] * 255
-        hidden = self.patch_embed(((patches - mean) / std).to(self.patch_embed.proj.weight.dtype))
-        places, sizes = _places(grids, config.merge), tuple(rows * columns for rows, columns in grids)
+        hidden = self.patch_embed(patches)
         if self.pos_embed is not None:
-            near, weights = (_moved(x, device) for x in _stretched(places, grids, sizes, config.table_side))
-            hidden = hidden + (self.pos_embed(near) * weights[..., None]).sum(1).to(hidden.dtype)
+            hidden = hidden + self.pos_embed(grids).to(hidden.dtype)
         if self.first_norm is not None:
             hidden = self.first_norm(hidden)
-        bounds = None
-        if device.type == "cuda":
-            bounds = _moved(F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32), device)
-        seen, deep = Seen(sizes, bounds, self._rotation(places, device)), []
+        places = _places(grids, config.merge)
+        windows = images = Stretches.of([rows * columns for rows, columns in grids], device)
+        order = None
+        if config.window:
+            order, sizes = _windows(grids, config.merge, config.window)
+            hidden, places = (_reordered(x, order, config.merge**2) for x in (hidden, places))
+            windows = Stretches.of(sizes, device)
+        rotation, deep = self._rotation(places, device), []
         for i, block in enumerate(self.blocks):
-            hidden = block(hidden, seen)
+            hidden = block(hidden, images if i in config.whole_layers else windows, rotation)
             if i in config.deepstack:
                 deep.append(self.deepstack_merger_list[config.deepstack.index(i)](hidden))
-        return [self.merger(hidden if self.last_norm is None else self.last_norm(hidden)), *deep]
+        embeddings = self.merger(hidden if self.last_norm is None else self.last_norm(hidden))
+        if order is not None:
+            embeddings = _reordered(embeddings, order.argsort(), 1)
+        return [embeddings, *deep]
 
-    def _rotation(self, places: Tensor, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Cos and sin (1, P, D / H) of each patch: half of a head's pairs turns with the row, the other half with the column."""
-        size, theta = self.config.head_dim, self.config.rope_theta
+    def _rotation(self, places: Tensor, device: torch.device) -> Rotation:
+        """Cos and sin (1, P, D / H) of patches at these rows and columns (P, 2)."""
+        size, theta, axes = self.config.head_dim, self.config.rope_theta, self.config.rope_axes
         if theta is None:
             return None
         steps = torch.arange(0, size, 2, dtype=torch.float32) / size
-        steps = steps.view(-1, 2).T if self.config.rope_alternates else 2 * steps[: size // 4]
+        steps = steps.view(-1, 2).T if axes == "alternating" else 2 * steps[: size // 4]
+        places = places.flip(1) if axes == "halves" else places
         angles = (places[..., None] * (1.0 / theta**steps)).flatten(1)  # (P, D / H / 2)
         angles = _moved(torch.cat((angles, angles), -1)[None], device)
         return angles.cos(), angles.sin()
@@ -238,33 +355,38 @@ def _groups(grids: tuple[Grid, ...]) -> Iterator[tuple[Grid, ...]]:
     yield tuple(group)
 
 
+def _in_blocks(x: Tensor, side: int) -> Tensor:
+    """A grid (rows, columns, ...) as a sequence (rows * columns, ...) of blocks of `side` x `side`."""
+    rows, columns = x.shape[:2]
+    return x.unflatten(1, (columns // side, side)).unflatten(0, (rows // side, side)).transpose(1, 2).flatten(0, 3)
+
+
 def _places(grids: tuple[Grid, ...], side: int) -> Tensor:
     """The row and column (P, 2) of each patch in its image, in blocks of `side` x `side`."""
-    places = []
+    steps = [torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij") for rows, columns in grids]
+    return torch.cat([_in_blocks(torch.stack(axes, -1), side) for axes in steps])
+
+
+def _windows(grids: tuple[Grid, ...], merge: int, window: int) -> tuple[Tensor, list[int]]:
+    """The order of embeddings (N,) in which windows of window x window follow each other, and each window's patches."""
+    order, sizes, start = [], [], 0
     for rows, columns in grids:
-        grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-        blocks = grid.view(rows // side, side, columns // side, side, 2)
-        places.append(blocks.transpose(1, 2).reshape(-1, 2))
-    return torch.cat(places)
+        row, column = _places(((rows // merge, columns // merge),), 1).unbind(1)
+        number = row // window * (columns // merge) + column // window
+        order.append(number.argsort(stable=True) + start)
+        sizes += (number.unique(return_counts=True)[1] * merge**2).tolist()
+        start += len(number)
+    return torch.cat(order), sizes
 
 
-def _stretched(places: Tensor, grids: tuple[Grid, ...], sizes: tuple[int, ...], side: int) -> tuple[Tensor, Tensor]:
-    """The 4 entries of a square table that surround each patch, and their weights, (P, 4) each: linear interpolation, so that the
-    table's corners are an image's corners."""
-    steps = torch.tensor([[(side - 1) / max(n - 1, 1) for n in grid] for grid in grids])
-    exact = places * steps.repeat_interleave(torch.tensor(sizes), 0)  # (P, 2)
-    low = exact.long().clamp(max=side - 1)
-    near = torch.stack((low, (low + 1).clamp(max=side - 1)), -1)  # (P, axes, 2)
-    above = exact - low
-    weights = torch.stack((1 - above, above), -1)
-    entries = near[:, 0, :, None] * side + near[:, 1, None]
-    return entries.flatten(1), (weights[:, 0, :, None] * weights[:, 1, None]).flatten(1)
+def _reordered(x: Tensor, order: Tensor, size: int) -> Tensor:
+    """The groups of `size` rows of x in this order."""
+    return x.unflatten(0, (-1, size))[_moved(order, x.device)].flatten(0, 1)
 
 
 def rows_and_columns(grids: tuple[Grid, ...], merge: int, device: torch.device) -> Tensor:
     """The row and column (N, 2) of each embedding in its image."""
-    merged = tuple((rows // merge, columns // merge) for rows, columns in grids)
-    return _moved(_places(merged, 1), device)
+    return _moved(_places(tuple((rows // merge, columns // merge) for rows, columns in grids), 1), device)
 
 
 def to_image_ends(grids: tuple[Grid, ...], merge: int, device: torch.device) -> Tensor:

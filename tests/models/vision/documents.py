@@ -80,6 +80,34 @@ def _mistral3(case: Case, images: Sequence[Tensor], ids: Tensor) -> dict[str, An
     return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
 
 
+def _raster(case: Case, images: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of patches row by row, padded to the longest image: pixels with their colors (n, P, p * p * C), columns and rows (n, P, 2),
+    which are -1 for padding, and the images' rows and columns (n, 2)."""
+    grids = [(image.shape[1] // case.patch, image.shape[2] // case.patch) for image in images]
+    patches = [_patches(image, case.patch, 1).movedim(1, -1).flatten(1) for image in _normalized(case, images)]
+    places = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1) for rows, columns in grids]
+    padded = torch.nn.utils.rnn.pad_sequence(patches, batch_first=True)
+    return padded, torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1), torch.tensor(grids)
+
+
+def _gemma4(case: Case, images: Sequence[Tensor], ids: Tensor) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int()}
+    if images:
+        kwargs["pixel_values"], kwargs["image_position_ids"], _ = _raster(case, images)
+    return kwargs
+
+
+def _smolvlm(case: Case, images: Sequence[Tensor], ids: Tensor) -> dict[str, Any]:
+    return {"pixel_values": torch.stack(_normalized(case, images))[None]} if images else {}
+
+
+def _lfm2_vl(case: Case, images: Sequence[Tensor], ids: Tensor) -> dict[str, Any]:
+    if not images:
+        return {}
+    patches, places, grids = _raster(case, images)
+    return {"pixel_values": patches, "pixel_attention_mask": (places[..., 0] >= 0).int(), "spatial_shapes": grids}
+
+
 _QWEN_TOWER = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
 _QWEN_TOWER |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 25}
 _QWEN_PROCESSOR = _HALF | {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "resample": 3}
@@ -99,6 +127,26 @@ _SIGLIP = _TOWER | {"image_size": 24, "vision_use_head": False}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
 _INDEX = {"image_token_index": IMAGE, "image_token_id": IMAGE}
 _GEMMA3_PROCESSOR = _HALF | {"size": {"height": 24, "width": 24}, "resample": 2}
+_PLAIN = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+_GEMMA4_PROCESSOR = _PLAIN | {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 280}
+_GEMMA4_TOWER = _TOWER | {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 16,
+}
+_GEMMA4_TEXT = {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
+_GEMMA4_TEXT |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 96}
+_GEMMA4_IDS = {
+    "image_token_id": IMAGE,
+    "boi_token_id": START,
+    "eoi_token_id": END,
+    "video_token_id": 91,
+    "audio_token_id": 94,
+}
+_SMOLVLM_PROCESSOR = _HALF | {"max_image_size": {"longest_edge": 24}, "size": {"longest_edge": 96}}
+_QWEN2_5 = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+_QWEN2_5 |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
 _PIXTRAL_PROCESSOR = _HALF | {"size": {"longest_edge": 64}, "patch_size": {"height": 4, "width": 4}, "resample": 3}
 
 CASES = {
@@ -126,6 +174,38 @@ CASES = {
     "ministral3": Case(
         "Mistral3", {"model_type": "ministral3"}, _TOWER | {"model_type": "pixtral", "image_size": 64, "hidden_act": "silu"},
         _INDEX, _PIXTRAL_PROCESSOR, _mistral3, settings={"tie_word_embeddings": True},
+    ),
+    "gemma4": Case(
+        "Gemma4", _GEMMA4_TEXT | {"hidden_size_per_layer_input": 8},
+        _GEMMA4_TOWER | {"use_clipped_linears": True, "standardize": True}, _GEMMA4_IDS, _GEMMA4_PROCESSOR, _gemma4,
+        settings={"tie_word_embeddings": True},
+    ),
+    "gemma4_large": Case(
+        "Gemma4", _GEMMA4_TEXT | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}, _GEMMA4_TOWER,
+        _GEMMA4_IDS, _GEMMA4_PROCESSOR, _gemma4, settings={"tie_word_embeddings": True},
+    ),
+    "gemma4_unified": Case(
+        "Gemma4Unified",
+        {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "global_head_dim": 16}
+        | {"sliding_window": 40, "use_bidirectional_attention": "vision"},
+        {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 24, "mm_posemb_size": 16, "output_proj_dims": 24},
+        _GEMMA4_IDS, _GEMMA4_PROCESSOR, _gemma4, grids=((2, 3), (1, 5), (4, 2), (3, 3)), patch=8, merge=1,
+        settings={"tie_word_embeddings": True},
+    ),
+    "smolvlm": Case(
+        "SmolVLM", {"model_type": "llama"}, _TOWER | {"image_size": 24}, {"image_token_id": IMAGE, "scale_factor": 2},
+        _SMOLVLM_PROCESSOR, _smolvlm, grids=((6, 6),),
+    ),
+    "lfm2_vl": Case(
+        "Lfm2Vl", {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
+        _TOWER | {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+        {"image_token_id": IMAGE, "projector_hidden_size": 20},
+        _HALF | {"encoder_patch_size": 4, "downsample_factor": 2, "tile_size": 16}, _lfm2_vl, is_exact=False,
+        settings={"tie_word_embeddings": True},
+    ),
+    "qwen2_5_vl": Case(
+        "Qwen2_5_VL", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}, "head_dim": 8}, _QWEN2_5,
+        _IDS, _QWEN_PROCESSOR, _qwen, grids=((4, 6), (2, 10), (8, 4), (10, 6)),
     ),
 }  # fmt: skip
 
