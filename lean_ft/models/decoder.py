@@ -295,6 +295,8 @@ class Decoder(nn.Module):
                 else "ranks share a row"
             )
             raise ValueError(f"images are not supported: {reason}.")
+        if images is None and self.vision is not None and self.vision.is_sharded:
+            images = self.vision.no_images(input_ids.device)
         shape = (input_ids if tokens is None or positions is None else positions).shape
         sight = self._sight(shape, cu_seqlens, prefixes, num_prefix_tokens)
         positions = positions_of(

@@ -238,15 +238,19 @@ def _meta_model(
 def _stored_weights(folder: Path, model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
     whole = dequantized(stored_tensors(folder), model.source.quantization)
-    family = VISION_FAMILIES[model.source.part_of] if model.vision is not None else None
-    own_name = partial(name_in_language_model, vision=family) if model.source.part_of else str
+    spellings = None if model.vision is None else VISION_FAMILIES[model.source.part_of].spellings
+    own_name = partial(name_in_language_model, spellings=spellings) if model.source.part_of else str
     names = {name: own_name(name) for name in whole}
     stored = _match(model, {own: whole[name] for name, own in names.items() if own is not None}, folder)
     if model.source.part_of:
         # Some folders store a tied output layer too.
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
         names = {name: tied.get(own or "", own) for name, own in names.items()}
-        model.source.names = {name: own if own in stored else None for name, own in names.items()}
+        if model.source.score_is_new:
+            names = {name: own for name, own in names.items() if not (own or "").startswith("lm_head.")}
+            names["score.weight"] = "score.weight"
+        has = {*stored, *(["score.weight"] if model.source.score_is_new else [])}
+        model.source.names = {name: own if own in has else None for name, own in names.items()}
 
     def read(name: str, parameter: Tensor) -> None:
         if model.source.score_is_new and name == "score.weight":

@@ -107,7 +107,7 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     Raises ValueError if the names, shapes or dtypes differ from the model's adapter.
     """
     folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
-    by_name = {name_in_language_model(name, images=True) or name: part for name, part in own.items()}
+    by_name = {name_in_language_model(name, spellings={}) or name: part for name, part in own.items()}
     read_same(read_adapter(folder).tensors, by_name, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies

@@ -105,7 +105,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
         # Older versions of PEFT append .weight to the magnitude's name.
         name = name.removeprefix(PREFIX)
         name = name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
-        if (own := name_in_language_model(name, images=True)) is None:
+        if (own := name_in_language_model(name, spellings={})) is None:
             outside.append(name)
             continue
         if own in tensors:
@@ -195,7 +195,7 @@ def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:
                 "parts. Regular expressions are not supported."
             )
         own = name[2].replace("\\", "")
-        own = name_in_language_model(own, images=True) or own
+        own = name_in_language_model(own, spellings={}) or own
         found.setdefault(("" if name[1] else ".") + own, (len(found), float(alpha)))
     return found
 

@@ -23,16 +23,17 @@ ANSWERS = ["A cat.", "Blue, I think.", "No.", "A dog on a mat."]
 def model_folder(family: str, folder: Path, **vision: Any) -> Path:
     """A random model of transformers with the tokenizer of `write_folder`, whose tokens are bytes."""
     write_folder(family, folder)
-    case, processor = documents.CASES[family], json.loads((folder / "preprocessor_config.json").read_text())
+    case, (written, processor, control, _) = documents.CASES[family], FAMILIES[family]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    control = FAMILIES[family][2]
-    ids = {"image_token_id": tokenizer.convert_tokens_to_ids(image_token(family))}
+    image_id = tokenizer.convert_tokens_to_ids(image_token(family))
+    ids = {"image_token_id": image_id, "image_token_index": image_id}
     if family.startswith("qwen"):
         start, end, _, video = tokenizer.convert_tokens_to_ids(control)
         ids |= {"vision_start_token_id": start, "vision_end_token_id": end, "video_token_id": video}
-    side = processor["patch_size"]
+    vision = {"patch_size": processor.get("patch_size")} | written.get("vision_config", {}) | vision
+    others = {"mm_tokens_per_image": written["mm_tokens_per_image"]} if "mm_tokens_per_image" in written else {}
     text = case.text | {"vocab_size": len(tokenizer)}
-    case = replace(case, text=text, vision=case.vision | {"patch_size": side} | vision, others=case.others | ids)
+    case = replace(case, text=text, vision=case.vision | vision, others=case.others | others | ids)
     documents.reference(case).save_pretrained(folder)
     return folder
 
@@ -44,10 +45,11 @@ def image_token(family: str) -> str:
 def image_inputs(family: str, folder: Path, images: list[Image.Image], ids: Tensor) -> dict[str, Any]:
     """Arguments of transformers' model for images that need no resizing."""
     processor = json.loads((folder / "preprocessor_config.json").read_text())
-    case = replace(documents.CASES[family], patch=processor["patch_size"], processor=processor)
+    case = replace(documents.CASES[family], patch=processor.get("patch_size", 14), processor=processor)
     pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
     kwargs = case.inputs(case, pixels, ids)
-    is_image = (ids == json.loads((folder / "config.json").read_text())["image_token_id"]).int()
+    image_id = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(image_token(family))
+    is_image = (ids == image_id).int()
     return kwargs | {name: is_image for name in ("mm_token_type_ids", "token_type_ids") if name in kwargs}
 
 
