@@ -283,11 +283,9 @@ def _image_of_tokens(document: Document, merge: int) -> np.ndarray:
 
 def behind_image(document: Document, place: int, merge: int) -> int:
     """The first place from `place` on where a cut hits no image."""
-    rows, ends = document.per_token[IMAGE_ROW], np.cumsum(num_embeddings(document, merge))
-    done = rows[:place].max(initial=0)
-    if done == 0:
-        return place
-    return max(place, int(np.flatnonzero(rows == ends[np.searchsorted(ends, done)])[0]) + 1)
+    image = _image_of_tokens(document, merge)
+    before = image[:place].max(initial=-1)
+    return place if before < 0 else max(place, int(np.flatnonzero(image == before)[-1]) + 1)
 
 
 def as_text(content: Any) -> str:
