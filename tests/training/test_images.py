@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from lean_ft.data import sft_batches
 from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Columns
+from lean_ft.export import export_folder, export_gguf
 from lean_ft.models import Decoder, load_model
 from lean_ft.peft import load_adapter
 from lean_ft.tokenizers import load_tokenizer
@@ -200,3 +201,23 @@ def test_noise_is_added_to_embeddings_of_text_alone(folder):
     model(**batch.inputs)
     is_equal = (seen[0] == seen[1]).all(-1)
     assert is_equal.nonzero()[:, 0].tolist() == batch.inputs["images"].places.tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [("model.images=train",), ("model.images=train", "lora.targets=[vision.blocks.*]")]
+)
+def test_an_export_is_a_complete_folder_and_no_file_without_the_trained_tower(folder, train, tmp_path, settings):
+    checkpoint, is_adapter = train("qwen3_vl", *settings), len(settings) > 1
+    exported = export_folder(checkpoint.parent, tmp_path / "out", merge=is_adapter).destination
+    own = load_model(folder / "qwen3_vl" if is_adapter else checkpoint, images="train")
+    if is_adapter:
+        load_adapter(own, checkpoint)
+    ours, expected = our_logits(own, folder, "qwen3_vl"), their_logits(theirs(exported), folder, "qwen3_vl")
+    torch.testing.assert_close(torch.cat(ours), torch.cat(expected), rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="a vision tower that was trained"):
+        export_gguf(checkpoint, tmp_path / "out.gguf", merge=is_adapter)
+
+
+def test_a_gguf_file_of_a_frozen_tower_has_the_language_model(train, tmp_path):
+    report = str(export_gguf(train("qwen3_vl", "model.images=frozen", "max_steps=1"), tmp_path / "out.gguf"))
+    assert "a GGUF file has the language model alone" in report
