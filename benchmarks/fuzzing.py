@@ -634,7 +634,7 @@ def _images(folder: Path) -> dict[str, Target]:
         "smolvlm": {"max_image_size": {"longest_edge": 128}, "size": {"longest_edge": 512}, "do_image_splitting": True},
         "lfm2_vl": {"tile_size": 128, "min_tiles": 2, "max_tiles": 4, "max_image_tokens": 16, "use_thumbnail": True},
     }
-    vision = {"patch_size": 16, "spatial_merge_size": 2, "pooling_kernel_size": 3}
+    vision = {"patch_size": 16, "spatial_merge_size": 2, "pooling_kernel_size": 3, "image_size": 256}
     configs = [{"model_type": name, "vision_config": vision, "mm_tokens_per_image": 16} for name in families]
     settings, config = folder / "preprocessor_config.json", folder / "all" / "config.json"
     for one in configs:

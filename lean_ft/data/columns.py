@@ -37,6 +37,11 @@ class Document:
     per_document: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns with any number of values, such as a label, or the sizes of images. Truncation keeps them whole."""
 
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> Document:
+        """A text without labels."""
+        return cls(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=bool))
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -55,6 +60,18 @@ class Document:
         ids, trained = (np.concatenate([getattr(part, n) for part in (self, other)]) for n in ("ids", "trained"))
         images = {name: values for name, values in self.per_document.items() if name.startswith(OF_IMAGES)}
         return Document(ids, trained, per_token, {**other.per_document, **images})
+
+    def continued(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> Document:
+        """Append tokens of text."""
+        columns = {name: np.zeros(len(ids), values.dtype) for name, values in self.per_token.items()}
+        mask = np.zeros(len(ids), dtype=bool) if trained is None else np.array(trained, dtype=bool)
+        return self.then(Document(np.array(ids, dtype=np.int32), mask, columns, self.per_document))
+
+    @property
+    def identity(self) -> bytes:
+        """What the model reads of the document."""
+        others = {**self.per_token, **self.per_document}
+        return identity(self.ids, {name: values for name, values in others.items() if name not in OF_LOSS})
 
 
 def identity(ids: Iterable[int] | np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> bytes:
@@ -182,7 +199,7 @@ class Columns:
         """(N,) uint64: what the model reads of each document, and its targets."""
         found = []
         for document in self:
-            digest = hashlib.blake2b(_identity(document), digest_size=8)
+            digest = hashlib.blake2b(document.identity, digest_size=8)
             digest.update(np.ascontiguousarray(document.trained[1:]).data)
             found.append(digest.digest())
         return np.frombuffer(b"".join(found), dtype=np.uint64)
@@ -191,11 +208,6 @@ class Columns:
         """Hash of the documents, independent of the rows that hold them."""
         digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)
         for document in self:
-            digest.update(_identity(document))
+            digest.update(document.identity)
             digest.update(np.ascontiguousarray(document.trained).data)
         return digest.hexdigest()
-
-
-def _identity(document: Document) -> bytes:
-    others = {**document.per_token, **document.per_document}
-    return identity(document.ids, {name: values for name, values in others.items() if name not in OF_LOSS})

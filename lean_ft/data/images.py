@@ -40,6 +40,7 @@ import numpy as np
 from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT, Columns, Document
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.system.units import counted
+from lean_ft.tokenizers.passages import Passage, with_image_texts
 
 if TYPE_CHECKING:  # rows of text do not need Pillow
     from lean_ft.images.reading import Size
@@ -84,7 +85,7 @@ def read_part(part: Any, where: str) -> dict[str, Any]:
 
 
 def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
-    """Return the messages for a chat template, and the images of a row in their order.
+    """Return the messages for a chat template, and the images of a row in their order; fields: `IMAGE_FIELDS` of the row.
 
     Raises ValueError if the row's images do not fit the places for them.
     """
@@ -177,6 +178,26 @@ def read_header(value: Any, folder: Path, rules: ImageRules) -> RowImage:
         raise UnreadableImageError(str(error)) from None
 
 
+def read_whole(value: Any, folder: Path, rules: ImageRules) -> RowImage:
+    """Read an image as `read_header` does, and decode it, which finds a broken file."""
+    from lean_ft.images.reading import decoded, open_image
+
+    read = read_header(value, folder, rules)
+    with open_image(read.reference) as image:
+        decoded(image)
+    return read
+
+
+def with_headers(passage: Passage, folder: Path, rules: ImageRules) -> Passage:
+    """Read the headers of a passage's images, and write their texts for the placeholders. Raises ValueError as `read_header` and
+    `with_image_texts` do."""
+    if not passage.images:
+        return passage
+    images = [read_header(value, folder, rules) for value in passage.images]
+    texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
+    return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
+
+
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
     """Add the columns of `images` to a document. Raises ValueError if it has another number of image tokens."""
     is_image = document.ids == image_id
@@ -258,6 +279,22 @@ def _image_of_tokens(document: Document, merge: int) -> np.ndarray:
     """(T,) number of the image that each token shows, -1 for text."""
     rows, ends = document.per_token[IMAGE_ROW], np.cumsum(num_embeddings(document.per_document, merge))
     return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
+
+
+def behind_image(document: Document, place: int, merge: int) -> int:
+    """The first place from `place` on where a cut hits no image."""
+    image = _image_of_tokens(document, merge)
+    before = image[:place].max(initial=-1)
+    return place if before < 0 else max(place, int(np.flatnonzero(image == before)[-1]) + 1)
+
+
+def as_text(content: Any) -> str:
+    """The content of a message for people, with `[image]` for each image."""
+    return content if isinstance(content, str) else "".join(part.get("text", "[image] ") for part in content or ())
+
+
+def has_images(document: Document) -> bool:
+    return len(document.per_document.get("image_tiles", ())) > 0
 
 
 def references_of(document: Document) -> list[bytes]:

@@ -6,8 +6,8 @@ All prompts are kept in memory.
 """
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from lean_ft.settings import DataConfig, PromptDataConfig, Sources
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
 
+if TYPE_CHECKING:  # texts do not need Pillow
+    from lean_ft.images.rules import ImageRules
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -47,7 +50,12 @@ class Prompt:
     place: str
     """Location of the row for messages, such as `train.jsonl, line 12`."""
     document: Document | None = None
-    """The ids with the columns of images; None without images."""
+    """The ids with the columns of images; None in a run without images."""
+
+    @property
+    def text(self) -> Document:
+        """The prompt as a document without labels."""
+        return Document.of(self.ids) if self.document is None else self.document
 
 
 class Prompts:
@@ -55,10 +63,17 @@ class Prompts:
     caller tracks the position."""
 
     def __init__(
-        self, prompts: list[Prompt], *, seed: int, report: DataReport, fingerprint: str, shuffle: bool = True
+        self,
+        prompts: list[Prompt],
+        *,
+        seed: int,
+        report: DataReport,
+        fingerprint: str,
+        shuffle: bool = True,
+        image_rules: "ImageRules | None" = None,
     ) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
-        self.report, self.fingerprint = report, fingerprint
+        self.report, self.fingerprint, self.image_rules = report, fingerprint, image_rules
         self._orders: dict[int, np.ndarray] = {}  # the current epoch only
 
     def __len__(self) -> int:
@@ -112,7 +127,8 @@ def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> 
     settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     settings |= {} if config.shuffle else {"shuffle": False}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
-    return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
+    known = {"seed": seed, "report": report, "fingerprint": fingerprint, "image_rules": tokenizer.image_rules}
+    return Prompts(prompts, shuffle=config.shuffle, **known), held_out
 
 
 def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:
@@ -124,10 +140,9 @@ def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
         for one in documents:
-            (asked, columns), has_images = reader.read(row), len(one.per_document.get("image_tiles", ()))
-            prompts.append(
-                Prompt(one.ids.tolist(), without_images(asked), columns, row.place, one if has_images else None)
-            )
+            document = None if tokenizer.image_rules is None else replace(one, trained=np.zeros(len(one), dtype=bool))
+            asked, columns = reader.read(row)
+            prompts.append(Prompt(one.ids.tolist(), without_images(asked), columns, row.place, document))
     return prompts, report
 
 

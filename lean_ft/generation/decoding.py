@@ -5,6 +5,8 @@ Prompts of different lengths are computed together, padded on the right, where t
 Completions of one prompt share its pass. A row that has ended leaves the batch. Rows that do not fit into the cache's memory
 wait and take the places of rows that have ended.
 
+An image is encoded once for all completions of its prompt, and a prompt that is read in parts is never cut inside of an image.
+
 A row's tokens depend on its prompt, its sample number and the seed (`choosing`), not on its batch. Another batch size
 can round logits differently in the last bits, which changes a token only if two tokens are equal up to that rounding.
 
@@ -21,12 +23,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lean_ft.data.columns import identity
+from lean_ft.data.collate import batch_of
+from lean_ft.data.columns import IMAGE_ROW, Document, identity
+from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
@@ -37,6 +41,9 @@ from lean_ft.system.log import say
 from lean_ft.system.world import world
 from lean_ft.tokenizers.loading import context_length
 
+if TYPE_CHECKING:  # texts do not need Pillow
+    from lean_ft.images.rules import ImageRules
+
 PROMPT_TOKENS = 8192  # prompt positions per pass
 # The cache, and on a CPU packed weights, take at most 1 / CACHE_SHARE each of the memory that the weights leave.
 CACHE_SHARE = 4
@@ -45,6 +52,8 @@ UNKNOWN_MEMORY_ROWS = 64  # at a time, if the memory size is unknown
 # Waiting rows are read when a part of this size is free, because each pass over prompts reads all weights.
 ROOM_PARTS = 8
 
+Asked = Sequence[int] | Document
+"""A prompt: token ids, or a document, which can have images."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -65,13 +74,13 @@ class _Row:
     """A completion in progress."""
 
     place: int  # in the order of the prompts
-    prompt: Sequence[int]
+    prompt: Document
     key: RowKey
     sample: Sample
 
     @property
-    def text(self) -> list[int]:
-        return [*self.prompt, *self.sample.ids]
+    def text(self) -> Document:
+        return self.prompt.continued(self.sample.ids) if self.sample.ids else self.prompt
 
     @property
     def length(self) -> int:
@@ -84,11 +93,12 @@ class _Row:
 
 def sample(
     model: Decoder,
-    prompts: Tensor | Sequence[Sequence[int]],
+    prompts: Tensor | Sequence[Asked],
     sampling: Sampling,
     *,
     numbers: Sequence[int] | None = None,
     decode: Decode | None = None,
+    image_rules: "ImageRules | None" = None,
     cache_gib: float | None = None,
     compile: bool = False,
 ) -> list[Sample]:
@@ -96,36 +106,40 @@ def sample(
 
     Args:
         model: on any device; runs without gradients.
-        prompts: lists of token ids of any length, without padding; or a tensor (B, T) int64. Repeat a prompt to get
-            several completions; it is read once.
+        prompts: lists of token ids of any length, without padding, or documents; or a tensor (B, T) int64. Repeat a
+            prompt to get several completions; it is read once.
         sampling: sampling settings and stop conditions.
         numbers: sample number of each prompt, so that equal prompts get different completions; None counts equal
             prompts from 0.
         decode: converts ids to text; needed for `sampling.stop_texts`.
+        image_rules: the tokenizer's; needed for documents with images, and then all prompts are documents with its columns.
         cache_gib: maximum memory of the KV cache, in GiB; rows that do not fit are generated later. None uses a quarter
             of the memory that the weights leave on the device.
         compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
 
     Raises:
-        ValueError: for an empty prompt, for stop texts without `decode`, or if the cache cannot hold one row.
+        ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, or for an image that
+            cannot be read.
         FloatingPointError: if the model's logits are not finite.
     """
-    rows = _rows(prompts, sampling, numbers)
+    rows = _rows(prompts, sampling, numbers, image_rules)
     if sampling.max_new_tokens and rows:
         room = _room(model, rows, sampling, cache_gib)
         packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
         packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
-        for _ in _decode_rows(model, rows, sampling, decode, room, compile, packed_bytes=packed_bytes):
+        others = {"packed_bytes": packed_bytes, "image_rules": image_rules}
+        for _ in _decode_rows(model, rows, sampling, decode, room, compile, **others):
             pass
     return [row.sample for row in rows]
 
 
 def sample_steps(
     model: Decoder,
-    prompts: Tensor | Sequence[Sequence[int]],
+    prompts: Tensor | Sequence[Asked],
     sampling: Sampling,
     decode: Decode | None = None,
     *,
+    image_rules: "ImageRules | None" = None,
     prompt_part: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield each step's tokens, one per prompt, None for rows that have ended. Arguments are those of `sample`.
@@ -133,27 +147,44 @@ def sample_steps(
     All rows run in one wave. With `prompt_part`, a single prompt is read that many tokens at a time, and each part
     except the last is a step without a token.
     """
-    rows = _rows(prompts, sampling, None)
+    rows = _rows(prompts, sampling, None, image_rules)
     if sampling.max_new_tokens and rows:
-        for tokens in _decode_rows(model, rows, sampling, decode, len(rows), prompt_part=prompt_part):
+        others = {"prompt_part": prompt_part, "image_rules": image_rules}
+        for tokens in _decode_rows(model, rows, sampling, decode, len(rows), **others):
             yield [tokens.get(row.place) for row in rows]
 
 
-def _rows(prompts: Tensor | Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int] | None) -> list[_Row]:
-    asked = [tuple(int(token) for token in prompt) for prompt in prompts]
-    if () in asked:
-        raise ValueError(
-            f"prompt {asked.index(())} is empty; expected at least one token, such as the tokenizer's bos_id."
-        )
+def _rows(
+    prompts: Tensor | Sequence[Asked],
+    sampling: Sampling,
+    numbers: Sequence[int] | None,
+    image_rules: "ImageRules | None" = None,
+) -> list[_Row]:
+    asked = [as_document(prompt) for prompt in prompts]
+    for place, prompt in enumerate(asked):
+        if not len(prompt):
+            raise ValueError(f"prompt {place} is empty; expected at least one token, such as the tokenizer's bos_id.")
+        if image_rules is None and has_images(prompt):
+            raise ValueError(f"prompt {place} has images. Pass image_rules=tokenizer.image_rules.")
     numbers = sample_numbers(asked) if numbers is None else numbers
-    keys = [RowKey(sampling.seed, identity(prompt), number) for prompt, number in zip(asked, numbers, strict=True)]
+    keys = [RowKey(sampling.seed, _identity(prompt), number) for prompt, number in zip(asked, numbers, strict=True)]
     return [_Row(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))]
 
 
-def sample_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
+def as_document(prompt: Asked | Tensor) -> Document:
+    return prompt if isinstance(prompt, Document) else Document.of([int(token) for token in prompt])
+
+
+def _identity(prompt: Asked) -> bytes:
+    """The identity of a prompt. A text has the same one in runs with and without images."""
+    prompt = as_document(prompt)
+    return prompt.identity if has_images(prompt) else identity(prompt.ids)
+
+
+def sample_numbers(prompts: Sequence[Asked]) -> list[int]:
     """Return the sample number of each prompt: the number of equal prompts before it."""
     seen, numbers = Counter[bytes](), list[int]()
-    for prompt in map(identity, prompts):
+    for prompt in map(_identity, prompts):
         numbers.append(seen[prompt])
         seen[prompt] += 1
     return numbers
@@ -203,6 +234,7 @@ def _decode_rows(
     compile: bool = False,
     prompt_part: int | None = None,
     packed_bytes: float = 0,
+    image_rules: "ImageRules | None" = None,
 ) -> Iterator[dict[int, int]]:
     """Fill the rows' samples, at most `room` rows at a time. Yield each step's tokens by the rows' places; empty after a part of a
     prompt."""
@@ -210,13 +242,13 @@ def _decode_rows(
         raise ValueError("stop_texts need `decode`, a function from ids to text. Pass decode=tokenizer.decode.")
     context = context_length(model.source.config)
     # Equal prompts and equal lengths are together.
-    waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt))
+    waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt.ids.tolist(), _identity(row.prompt)))
     capacity = len(waiting[0].prompt) + sampling.max_new_tokens
     running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
     if not running:  # in a plan
         return
     caches = model.new_cache(len(running), capacity)
-    hidden = yield from _read(model, running, caches, prompt_part)
+    hidden = yield from _read(model, running, caches, image_rules, prompt_part)
     few_rows, compiled = FewRows(model, packed_bytes), CompiledLayers(model) if compile else None
 
     def chosen(hidden: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -264,10 +296,12 @@ def _decode_rows(
             if all(rope.same_frequencies(row.length - 1, row.length) for rope in model.rotary for row in running):
                 ids, answers = step(ids, keys_of(running))
             else:
-                ids, answers = chosen((yield from _read(model, running, caches, prompt_part)), keys_of(running))
+                ids, answers = chosen(
+                    (yield from _read(model, running, caches, image_rules, prompt_part)), keys_of(running)
+                )
         if new:
             part, waiting = caches.part(len(running), len(running) + len(new)), waiting[len(new) :]
-            hidden = yield from _read(model, new, part, prompt_part)
+            hidden = yield from _read(model, new, part, image_rules, prompt_part)
             caches.join(part)
             first_ids, first_answers = chosen(hidden, keys_of(new))
             ids, answers = torch.cat((ids, first_ids)), torch.cat((answers, first_answers))
@@ -315,35 +349,49 @@ def _say_too_long(context: int | None) -> None:  # once per process
 
 
 def _read(
-    model: Decoder, rows: list[_Row], caches: KVCache, prompt_part: int | None
+    model: Decoder, rows: list[_Row], caches: KVCache, image_rules: "ImageRules | None", prompt_part: int | None
 ) -> Generator[dict[int, int], None, Tensor]:
     """Fill the cache with the rows' texts. Return the hidden state (B, D) of each row's last token.
 
-    Equal neighboring texts are read once. A single text is read `prompt_part` tokens at a time, with a yield between
+    Equal neighboring texts are read once. A single text is read about `prompt_part` tokens at a time, with a yield between
     parts.
     """
     device = model.device
-    equal = [list(same) for _, same in groupby((row.text for row in rows), key=identity)]
+    equal = [list(same) for _, same in groupby((row.text for row in rows), key=_identity)]
     groups = [(same[0], len(same)) for same in equal]
     parts, lasts = [], []
     start = 0
     while start < len(groups):
         longest = max(len(text) for text, _ in groups[start:])
         texts = [text for text, _ in groups[start : start + max(1, PROMPT_TOKENS // longest)]]
-        longest, lengths = max(map(len, texts)), on_device([len(text) for text in texts], device)
-        padded = on_device([text + [0] * (longest - len(text)) for text in texts], device)  # (B, T)
         part = caches.part(start, start + len(texts))
+        start += len(texts)
         if prompt_part is not None and len(texts) == 1:
             # Only if the rotary frequencies do not depend on the length of the text.
-            while longest > prompt_part and all(rope.same_frequencies(1, longest) for rope in model.rotary):
-                forward_as_written(model, padded[:, :prompt_part], part)
-                padded, longest, lengths = padded[:, prompt_part:], longest - prompt_part, lengths - prompt_part
+            while len(texts[0]) > prompt_part and all(rope.same_frequencies(1, longest) for rope in model.rotary):
+                end = prompt_part if image_rules is None else behind_image(texts[0], prompt_part, image_rules.merge)
+                if end == len(texts[0]):
+                    break
+                forward_as_written(model, cache=part, **padded_inputs([texts[0][:end]], image_rules, device))
+                texts = [texts[0][end:]]
                 yield {}
-        hidden = forward_as_written(model, padded, part, None if len(set(map(len, texts))) == 1 else lengths)
+        is_even = len(set(map(len, texts))) == 1
+        lengths = on_device([len(text) for text in texts], device)
+        inputs = padded_inputs(texts, image_rules, device)
+        hidden = forward_as_written(model, cache=part, lengths=None if is_even else lengths, **inputs)
         lasts.append(hidden[torch.arange(len(texts), device=device), lengths - 1])
         parts.append(part)
-        start += len(texts)
     return torch.cat(lasts)[caches.spread(parts, [count for _, count in groups])]
+
+
+def padded_inputs(texts: Sequence[Document], image_rules: "ImageRules | None", device: torch.device) -> dict[str, Any]:
+    """Arguments of the forward pass over texts, padded on the right. image_rules: of texts with columns of images."""
+    longest = max(map(len, texts))
+    if image_rules is None or IMAGE_ROW not in texts[0].per_token:
+        rows = [text.ids.tolist() + [0] * (longest - len(text)) for text in texts]
+        return {"input_ids": on_device(rows, device)}  # (B, T)
+    batch = batch_of(texts, kind="padded", row_tokens=longest, pad_id=0, image_rules=image_rules).to(device)
+    return {name: batch.inputs[name] for name in ("input_ids", "images", "position_shift") if name in batch.inputs}
 
 
 def _as_written() -> Any:
@@ -351,6 +399,6 @@ def _as_written() -> Any:
     return torch.compiler.set_stance("force_eager")
 
 
-def forward_as_written(model: Decoder, ids: Tensor, caches: KVCache, lengths: Tensor | None = None) -> Tensor:
+def forward_as_written(model: Decoder, input_ids: Tensor, cache: KVCache, **inputs: Any) -> Tensor:
     with _as_written():
-        return model(ids, cache=caches, return_hidden=True, lengths=lengths)
+        return model(input_ids, cache=cache, return_hidden=True, **inputs)

@@ -171,7 +171,7 @@ def empty_model(
     is_quantized: bool = False,
     images: bool = False,
 ) -> Decoder:
-    """The model that `load_model` would return, on the meta device and without reading weights, with `images` with its vision
+    """The model that `load_model` would return, on the meta device and without reading weights; with `images`, with its vision
     tower. `is_quantized` ignores the quantization in config.json, which `load_model` checks."""
     return _from_folder(
         path, lambda folder: _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized, images)

@@ -67,20 +67,21 @@ class Completion:
         }
         return row | {f"extra/{name}" if name in row else name: self.extras.get(name) for name in columns}
 
-    def document(self, prompt: Sequence[int]) -> Document:
+    def document(self, prompt: Document) -> Document:
         """The prompt and the completion, of which the sampled tokens are trained."""
-        return Document(np.array([*prompt, *self.ids]), np.array([False] * len(prompt) + self.trained))
+        return prompt.continued(self.ids, self.trained)
 
-    def document_with_values(self, prompt: Sequence[int], names: Sequence[str]) -> Document:
+    def document_with_values(self, prompt: Document, names: Sequence[str]) -> Document:
         """The document with the values of its tokens, by the names of `PolicyBatch`."""
         found = vars(self) | {"sampled": self.log_probs, "advantages": self.token_advantages}
         types = {name: bool if name == "counts" else np.float32 for name in names}
         columns = {n: np.array([0] * len(prompt) + self.of_tokens(found[n]), dtype=types[n]) for n in names}
         document = self.document(prompt)
-        return Document(document.ids, document.trained, columns, {"prompt": np.array([len(prompt)])})
+        of_document = {**document.per_document, "prompt": np.array([len(prompt)])}
+        return Document(document.ids, document.trained, {**document.per_token, **columns}, of_document)
 
 
-def documents_of(completions: Sequence[Completion], prompts: Sequence[Sequence[int]]) -> list[Document]:
+def documents_of(completions: Sequence[Completion], prompts: Sequence[Document]) -> list[Document]:
     """The documents of completions, with the values that any of them has."""
     always = ("counts", "sampled", "advantages")
     names = [name for name in TOKEN_VALUES if name in always or any(getattr(one, name) for one in completions)]

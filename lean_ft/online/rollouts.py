@@ -25,6 +25,7 @@ from torch import Tensor
 from lean_ft.data import Batch, PairBatch, PolicyBatch, Prompt, Prompts
 from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.data.collate import batch_of
+from lean_ft.data.columns import Document
 from lean_ft.data.completions import SampledCompletions
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
@@ -319,9 +320,9 @@ class Rollouts(Rounds[PolicyBatch]):
 
     def _batch(self, first: int) -> PolicyBatch:
         answers = self._answers[first : first + self._cfg.batch_size]
-        return self._policy_batch(answers, [self._prompts[answer.prompt].ids for answer in answers], first)
+        return self._policy_batch(answers, [self._prompts[answer.prompt].text for answer in answers], first)
 
-    def _policy_batch(self, answers: Sequence[Completion], prompts: Sequence[list[int]], first: int) -> PolicyBatch:
+    def _policy_batch(self, answers: Sequence[Completion], prompts: Sequence[Document], first: int) -> PolicyBatch:
         """The batch of the completions numbered from `first` on."""
         group, documents = self._cfg.generation.num_answers, documents_of(answers, prompts)
         begins_group = [i == 0 or (first + i) % group == 0 for i in range(len(answers))]
@@ -333,6 +334,7 @@ class Rollouts(Rounds[PolicyBatch]):
             row_tokens=max(map(len, documents)) + PADDED_TO_MULTIPLE_OF,
             pad_id=self._pad_id,
             shared=np.array(shared) if self._shares_prompts else None,
+            image_rules=self._prompts.image_rules,
         )
         assert isinstance(batch, PolicyBatch)
         return replace(batch, answers=range(first, first + len(answers)))
@@ -345,7 +347,7 @@ class Rollouts(Rounds[PolicyBatch]):
         answer = Completion(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
         answer.old = zeros if self.looks_back else []
         answer.values = answer.returns = zeros if self._has_values else []
-        return self._policy_batch([answer] * size, [self._prompts[0].ids] * size, first)
+        return self._policy_batch([answer] * size, [self._prompts[0].text] * size, first)
 
 
 class ValuedRollouts(Rollouts):
@@ -399,9 +401,9 @@ class PairRollouts(Rounds[PairBatch]):
 
     def _batch(self, pairs: Sequence[tuple[Completion, Completion]]) -> PairBatch:
         answers = [one for pair in pairs for one in pair]
-        return self._pair_batch(answers, [self._prompts[one.prompt].ids for one in answers])
+        return self._pair_batch(answers, [self._prompts[one.prompt].text for one in answers])
 
-    def _pair_batch(self, answers: Sequence[Completion], prompts: Sequence[list[int]]) -> PairBatch:
+    def _pair_batch(self, answers: Sequence[Completion], prompts: Sequence[Document]) -> PairBatch:
         """answers: the chosen completion of each pair before the rejected one, which shares its prompt."""
         documents = [one.document(prompt) for one, prompt in zip(answers, prompts, strict=True)]
         shared = [len(prompt) * (i % 2) for i, prompt in enumerate(prompts)]
@@ -413,6 +415,7 @@ class PairRollouts(Rounds[PairBatch]):
             row_tokens=2 * max(map(len, documents)) + PADDED_TO_MULTIPLE_OF,
             pad_id=self._pad_id,
             shared=np.array(shared) if self._shares_prompts else None,
+            image_rules=self._prompts.image_rules,
         )
         assert isinstance(batch, PairBatch)
         return batch
@@ -420,4 +423,4 @@ class PairRollouts(Rounds[PairBatch]):
     def longest(self) -> PairBatch:
         longest = Completion(0, [0] * self._cfg.generation.max_new_tokens, [], True, 0.0, [], "")
         number = 2 * self._cfg.batch_size
-        return self._pair_batch([longest] * number, [self._prompts[0].ids] * number)
+        return self._pair_batch([longest] * number, [self._prompts[0].text] * number)

@@ -57,9 +57,9 @@ class Sampler:
             stop_texts=tuple(generation.stop),
             **generation.drawn,
         )
-        asked = [prompt.ids for prompt in prompts]
         if self._generation.engine == "vllm":
-            return self._server(self._model, asked, how)
+            return self._server(self._model, [prompt.ids for prompt in prompts], how)
+        asked = [prompt.text for prompt in prompts]
         numbers = sample_numbers(asked)
         # Consecutive prompts, and all completions of a prompt on one rank, which reads it once. Ranks that share
         # attention heads sample for the same prompts.
@@ -76,6 +76,7 @@ class Sampler:
                     how,
                     numbers=numbers[mine],
                     decode=self._tokenizer.decode,
+                    image_rules=self._tokenizer.image_rules,
                     cache_gib=generation.cache_gib,
                     compile=generation.compile,
                 )

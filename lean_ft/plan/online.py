@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lean_ft.data import Prompt
+from lean_ft.data.columns import Document
 from lean_ft.generation.choosing import Sampling, choose
 from lean_ft.generation.decoding import PROMPT_TOKENS, forward_as_written
 from lean_ft.models import Decoder, FewRows
@@ -34,13 +35,13 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
 
 
 def rehearse_generation(
-    model: Decoder, prompts: Sequence[Sequence[int]], capacity: int, packed_bytes: float, *, is_cpu: bool
+    model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, *, is_cpu: bool
 ) -> None:
     """Run the cache, the prompts' pass, and the pass of the last token."""
     packed = FewRows(model, packed_bytes, pack=torch.clone) if is_cpu else None
     longest = max(map(len, prompts))
     caches = model.new_cache(len(prompts), capacity)
-    texts = min(len({tuple(prompt) for prompt in prompts}), max(1, PROMPT_TOKENS // longest))
+    texts = min(len({prompt.identity for prompt in prompts}), max(1, PROMPT_TOKENS // longest))
     forward_as_written(model, torch.zeros(texts, longest, dtype=torch.int64), caches.part(0, texts))
     caches.filled = capacity - 1
     hidden = forward_as_written(model, torch.zeros(len(prompts), 1, dtype=torch.int64), caches)[:, 0]

@@ -157,7 +157,7 @@ class Attention(nn.Module):
             if cache.owner.starts_empty:
                 attended = attend_rows(query, key, value, self.scoring, self.sinks, sight)
             else:
-                attended = attend_filled(query, keys, values, cache, self.scoring, self.sinks)
+                attended = attend_filled(query, keys, values, cache, self.scoring, self.sinks, sight)
         attended = attended.flatten(-2)
         result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
         return (result, (key, value)) if self.is_kv_source else result
@@ -193,7 +193,7 @@ class AttentionToShared(nn.Module):
         elif cache.owner.starts_empty:
             attended = attend_rows(query, *shared, self.scoring, None, sight)
         else:
-            attended = attend_filled(query, *cache.filled(len(query)), cache, self.scoring, None)
+            attended = attend_filled(query, *cache.filled(len(query)), cache, self.scoring, None, sight)
         return self.o_proj(attended.flatten(-2))
 
 
@@ -259,7 +259,7 @@ def attend_documents(
     sees_ahead = (
         sight is not None and sight.ends is not None
     )  # as `varlen_attn` cannot, which also needs multiples of 8
-    if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0 and not sees_ahead:
+    if has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0 and not sees_ahead:
         # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true length
         # would wait for the device in every layer.
         back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
@@ -294,7 +294,13 @@ def _chunk_bounds(cu_seqlens: Tensor, chunk: int, num_tokens: int) -> Tensor:
 
 
 def attend_filled(
-    query: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cache: LayerCache,
+    scoring: Scoring,
+    sinks: Tensor | None,
+    sight: Sight | None = None,
 ) -> Tensor:
     """The attention of query (B, T, H, D) to the cached keys and values (B, filled, K, D)."""
     of_kernel = cache.owner.of_kernel
@@ -310,7 +316,8 @@ def attend_filled(
             **_GROUPED,
         )
         return attended[:, None]
-    visible = cache.owner.visible(scoring.window, scoring.chunk)  # (B, T, C)
+    ends = None if sight is None else sight.ends
+    visible = cache.owner.visible(scoring.window, scoring.chunk, ends)  # (B, T, C)
     num_kv_heads = keys.shape[2]
     if scoring.softcap is None and sinks is None:
         q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
@@ -336,7 +343,7 @@ def attend_filled(
     return torch.einsum("bkgtc,bckd->btkgd", weights, values).flatten(2, 3)
 
 
-def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+def has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
     return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
 
@@ -344,7 +351,7 @@ def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
 def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """The same for one new token of rows whose lengths are on the device."""
     is_plain = scoring.chunk is None and query.shape[-1] % 8 == 0 and "seqused_k" in _VARLEN_OPTIONS
-    return is_plain and _has_kernels(query, scoring, sinks)
+    return is_plain and has_kernels(query, scoring, sinks)
 
 
 def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
@@ -353,7 +360,7 @@ def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor
     if scoring.window is not None or is_cut or not _is_plain(query, scoring, sinks):
         return False
     same_heads = query.shape[2] == key.shape[2] and query.shape[3] % 8 == 0
-    return same_heads or _has_kernels(query, scoring, sinks)
+    return same_heads or has_kernels(query, scoring, sinks)
 
 
 def _is_plain(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:

@@ -52,9 +52,8 @@ class VisionConfig:
     qkv_norms: bool = False  # RMSNorms of each head's queries, keys and values, the last without a weight
     attention_scale: float | None = None  # None: head_dim ** -0.5
     rope_theta: float | None = None  # rotary positions over rows and columns; None: none
-    # How the pairs of features are divided. "same": the first half of the pairs turns with rows and the second half, with the same
-    # frequencies, with columns; "alternating": rows and columns have every other frequency; "halves": a head's first half turns
-    # with columns, its second half with rows.
+    # "same": the first half of a head's pairs turns with rows, the second with columns, at the same frequencies; "alternating":
+    # rows and columns have every other frequency; "halves": a head's first half turns with columns, its second half with rows.
     rope_axes: Literal["same", "alternating", "halves"] = "same"
     window: int = 0  # attention is within squares of so many embeddings' side; 0: within the image
     whole_layers: tuple[int, ...] = ()  # layers without windows
@@ -96,8 +95,8 @@ class VisionFamily:
     on_disk: Mapping[str, str] = field(default_factory=dict)
     # Other spellings of these names in folders, and what replaces them.
     spellings: Mapping[str, str] = field(default_factory=dict)
-    # The decoder's frequencies belong to time, height and width in turn, not section by section.
-    alternating_axes: bool = True
+    # Whether the decoder's frequencies belong to time, height and width in turn, or section by section. None: positions have one axis.
+    alternating_axes: bool | None = None
 
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
@@ -108,22 +107,34 @@ _WHOLE_DEFAULTS |= {"scale_factor": 2, "downsample_factor": 2, "projector_hidden
 _WHOLE_DEFAULTS |= {"projector_use_layernorm": True}
 
 
-def _layers(vision: ConfigFields, of: str = "num_hidden_layers", heads: str = "num_attention_heads") -> dict[str, Any]:
-    """The facts that most towers read under the same names."""
-    field = next(name for name in ("hidden_activation", "hidden_act") if vision.get(name) is not None)
-    if (activation := str(vision.get(field))) not in _ACTIVATIONS:
-        raise ValueError(f"{vision.where}: {field} is {activation!r}; expected one of {listed(_ACTIVATIONS)}.")
+def _object(fields: ConfigFields, name: str, defaults: Mapping[str, Any]) -> ConfigFields:
+    """The fields of an object inside, which may be absent."""
+    if not isinstance(value := fields.get(name) or {}, dict):
+        raise ValueError(f"{fields.where}: {name} is {value!r}; expected an object.")
+    return ConfigFields(value, defaults, f"{fields.where}: {name}")
+
+
+def _layers(
+    vision: ConfigFields, count: str = "num_hidden_layers", heads: str = "num_attention_heads", act: str = "hidden_act"
+) -> dict[str, Any]:
+    """The facts that most towers have, by the fields' names."""
+    if (activation := str(vision.get(act))) not in _ACTIVATIONS:
+        raise ValueError(f"{vision.where}: {act} is {activation!r}; expected one of {listed(_ACTIVATIONS)}.")
     sizes = {size: vision.count(size) for size in ("hidden_size", "intermediate_size", "patch_size")}
     return sizes | {
-        "num_layers": vision.count(of),
+        "num_layers": vision.count(count),
         "num_heads": vision.count(heads),
         "activation": _ACTIVATIONS[activation],
     }
 
 
 def _theta(vision: ConfigFields) -> float:
-    rope = vision.get("rope_parameters") or {}
-    return ConfigFields(rope, {"rope_theta": vision.get("rope_theta")}, vision.where).positive("rope_theta")
+    return _object(vision, "rope_parameters", {"rope_theta": vision.get("rope_theta")}).positive("rope_theta")
+
+
+def _text(whole: ConfigFields) -> ConfigFields:
+    """The fields of the language model, with the default that images need."""
+    return _object(whole, "text_config", {"pad_token_id": 0})
 
 
 def _root(number: int) -> int:
@@ -138,7 +149,7 @@ def _qwen3_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig
         **_layers(vision, "depth", "num_heads"), "merge": merge, "frames": vision.count("temporal_patch_size"),
         "positions": "corners", "table_side": _root(vision.count("num_position_embeddings")), "fused_qkv": True,
         "rope_theta": _theta(vision), "projector_sizes": (size * merge**2,),
-        "deepstack": tuple(vision.get("deepstack_visual_indexes") or ()),
+        "deepstack": tuple(vision.layer_numbers("deepstack_visual_indexes") or ()),
     }
 
 
@@ -148,7 +159,7 @@ def _qwen2_5_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConf
         **_layers(vision, "depth", "num_heads"), "merge": merge, "frames": vision.count("temporal_patch_size"),
         "patch_bias": False, "norm": "rms", "is_gated": True, "fused_qkv": True, "rope_theta": _theta(vision),
         "window": vision.count("window_size") // vision.count("patch_size") // merge,
-        "whole_layers": tuple(vision.get("fullatt_block_indexes")), "projector_norm": "rms",
+        "whole_layers": tuple(vision.layer_numbers("fullatt_block_indexes") or ()), "projector_norm": "rms",
         "projector_sizes": (size * merge**2,),
     }
 
@@ -177,8 +188,8 @@ def _gemma4(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig")
     sees = "in_windows" if _text(whole).get("use_bidirectional_attention") == "vision" else "never"
     pad = _text(whole).count("pad_token_id", least=0) if decoder.layer_input_dim else None
     return {
-        **_layers(vision), "merge": vision.count("pooling_kernel_size"), "centers_colors": True, "linear_patches": True,
-        "patch_bias": False, "positions": "sum", "table_side": vision.count("position_embedding_size"), "norm": "rms",
+        **_layers(vision, act="hidden_activation"), "merge": vision.count("pooling_kernel_size"), "centers_colors": True,
+        "linear_patches": True, "patch_bias": False, "positions": "sum", "table_side": vision.count("position_embedding_size"), "norm": "rms",
         "norm_eps": vision.positive("rms_norm_eps"), "post_norms": True, "bias": False,
         "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "is_gated": True, "qkv_norms": True,
         "attention_scale": 1.0, "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True,
@@ -278,10 +289,11 @@ _GEMMA4_DEFAULTS = {
     "position_embedding_size": 10_240, "use_clipped_linears": False, "standardize": False, "rope_theta": 100.0,
     "mm_embed_dim": 3840, "mm_posemb_size": 1120,
 }
-_QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."})
+_QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."}, alternating_axes=True)
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, _SPELLINGS),
+    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
+    "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, _SPELLINGS),
     "mistral3": VisionFamily(_mistral3, {"hidden_act": "gelu", "rope_theta": 10_000.0}, _PIXTRAL),
     "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),
     "gemma4_unified": VisionFamily(_gemma4_unified, _GEMMA4_DEFAULTS, _GEMMA4_UNIFIED, _UNIFIED_SPELLINGS),
@@ -290,11 +302,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "qwen2_5_vl": VisionFamily(_qwen2_5_vl, _QWEN2_5_DEFAULTS, _QWEN2_5, alternating_axes=False),
 }
 # fmt: on
-
-
-def _text(whole: ConfigFields) -> ConfigFields:
-    """The fields of the language model, with the default that images need."""
-    return ConfigFields(whole.get("text_config") or {}, {"pad_token_id": 0}, f"{whole.where}: text_config")
 
 
 def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: str = "config.json") -> VisionConfig:
@@ -318,6 +325,14 @@ def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: st
                 f"{where}: {key} is {whole.get(key)!r}; expected {value!r}, the only value that is supported."
             )
     tower = VisionConfig(**{"out_size": decoder.hidden_size, **family.facts(vision, whole, decoder)})
+    if family.alternating_axes is not None and not any(layer.rope and layer.rope.axes for layer in decoder.layers):
+        raise ValueError(f"{where}: text_config lacks mrope_section in its rotary settings, which images need.")
+    same = {"head_dim": tower.head_dim, "num_key_value_heads": tower.num_heads}
+    if different := [key for key, value in same.items() if tower.num_layers and vision.get(key) not in (None, value)]:
+        key = different[0]
+        raise ValueError(
+            f"{vision.where}: {key} is {vision.get(key)!r}; expected {same[key]}, the only value that is supported."
+        )
     if tower.hidden_size % (4 * tower.num_heads):
         expected = f"a multiple of 4 times the number of attention heads, {tower.num_heads}"
         raise ValueError(f"{vision.where}: hidden_size is {tower.hidden_size}; expected {expected}.")

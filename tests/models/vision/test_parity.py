@@ -1,27 +1,29 @@
 """Models with images against transformers, in float32."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
 
 from lean_ft.models import Decoder, load_model, save_model
-from lean_ft.models.source import source_of
 from tests.models.vision.documents import (
     CASES,
+    COUNTS,
     IMAGE,
     Case,
+    batch_of,
+    differences,
     draw_all,
+    greedy_tokens,
     inputs,
-    loss,
-    reference,
+    position_shift,
     save,
     split,
-    their_logits,
+    their_greedy_tokens,
 )
-
-COUNTS = [[1], [2, 0], [1, 0, 2]]  # images of the documents of a batch
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -39,37 +41,12 @@ def model(folder: Path) -> Decoder:
     return load_model(folder, images="train")
 
 
-def _gradients_on_disk(model: Decoder) -> dict[str, Tensor]:
-    """The gradients by the names that transformers' model gives to the parameters."""
-    source, gradients = source_of(model), {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, f"{name} has no gradient"
-        in_memory = ".experts." in name and [(name, parameter.grad)]  # stored as one tensor per expert
-        for place, gradient in in_memory or [
-            (place, part.values) for place, part in source.stored(name, parameter.grad)
-        ]:
-            gradients[source.name_in_whole(place)] = gradient
-    return gradients
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_logits_and_gradients(case: Case, model: Decoder, counts: list[int], packed: bool):
-    documents = draw_all(case, counts)
-    theirs = [their_logits(case, document) for document in documents]
-    ours = split(model(**inputs(case, model, documents, packed=packed)), documents, packed=packed)
-    for own, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own, their, rtol=0, atol=case.tolerance)
-    reference(case).zero_grad()
-    loss(theirs, documents).backward()
-    loss(ours, documents).backward()
-    expected = {name: p.grad for name, p in reference(case).named_parameters() if p.grad is not None}
-    gradients = _gradients_on_disk(model)
-    assert gradients.keys() == expected.keys()
-    # Some gradients are 0 in theory, as of the keys' biases, so their noise is compared with the largest gradient.
-    largest = max(gradient.norm() for gradient in expected.values())
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() <= 1e-3 * expected[name].norm() + 1e-6 * largest, name
+    of_logits, of_gradients = differences(case, model, draw_all(case, counts), packed=packed)
+    assert of_logits <= case.tolerance
+    assert of_gradients <= 1e-3
 
 
 def test_a_packed_document_is_computed_as_if_alone(case: Case, model: Decoder):
@@ -102,41 +79,94 @@ def test_a_frozen_tower_keeps_no_graph_and_computes_groups_of_images(case: Case,
     }
 
 
-@torch.no_grad()
 def test_greedy_tokens(case: Case, model: Decoder):
-    documents, theirs, new = draw_all(case, [2, 0, 1], seed=3), reference(case), 10
-    options = {
-        "do_sample": False,
-        "min_new_tokens": new,
-        "max_new_tokens": new,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    expected = []
-    for document in documents:
-        ids = torch.tensor([document.ids])
-        if hasattr(theirs.model, "rope_deltas"):
-            theirs.model.rope_deltas = None
-        kwargs = case.inputs(case, document.images, ids)
-        kwargs |= {"attention_mask": torch.ones_like(ids), "suppress_tokens": list(range(IMAGE, 96))}
-        expected.append(theirs.generate(ids, **options, **kwargs)[0, len(document.ids) :].tolist())
-    given = inputs(case, model, documents, packed=False)
-    lengths, rows = torch.tensor([len(document.ids) for document in documents]), torch.arange(len(documents))
-    cache = model.new_cache(len(documents), int(lengths.max()) + new)
-    logits = model(**given, cache=cache, lengths=lengths)[rows, lengths - 1]
-    chosen = []
-    for _ in range(new):
-        logits[:, IMAGE:] = -torch.inf
-        chosen.append(logits.argmax(-1))
-        if len(chosen) < new:
-            logits = model(chosen[-1][:, None], cache=cache)[:, 0]
-    assert torch.stack(chosen, 1).tolist() == expected
+    """With a cache, in rows of different lengths."""
+    documents = draw_all(case, [2, 0, 1], seed=3)
+    assert greedy_tokens(case, model, documents) == [their_greedy_tokens(case, document) for document in documents]
+
+
+def _document(case: Case, model: Decoder) -> tuple[dict[str, Any], Any]:
+    """A document with 2 images, and the decoder's arguments."""
+    (document,) = draw_all(case, [2])
+    kwargs = inputs(case, model, [document], packed=False)
+    kwargs.setdefault("position_shift", torch.from_numpy(position_shift(document))[None] * 0)
+    return kwargs, document
+
+
+@torch.no_grad()
+def test_a_prompt_in_two_parts(case: Case, model: Decoder):
+    """Each part has whole images."""
+    kwargs, document = _document(case, model)
+    cut, cache = document.spans[1][0] - 1, model.new_cache(1, 200)
+    parts = []
+    for part, image in ((slice(0, cut), document.images[:1]), (slice(cut, None), document.images[1:])):
+        ids, shift = (kwargs[name][:, part] for name in ("input_ids", "position_shift"))
+        images = batch_of(case, image, (ids[0] == IMAGE).nonzero()[:, 0])
+        parts.append(model(ids, images=images, position_shift=shift, cache=cache))
+    torch.testing.assert_close(torch.cat(parts, 1), model(**kwargs), rtol=0, atol=case.tolerance)
+
+
+def test_completions_share_a_prompt_with_images(case: Case, model: Decoder):
+    if model.config.has_states:
+        pytest.skip("recurrent layers have no shared prompts")
+    kwargs, document = _document(case, model)
+    length, completions = len(document.ids), [[20, 30, 40, 50, 25, 35], [60, 70, 80]]
+    shift = kwargs["position_shift"]
+    bounds = torch.tensor([0, 0, *map(len, completions)]).cumsum(0) + torch.tensor([0, length, length, length])
+    shared = kwargs | {
+        "input_ids": torch.tensor([document.ids + completions[0] + completions[1]]),
+        "position_shift": torch.cat((shift, shift[:, -1:].expand(1, 9)), 1),
+        "cu_seqlens": bounds.int(), "prefixes": torch.tensor([[0, 0], [0, length], [0, length]]).int(),
+    }  # fmt: skip
+    logits = model(**shared, num_prefix_tokens=2 * length)[0].split([length, *map(len, completions)])
+    for completion, own in zip(completions, logits[1:], strict=True):
+        longer = {"position_shift": torch.cat((shift, shift[:, -1:].expand(1, len(completion))), 1)}
+        alone = model(**kwargs | longer | {"input_ids": torch.tensor([document.ids + completion])})[0, length:]
+        torch.testing.assert_close(own, alone, rtol=0, atol=case.tolerance)
 
 
 def test_text_is_computed_as_without_the_tower(case: Case, folder: Path, model: Decoder):
     kwargs = inputs(case, model, draw_all(case, [0, 0]), packed=True)
     kwargs.pop("position_shift", None)
     assert torch.equal(model(**kwargs), load_model(folder)(**kwargs))
+
+
+# Beginnings of names as transformers saves them, and as they are on the Hub.
+SPELLINGS = {
+    "gemma3": {"vision_tower.": "vision_tower.vision_model."},
+    "mistral3": {"model.vision_tower.": "vision_tower.", "model.language_model.": "language_model.model."},
+    "lfm2_vl": {"model.vision_tower.": "model.vision_tower.vision_model."},
+    "gemma4_unified": {
+        "model.embed_vision.multimodal_embedder.": "model.embed_vision.", "model.embed_vision.p": "model.vision_embedder.p",
+    },
+    "qwen2_5_vl": {"model.visual.": "visual.", "model.language_model.": "model."},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings_of_names_are_read_and_written(name: str, tmp_path: Path):
+    source, copy = save(CASES[name], tmp_path / "source"), tmp_path / "copy"
+    expected = load_model(source, images="frozen").state_dict()
+    tensors = {}
+    for place, tensor in load_file(source / "model.safetensors").items():
+        place = re.sub("^(language_model.model.|model.language_model.)", "model.language_model.", place)
+        place = re.sub("^(vision_tower|multi_modal_projector)", r"model.\1", place) if name != "gemma3" else place
+        for start, other in SPELLINGS[name].items():
+            place = other + place.removeprefix(start) if place.startswith(start) else place
+        tensors[place] = tensor
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    model = load_model(source, images="frozen")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    save_model(model, copy)
+    assert load_file(copy / "model.safetensors").keys() == tensors.keys()
+
+
+def test_random_weights_are_saved_as_a_folder_that_is_read(case: Case, folder: Path, tmp_path: Path):
+    model = load_model(folder, images="train", random_init=True)
+    save_model(model, tmp_path)
+    state = load_model(tmp_path, images="train").state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(tensor.isfinite().all() for name, tensor in state.items() if not name.endswith(("_min", "_max")))
 
 
 def test_saving_writes_the_folder_that_was_read(case: Case, folder: Path, model: Decoder, tmp_path: Path):

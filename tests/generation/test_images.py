@@ -1,0 +1,131 @@
+"""Completions of prompts with images."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lean_ft.data.columns import Document
+from lean_ft.data.images import read_header, with_columns
+from lean_ft.generation import Sampling, sample, sample_numbers, sample_steps
+from lean_ft.images.rules import ImageRules, image_rules
+from lean_ft.models import Decoder, load_model
+from tests.models.vision.documents import CASES, IMAGE, Case, draw_all, reference, save
+from tests.models.vision.documents import Document as Drawn
+
+NEW = 8
+
+
+@pytest.fixture(scope="module", params=[name for name in ("qwen3_vl", "qwen3_5", "gemma3") if name in CASES])
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def loaded(case: Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, ImageRules]:
+    folder = save(case, tmp_path_factory.mktemp(case.name))
+    return load_model(folder, images="frozen"), image_rules(folder)
+
+
+def as_prompt(drawn: Drawn, rules: ImageRules) -> Document:
+    images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in drawn.images]
+    text = Document(np.array(drawn.ids, dtype=np.int32), np.zeros(len(drawn.ids), dtype=bool))
+    return with_columns(text, [read_header(image, Path(), rules) for image in images], rules, IMAGE)
+
+
+def greedy_of_transformers(case: Case, drawn: Drawn) -> list[int]:
+    model: Any = reference(case)
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    ids = torch.tensor([drawn.ids])
+    options = {
+        "do_sample": False,
+        "min_new_tokens": NEW,
+        "max_new_tokens": NEW,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    given = case.inputs(case, drawn.images, ids) | {"attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        return model.generate(ids, **options, **given, suppress_tokens=[IMAGE, IMAGE + 1])[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture
+def model(loaded: tuple[Decoder, ImageRules], monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """The model, which never chooses an image token."""
+    model = loaded[0]
+    logits = model.logits
+    suppressed = torch.tensor([IMAGE, IMAGE + 1])
+    monkeypatch.setattr(model, "logits", lambda hidden: logits(hidden).index_fill(-1, suppressed, -torch.inf))
+    return model
+
+
+def test_greedy_tokens_are_those_of_transformers(case: Case, loaded, model: Decoder):
+    drawn, rules = draw_all(case, [2, 0, 1, 1], seed=3), loaded[1]
+    prompts, expected = [as_prompt(one, rules) for one in drawn], [greedy_of_transformers(case, one) for one in drawn]
+    row_gib = model.cache_bytes(1, max(map(len, prompts)) + NEW) / 2**30
+    for rows in (4, 2):  # with a cache of 2 rows, the others wait
+        found = sample(model, prompts, Sampling(NEW), image_rules=rules, cache_gib=rows * row_gib)
+        assert [one.ids for one in found] == expected
+    # The first part would end inside of an image.
+    steps = list(sample_steps(model, prompts[:1], Sampling(NEW), image_rules=rules, prompt_part=9))
+    assert [token for (token,) in steps if token is not None] == expected[0]
+
+
+def test_samples_do_not_depend_on_the_other_rows(case: Case, loaded, model: Decoder):
+    prompts, rules = [as_prompt(one, loaded[1]) for one in draw_all(case, [1, 0, 2, 1], seed=5)], loaded[1]
+    asked = [i for i in range(len(prompts)) for _ in range(2)]
+    sampling, numbers = Sampling(NEW, temperature=1.3, seed=4), [i % 2 for i in range(len(asked))]
+
+    def drawn(order: list[int]) -> dict[tuple[int, int], list[int]]:
+        rows = [prompts[asked[i]] for i in order]
+        found = sample(model, rows, sampling, numbers=[numbers[i] for i in order], image_rules=rules)
+        return {(asked[i], numbers[i]): one.ids for i, one in zip(order, found, strict=True)}
+
+    alone = {key: ids for i in range(len(asked)) for key, ids in drawn([i]).items()}
+    for trial in range(3):
+        order = random.Random(trial).sample(range(len(asked)), 5)
+        assert drawn(order).items() <= alone.items()
+
+
+def test_an_image_is_encoded_once_for_all_completions_of_its_prompt(case: Case, loaded, model: Decoder):
+    (drawn,) = draw_all(case, [1])
+    grids = []
+    assert model.vision is not None
+    handle = model.vision.register_forward_pre_hook(lambda tower, given: grids.append(given[1]))
+    sample(model, [as_prompt(drawn, loaded[1])] * 4, Sampling(NEW, temperature=1.0), image_rules=loaded[1])
+    handle.remove()
+    assert [len(some) for some in grids] == [1]
+
+
+def test_equal_ids_with_different_images_are_different_prompts(case: Case, loaded, model: Decoder):
+    (drawn,) = draw_all(case, [1])
+    other = drawn._replace(images=[255 - image for image in drawn.images])
+    prompts = [as_prompt(one, loaded[1]) for one in (drawn, other, drawn)]
+    assert np.array_equal(prompts[0].ids, prompts[1].ids)
+    assert sample_numbers(prompts) == [0, 0, 1]
+    # Even tokens of a model that ignores its input differ, because the random keys do.
+    model.logits = lambda hidden: torch.zeros(len(hidden), 90)  # type: ignore[method-assign]
+    first, second, third = (
+        one.ids
+        for one in sample(model, prompts, Sampling(NEW, temperature=1.0), numbers=[0, 0, 0], image_rules=loaded[1])
+    )
+    assert first == third != second
+    # A text has the same key with and without columns of images.
+    ids = list(range(20))
+    text = as_prompt(Drawn(ids, [], []), loaded[1])
+    of_text, alone = (
+        sample(model, [prompt], Sampling(NEW, temperature=1.0), image_rules=rules)[0].ids
+        for prompt, rules in ((text, loaded[1]), (ids, None))
+    )
+    assert of_text == alone
+
+
+def test_images_need_the_rules(case: Case, loaded, model: Decoder):
+    (drawn,) = draw_all(case, [1])
+    with pytest.raises(ValueError, match="prompt 0 has images. Pass image_rules"):
+        sample(model, [as_prompt(drawn, loaded[1])], Sampling(NEW))
