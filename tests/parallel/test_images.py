@@ -1,43 +1,65 @@
-"""Two ranks that each load their rows of a model with images compute and save what one process does."""
+"""Two ranks that train with images, of which one has all images, equal one process."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from safetensors.torch import load_file
 
-from lean_ft.models import load_model, save_model
-from lean_ft.parallel import join, parallelize
-from tests.models.vision.documents import CASES, draw_all, inputs, save
-from tests.parallel.processes import on_ranks
-from tests.parallel.small_training import CPU, Config
+from tests.parallel.processes import on_ranks, supported
+from tests.recipes.conftest import run_recipe
+from tests.training.image_runs import model_folder, write_rows
+from tests.training.toy_runs import metrics
 
-pytestmark = pytest.mark.long
-
-NAMES = "qwen3_vl", "gemma3", "gemma4"
-
-
-def work(folder: Path) -> dict[str, Any]:
-    results = {}
-    for name in NAMES:
-        cfg = Config()
-        ranks = join(cfg.parallel, CPU)
-        model = load_model(folder / name, CPU if ranks.size == 1 else "meta", images="train")
-        parallelize(model, cfg.parallel, ranks, tokens=64)
-        kwargs = inputs(CASES[name], model, draw_all(CASES[name], [1, 2]), packed=True)
-        logits = model(**kwargs)
-        logits.square().mean().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        save_model(model, folder / f"{name}_of_{ranks.size}", ranks=ranks)
-        results[name] = logits.detach()
-    return results
+SETTINGS = ("model.dtype=float32", "device=cpu", "plan=false", "schedule.name=constant", "memory.host_pool=false")
+# Micro-batches of one row each. With two ranks, the second one has those without images.
+SETTINGS += ("batch_size=1", "gradient_accumulation_steps=2", "data.shuffle=false", "epochs=2", "optimizer.lr=0.01")
+SETTINGS += ("optimizer.eps=0.001", "eval_every=2")
+IMAGES = [[0], [], [1], [], [2, 3], []]
+ADAPTER = ("model.images=train", "lora.rank=4", "lora.targets=[q_proj,vision.blocks.*]")
+CASES = supported(
+    {
+        "frozen": ("model.images=frozen",),
+        "trained": ("model.images=train", "memory.activation_checkpointing=full"),
+        "in backward, replicated": ("model.images=train", "optimizer.in_backward=true", "clip_grad_norm=null"),
+        "adapter": ADAPTER,
+        "4-bit base": ("model.images=frozen", "lora.rank=4", "lora.quantize=nf4"),
+        "vocabulary": ("model.images=train",),
+    }
+)
+OF_RANKS = {"in backward, replicated": ["parallel.replicate=2"], "vocabulary": ["parallel.vocabulary=cut"]}
 
 
-def test_two_ranks_compute_and_save_what_one_does(tmp_path: Path):
-    for name in NAMES:
-        save(CASES[name], tmp_path / name)
-    ranks, alone = on_ranks(2, work, tmp_path, timeout=600), work(tmp_path)
-    for name in NAMES:
-        assert all(torch.equal(of_rank[name], alone[name]) for of_rank in ranks)
-        source, copy = (tmp_path / folder / "model.safetensors" for folder in (name, f"{name}_of_2"))
-        assert source.read_bytes() == copy.read_bytes()
+KEYS = ("loss", "eval_loss", "grad_norm", "target_tokens")
+
+
+def run(folder: Path, output: str, *settings: str) -> None:
+    rows = [f"data.{name}={folder / 'rows' / 'photos.jsonl'}" for name in ("source", "validation_source")]
+    run_recipe("finetune", folder / output, f"model.path={folder / 'model'}", *rows, *SETTINGS, *settings)
+
+
+def run_all(folder: Path, place: str, of_ranks: bool) -> None:
+    """All runs on the same processes, which take seconds to start."""
+    for name, settings in CASES.items():
+        run(folder, f"{name} on {place}", *settings, *(OF_RANKS.get(name, []) if of_ranks else []))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    top = tmp_path_factory.mktemp("images")
+    model_folder("qwen3_vl", top / "model")
+    write_rows("qwen3_vl", top / "rows", IMAGES)
+    run_all(top, "one", False)
+    on_ranks(2, run_all, top, "two", True)
+    return top
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one_process(folder, name):
+    one, two = (metrics(folder / f"{name} on {place}") for place in ("one", "two"))
+    for ours, theirs in zip(one, two, strict=True):
+        expected = {key: theirs[key] for key in KEYS if theirs.get(key) is not None}
+        assert {key: ours[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    weights = [load_file(next((folder / f"{name} on {n}").glob("step_00000006/*.safetensors"))) for n in ("one", "two")]
+    assert weights[0].keys() == weights[1].keys()
+    for key, tensor in weights[0].items():
+        assert (weights[1][key] - tensor).norm() <= 1e-5 * tensor.norm(), key
