@@ -34,6 +34,7 @@ from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.training import answers
 from tests.parallel.processes import SHARDS_PARTS
+from tests.training.image_runs import model_folder, write_rows
 
 TRAIN = "model.path=tiny model.dtype=float32 batch_size=2 max_steps=2 device=cpu output_dir=run plan=false"
 PAIRS = f"{TRAIN} data.source=IN/pairs.jsonl data.validation_source=IN/held_out_pairs.jsonl data.max_length=64"
@@ -43,6 +44,7 @@ ONLINE = (
     "generation.max_new_tokens=6 generation.stop=[a,n] batch_size=4 optimizer.lr=1e-3"
 )
 ASK = "model.path=tiny model.dtype=float32 device=cpu"
+PHOTOS = "model.path=IN/sees data.source=IN/photos/photos.jsonl"
 BASE = {
     "finetune": f"{TRAIN} {ROWS}",
     "full_finetune_single_device": f"{TRAIN} {ROWS}",
@@ -284,6 +286,11 @@ OF_RECIPE: dict[str, Case | None] = {
     "online_dpo reference.kind": Case("none"),
     "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
     "generate chat": Case("false"),
+    "generate image": Case("IN/photos/0.png", "model.path=IN/sees", counts=("load",)),
+    "generate model.images": Case("none", "model.path=IN/sees image=IN/photos/0.png"),
+    "chat model.images": Case("none", "model.path=IN/sees", counts=("load",)),
+    "evaluate model.images": Case("none", f"{PHOTOS} data.max_length=256"),
+    "evaluate data.image_tokens": Case("4", f"{PHOTOS} data.max_length=256"),
     "evaluate data.chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort data.chat=auto"),
     "quantize data.chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort data.chat=auto"),
     "evaluate chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort chat=true tasks=[IN/task.yaml]"),
@@ -317,6 +324,8 @@ REFUSED = {
     "router_aux_loss_coef is for training": ("generate chat evaluate", "model.router_aux_loss_coef"),
     "router_aux_loss_coef are for training": ("quantize", "model.new_tokens model.router_aux_loss_coef"),
     "loads its tokenizer without it": ("evaluate quantize", "data.chat_template"),
+    "the model reads texts alone": ("generate", "model.images"),
+    "Set model.images=frozen": ("evaluate", "model.images"),
     "so it has no question": ("evaluate", "data.train_on"),
     "expected one of teacher=MODEL and cached=FOLDER": ("distill", "distill.cached"),
     "this model has no experts": ("distill", "parallel.experts"),  # the teacher
@@ -361,6 +370,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     config |= {"num_experts_per_tok": 2, "intermediate_size": 32, "num_hidden_layers": 1}
     (folder / "experts" / "config.json").write_text(json.dumps(config))
     (folder / "experts" / "model.safetensors").unlink()
+    model_folder("qwen3_vl", folder / "sees")
+    write_rows("qwen3_vl", folder / "photos")
     rows = [
         {"prompt": f"What is {i} plus {i}?" * (1 + i % 2), "completion": f"It is {2 * i}, I think."} for i in range(6)
     ]
