@@ -44,6 +44,7 @@ ONLINE = (
     "generation.max_new_tokens=6 generation.stop=[a,n] batch_size=4 optimizer.lr=1e-3"
 )
 ASK = "model.path=tiny model.dtype=float32 device=cpu"
+PHOTOS = "model.path=IN/sees data.source=IN/photos/photos.jsonl"
 BASE = {
     "finetune": f"{TRAIN} {ROWS}",
     "full_finetune_single_device": f"{TRAIN} {ROWS}",
@@ -337,6 +338,8 @@ REFUSED = {
     "router_aux_loss_coef is for training": ("generate chat evaluate", "model.router_aux_loss_coef"),
     "router_aux_loss_coef are for training": ("quantize", "model.new_tokens model.router_aux_loss_coef"),
     "loads its tokenizer without it": ("evaluate quantize", "data.chat_template"),
+    "the model reads texts alone": ("generate", "model.images"),
+    "Set model.images=frozen": ("evaluate", "model.images"),
     "so it has no question": ("evaluate", "data.train_on"),
     "expected one of teacher=MODEL and cached=FOLDER": ("distill", "distill.cached"),
     "this model has no experts": ("distill", "parallel.experts"),  # the teacher
@@ -381,6 +384,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     config |= {"num_experts_per_tok": 2, "intermediate_size": 32, "num_hidden_layers": 1}
     (folder / "experts" / "config.json").write_text(json.dumps(config))
     (folder / "experts" / "model.safetensors").unlink()
+    model_folder("qwen3_vl", folder / "sees")
+    write_rows("qwen3_vl", folder / "photos")
     rows = [
         {"prompt": f"What is {i} plus {i}?" * (1 + i % 2), "completion": f"It is {2 * i}, I think."} for i in range(6)
     ]
