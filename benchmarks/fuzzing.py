@@ -39,6 +39,7 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
+from PIL import Image
 from results import RESULTS, ROOT, print_result, require_hardware, write_result
 from tiny_runs import CONFIG, recipe, write_inputs
 
@@ -52,6 +53,8 @@ from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.open import gguf_folder
 from lean_ft.gguf.quantize import read_imatrix
 from lean_ft.gguf.splitting import QWEN2_PATTERN
+from lean_ft.images.reading import Size, decoded, open_image, reference, size_of
+from lean_ft.images.rules import image_rules
 from lean_ft.models import load_model
 from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.optim.loss_scaler import LossScaler
@@ -500,7 +503,7 @@ def targets(folder: Path) -> dict[str, Target]:
     """All targets, with valid files under `folder`."""
     found: dict[str, Target] = {}
     os.environ["LEAN_FT_CACHE"] = str(folder / "cache")
-    for kind in (_settings, _rows, _models, _gguf, _adapters, _tokenizers, _runs, _requests):
+    for kind in (_settings, _rows, _images, _models, _gguf, _adapters, _tokenizers, _runs, _requests):
         (folder / kind.__name__).mkdir()
         found |= kind(folder / kind.__name__)
     for target in found.values():
@@ -599,6 +602,72 @@ def _rows(folder: Path) -> dict[str, Target]:
         pass
     file, read = reader("packed.jsonl", templated)
     return {**found, "rows of gzip and zstd": Target(5, file, packed, break_bytes, read)}
+
+
+def _images(folder: Path) -> dict[str, Target]:
+    exif, pictures = Image.Exif(), []
+    exif[0x0112] = 6
+    colors = random.Random(0).randbytes(24 * 16 * 4)
+    for kind, mode in (
+        ("JPEG", "RGB"),
+        ("PNG", "RGBA"),
+        ("WEBP", "RGBA"),
+        ("TIFF", "CMYK"),
+        ("GIF", "P"),
+        ("BMP", "1"),
+    ):
+        stored = io.BytesIO()
+        Image.frombytes("RGBA", (24, 16), colors).convert("RGB").convert(mode).save(stored, kind, exif=exif)
+        pictures.append(stored.getvalue())
+    file, small = folder / "image", Image.frombytes("RGBA", (24, 16), colors).convert("RGB")
+
+    def read_image() -> None:
+        with open_image(reference(file.name, folder)) as image:
+            size = size_of(image)
+            assert decoded(image).size == size
+
+    families: dict[str, Any] = {
+        "qwen3_vl": {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 4096, "longest_edge": 2**18}},
+        "gemma3": {"size": {"height": 256, "width": 256}, "do_pan_and_scan": None, "image_mean": [0.5] * 3},
+        "mistral3": {"size": {"longest_edge": 512}, "patch_size": {"height": 16, "width": 16}, "resample": 3},
+        "gemma4": {"max_soft_tokens": 70, "pooling_kernel_size": 3, "do_normalize": False, "image_std": [1.0] * 3},
+        "smolvlm": {"max_image_size": {"longest_edge": 128}, "size": {"longest_edge": 512}, "do_image_splitting": True},
+        "lfm2_vl": {"tile_size": 128, "min_tiles": 2, "max_tiles": 4, "max_image_tokens": 16, "use_thumbnail": True},
+    }
+    vision = {"patch_size": 16, "spatial_merge_size": 2, "pooling_kernel_size": 3, "image_size": 256}
+    configs = [{"model_type": name, "vision_config": vision, "mm_tokens_per_image": 16} for name in families]
+    settings, config = folder / "preprocessor_config.json", folder / "all" / "config.json"
+    for one in configs:
+        (folder / one["model_type"]).mkdir()
+        (folder / one["model_type"] / "config.json").write_bytes(as_json(one))
+        (folder / one["model_type"] / settings.name).symlink_to(settings)
+    config.parent.mkdir()
+    (config.parent / settings.name).write_bytes(b"{}")
+
+    def prepare(model: Path) -> None:
+        rules = image_rules(model, 2000)
+        for size in (Size(1, 1), Size(3000, 20), Size(4000, 3000)):
+            layout = rules.layout(size)
+            assert sum(layout.runs) <= 2000
+        assert len(rules.patches(small)) == sum(
+            rows * columns for rows, columns in rules.layout(Size(*small.size)).grids
+        )
+
+    def read_settings() -> None:
+        errors = []
+        for name in families:
+            try:
+                prepare(folder / name)
+            except ValueError as error:
+                errors.append(error)
+        if len(errors) == len(families):
+            raise errors[0]
+
+    return {
+        "images": Target(10, file, pictures, break_bytes, read_image),
+        "preprocessor_config.json": Target(6, settings, [as_json(one) for one in families.values()], break_json, read_settings),
+        "config.json of images": Target(4, config, [as_json(one) for one in configs], break_json, lambda: prepare(config.parent)),
+    }  # fmt: skip
 
 
 def _models(folder: Path) -> dict[str, Target]:

@@ -15,12 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lean_ft.generation import open_model, stream
+from lean_ft.generation import image_part, open_model, stream
 from lean_ft.settings import AskConfig
+from lean_ft.tokenizers import Tokenizer
 
 HELP = """\
 /reset       start a new conversation
 /system TEXT start a new conversation with this system message; without TEXT, with none
+/image FILE  show the model an image with the next message; repeat it for several images
 /save FILE   append the conversation to a JSONL file, as a row for data.source
 /help        print this help
 /quit        exit; so does Ctrl-D
@@ -33,13 +35,14 @@ class Config(AskConfig):
 
 
 def main(cfg: Config) -> None:
-    model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
+    opened = cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, cfg.model.images
+    model, tokenizer = open_model(*opened)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{cfg.model.path} has no chat template, so it cannot chat. Use `leanft generate` to continue a text."
         )
     system = cfg.system
-    messages = _beginning(system)
+    messages, images = _beginning(system), list[dict[str, Any]]()
     in_terminal = sys.stdin.isatty()
     if in_terminal:
         print("Type a question, or /help for the commands.")
@@ -50,7 +53,9 @@ def main(cfg: Config) -> None:
                 return
             if command in ("/reset", "/system"):
                 system = system if command == "/reset" else argument.strip() or None
-                messages = _beginning(system)
+                messages, images = _beginning(system), []
+            elif command == "/image":
+                images += _image(argument.strip(), tokenizer)
             elif command == "/save":
                 _save(messages, argument.strip())
             elif command == "/help":
@@ -58,7 +63,9 @@ def main(cfg: Config) -> None:
             elif line.startswith("/"):
                 print(f"unknown command {command}; /help lists the commands.")
             elif line:
-                messages.append({"role": "user", "content": line})
+                content = [*images, {"type": "text", "text": line}] if images else line
+                messages.append({"role": "user", "content": content})
+                images = []
                 answer = ""
                 with suppress(KeyboardInterrupt):
                     for text in stream(model, tokenizer, messages, chat=True, **cfg.sampling):
@@ -83,6 +90,16 @@ def _lines(prompt: str) -> Iterator[str]:
             print()
         except EOFError:
             return
+
+
+def _image(name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    try:
+        part, num_tokens = image_part(name, tokenizer)
+    except ValueError as error:
+        print(error)
+        return []
+    print(f"{name}: {num_tokens:,} tokens, shown with the next message.")
+    return [part]
 
 
 def _save(messages: list[dict[str, Any]], name: str) -> None:

@@ -62,7 +62,10 @@ def main(cfg: Config) -> dict[str, Any]:
         raise ValueError("nothing to evaluate: set tasks=[...], data.source=FILE, or both.")
     if cfg.tasks:
         find_tasks(cfg.tasks)  # fails before the model is loaded
-    model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
+    tower = "none" if cfg.data is None else cfg.model.images
+    model, tokenizer = open_model(
+        cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
+    )
     results: dict[str, Any] = {}
     if cfg.data is not None:
         results["answers"] = ask_file(cfg, cfg.data, model, tokenizer)

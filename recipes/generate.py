@@ -3,6 +3,7 @@
 leanft generate runs/tiny prompt="What is the capital of Zanemar?"
 leanft generate tiny chat=false temperature=0.8 prompt="The capital of Zanemar"
 leanft generate runs/tiny_lora prompt="What is the capital of Zanemar?"
+leanft generate Qwen/Qwen3-VL-4B-Instruct prompt="What is this?" image=photo.jpg
 leanft generate runs/tiny prompts_file=questions.jsonl output=answers.jsonl batch_size=8
 """
 
@@ -11,10 +12,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from rich.progress import track
 
-from lean_ft.generation import answers, open_model, read_prompts, stream
+from lean_ft.data.images import as_text
+from lean_ft.generation import answers, open_model, read_prompts, shows_images, stream
 from lean_ft.settings import AskConfig
 from lean_ft.system.log import console
 
@@ -22,10 +24,12 @@ from lean_ft.system.log import console
 class Config(AskConfig):
     prompt: str | None = None
     """The question to answer or the text to continue."""
+    image: str | list[str] = Field([])
+    """An image file to show before the prompt, or a list of them. `<image>` in the prompt marks another place."""
     prompts_file: Path | None = None
     """A file of prompts, instead of `prompt`: JSONL, JSON, CSV or Parquet with rows of {"prompt": ...} or {"messages":
-    [...]}; JSON with the messages of one chat; or a text file with one prompt per line. A chat that ends with an
-    assistant message is continued."""
+    [...]}, and `images`; JSON with the messages of one chat; or a text file with one prompt per line. A chat that ends
+    with an assistant message is continued. Paths of images are relative to the file."""
     output: Path | None = None
     """A new JSONL file for the results: the rows of prompts_file with `generated_text` added."""
     batch_size: PositiveInt = 1
@@ -40,19 +44,28 @@ def main(cfg: Config) -> list[str]:
         raise ValueError(f'expected prompt="..." or prompts_file=PATH, found {found}.')
     if cfg.output is not None and cfg.output.exists():
         raise ValueError(f"output={cfg.output} already exists. Name a new file.")
-    rows = [{"prompt": cfg.prompt}] if cfg.prompts_file is None else read_prompts(cfg.prompts_file)
-    model, tokenizer = open_model(cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init)
+    images = [str(Path(one).expanduser()) for one in ([cfg.image] if isinstance(cfg.image, str) else cfg.image)]
+    if images and cfg.prompt is None:
+        raise ValueError("image=... is shown with prompt=..., and prompts_file has its own images. Remove image.")
+    row = {"prompt": cfg.prompt, **({"images": images} if images else {})}
+    rows, folder = (
+        ([row], Path()) if cfg.prompts_file is None else (read_prompts(cfg.prompts_file), cfg.prompts_file.parent)
+    )
+    tower = cfg.model.images if any(map(shows_images, rows)) else "none"
+    model, tokenizer = open_model(
+        cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
+    )
     sampling = {**cfg.sampling, "chat": cfg.chat}
 
     if cfg.prompt is not None and cfg.output is None:
         parts = list[str]()
-        for text in stream(model, tokenizer, cfg.prompt, **sampling):
+        for text in stream(model, tokenizer, row, **sampling):
             parts.append(text)
             print(text, end="", flush=True)
         print()
         return ["".join(parts)]
     with cfg.output.open("x", encoding="utf-8") if cfg.output else nullcontext() as output:
-        texts = answers(model, tokenizer, rows, batch_size=cfg.batch_size, **sampling)
+        texts = answers(model, tokenizer, rows, batch_size=cfg.batch_size, folder=folder, **sampling)
         shown = track(texts, "answering", total=len(rows), console=console, disable=output is None)
         generated = list[str]()
         for row, text in zip(rows, shown, strict=True):
@@ -66,4 +79,4 @@ def main(cfg: Config) -> list[str]:
 
 def last_question(row: dict[str, Any]) -> str:
     asked = row.get("messages", row.get("prompt"))
-    return asked if isinstance(asked, str) else [m["content"] for m in asked if m["role"] != "assistant"][-1]
+    return asked if isinstance(asked, str) else [as_text(m["content"]) for m in asked if m["role"] != "assistant"][-1]

@@ -1,7 +1,10 @@
 """`leanft data`: inspect training data before a run. Loads the tokenizer, never the weights."""
 
+import base64
 import io
 import json
+import re
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +29,7 @@ from lean_ft.settings import (
 from lean_ft.system import catalog
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import gibibytes
+from lean_ft.tokenizers.chat_template import LITERAL_START
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
 REJECTED = Style(color="red", bold=True)
@@ -39,7 +43,7 @@ PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <title>leanft data preview</title>
 <style>
 {stylesheet}
@@ -51,6 +55,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 </html>
 """
 
+THUMBNAIL = LITERAL_START  # around the number of an image in the page; no message contains this character
 # Recipes that train on rows with these fields. The first that fits shows a file; others are for finetune.
 RECIPES_OF_ROWS = (
     ("dpo", "preference", ("chosen", "rejected")),
@@ -110,6 +115,9 @@ def stats(
     lengths = statistics.quantiles(found.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
     console.print(Text(f"tokens per row, at most: {quantiles}\n"))
+    if len(found.image_tokens):
+        typical, high, most = statistics.quantiles(found.image_tokens, [0.5, 0.99, 1.0])
+        console.print(Text(f"tokens per image, at most: 50% {typical:,}, 99% {high:,}, 100% {most:,}\n"))
     if prompts_only:
         too_long = int((found.lengths > cfg.data.max_length).sum())
         console.print(Text(f"{too_long:,} longer than max_prompt_length={cfg.data.max_length}, which a run drops"))
@@ -176,8 +184,22 @@ def preview(
     console.print(Text(f"from {found.report}"))
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(page.export_html(code_format=PAGE), encoding="utf-8")
+        html.write_text(_with_thumbnails(page.export_html(code_format=PAGE), found.images), encoding="utf-8")
         stdout().print(Text(f"wrote {html}: {len(found.rows)} rows from {found.report}"))
+
+
+def _with_thumbnails(page: str, images: Sequence[bytes]) -> str:
+    """Write thumbnails for the numbers of images in a page."""
+    if not images:
+        return page
+    from lean_ft.images.reading import thumbnail
+
+    def picture(match: re.Match[str]) -> str:
+        return (
+            f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(thumbnail(images[int(match[1])])).decode()}">'
+        )
+
+    return re.sub(f"{THUMBNAIL}(\\d+){THUMBNAIL}", picture, page)
 
 
 def _remark(length: int, set_length: int, context_length: int | None) -> str:
@@ -289,6 +311,8 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
             for stretch in stretches:
                 style = MASKED if not trained else REJECTED if document.is_rejected else TRAINED
                 text.append(visible(stretch.text), style=style + CONTROL if stretch.control else style)
+                if stretch.image is not None and console.record:
+                    text.append(f"{THUMBNAIL}{stretch.image}{THUMBNAIL}")
             text.append(closing)
         console.print(text, soft_wrap=True)
         for name, value in document.columns.items():

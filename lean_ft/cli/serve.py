@@ -42,9 +42,14 @@ def serve(
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="bfloat16|float32|float16", help="Dtype of weights and computation.")
     ] = "bfloat16",
+    images: Annotated[
+        bool, typer.Option("--images/--no-images", help="Load the vision tower of a model that has one.")
+    ] = True,
     debug: Debug = False,
 ) -> None:
     """Serve a model through the OpenAI chat API, for testing: chat completions, whole or streamed.
+
+    A model with a vision tower also reads images, as data URLs in parts of the type `image_url`.
 
     If the variable LEANFT_TOKEN is set, requests must send it as their API key.
     """
@@ -56,7 +61,7 @@ def serve(
         raise ValueError(f"leanft serve needs the package {error.name}. Run {install_command('serve')}") from None
     from lean_ft.system.log import say
 
-    model, tokenizer = open_model(checkpoint, adapter or (), device, dtype)
+    model, tokenizer = open_model(checkpoint, adapter or (), device, dtype, images="auto" if images else "none")
     server = ChatServer(
         model,
         tokenizer,

@@ -8,13 +8,14 @@ Legend: B rows of a batch, T positions of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from lean_ft.data.columns import Document
 from lean_ft.data.rows import IGNORED
 from lean_ft.images.batch import Images
 
@@ -48,6 +49,8 @@ class Batch:
     """Number of images, with repeats."""
     num_patches: int = 0
     """Number of patches of the distinct images."""
+    texts: Sequence[Document] | None = None
+    """The texts, row after row, with references to their images; None in a run without images."""
     documents: np.ndarray | None = None
     """Document numbers in the prepared data, row after row; held-out documents follow the training documents. None if
     documents are cut or joined, or do not come from prepared data."""
@@ -117,14 +120,16 @@ class Batch:
             return replace(self, inputs=inputs, **parts)
         return replace(self, inputs=inputs, labels=own(self.labels), num_tokens=num_rows * width)
 
-    def questions(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the ids of the prompt and of the right completion of every sequence that has a trained stretch."""
+    def questions(self) -> Iterator[tuple[Document, list[int]]]:
+        """Yield the prompt and the ids of the right completion of every sequence that has a trained stretch."""
         boundaries = range(0, self.num_tokens + 1, self.labels.shape[1])
         if self.cu_seqlens is not None:
             boundaries = self.cu_seqlens.tolist()
         ids, labels = self.input_ids.flatten().tolist(), self.labels.flatten().tolist()
         asked = None if self.asked is None else set(self.asked.tolist())
+        is_token, texts = self.inputs["is_token"].flatten().tolist(), iter(self.texts or ())
         for start, end in pairwise(boundaries):
+            text = next(texts, None) if start < end and is_token[start] else None  # else padding
             if asked is not None and asked.isdisjoint(range(start, end)):
                 continue
             trained = [i for i in range(start, end) if labels[i] != IGNORED]
@@ -132,7 +137,8 @@ class Batch:
                 last = first = trained[-1]
                 while first > start and labels[first - 1] != IGNORED:
                     first -= 1
-                yield ids[start : first + 1], labels[first : last + 1]  # labels are shifted
+                prompt = Document.of(ids[start : first + 1]) if text is None else text[: first + 1 - start]
+                yield prompt, labels[first : last + 1]  # labels are shifted
 
     def without_targets(self) -> Self:
         """Return a copy without labels, for a pass that only keeps ranks synchronized."""

@@ -126,7 +126,7 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
     is_sharegpt = is_sharegpt or "role" not in message
     read = {
         "role": SHAREGPT_ROLES.get(role, role) if is_sharegpt else role,
-        "content": _content(content, message, where),
+        "content": read_content(content, message, where),
         **read,
     }
     if is_sharegpt and read["role"] not in ROLES:
@@ -141,7 +141,7 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
     return read
 
 
-def _content(content: Any, message: dict[str, Any], where: str) -> str | list[dict[str, Any]] | None:
+def read_content(content: Any, message: dict[str, Any], where: str) -> str | list[dict[str, Any]] | None:
     """Return the text of a message, or its content parts if one of them is an image."""
     if isinstance(content, list):  # the parts of the OpenAI format
         parts = [read_part(part, where) for part in content]

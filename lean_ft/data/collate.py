@@ -141,7 +141,8 @@ def collate(
     documents = None
     if arrangement.whole and columns.first is not None:
         documents = columns.first + placed.documents
-    return objective.batch_type(**as_tensors(fields), documents=documents)
+    texts = None if columns.image_rules is None else [columns[int(document)] for document in placed.documents]
+    return objective.batch_type(**as_tensors(fields), texts=texts, documents=documents)
 
 
 def batch_of(

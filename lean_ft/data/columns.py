@@ -37,6 +37,11 @@ class Document:
     per_document: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns with any number of values, such as a label, or the sizes of images. Truncation keeps them whole."""
 
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> Document:
+        """A text without labels."""
+        return cls(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=bool))
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -176,6 +181,11 @@ class Columns:
     def num_targets(self) -> np.ndarray:
         """(N,) labels of each document."""
         return self.per_document("num_targets")[:, 0]
+
+    def num_values(self, name: str) -> np.ndarray:
+        """(N,) number of values of a per-document column."""
+        offsets = self.offsets[name]
+        return offsets[self.rows + 1] - offsets[self.rows]
 
     def per_document(self, name: str, documents: np.ndarray | None = None) -> np.ndarray:
         """The values of a column that has V values in each document, (N, V), or of some documents; (N, 1) zeros without

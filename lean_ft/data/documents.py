@@ -15,7 +15,7 @@ import numpy as np
 
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
-from lean_ft.data.images import UnreadableImageError, read_header, with_columns
+from lean_ft.data.images import UnreadableImageError, with_columns, with_headers
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.report import DataReport, count
@@ -25,7 +25,6 @@ from lean_ft.data.workers import map_in_processes
 from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
-from lean_ft.tokenizers.passages import with_image_texts
 
 ROWS_AT_A_TIME = 512  # tokenized together; bounds the number of live Python objects
 FEW_ROWS = 8 * ROWS_AT_A_TIME  # for fewer rows, starting processes costs more time than it saves
@@ -134,13 +133,8 @@ class Renderer:
         return self._tokenize(read, report)
 
     def _with_image_texts(self, passage: Passage | Document, folder: Path) -> Passage | Document:
-        """Read the headers of a passage's images, and write their texts for the placeholders."""
         rules = self.tokenizer.image_rules
-        if rules is None or not isinstance(passage, Passage) or not passage.images:
-            return passage
-        images = [read_header(value, folder, rules) for value in passage.images]
-        texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
-        return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
+        return with_headers(passage, folder, rules) if rules is not None and isinstance(passage, Passage) else passage
 
     def _tokenize(
         self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-from lean_ft.data.chats import Chat, check_text, read_chat, read_opening, read_tools, read_variables
+from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_opening, read_tools, read_variables
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given, unread_fields, unwritten
 from lean_ft.data.images import IMAGE_FIELDS, NO_IMAGES, UnreadableImageError, cuts_an_image, images_of
@@ -315,7 +315,8 @@ class RowReader:
         chat = join(Chat(opening), chat, train_prompt=train_on != "completion") if opening else chat
         tools, given = read_tools(fields.get("tools")), read_variables(fields.get("chat_template_kwargs"))
         variables = self.config.chat_template_kwargs | given
-        messages, images = images_of(chat.messages, fields)
+        listed = {name: parse_if_json(fields.get(name), name) for name in IMAGE_FIELDS}
+        messages, images = images_of(chat.messages, listed)
         if images and self.tokenizer.image_rules is None:
             raise ValueError(NO_IMAGES)
         passage = self.tokenizer.passage(messages, tools, is_prompt, train_on, chat.untrained, variables)

@@ -73,7 +73,7 @@ def images_of_batch(columns: Columns, placed: Placed) -> ImagesOfBatch | None:
     texts, begins = np.unique(placed.text[tokens], return_index=True)
     for text, begin, end in zip(texts, begins, [*begins[1:], len(tokens)], strict=True):
         document = columns[int(placed.documents[text])]
-        ends = np.cumsum(lengths := num_embeddings(document, merge))
+        ends = np.cumsum(lengths := num_embeddings(document.per_document, merge))
         embedding = of_tokens[tokens[begin:end]] - 1
         image = np.searchsorted(ends, embedding, side="right")
         starts, of_images = np.zeros(len(ends), dtype=np.int64), _images(document)

@@ -40,8 +40,10 @@ import numpy as np
 from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT, Columns, Document
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.system.units import counted
+from lean_ft.tokenizers.passages import Passage, with_image_texts
 
 if TYPE_CHECKING:  # rows of text do not need Pillow
+    from lean_ft.images.reading import Size
     from lean_ft.images.rules import ImageLayout, ImageRules
 
 IMAGE_FIELDS = ("images", "image")
@@ -83,7 +85,7 @@ def read_part(part: Any, where: str) -> dict[str, Any]:
 
 
 def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
-    """Return the messages for a chat template, and the images of a row in their order.
+    """Return the messages for a chat template, and the images of a row in their order; fields: `IMAGE_FIELDS` of the row.
 
     Raises ValueError if the row's images do not fit the places for them.
     """
@@ -176,6 +178,26 @@ def read_header(value: Any, folder: Path, rules: ImageRules) -> RowImage:
         raise UnreadableImageError(str(error)) from None
 
 
+def read_whole(value: Any, folder: Path, rules: ImageRules) -> RowImage:
+    """Read an image as `read_header` does, and decode it, which finds a broken file."""
+    from lean_ft.images.reading import decoded, open_image
+
+    read = read_header(value, folder, rules)
+    with open_image(read.reference) as image:
+        decoded(image)
+    return read
+
+
+def with_headers(passage: Passage, folder: Path, rules: ImageRules) -> Passage:
+    """Read the headers of a passage's images, and write their texts for the placeholders. Raises ValueError as `read_header` and
+    `with_image_texts` do."""
+    if not passage.images:
+        return passage
+    images = [read_header(value, folder, rules) for value in passage.images]
+    texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
+    return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
+
+
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
     """Add the columns of `images` to a document. Raises ValueError if it has another number of image tokens."""
     is_image = document.ids == image_id
@@ -217,11 +239,10 @@ def _shifts(is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
     return shifts
 
 
-def num_embeddings(document: Document, merge: int) -> np.ndarray:
-    """(I,) number of embeddings of each image of a document."""
-    tiles = document.per_document["image_tiles"]
-    of_grids = np.append(0, np.cumsum(document.per_document["image_grids"].reshape(-1, 2).prod(1) // merge**2))
-    return np.diff(of_grids[np.append(0, np.cumsum(tiles))])
+def num_embeddings(columns: Mapping[str, np.ndarray], merge: int) -> np.ndarray:
+    """(I,) number of embeddings of each image of a document, or of all stored documents."""
+    of_grids = np.append(0, np.cumsum(columns["image_grids"].reshape(-1, 2).prod(1) // merge**2))
+    return np.diff(of_grids[np.append(0, np.cumsum(columns["image_tiles"]))])
 
 
 def num_patches(columns: Columns) -> np.ndarray:
@@ -233,12 +254,31 @@ def num_patches(columns: Columns) -> np.ndarray:
 
 def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
     """Whether an image has tokens inside and outside of the span `kept`."""
-    rows = document.per_token[IMAGE_ROW]
-    image = np.searchsorted(np.cumsum(num_embeddings(document, merge)), rows[rows > 0] - 1, side="right")
-    inside = np.zeros(len(rows), dtype=bool)
+    image = _image_of_tokens(document, merge)
+    inside = np.zeros(len(image), dtype=bool)
     inside[kept] = True
-    inside = inside[rows > 0]
-    return bool(np.isin(image[inside], image[~inside]).any())
+    return bool(np.isin(image[inside & (image >= 0)], image[~inside]).any())
+
+
+def shown_images(document: Document, merge: int) -> list[tuple[int, int, bytes, Size]]:
+    """Each image that a document shows: its first token, the end of its tokens, its reference, and its size in pixels.
+
+    Raises ValueError for an image that cannot be opened.
+    """
+    from lean_ft.images.reading import open_image, size_of
+
+    image, references, found = _image_of_tokens(document, merge), references_of(document), []
+    for number in np.unique(image[image >= 0]).tolist():
+        places = np.flatnonzero(image == number)
+        with open_image(references[number]) as opened:
+            found.append((int(places[0]), int(places[-1]) + 1, references[number], size_of(opened)))
+    return found
+
+
+def _image_of_tokens(document: Document, merge: int) -> np.ndarray:
+    """(T,) number of the image that each token shows, -1 for text."""
+    rows, ends = document.per_token[IMAGE_ROW], np.cumsum(num_embeddings(document.per_document, merge))
+    return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
 
 
 def behind_image(document: Document, place: int, merge: int) -> int:

@@ -144,7 +144,7 @@ def _read_batches(
     trained = whole.select(rows, whole.report, part) if weighted or len(rows) < whole.report.kept else whole
 
     parts = [trained, *([held_out] if held_out else [])]
-    arrangements = [arranged(one, config, batch_size, folder, share_prompts, tokenizer.context_length) for one in parts]
+    arrangements = [arranged(one, config, batch_size, folder, share_prompts, tokenizer) for one in parts]
     used = {
         key
         for one in (whole, *parts)
@@ -223,9 +223,9 @@ def arranged(
     batch_size: int,
     folder: Path,
     share_prompts: bool,
-    context_length: int | None,
+    tokenizer: Tokenizer,
 ) -> Arrangement:
-    """Arrange the prepared documents in rows, and report the packing's efficiency and texts beyond `context_length`.
+    """Arrange the prepared documents in rows, and report the packing's efficiency, images, and texts beyond the context.
 
     Packings and shared prompt lengths are cached. Raises ValueError as `check_context` does.
     """
@@ -242,10 +242,14 @@ def arranged(
         )
     arrangement = arrange(columns.lengths, config, batch_size, shared, packed)
     if "image_grids" in columns.values:
-        arrangement = replace(arrangement, patches=num_patches(columns)[arrangement.documents])
+        assert tokenizer.image_rules is not None
+        patches = num_patches(columns)
+        arrangement = replace(arrangement, patches=patches[arrangement.documents])
+        prepared.report.images = int(columns.num_values("image_tiles")[:: len(config.sides)].sum())
+        prepared.report.image_tokens = int(patches.sum()) // tokenizer.image_rules.merge**2
     if packed:
         report_packing(prepared.report, arrangement, columns, config)
-    check_context(arrangement, prepared.report, config, context_length)
+    check_context(arrangement, prepared.report, config, tokenizer.context_length)
     return arrangement
 
 

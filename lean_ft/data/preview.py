@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from lean_ft.data.arrangement import arrange
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.documents import renderer_of
+from lean_ft.data.images import shown_images
 from lean_ft.data.objective import objective_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import read_rows
@@ -33,6 +34,8 @@ class Stretch:
     trained: bool
     control: bool
     """Whether these are control tokens, such as eos."""
+    image: int | None = None
+    """Number of the image in `Preview.images` that these tokens are."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Preview:
     """Counts of the rows that were read."""
     notes: list[str]
     """One line per truncated or dropped row."""
+    images: list[bytes] = field(default_factory=list)
+    """References of the images of `rows`."""
 
 
 def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_size: int) -> Preview:
@@ -96,8 +101,9 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
             break
     if not documents:
         raise ValueError(f"no row of {config.source} is left to show: {report.nothing_left()}.")
-    shown = list(_rows(config, tokenizer, Columns.join(documents), origins, batch_size))
-    return Preview(shown[:num_rows], report, notes)
+    columns, images = Columns.join(documents, image_rules=tokenizer.image_rules), list[bytes]()
+    shown = list(islice(_rows(config, tokenizer, columns, origins, batch_size, images), num_rows))
+    return Preview(shown, report, notes, images)
 
 
 def _enough(config: DataConfig, report: DataReport, num_rows: int, batch_size: int) -> bool:
@@ -120,7 +126,9 @@ def _rows(
     columns: Columns,
     origins: list[tuple[str, dict[str, Any]]],
     batch_size: int,
+    images: list[bytes],
 ) -> Iterator[ShownRow]:
+    """Yield the rows, and add their images to `images`."""
     arrangement = arrange(columns.lengths, config, batch_size)
     offsets, worse = arrangement.offsets, tuple(f", {name}" for name in objective_of(config).worse)
     if arrangement.kind == "flat":
@@ -134,12 +142,25 @@ def _rows(
             # Nothing predicts the first token of a document, or of a row whose documents are joined.
             if (used == 0) if arrangement.joined else start == 0:
                 trained[0] = False
-            stretches = stretches_of(tokenizer, document.ids, trained)
+            stretches = _with_images(tokenizer, document, trained, images)
             place, named = origins[number]
             counts = len(document), int(trained.sum())
             shown.append(ShownDocument(place, stretches, *counts, start > 0, place.endswith(worse), named))
             used += len(document)
         yield ShownRow(shown, arrangement.row_tokens - used if arrangement.kind == "packed" else None)
+
+
+def _with_images(tokenizer: Tokenizer, document: Document, trained: np.ndarray, images: list[bytes]) -> list[Stretch]:
+    """Return the stretches of a document with one stretch per image; add its images to `images`."""
+    if tokenizer.image_rules is None:
+        return stretches_of(tokenizer, document.ids, trained)
+    shown, before = list[Stretch](), 0
+    for first, end, reference, size in shown_images(document, tokenizer.image_rules.merge):
+        shown += stretches_of(tokenizer, document.ids[before:first], trained[before:first])
+        shown.append(Stretch(f"[image {size.width}x{size.height}, {end - first:,} tokens]", False, True, len(images)))
+        images.append(reference)
+        before = end
+    return shown + stretches_of(tokenizer, document.ids[before:], trained[before:])
 
 
 def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> list[Stretch]:

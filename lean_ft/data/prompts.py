@@ -55,9 +55,7 @@ class Prompt:
     @property
     def text(self) -> Document:
         """The prompt as a document without labels."""
-        if self.document is not None:
-            return self.document
-        return Document(np.array(self.ids, dtype=np.int32), np.zeros(len(self.ids), dtype=bool))
+        return Document.of(self.ids) if self.document is None else self.document
 
 
 class Prompts:

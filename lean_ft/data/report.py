@@ -80,6 +80,10 @@ class DataReport:
     tokens: int = 0
     target_tokens: int = 0
     """Tokens with a label."""
+    images: int = 0
+    """Images of the kept rows."""
+    image_tokens: int = 0
+    """Tokens of images in the kept sequences."""
     beyond_context: int = 0
     """Sequences longer than the model's context."""
     context_length: int | None = None
@@ -113,7 +117,8 @@ class DataReport:
             more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
             parts += [f"{what}: {', '.join(names[:NUM_NAMES_SHOWN])}{more}"] if names else []
         trained = f", {self.target_tokens:,} trained ({self.target_tokens / max(1, self.tokens):.0%})"
-        parts.append(f"{kept}, {self.tokens:,} tokens{trained if self.target_tokens else ''}")
+        of_images = f", {counted(self.images, 'images')} with {self.image_tokens:,} tokens" if self.images else ""
+        parts.append(f"{kept}, {self.tokens:,} tokens{trained if self.target_tokens else ''}{of_images}")
         parts += self.remarks
         if self.beyond_context:
             longer = f"{self.beyond_context:,} longer than the model's context of {self.context_length:,} tokens"

@@ -4,19 +4,21 @@
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import Sample, longest_first, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
-from lean_ft.generation.texts import answers, generate, open_model, read_prompts, stream
+from lean_ft.generation.texts import answers, generate, image_part, open_model, read_prompts, shows_images, stream
 
 __all__ = [
     "Sample",
     "Sampling",
     "answers",
     "generate",
+    "image_part",
     "longest_first",
     "open_model",
     "read_prompts",
     "sample",
     "sample_numbers",
     "sample_steps",
+    "shows_images",
     "stop_ids",
     "stream",
 ]

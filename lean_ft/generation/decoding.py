@@ -25,7 +25,6 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -173,10 +172,7 @@ def _rows(
 
 
 def _document(prompt: Asked | Tensor) -> Document:
-    if isinstance(prompt, Document):
-        return prompt
-    ids = np.array([int(token) for token in prompt], dtype=np.int32)
-    return Document(ids, np.zeros(len(ids), dtype=bool))
+    return prompt if isinstance(prompt, Document) else Document.of([int(token) for token in prompt])
 
 
 def _identity(prompt: Asked) -> bytes:

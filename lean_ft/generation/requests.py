@@ -56,15 +56,41 @@ class _TextPart(_Fields):
     text: str
 
 
+def _as_object(url: Any) -> Any:
+    return {"url": url} if isinstance(url, str) else url
+
+
+class _ImageURL(_Fields):
+    url: str
+    detail: Literal["auto", "high"] | None = None  # low would scale images down
+
+    @field_validator("url")
+    @classmethod
+    def _has_data(cls, url: str) -> str:
+        if not url[:5].lower() == "data:":
+            raise ValueError(
+                "expected a data URL, as in data:image/png;base64,...; this server fetches no URL and reads no file"
+            )
+        return url
+
+
+class _ImagePart(_Fields):
+    type: Literal["image_url"]
+    image_url: Annotated[_ImageURL, BeforeValidator(_as_object)]
+
+
 def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
 
 
 class Message(_Fields):
     """One message of a chat. Clients send an assistant's empty fields back, so these are accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_TextPart], BeforeValidator(_as_parts), Field(max_length=1000)]
+    content: Annotated[list[_Part], BeforeValidator(_as_parts), Field(max_length=1000)]
     name: Annotated[str, Field(max_length=64)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
@@ -79,11 +105,20 @@ class Message(_Fields):
         empty = {"content": []} if given.get("role") == "assistant" and "content" in given else {}
         return empty | {name: value for name, value in given.items() if value is not None}
 
-    def for_template(self) -> dict[str, str]:
-        """The message for chat templates, with its content as one text."""
-        text = "".join(part.text for part in self.content)
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content if isinstance(part, _TextPart))
+
+    @property
+    def images(self) -> list[str]:
+        """Data URLs."""
+        return [part.image_url.url for part in self.content if isinstance(part, _ImagePart)]
+
+    def for_template(self) -> dict[str, Any]:
+        """The message for chat templates. Its content is one text, or parts if it has an image."""
+        content = [part.model_dump() for part in self.content] if self.images else self.text
         optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
-        return {"role": self.role, "content": text} | {
+        return {"role": self.role, "content": content} | {
             name: value for name, value in optional.items() if value is not None
         }
 
@@ -132,14 +167,14 @@ class ChatRequest(_Fields):
     @field_validator("messages")
     @classmethod
     def _has_text(cls, messages: list[Message]) -> list[Message]:
-        if not any(part.text for message in messages for part in message.content):
+        if not any(message.text or message.images for message in messages):
             raise ValueError("expected a message with text")
         return messages
 
     @property
     def num_characters(self) -> int:
-        """Characters in all messages."""
-        texts = [part.text for message in self.messages for part in message.content]
+        """Characters in all messages, without images."""
+        texts = [message.text for message in self.messages]
         texts += [message.reasoning_content or "" for message in self.messages]
         return sum(map(len, texts)) + len(str(self.chat_template_kwargs or ""))
 

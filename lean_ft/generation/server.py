@@ -8,6 +8,7 @@ prompt therefore delays others by one part, and a completion ends at its next tu
 Clients that do not send their request in time are disconnected; until then they delay nobody.
 Unsupported requests get an error that names the field (`lean_ft.generation.requests`). Without a token, the server only
 accepts requests to a loopback address with a JSON content type, so that no web page can call it.
+Images come in data URLs. The server fetches no URL and reads no file for a request.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Self
 
 import uvicorn
@@ -33,6 +35,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lean_ft.data.columns import Document
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.requests import ChatRequest, Refused
@@ -43,7 +46,8 @@ from lean_ft.system.redaction import redact
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
-MOST_BODY_BYTES = 4 << 20
+MOST_BODY_BYTES, MOST_BODY_BYTES_WITH_IMAGES = 4 << 20, 32 << 20
+MOST_PIXELS = 1 << 26  # of an image
 MOST_AT_ONCE = 4  # completions that are computed in turns
 MOST_WAITING = 64  # requests, including those
 PROMPT_PART = 256  # prompt tokens per turn
@@ -110,6 +114,8 @@ class ChatServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.address[1]}/v1"
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.max_new_tokens, self.token = max_new_tokens, token or None
+        self._most_body_bytes = MOST_BODY_BYTES if tokenizer.image_rules is None else MOST_BODY_BYTES_WITH_IMAGES
+        self._decodes = threading.Lock()
         self._started = int(time.time())
         self._turns = _Turns()
         app = Starlette(
@@ -194,7 +200,7 @@ class ChatServer:
         if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "expected Content-Type: application/json.")
         try:
-            asked = ChatRequest.read(await asyncio.wait_for(_body(request), BODY_SECONDS))
+            asked = ChatRequest.read(await asyncio.wait_for(_body(request, self._most_body_bytes), BODY_SECONDS))
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {BODY_SECONDS} s.") from None
         if asked.model not in (None, self.name):
@@ -232,8 +238,8 @@ class ChatServer:
             tokens = f"{len(answer.ids)} completion tokens, {len(answer.prompt)} prompt tokens"
             say("answered", f"{_client(request)}: {tokens}, {time.monotonic() - begun:.1f} s, {outcome}")
 
-    def _prompt_of(self, asked: ChatRequest) -> tuple[list[int], Sampling]:
-        """The prompt's ids and the sampling settings. Runs in a thread, since a long text takes a while."""
+    def _prompt_of(self, asked: ChatRequest) -> tuple[Document, Sampling]:
+        """The prompt and the sampling settings. Runs in a thread, since a long text takes a while."""
         context = context_length(self.model.source.config)
         most = asked.max_completion_tokens or asked.max_tokens
         if context is not None and asked.num_characters > CHARACTERS_A_TOKEN * context:
@@ -243,6 +249,8 @@ class ChatServer:
                 "context_length_exceeded",
                 "messages",
             )
+        for url in (url for message in asked.messages for url in message.images):
+            self._check_image(url)
         settings: dict[str, Any] = {
             "max_new_tokens": most or self.max_new_tokens,
             "stop": asked.stop or [],
@@ -268,16 +276,35 @@ class ChatServer:
             )
         return prompt, replace(how, max_new_tokens=min(how.max_new_tokens, context - len(prompt)))
 
+    def _check_image(self, url: str) -> None:
+        """Decode an image, which finds a broken one before its completion begins."""
+        if self.tokenizer.image_rules is None:
+            raise Refused(
+                400, f"{self.name} reads texts alone, or was loaded without its vision tower.", None, "messages"
+            )
+        from lean_ft.images.reading import decoded, open_image, reference  # here, since texts do not need Pillow
+
+        try:
+            with open_image(reference(url, Path())) as image, self._decodes:  # one at a time, which bounds the memory
+                if image.width * image.height > MOST_PIXELS:
+                    raise ValueError(
+                        f"an image has {image.width} x {image.height} pixels; the limit is {MOST_PIXELS} pixels."
+                    )
+                decoded(image)
+        except ValueError as error:
+            raise Refused(400, str(error), None, "messages") from None
+
 
 class _Answer:
     """A completion in progress: the computing thread takes its steps, and the event loop reads its pieces."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, prompt: list[int], how: Sampling) -> None:
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, prompt: Document, how: Sampling) -> None:
         self.prompt, self.how, self.ids = prompt, how, list[int]()
         self.is_over = False  # set by either thread: complete, or no longer needed
         self.client_left = False
         self._tokenizer = tokenizer
-        steps = sample_steps(model, [prompt], how, tokenizer.decode, prompt_part=PROMPT_PART)
+        others = {"image_rules": tokenizer.image_rules, "prompt_part": PROMPT_PART}
+        steps = sample_steps(model, [prompt], how, tokenizer.decode, **others)
         self._texts = text_of(tokenizer, self._kept(steps), how.stop_texts)
         self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue[str | _End]()
 
@@ -393,20 +420,20 @@ async def _events(
         answer.is_over = True
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, most_bytes: int) -> bytes:
     """The request's body. The rest of a body that is too long is read and dropped, since clients read the response only
     after they sent everything; a body that is much too long is not read to its end."""
-    too_long = Refused(413, f"the body is longer than {MOST_BODY_BYTES} bytes.")
-    if int(request.headers.get("Content-Length", 0)) > 16 * MOST_BODY_BYTES:
+    too_long = Refused(413, f"the body is longer than {most_bytes} bytes.")
+    if int(request.headers.get("Content-Length", 0)) > 16 * most_bytes:
         raise too_long
     body, num_bytes = bytearray(), 0
     async for part in request.stream():
         num_bytes += len(part)
-        if num_bytes <= MOST_BODY_BYTES:
+        if num_bytes <= most_bytes:
             body += part
-        elif num_bytes > 16 * MOST_BODY_BYTES:
+        elif num_bytes > 16 * most_bytes:
             raise too_long
-    if num_bytes > MOST_BODY_BYTES:
+    if num_bytes > most_bytes:
         raise too_long
     return bytes(body)
 

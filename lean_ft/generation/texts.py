@@ -5,12 +5,17 @@ decodes text.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lean_ft.data.chats import read_variables
+from lean_ft.data.chats import read_content, read_variables
+from lean_ft.data.columns import Document
+from lean_ft.data.foreign_fields import is_given
+from lean_ft.data.images import IMAGE_FIELDS, images_of, read_whole, with_columns, with_headers
 from lean_ft.data.sources import read_rows
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
@@ -18,15 +23,19 @@ from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.quantize import is_quantized, load_quantized
+from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.tokenizers.loading import context_length
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Mapping[str, Any]
-"""A text; a chat's messages; or a row {"prompt": text or messages} or {"messages": ...}, optionally with `tools`."""
+"""A text; a chat's messages; or a row {"prompt": text or messages} or {"messages": ...}, optionally with `tools` and
+`images`."""
+Images = Literal["auto", "none", "frozen"]
 
 
 class PromptTooLong(ValueError):
@@ -42,13 +51,15 @@ def open_model(
     device: str = "auto",
     dtype: str | torch.dtype = "bfloat16",
     random_init: bool = False,
+    images: Images = "auto",
 ) -> tuple[Decoder, Tokenizer]:
     """Return a model for generation, and its tokenizer.
 
     path: a model folder, a checkpoint, a run (its newest complete checkpoint), a Hub repository, `tiny`, or an adapter
     or a run that trained one, which is loaded on its base model; `auto` is the base model of the first adapter. Several
-    adapters add up. A folder of `leanft quantize` is opened on a CPU. Raises ValueError if a folder is missing or
-    incomplete, or for an invalid device.
+    adapters add up. A folder of `leanft quantize` is opened on a CPU. images: whether the vision tower is loaded (`frozen`);
+    `auto`: if the folder has one that lean_ft knows. Raises ValueError if a folder is missing or incomplete, or for an
+    invalid device.
     """
     adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:
@@ -70,10 +81,22 @@ def open_model(
             )
         model = load_quantized(folder, dtype)
     else:
-        model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters))
+        tower = ("frozen" if reads_images(folder) else "none") if images == "auto" else images
+        model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters), images=tower)
     if adapters:
         load_adapter(model, *adapters)
-    return model, tokenizer_of(*adapters[:1], folder)
+    return model, tokenizer_of(*adapters[:1], folder, images=None if model.vision is None else folder)
+
+
+def reads_images(folder: Path) -> bool:
+    """Whether the folder's model has a vision tower that lean_ft knows, and the settings of its image processor."""
+    from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
+
+    if read_json(folder / "config.json").get("model_type") not in VISION_FAMILIES:
+        return False
+    with suppress(ValueError):
+        return image_rules(folder) is not None
+    return False
 
 
 def answers(
@@ -83,18 +106,19 @@ def answers(
     *,
     batch_size: int,
     chat: Literal["auto"] | bool = "auto",
+    folder: Path = Path(),
     **sampling: Any,
 ) -> Iterator[str]:
-    """Yield the completion of each prompt, in order, `batch_size` prompts at a time. Other arguments are those of
-    `generate`.
+    """Yield the completion of each prompt, in order, `batch_size` prompts at a time. Paths of images are relative to `folder`.
+    Other arguments are those of `generate`.
 
     Samples do not depend on the batches: equal prompts are numbered across all batches.
     """
-    how, ids = asked_of(model, tokenizer, prompts, chat, sampling)
-    numbers = sample_numbers(ids)
-    for start in range(0, len(ids), batch_size):
+    how, asked = asked_of(model, tokenizer, prompts, chat, sampling, folder)
+    numbers, others = sample_numbers(asked), {"decode": tokenizer.decode, "image_rules": tokenizer.image_rules}
+    for start in range(0, len(asked), batch_size):
         some = slice(start, start + batch_size)
-        for answer in sample(model, ids[some], how, numbers=numbers[some], decode=tokenizer.decode):
+        for answer in sample(model, asked[some], how, numbers=numbers[some], **others):
             yield _before(tokenizer.decode(answer.ids, skip_special_tokens=True), how.stop_texts)
 
 
@@ -140,8 +164,9 @@ def stream(
 ) -> Iterator[str]:
     """Yield the text of `generate` in pieces. Incomplete characters and possible beginnings of a stop text are held
     back."""
-    how, ids = asked_of(model, tokenizer, [prompt], chat, sampling)
-    tokens = (token for (token,) in sample_steps(model, ids, how, tokenizer.decode))
+    how, asked = asked_of(model, tokenizer, [prompt], chat, sampling)
+    steps = sample_steps(model, asked, how, tokenizer.decode, image_rules=tokenizer.image_rules)
+    tokens = (token for (token,) in steps)
     return (text for text in text_of(tokenizer, tokens, how.stop_texts) if text)
 
 
@@ -224,31 +249,70 @@ def asked_of(
     prompts: Sequence[Prompt],
     chat: Literal["auto"] | bool,
     settings: dict[str, Any],
-) -> tuple[Sampling, list[list[int]]]:
-    """Return the sampling settings and the ids of the prompts. Raises PromptTooLong."""
+    folder: Path = Path(),
+) -> tuple[Sampling, list[Document]]:
+    """Return the sampling settings and the tokenized prompts. Raises PromptTooLong."""
     chat = tokenizer.chat_template is not None if chat == "auto" else chat
     settings = dict(settings)
     stop_texts, kwargs = tuple(settings.pop("stop", ())), settings.pop("chat_template_kwargs", None) or {}
     tokenizer.check_template_kwargs(kwargs, tokenizer.template_names if chat else ())
     sampling = Sampling(**settings, stop_texts=stop_texts, stop_ids=stop_ids(model, tokenizer))
-    context, ids = context_length(model.source.config), list[list[int]]()
+    context, asked = context_length(model.source.config), list[Document]()
     for number, prompt in enumerate(prompts, start=1):
-        ids.append(_prompt_ids(tokenizer, prompt, chat, kwargs))
-        if context is not None and len(ids[-1]) >= context:
+        asked.append(_document(tokenizer, prompt, chat, kwargs, folder))
+        if context is not None and len(asked[-1]) >= context:
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             raise PromptTooLong(
-                f"{which} has {len(ids[-1]):,} tokens, which leaves no room in the model's context of {context:,} tokens. Shorten it."
+                f"{which} has {len(asked[-1]):,} tokens, which leaves no room in the model's context of {context:,} tokens. Shorten it."
             )
-    return sampling, ids
+    return sampling, asked
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str, Any]) -> list[int]:
-    asked = _asked(prompt)
+def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str, Any], folder: Path) -> Document:
+    asked, row, rules = _asked(prompt), prompt if isinstance(prompt, Mapping) else {}, tokenizer.image_rules
     if isinstance(asked, str) and not chat:
-        return tokenizer.encode(asked, add_special_tokens=True)
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        if any(is_given(row.get(name)) for name in IMAGE_FIELDS):
+            raise ValueError(
+                "a prompt has an image, which needs a chat template. Remove chat=false, or use a chat model."
+            )
+        images, document = (), Document.of(tokenizer.encode(asked, add_special_tokens=True))
+    else:
+        messages, values = images_of(_messages(asked), row)
+        if values and rules is None:
+            raise ValueError(
+                "a prompt has an image, and the model reads texts alone. Use a vision model with model.images=frozen."
+            )
+        tools, kwargs = row.get("tools"), kwargs | read_variables(row.get("chat_template_kwargs"))
+        if messages[-1].get("role") == "assistant":
+            passage = tokenizer.continued(messages, tools, kwargs)
+        else:
+            passage = tokenizer.passage(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)
+        if rules is not None:
+            passage = with_headers(replace(passage, images=values), folder, rules)
+        images, document = passage.images, Document(*tokenizer.tokenize([passage])[0])
+    return document if rules is None else with_columns(document, images, rules, tokenizer.token_id(rules.token))
+
+
+def _messages(asked: str | Messages) -> list[dict[str, Any]]:
+    """The messages of a prompt, with content parts as `images_of` reads them."""
+    if isinstance(asked, str):
+        return [{"role": "user", "content": asked}]
+    messages = [dict(message) for message in asked]
+    for number, message in enumerate(messages):
+        if isinstance(message.get("content"), list):
+            message["content"] = read_content(message["content"], message, f"messages[{number}]")
+    return messages
+
+
+def shows_images(prompt: Prompt) -> bool:
+    """Whether a prompt has an image."""
     row = prompt if isinstance(prompt, Mapping) else {}
-    tools, kwargs = row.get("tools"), kwargs | read_variables(row.get("chat_template_kwargs"))
-    if messages[-1].get("role") == "assistant":
-        return tokenizer.continued(messages, tools, kwargs)
-    return tokenizer.render(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)[0]
+    return bool(images_of(_messages(_asked(prompt)), row)[1])
+
+
+def image_part(path: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:
+    """Return an image file as a content part of a message, and its number of tokens. Raises ValueError if it cannot be read."""
+    if tokenizer.image_rules is None:
+        raise ValueError("the model reads texts alone, or was loaded with model.images=none.")
+    file = str(Path(path.strip("'\"")).expanduser().resolve())  # terminals write dropped files in quotes
+    return {"type": "image", "path": file}, sum(read_whole(file, Path(), tokenizer.image_rules).layout.runs)

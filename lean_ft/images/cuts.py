@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lean_ft.images.reading import Size
 
 
-class Cut(NamedTuple):
+class Tiling(NamedTuple):
     """An image is resized to each of `sizes` in turn, then cut into rows and columns of equal tiles."""
 
     sizes: tuple[Size, ...]
@@ -22,14 +22,14 @@ class Cut(NamedTuple):
     thumbnail_of_resized: bool = False  # the thumbnail is made from the resized image
 
 
-def always(size: Size, limit: int, *, target: Size) -> Cut:
+def always(size: Size, limit: int, *, target: Size) -> Tiling:
     """Every image has the same size (Gemma 3)."""
-    return Cut((target,))
+    return Tiling((target,))
 
 
 def within_pixels(
     size: Size, limit: int, *, multiple: int, least: int, smallest: int = 0, ratio: float = math.inf
-) -> Cut:
+) -> Tiling:
     """Round sides to multiples, then scale to between `least` and `limit` pixels (Qwen-VL).
 
     Raises ValueError if the sides differ by more than `ratio` times.
@@ -46,17 +46,17 @@ def within_pixels(
     elif wide * high < (least := min(least, limit)):
         grow = math.sqrt(least / (width * height))
         wide, high = (math.ceil(n * grow / multiple) * multiple for n in size)
-    return Cut((Size(wide, high),))
+    return Tiling((Size(wide, high),))
 
 
-def within_longest(size: Size, limit: int, *, multiple: int) -> Cut:
+def within_longest(size: Size, limit: int, *, multiple: int) -> Tiling:
     """Scale down so that no side exceeds `limit`, then round sides up to multiples (Pixtral)."""
     ratio = max(size) / limit
     sides = (max(1, math.floor(n / ratio)) if ratio > 1 else n for n in size)
-    return Cut((Size(*(math.ceil(n / multiple) * multiple for n in sides)),))
+    return Tiling((Size(*(math.ceil(n / multiple) * multiple for n in sides)),))
 
 
-def within_tokens(size: Size, limit: int, *, multiple: int) -> Cut:
+def within_tokens(size: Size, limit: int, *, multiple: int) -> Tiling:
     """Scale to the largest multiples that have at most `limit` tokens (Gemma 4)."""
     width, height = size
     scale = math.sqrt(limit * multiple**2 / (width * height))
@@ -65,10 +65,10 @@ def within_tokens(size: Size, limit: int, *, multiple: int) -> Cut:
         rows, columns = 1, max(1, min(width // height, limit))
     elif columns == 0:
         rows, columns = max(1, min(height // width, limit)), 1
-    return Cut((Size(columns * multiple, rows * multiple),))
+    return Tiling((Size(columns * multiple, rows * multiple),))
 
 
-def tiled(size: Size, limit: int, *, tile: int, split: bool) -> Cut:
+def tiled(size: Size, limit: int, *, tile: int, split: bool) -> Tiling:
     """Scale the longest side to `limit`, enlarge to multiples of a tile, and cut; the thumbnail is one tile (SmolVLM)."""
     width, height = scaled = _with_longest(size, limit)
     ratio, one = width / height, Size(tile, tile)
@@ -79,8 +79,8 @@ def tiled(size: Size, limit: int, *, tile: int, split: bool) -> Cut:
         rows = math.ceil(height / tile)
         columns = math.ceil(int(rows * tile * ratio) / tile)
     if not split or rows == columns == 1:
-        return Cut((scaled, one))
-    return Cut((scaled, Size(columns * tile, rows * tile)), rows, columns, one, thumbnail_of_resized=True)
+        return Tiling((scaled, one))
+    return Tiling((scaled, Size(columns * tile, rows * tile)), rows, columns, one, thumbnail_of_resized=True)
 
 
 def _with_longest(size: Size, longest: int) -> Size:
@@ -99,7 +99,7 @@ def _with_longest(size: Size, longest: int) -> Size:
 def tiled_by_shape(
     size: Size, limit: int, *, patch_size: int, multiple: int, least: int, most: int, tile: int, min_tiles: int, max_tiles: int,
     thumbnail: bool,
-) -> Cut:  # fmt: skip
+) -> Tiling:  # fmt: skip
     """One tile of `least` to `most` tokens; a larger image becomes tiles, in the shape closest to its own (LFM2-VL).
 
     `limit` is a number of tokens. Raises ValueError for an image so flat that its tile has too many tokens.
@@ -119,7 +119,7 @@ def tiled_by_shape(
             best, difference = shape, new
     columns, rows = best
     small = whole.sizes[0] if thumbnail and rows * columns > 1 else None
-    return Cut((Size(columns * tile, rows * tile),), rows, columns, small)
+    return Tiling((Size(columns * tile, rows * tile),), rows, columns, small)
 
 
 @cache

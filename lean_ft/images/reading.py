@@ -3,8 +3,8 @@
 A reference names an image in stored data: a path with the file's size and time, or the encoded image itself. Equal references
 are equal images. Every fault of an image (missing, changed, broken, too large) is a ValueError.
 
-Left out: URLs, which are never fetched, and an EXIF orientation that stands behind the pixels of a PNG file, because reading
-it takes as long as decoding the image.
+Left out: URLs, which are never fetched, and an EXIF orientation stored after the pixels of a PNG file, because reading it takes
+as long as decoding the image.
 """
 
 import base64
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
 MAX_PIXELS = 1 << 28  # by the header; a larger image is refused before it is decoded
 MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
@@ -54,9 +55,8 @@ def reference(value: Any, folder: Path) -> bytes:
     while isinstance(value, Mapping):
         found = [key for key in ("bytes", "base64", "url", "path", "image", "image_url") if value.get(key) is not None]
         if not found:
-            raise ValueError(
-                f"an image is a mapping of {_short(list(value))}; expected bytes, base64, url, path or image."
-            )
+            keys = _short(list(value))
+            raise ValueError(f"an image is a mapping of {keys}; expected bytes, base64, url, path or image.")
         value = _from_base64(value["base64"]) if found[0] == "base64" else value[found[0]]
     if isinstance(value, Image.Image):
         value = _as_png(value)
@@ -107,8 +107,10 @@ def size_of(image: Image.Image) -> Size:
 
 def decoded(image: Image.Image) -> Image.Image:
     """The upright image in RGB, on white where it is transparent. Raises ValueError if it is broken."""
-    turn = _TURNS.get(_orientation(image))
-    with _plain_errors(getattr(image, "filename", "") or "the image"):
+    turn, name = _TURNS.get(_orientation(image)), getattr(image, "filename", "") or "the image"
+    if isinstance(image, TiffImageFile):  # with a name, Pillow maps the file, and gets a turned image wrong
+        image.filename = ""
+    with _plain_errors(name):
         image.load()
         if image.has_transparency_data:
             image = _on_white(image)
@@ -126,13 +128,27 @@ def _on_white(image: Image.Image) -> Image.Image:
     return opaque
 
 
+def thumbnail(reference: bytes, side: int = 160) -> bytes:
+    """A small JPEG of an image, or of a gray square if it cannot be read."""
+    try:
+        with open_image(reference) as image:
+            small = decoded(image)
+    except ValueError:
+        small = Image.new("RGB", (side, side), "gray")
+    small.thumbnail((side, side))
+    small.save(file := io.BytesIO(), "JPEG")
+    return file.getvalue()
+
+
 def _orientation(image: Image.Image) -> int:
     """The orientation by EXIF, from 1 to 8."""
-    if image.format == "TIFF":  # Pillow turns these itself
+    if isinstance(image, TiffImageFile):  # Pillow turns these itself
         return 1
-    with _plain_errors("the image"):
+    try:
         found = Image.Image.getexif(image).get(_ORIENTATION, 1)  # PngImageFile.getexif decodes the image
-    return found if found in _TURNS else 1
+        return found if found in _TURNS else 1
+    except Exception:  # broken metadata raises many kinds of errors, and pixels do not need it
+        return 1
 
 
 def _as_png(image: Image.Image) -> bytes:

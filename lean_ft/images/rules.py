@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lean_ft.images.cuts import Cut, always, tiled, tiled_by_shape, within_longest, within_pixels, within_tokens
+from lean_ft.images.cuts import Tiling, always, tiled, tiled_by_shape, within_longest, within_pixels, within_tokens
 from lean_ft.images.reading import MAX_PIXELS, Size
 from lean_ft.system.whole_files import read_json
 
 _MAX_TILES = 1 << 10
+_MAX_RESIZED = 1 << 26  # pixels, 4 times what Qwen3-VL allows
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # mean and standard deviation
 _HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
@@ -43,7 +44,7 @@ class ImageLayout:
 
 
 # The text of an image and the repeats of each of its image tokens, by the rows and columns of tokens of each tile.
-Text = Callable[[Cut, list[tuple[int, int]]], tuple[str, tuple[int, ...]]]
+Text = Callable[[Tiling, list[tuple[int, int]]], tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ImageRules:
 
     patch_size: int
     merge: int  # patches of the side of the square that one token of the decoder sees
-    cut: Callable[[Size, int], Cut]  # for a size and a limit
+    cut: Callable[[Size, int], Tiling]  # for a size and a limit
     limit: int  # of an image's pixels, of its longest side, or of its tokens, as its family limits images
     mean: tuple[float, ...]  # of each color, for values from 0 to 1
     std: tuple[float, ...]
@@ -96,24 +97,22 @@ class ImageRules:
         blocks = pixels.reshape(rows, merge, side, columns, merge, side, 3)
         return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
 
-    def _tokens(self, cut: Cut) -> list[tuple[int, int]]:
+    def _tokens(self, cut: Tiling) -> list[tuple[int, int]]:
         """Rows and columns of tokens of each tile."""
         side, last = self.patch_size * self.merge, cut.sizes[-1]
         tile = last.height // cut.rows // side, last.width // cut.columns // side
         thumbnail = [] if cut.thumbnail is None else [(cut.thumbnail.height // side, cut.thumbnail.width // side)]
         return [tile] * (cut.rows * cut.columns) + thumbnail
 
-    def _cut(self, size: Size) -> Cut:
+    def _cut(self, size: Size) -> Tiling:
         """The cut at the largest limit at which the image has at most `max_tokens` tokens."""
 
         def num_tokens(limit: int) -> int:
             return sum(rows * columns for rows, columns in self._tokens(self.cut(size, limit)))
 
         cut = self.cut(size, self.limit)
-        if cut.rows * cut.columns > _MAX_TILES or max(math.prod(resized) for resized in cut.sizes) > MAX_PIXELS:
-            raise ValueError(
-                f"an image has {size.width} x {size.height} pixels, which this model would enlarge too much."
-            )
+        if cut.rows * cut.columns > _MAX_TILES or max(math.prod(resized) for resized in cut.sizes) > _MAX_RESIZED:
+            raise ValueError(f"an image of {size.width} x {size.height} pixels: this model would enlarge it too much.")
         if self.max_tokens is None or num_tokens(self.limit) <= self.max_tokens:
             return cut
         fits, exceeds = 0, self.limit
@@ -127,7 +126,7 @@ class ImageRules:
 
 
 def framed(
-    cut: Cut, tokens: list[tuple[int, int]], *, token: str, start: str = "", end: str = "", single: str = "", tile: str = "",
+    cut: Tiling, tokens: list[tuple[int, int]], *, token: str, start: str = "", end: str = "", single: str = "", tile: str = "",
     row_end: str = "", thumbnail: str = "",
 ) -> tuple[str, tuple[int, ...]]:  # fmt: skip
     """Text around the tokens of an image, or around those of each tile and of the thumbnail."""
@@ -139,7 +138,7 @@ def framed(
     return start + "".join("".join(name + token for name in row) + row_end for row in names) + last + end, runs
 
 
-def by_rows(cut: Cut, tokens: list[tuple[int, int]]) -> tuple[str, tuple[int, ...]]:
+def by_rows(cut: Tiling, tokens: list[tuple[int, int]]) -> tuple[str, tuple[int, ...]]:
     """A run for each row of tokens (Pixtral)."""
     ((rows, columns),) = tokens
     return "[IMG_BREAK]".join(["[IMG]"] * rows) + "[IMG_END]", (columns,) * rows
@@ -194,7 +193,7 @@ class _Fields:
 
 # A function per processor: patch_size, merge, cut and limit, by its settings, the fields of config.json and its vision_config.
 # Sides of patches and tokens are the tower's, by config.json. Absent settings have the processor's own defaults.
-_Facts = tuple[int, int, Callable[[Size, int], Cut], int]
+_Facts = tuple[int, int, Callable[[Size, int], Tiling], int]
 _AS_IN_CONFIG = "as in config.json"
 
 
@@ -209,9 +208,8 @@ def _qwen(settings: _Fields, config: _Fields, vision: _Fields, patch_size: int =
 
 def _gemma3(settings: _Fields, config: _Fields, vision: _Fields) -> _Facts:
     side, tokens = vision.count("patch_size", 16, 1024), math.isqrt(config.count("mm_tokens_per_image", 256))
-    size = settings.object("size", height=224, width=224)
-    pixels = size.count("height", multiple_of=side * tokens)
-    size.expect("as the height", width=pixels)
+    pixels = vision.count("image_size", 224, multiple_of=side * tokens)
+    settings.object("size", height=224, width=224).expect(_AS_IN_CONFIG, height=pixels, width=pixels)
     return side, pixels // side // tokens, partial(always, target=Size(pixels, pixels)), 1
 
 

@@ -34,18 +34,20 @@ Kept = Literal["nothing", "attention", "products"]
 
 
 def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing") -> int:
-    """Checkpoint layers 0, `every`, 2 `every` ... of a decoder, and return their number.
+    """Checkpoint layers 0, `every`, 2 `every` ... of a decoder, and return the number of checkpointed layers.
 
     `keep` names operations whose results are kept: `attention`, or `products` (attention and all matrix products). The
-    random state is restored for recomputation, so dropout drops the same values. Raises ValueError if the model has no
-    `layers` or `every` is below 1.
+    random state is restored for recomputation, so dropout drops the same values. The blocks of a vision tower that trains are
+    checkpointed too. Raises ValueError if the model has no `layers` or `every` is below 1.
     """
     layers = decoder_layers(model, "checkpoint_layers")
     if every < 1:
         raise ValueError(f"checkpoint_layers expects `every` of at least 1, but got {every}")
     # When compiling, torch warns that in-place operations may run twice. Here they never change anything that is kept.
     logging.getLogger(CHECKPOINT_LOGGER).addFilter(_is_other_warning)
-    chosen: Any = layers[::every]
+    tower: Any = getattr(model, "vision", None)
+    trains = tower is not None and any(parameter.requires_grad for parameter in tower.parameters())
+    chosen: Any = [*layers[::every], *(tower.blocks[::every] if trains else ())]
     for layer in chosen:
         # A bound method, not a closure over the layer's forward: the compiler then finds the same code in every layer.
         layer.forward = MethodType(_FORWARDS[keep], layer)

@@ -110,16 +110,13 @@ class KVCache:
         self.starts_empty = True
         # (B,): what the rotary position of a row's next token adds to its index, behind images; None: nothing.
         self.shifts: Tensor | None = None
-        self.num_ahead: Tensor | None = (
-            None  # (B, T): the later tokens that each new token sees, of its image; None: none
-        )
         self.next_lengths = self.lengths  # (B,), including the tokens of the current pass
         self.new_lengths: Tensor | None = None  # (B,) new tokens that are not padding; None if there is no padding
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1), where new tokens are stored
         # On CUDA, of one new token in rows of different lengths: the rows' starts among all tokens (B + 1,) and among all positions of
         # the cache (B + 1,), and their lengths (B,), int32.
         self.of_kernel: tuple[Tensor, Tensor, Tensor] | None = None
-        self._visible: dict[tuple[int | None, int | None], Tensor | None] = {}
+        self._visible: dict[tuple[int | None, int | None, bool], Tensor | None] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -157,7 +154,6 @@ class KVCache:
             starts = torch.arange(len(self.lengths) + 1, dtype=torch.int32, device=self.lengths.device)
             self.of_kernel = starts, starts * self.capacity, self.next_lengths.int()
         self._visible.clear()
-        self.num_ahead = None
         if shifts is not None:
             last = self.next_lengths - self.lengths - 1
             self.shifts = shifts.gather(1, last.clamp(min=0)[:, None])[:, 0]
@@ -165,19 +161,26 @@ class KVCache:
             shifts = self.shifts[:, None]
         return self.positions if shifts is None else self.positions + shifts
 
-    def visible(self, window: int | None, chunk: int | None = None) -> Tensor | None:
-        """Which indices each new token sees, (B, T, filled), given a window or chunk; None if one new token per row sees all."""
-        if (window, chunk) not in self._visible:
-            self._visible[window, chunk] = self._mask(window, chunk)
-        return self._visible[window, chunk]
+    def visible(self, window: int | None, chunk: int | None = None, ends: Tensor | None = None) -> Tensor | None:
+        """Which indices each new token sees, (B, T, filled), given a window or chunk; None if one new token per row sees all.
 
-    def _mask(self, window: int | None, chunk: int | None) -> Tensor | None:
+        ends: (B * T,), the new token before which each one's keys end, if some see later tokens.
+        """
+        key = window, chunk, ends is not None
+        if key not in self._visible:
+            self._visible[key] = self._mask(window, chunk, ends)
+        return self._visible[key]
+
+    def _mask(self, window: int | None, chunk: int | None, ends: Tensor | None) -> Tensor | None:
         sees_all = all(most is None or self.filled <= most for most in (window, chunk))
         if self.is_even and self.positions.shape[1] == 1 and sees_all:
             return None
         indices = torch.arange(self.filled, device=self.lengths.device)
         positions = self.positions[..., None]
-        seen = indices <= (positions if self.num_ahead is None else positions + self.num_ahead[..., None])
+        last = positions
+        if ends is not None:
+            last = positions + (ends - torch.arange(1, len(ends) + 1, device=ends.device)).view(positions.shape)
+        seen = indices <= last
         if chunk is not None:
             seen &= indices >= positions - positions % chunk
         return seen if window is None else seen & (indices > positions - window)

@@ -147,9 +147,14 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
         shared.pop(tied, None)
     elif shared.get(tied) is not None:
         text.pop(tied, None)
-    return {**shared, **text, "model_type": family, "architectures": [whole.families[family]]}
+    found = {**shared, **text, "model_type": family, "architectures": [whole.families[family]]}
+    if str(config.get("architectures")).endswith(f"{OF_SCORES}']"):  # saved by lean_ft, or of Gemma 3 by transformers
+        labels = {key: config[key] for key in ("id2label", "label2id") if key in config}
+        found |= {"architectures": [SCORE_ARCHITECTURES.get(family)], **labels}
+    return found
 
 
+OF_SCORES = "ForSequenceClassification"  # ends the names of transformers' classes
 OF_REWARD: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
 
 

@@ -295,6 +295,8 @@ class Decoder(nn.Module):
                 else "ranks share a row"
             )
             raise ValueError(f"images are not supported: {reason}.")
+        if images is None and self.vision is not None and self.vision.is_sharded:
+            images = self.vision.no_images(input_ids.device)
         shape = (input_ids if tokens is None or positions is None else positions).shape
         sight = self._sight(shape, cu_seqlens, prefixes, num_prefix_tokens)
         positions = positions_of(
@@ -338,19 +340,15 @@ class Decoder(nn.Module):
             text_lengths = None if text_lengths is None else self.sharding.row_tokens.of_attention(text_lengths)
         return {rope: rotary(positions, dtype, text_lengths) for rope, rotary in self.rotary.items()}
 
-    def _sight_of_images(
-        self, sight: Sight | None, images: Images, shape: torch.Size, cache: KVCache | None
-    ) -> Sight | None:
+    def _sight_of_images(self, sight: Sight | None, images: Images, num_tokens: int) -> Sight | None:
         """The sight of layers in which the tokens of an image see each other."""
-        assert self.config.vision is not None
-        if self.config.vision.sees_image == "never":
+        vision = self.config.vision
+        if vision is None or vision.sees_image == "never":
             return sight
-        ahead = to_image_ends(images.grids, self.config.vision.merge, images.places.device)[images.rows]  # (K,)
-        ahead = torch.zeros(shape.numel(), dtype=torch.int32, device=ahead.device).index_copy(0, images.places, ahead)
-        if cache is not None:
-            cache.num_ahead = ahead.view(shape)
-        ends = torch.arange(1, shape.numel() + 1, dtype=torch.int32, device=ahead.device) + ahead
-        num_ahead = max(rows * columns for rows, columns in images.grids) // self.config.vision.merge**2 - 1
+        ahead = to_image_ends(images.grids, vision.merge, images.places.device)[images.rows]  # (K,)
+        ends = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=ahead.device)
+        ends = ends.index_add(0, images.places, ahead)
+        num_ahead = max(rows * columns for rows, columns in images.grids) // vision.merge**2 - 1
         return (sight or Sight())._replace(ends=ends, num_ahead=num_ahead)
 
     def _on_axes(self, positions: Tensor, images: Images) -> Tensor:
@@ -376,7 +374,7 @@ class Decoder(nn.Module):
         deep, sight_of_images = [], sight
         if images is not None and self.vision is not None:
             hidden, deep = self.vision.put(hidden, images)
-            sight_of_images = self._sight_of_images(sight, images, input_ids.shape, cache)
+            sight_of_images = self._sight_of_images(sight, images, input_ids.numel())
             positions = positions.expand(input_ids.shape)
         rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
         needs_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()

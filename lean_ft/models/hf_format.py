@@ -169,11 +169,12 @@ def empty_model(
     new_ids: Sequence[int] = (),
     *,
     is_quantized: bool = False,
+    images: bool = False,
 ) -> Decoder:
-    """The model that `load_model` would return, on the meta device and without reading weights. `is_quantized` ignores the
-    quantization in config.json, which `load_model` checks."""
+    """The model that `load_model` would return, on the meta device and without reading weights; with `images`, with its vision
+    tower. `is_quantized` ignores the quantization in config.json, which `load_model` checks."""
     return _from_folder(
-        path, lambda folder: _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized)
+        path, lambda folder: _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized, images)
     )
 
 
@@ -237,7 +238,7 @@ def _meta_model(
 def _stored_weights(folder: Path, model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
     whole = dequantized(stored_tensors(folder), model.source.quantization)
-    spellings = VISION_FAMILIES[model.source.part_of].spellings if model.vision is not None else None
+    spellings = None if model.vision is None else VISION_FAMILIES[model.source.part_of].spellings
     own_name = partial(name_in_language_model, spellings=spellings) if model.source.part_of else str
     names = {name: own_name(name) for name in whole}
     stored = _match(model, {own: whole[name] for name, own in names.items() if own is not None}, folder)
@@ -245,7 +246,11 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
         # Some folders store a tied output layer too.
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
         names = {name: tied.get(own or "", own) for name, own in names.items()}
-        model.source.names = {name: own if own in stored else None for name, own in names.items()}
+        if model.source.score_is_new:
+            names = {name: own for name, own in names.items() if not (own or "").startswith("lm_head.")}
+            names["score.weight"] = "score.weight"
+        has = {*stored, *(["score.weight"] if model.source.score_is_new else [])}
+        model.source.names = {name: own if own in has else None for name, own in names.items()}
 
     def read(name: str, parameter: Tensor) -> None:
         if model.source.score_is_new and name == "score.weight":

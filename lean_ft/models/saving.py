@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lean_ft.models.config_json import OF_SCORES
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.new_model import empty_decoder
@@ -131,6 +132,8 @@ def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
     assert whole is not None
     changes = {"vocab_size": model.config.vocab_size}
     changes |= dict.fromkeys(("dtype", "torch_dtype"), str(model.dtype).removeprefix("torch."))
+    if model.score is not None:
+        changes["pad_token_id"] = model.source.config.get("pad_token_id")
 
     def updated(settings: dict[str, Any]) -> dict[str, Any]:
         return {key: changes.get(key, value) for key, value in settings.items() if key != "quantization_config"}
@@ -140,6 +143,10 @@ def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
     for name in ("config.json", *PROCESSOR_FILES):
         if (whole / name).is_file():
             shutil.copyfile(whole / name, folder / name)
+    if model.score is not None:
+        labels = ("id2label", "label2id", "problem_type")
+        changed |= {name: model.source.config[name] for name in labels if name in model.source.config}
+        changed["architectures"] = [config["architectures"][0].replace("ForConditionalGeneration", OF_SCORES)]
     if changed != config:
         write_json(folder / "config.json", changed)
     _write_generation_config(model, folder)

@@ -25,7 +25,7 @@ def generating(model: Decoder, ranks: Ranks, gather: Literal["layer", "whole"]) 
     in_step = gather == "layer" or EXPERTS in ranks.groups
     try:
         with (
-            _whole(model, ranks) if gather == "whole" else nullcontext(),
+            _whole(model, ranks, gather == "whole"),
             _in_step(model, ranks) if in_step else nullcontext(),
         ):
             yield
@@ -46,15 +46,24 @@ def _in_step(model: Decoder, ranks: ManyRanks) -> Iterator[None]:
 
 
 @contextmanager
-def _whole(model: Decoder, ranks: ManyRanks) -> Iterator[None]:
-    """Context manager in which all weights are gathered."""
-    units = [module for module in model.modules() if module in ranks.resharded]
+def _whole(model: Decoder, ranks: ManyRanks, gathers_all: bool) -> Iterator[None]:
+    """Context manager in which all weights are gathered, or those of a sharded vision tower alone, which few passes compute."""
+    tower = model.vision if model.vision is not None and model.vision.is_sharded else None
+    part = model if gathers_all else tower
+    if part is None:
+        yield
+        return
+    units = [module for module in part.modules() if module in ranks.resharded]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
     try:
         _pass_of_one_token(model)
+        if tower is not None:
+            tower.is_sharded = False
         yield
     finally:
+        if tower is not None:
+            tower.is_sharded = True
         for unit in units:
             unit.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
 

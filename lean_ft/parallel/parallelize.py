@@ -62,6 +62,7 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
         )
     trunk = model.model
     how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
+    replicated = _shard_tower(model, cfg, ranks, how)
     placement = _placement(model, ranks)
     units: list[nn.Module] = []  # with cfg.reshard_after_forward
     for layer in model.layers:
@@ -76,8 +77,9 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
         ranks.resharded.update(units)
     gathered = why_gathered(model, cfg, ranks, None if tokens is None else tokens // ranks.num_sharing)
     if not gathered:
-        how["ignored_params"] = CutVocabulary(model, ranks, how["mesh"]).parameters
+        replicated |= CutVocabulary(model, ranks, how["mesh"]).parameters
     say("vocabulary", f"gathered: {gathered}" if gathered else f"sharded over {ranks.num_shards} processes")
+    how["ignored_params"] = replicated
     ends: list[nn.Module] = [trunk.norm]
     if gathered:
         ends.append(trunk.embed_tokens if model.head is None else model.head)
@@ -93,6 +95,22 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
     fully_shard(ends, reshard_after_forward=False, **how)
     fully_shard(model, **how)
     _sum_gradients(model)
+
+
+def _shard_tower(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, how: dict[str, Any]) -> set[nn.Parameter]:
+    """Shard a vision tower that trains, with a unit per block. Return the parameters of a frozen one, which each rank keeps whole:
+    it computes its own images, and no rank waits for another."""
+    from torch.distributed.fsdp import fully_shard
+
+    tower = model.vision
+    if tower is None or not any(parameter.requires_grad for parameter in tower.parameters()):
+        return set() if tower is None else set(tower.parameters())
+    for unit in (*tower.blocks, tower):
+        fully_shard(unit, reshard_after_forward=cfg.reshard_after_forward, **how)
+    if cfg.reshard_after_forward:
+        ranks.resharded.update((*tower.blocks, tower))
+    tower.is_sharded = True
+    return set()
 
 
 def sharded_linear(in_features: int, out_features: int, ranks: Ranks) -> nn.Linear:

@@ -58,13 +58,21 @@ def tokenizer_folder(*folders: Path) -> Path | None:
     return next((f for f in folders if any((f / name).is_file() for name in TOKENIZER_FILES)), None)
 
 
-def tokenizer_of(*folders: Path, chat_template: Path | None = None) -> Tokenizer:
-    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` of the run that wrote the first
-    checkpoint among them. `chat_template`: a file that replaces its template. Raises ValueError if there is no tokenizer."""
+def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path | None = None) -> Tokenizer:
+    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` and `data.image_tokens` of the
+    run that wrote the first checkpoint among them.
+
+    chat_template: a file that replaces its template; images: the folder of a model that is loaded with its vision tower.
+    Raises ValueError if there is no tokenizer.
+    """
     tokenizer = load_tokenizer(tokenizer_folder(*folders) or folders[-1], chat_template)
     checkpoint = next((folder for folder in folders if (folder / TRAINING_STATE_FILE).is_file()), None)
-    if checkpoint is not None:
-        tokenizer.chat_template_kwargs = _template_kwargs(read_training_state(checkpoint)["settings"])
+    settings = {} if checkpoint is None else read_training_state(checkpoint)["settings"]
+    tokenizer.chat_template_kwargs = _template_kwargs(settings)
+    if images is not None:
+        from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
+
+        tokenizer.image_rules = image_rules(images, settings.get("data.image_tokens"))
     return tokenizer
 
 

@@ -113,6 +113,10 @@ class AskedModelConfig(ModelConfig):
     """A run (its newest complete checkpoint), a checkpoint, an adapter, a Hugging Face model folder, a Hub repository
     (`org/name` or `org/name@revision`), or `tiny`, the embedded model. `auto` is the base model of `adapter`."""
 
+    images: Literal["auto", "none", "frozen"] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Whether the vision tower is loaded, so that prompts may have images. `auto`: if the model has one that lean_ft knows.
+    `none` saves its memory."""
+
     @model_validator(mode="after")
     def _does_not_train(self) -> "AskedModelConfig":
         for name in ("new_tokens", "router_aux_loss_coef"):

@@ -25,7 +25,9 @@ class ModelConfig(Settings):
     tokenizer.json."""
     images: Literal["none", "frozen", "train"] = "none"
     """Images in rows. `none`: only the language model of a multimodal model is loaded, and rows have no images. `frozen`: the
-    vision tower computes embeddings and is not trained. `train`: it trains too; `freeze` selects parts of it."""
+    vision tower computes embeddings and is not trained. `train`: it trains too, and beside an adapter the layers of the tower
+    that `lora.targets` names. `train: [vision.*merger*]` trains the projector alone, and optimizer.lr_ratios={vision: 0.1}
+    lowers the tower's learning rate."""
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables it. null uses
     config.json's weight if output_router_logits is true there, and 0 otherwise, as transformers does."""
@@ -41,7 +43,7 @@ class LoRAConfig(Settings):
     targets: list[str] = Field(["all-linear"])
     """Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names (q_proj, lm_head,
     embed_tokens), or names with wildcards (model.layers.[0-3].*). With `[]`, only the rows of model.new_tokens
-    train."""
+    train. With model.images=train also layers of the vision tower (vision.blocks.*)."""
     dropout: Fraction = 0.0
     """Dropout probability of the adapter's inputs."""
     rslora: bool = False

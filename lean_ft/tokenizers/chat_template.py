@@ -8,6 +8,7 @@ A `{% generation %}` block records which message it belongs to: among the templa
 object that it was rendered with (usually the loop's `message`). A block that finds none continues the block directly before it.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -58,6 +59,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from None
         self.roles = {*ROLES, *re.findall(r"""==\s*["'](\w+)["']""", source)}  # and roles that it compares with
+        self._reads_texts: bool | None = None  # not known before the first rendering
         self.marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
     def render(
@@ -73,6 +75,8 @@ class ChatTemplate:
         """
         # Templates handle missing keys but fail on None. transformers leaves out such keys too.
         messages = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
+        if not self._writes_texts(variables):
+            messages = _with_parts(messages)
         assistant = {id(message): i for i, message in enumerate(messages) if message.get("role") == "assistant"}
         try:
             ACTIVE.set(Budget(messages, tools, variables))
@@ -86,6 +90,16 @@ class ChatTemplate:
         except (*_FAILURES, jinja2.TemplateError) as error:
             reason = f"{error}"[:1000] or type(error).__name__
             raise ValueError(f"the chat template cannot render these messages: {reason}") from None
+
+    def _writes_texts(self, variables: dict[str, Any]) -> bool:
+        """Whether the template writes contents that are strings. Some of models with images write content parts alone (SmolVLM)."""
+        if self._reads_texts is None:
+            self._reads_texts = True  # while the probes are rendered, and for a template that rejects them
+            with contextlib.suppress(ValueError):
+                text = [{"role": "user", "content": "PROBE"}]
+                written = ["PROBE" in self.render(probe, None, False, variables) for probe in (text, _with_parts(text))]
+                self._reads_texts = written != [False, True]
+        return self._reads_texts
 
     def with_readable_arguments(
         self,
@@ -111,6 +125,16 @@ class ChatTemplate:
             except ValueError:
                 return messages  # the messages have another error
         return as_objects
+
+
+def _with_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose texts are content parts."""
+    return [
+        {**message, "content": [{"type": "text", "text": text}]}
+        if isinstance(text := message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def without_generation_tags(source: str) -> str:

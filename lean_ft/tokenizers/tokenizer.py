@@ -171,8 +171,8 @@ class Tokenizer:
         messages: Messages,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the ids of a chat up to the end of its last message's text, which a completion continues.
+    ) -> Passage:
+        """Return a chat up to the end of its last message's text, which a completion continues.
 
         Raises ValueError as `render` does, and if the last message has no text or the chat template changes it.
         """
@@ -189,7 +189,7 @@ class Tokenizer:
             raise ValueError("the chat template leaves out a part of the last message, so it cannot be continued.")
         before = before if after.startswith(" ") else before.rstrip()
         literal = [span for span in passage.literal if span[1] <= len(before)]
-        return self.tokenize([Passage(before, [], literal)])[0][0].tolist()
+        return Passage(before, [], literal)
 
     def passage(
         self,

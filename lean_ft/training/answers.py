@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lean_ft.data import Batch
+from lean_ft.data.columns import Document
 from lean_ft.generation import Sampling, longest_first, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
@@ -98,8 +99,11 @@ def answer_held_out(
     expected answer. No batch has more positions than the largest held-out batch. Raises ValueError if a sequence has no
     question (plain text), or the pattern finds nothing in an expected answer.
     """
-    batches = list(held_out)
-    questions = _spread([question for batch in batches for question in batch.questions()], max_questions)
+    questions, most_tokens = list[tuple[Document, list[int]]](), 0
+    for batch in held_out:  # whose images are not kept
+        questions += batch.questions()
+        most_tokens = max(most_tokens, batch.num_tokens)
+    questions = _spread(questions, max_questions)
     if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
         raise ValueError(
             "a held-out sequence is trained from its first token, so it has no question, as in plain text and with "
@@ -126,15 +130,15 @@ def answer_held_out(
 
     given: dict[int, list[int]] = {}
     lengths = [len(prompt) + limit for (prompt, _), limit in zip(questions, limits, strict=True)]
-    together = list(longest_first(lengths, max(batch.num_tokens for batch in batches)))
+    together = list(longest_first(lengths, most_tokens))
     for asked in shown(together, len(together), "answering"):
         prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
-        answers = sample(model, prompts, Sampling(limit, stop_ids=ends))
+        answers = sample(model, prompts, Sampling(limit, stop_ids=ends), image_rules=tokenizer.image_rules)
         given.update(zip(asked, (answer.ids for answer in answers), strict=True))
 
     return AnswerReport(
         [
-            AnsweredQuestion(text(prompt), expected[i], compared(given[i]), given[i][-1] in ends)
+            AnsweredQuestion(text(prompt.ids.tolist()), expected[i], compared(given[i]), given[i][-1] in ends)
             for i, (prompt, _) in enumerate(questions)
         ]
     )

@@ -310,7 +310,7 @@ def test_variables_are_part_of_what_caches_depend_on(tmp_path: Path, tokenizer) 
 
 
 def test_prompts_are_rendered_with_variables_and_other_columns_go_to_rewards(tmp_path: Path, tokenizer, theirs) -> None:
-    row = {"prompt": [{**Q, "id": 1}], "chat_template_kwargs": {"effort": "low"}, "answer": 4, "images": ["x"]}
+    row = {"prompt": [{**Q, "id": 1}], "chat_template_kwargs": {"effort": "low"}, "answer": 4, "sounds": ["x"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"prompt": "q", "other": 1}) + "\n")
     config = PromptDataConfig.model_validate(
         {"source": f"{tmp_path}/rows.jsonl", "chat_template_kwargs": {"effort": "mid"}, "shuffle": False}
@@ -321,10 +321,10 @@ def test_prompts_are_rendered_with_variables_and_other_columns_go_to_rewards(tmp
         assert tokenizer.decode(prompts[number].ids) == expected
     further = {name: value for name, value in row.items() if name != "prompt"}  # as in TRL
     assert [prompts[i].columns for i in range(2)] == [further, {"other": 1}]
-    named = "fields not read: messages.id; columns for rewards: chat_template_kwargs, answer, images, other; 2 prompts"
+    named = "fields not read: messages.id; columns for rewards: chat_template_kwargs, answer, sounds, other; 2 prompts"
     assert named in str(prompts.report)
     plain, _ = prompt_rows(config.model_copy(update={"chat_template_kwargs": {}}), tokenizer, seed=0)
     assert plain.fingerprint != prompts.fingerprint
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>q", "images": ["x"]}))
-    with pytest.raises(ValueError, match="a placeholder for `images`"):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<video>q", "videos": ["x"]}))
+    with pytest.raises(ValueError, match="a placeholder for `videos`"):
         prompt_rows(config, tokenizer, seed=0)

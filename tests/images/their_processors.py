@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor", "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
     ),
     "gemma3": (
-        {"vision_config": {"patch_size": 14}, "mm_tokens_per_image": 4},
+        {"vision_config": {"patch_size": 14, "image_size": 112}, "mm_tokens_per_image": 4},
         {"size": {"height": 112, "width": 112}, "do_pan_and_scan": None},
         "gemma3.processing_gemma3.Gemma3Processor", "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
     ),

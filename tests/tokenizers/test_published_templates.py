@@ -314,6 +314,6 @@ def test_a_message_is_continued_as_by_transformers(name: str, folder_of: FolderO
             with pytest.raises(ValueError, match=r"chat template"):
                 ours.continued(chat)
             continue
-        assert ours.continued(chat) == expected
+        assert ours.tokenize([ours.continued(chat)])[0][0].tolist() == expected
         num_equal += 1
     assert num_equal >= 4

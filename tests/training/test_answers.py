@@ -189,7 +189,7 @@ def test_of_a_pair_the_chosen_answer_is_the_right_one(packing, share_prompts, to
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     config = PreferenceDataConfig(source=str(tmp_path / "pairs.jsonl"), max_length=64, packing=packing)
     batches, _ = preference_batches(config, tokenizer, 3, 0, share_prompts)
-    taken = batches.take(batches.batches_per_epoch)
-    asked = [tuple(map(tokenizer.decode, both)) for batch in taken for both in batch.questions()]
+    taken, decode = batches.take(batches.batches_per_epoch), tokenizer.decode
+    asked = [(decode(prompt.ids.tolist()), decode(answer)) for batch in taken for prompt, answer in batch.questions()]
     assert {answer for _, answer in asked} == {"good<|end|>"}
     assert sorted(question for prompt, _ in asked for question in QUESTIONS if question in prompt) == sorted(QUESTIONS)

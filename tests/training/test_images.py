@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 
 from lean_ft.data import sft_batches
 from lean_ft.data.collate import batch_of
@@ -17,6 +18,7 @@ from lean_ft.data.columns import Columns
 from lean_ft.models import Decoder, load_model
 from lean_ft.peft import load_adapter
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training.regularization import add_embedding_noise
 from tests.models.vision.documents import CASES
 from tests.recipes.conftest import config_of, run_recipe
 from tests.training.image_runs import image_inputs, model_folder, write_rows
@@ -170,3 +172,31 @@ def test_the_checkpoint_is_a_complete_folder(folder, train):
     assert own >= {file.name for file in (folder / "qwen3_vl").iterdir()}
     for name in ("config.json", "preprocessor_config.json"):
         assert (checkpoint / name).read_bytes() == (folder / "qwen3_vl" / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_projector_trains_alone_at_its_own_learning_rate(folder, train, family):
+    settings = ("model.images=train", "optimizer.name=sgd", "train=[vision.*merger*]", "max_steps=1")
+    before = load_file(folder / family / "model.safetensors")
+    full, half = (
+        load_file(
+            train(family, *settings, f"optimizer.lr_ratios={{vision: {ratio}}}", name=f"{ratio}") / "model.safetensors"
+        )
+        for ratio in (2, 1)
+    )
+    moved = {name for name in before if not torch.equal(full[name], before[name])}
+    assert moved == {name for name in before if "merger" in name or "multi_modal_projector" in name}
+    for name in moved:
+        torch.testing.assert_close(full[name] - before[name], 2 * (half[name] - before[name]), rtol=1e-3, atol=1e-6)
+
+
+def test_noise_is_added_to_embeddings_of_text_alone(folder):
+    model, columns = load_model(folder / "qwen3_vl", images="train"), columns_of(folder, "qwen3_vl")
+    batch = batch_of([columns[0]], kind="padded", row_tokens=256, pad_id=0, image_rules=columns.image_rules)
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()[0]))
+    model(**batch.inputs)
+    add_embedding_noise(model.train(), alpha=5.0)
+    model(**batch.inputs)
+    is_equal = (seen[0] == seen[1]).all(-1)
+    assert is_equal.nonzero()[:, 0].tolist() == batch.inputs["images"].places.tolist()

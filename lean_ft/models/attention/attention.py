@@ -157,7 +157,7 @@ class Attention(nn.Module):
             if cache.owner.starts_empty:
                 attended = attend_rows(query, key, value, self.scoring, self.sinks, sight)
             else:
-                attended = attend_filled(query, keys, values, cache, self.scoring, self.sinks)
+                attended = attend_filled(query, keys, values, cache, self.scoring, self.sinks, sight)
         attended = attended.flatten(-2)
         result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
         return (result, (key, value)) if self.is_kv_source else result
@@ -193,7 +193,7 @@ class AttentionToShared(nn.Module):
         elif cache.owner.starts_empty:
             attended = attend_rows(query, *shared, self.scoring, None, sight)
         else:
-            attended = attend_filled(query, *cache.filled(len(query)), cache, self.scoring, None)
+            attended = attend_filled(query, *cache.filled(len(query)), cache, self.scoring, None, sight)
         return self.o_proj(attended.flatten(-2))
 
 
@@ -294,7 +294,13 @@ def _chunk_bounds(cu_seqlens: Tensor, chunk: int, num_tokens: int) -> Tensor:
 
 
 def attend_filled(
-    query: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, scoring: Scoring, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cache: LayerCache,
+    scoring: Scoring,
+    sinks: Tensor | None,
+    sight: Sight | None = None,
 ) -> Tensor:
     """The attention of query (B, T, H, D) to the cached keys and values (B, filled, K, D)."""
     of_kernel = cache.owner.of_kernel
@@ -310,7 +316,8 @@ def attend_filled(
             **_GROUPED,
         )
         return attended[:, None]
-    visible = cache.owner.visible(scoring.window, scoring.chunk)  # (B, T, C)
+    ends = None if sight is None else sight.ends
+    visible = cache.owner.visible(scoring.window, scoring.chunk, ends)  # (B, T, C)
     num_kv_heads = keys.shape[2]
     if scoring.softcap is None and sinks is None:
         q, k, v = (x.transpose(1, 2) for x in (query, keys, values))

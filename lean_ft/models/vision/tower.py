@@ -290,6 +290,8 @@ class VisionTower(nn.Module):
         self.last_norm = _norm(config.norm, config.hidden_size, config.norm_eps) if config.last_norm else None
         self.merger = Merger(config, config.norm_after_merge)
         self.deepstack_merger_list = nn.ModuleList(Merger(config, True) for _ in config.deepstack)
+        # Whether ranks gather its weights together: then each pass of each rank computes it exactly once.
+        self.is_sharded = False
 
     def forward(self, patches: Tensor, grids: tuple[Grid, ...]) -> list[Tensor]:
         """Embeddings (N, out_size) for the decoder's input, then those to add after each of its first layers.
@@ -297,13 +299,19 @@ class VisionTower(nn.Module):
         patches (P, C, p, p): bytes, in blocks of `merge` x `merge`; grids: rows and columns of each image. A frozen tower keeps no
         graph, and computes `GROUP_PATCHES` at a time.
         """
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+        if self.is_sharded or (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())):
             return self._embeddings(patches, grids)
         with torch.no_grad():
             groups = list(_groups(grids))
             sizes = [sum(rows * columns for rows, columns in group) for group in groups]
             computed = [self._embeddings(*group) for group in zip(patches.split(sizes), groups, strict=True)]
             return computed[0] if len(computed) == 1 else [torch.cat(parts) for parts in zip(*computed, strict=True)]
+
+    def no_images(self, device: torch.device) -> Images:
+        """One image that no token shows, for a rank without images: its gradients are 0."""
+        side, nothing = self.config.merge, torch.empty(0, dtype=torch.int64, device=device)
+        patches = torch.zeros(side**2, 3, *[self.config.patch_size] * 2, dtype=torch.uint8, device=device)
+        return Images(patches, ((side, side),), nothing, nothing)
 
     def put(self, hidden: Tensor, images: Images) -> tuple[Tensor, list[Tensor]]:
         """Replace the decoder's embeddings (B, T, D) of image tokens. Also return what to add to them after its first layers."""

@@ -1,9 +1,12 @@
 """Models with images against transformers, in float32."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lean_ft.models import Decoder, load_model, save_model
@@ -12,9 +15,11 @@ from tests.models.vision.documents import (
     CASES,
     IMAGE,
     Case,
+    batch_of,
     draw_all,
     inputs,
     loss,
+    position_shift,
     reference,
     save,
     split,
@@ -133,10 +138,88 @@ def test_greedy_tokens(case: Case, model: Decoder):
     assert torch.stack(chosen, 1).tolist() == expected
 
 
+def _document(case: Case, model: Decoder) -> tuple[dict[str, Any], Any]:
+    """A document with 2 images, and the decoder's arguments."""
+    (document,) = draw_all(case, [2])
+    kwargs = inputs(case, model, [document], packed=False)
+    kwargs.setdefault("position_shift", torch.from_numpy(position_shift(document))[None] * 0)
+    return kwargs, document
+
+
+@torch.no_grad()
+def test_a_prompt_in_two_parts(case: Case, model: Decoder):
+    """Each part has whole images."""
+    kwargs, document = _document(case, model)
+    cut, cache = document.spans[1][0] - 1, model.new_cache(1, 200)
+    parts = []
+    for part, image in ((slice(0, cut), document.images[:1]), (slice(cut, None), document.images[1:])):
+        ids, shift = (kwargs[name][:, part] for name in ("input_ids", "position_shift"))
+        images = batch_of(case, image, (ids[0] == IMAGE).nonzero()[:, 0])
+        parts.append(model(ids, images=images, position_shift=shift, cache=cache))
+    torch.testing.assert_close(torch.cat(parts, 1), model(**kwargs), rtol=0, atol=case.tolerance)
+
+
+def test_completions_share_a_prompt_with_images(case: Case, model: Decoder):
+    if model.config.has_states:
+        pytest.skip("recurrent layers have no shared prompts")
+    kwargs, document = _document(case, model)
+    length, completions = len(document.ids), [[20, 30, 40, 50, 25, 35], [60, 70, 80]]
+    shift = kwargs["position_shift"]
+    bounds = torch.tensor([0, 0, *map(len, completions)]).cumsum(0) + torch.tensor([0, length, length, length])
+    shared = kwargs | {
+        "input_ids": torch.tensor([document.ids + completions[0] + completions[1]]),
+        "position_shift": torch.cat((shift, shift[:, -1:].expand(1, 9)), 1),
+        "cu_seqlens": bounds.int(), "prefixes": torch.tensor([[0, 0], [0, length], [0, length]]).int(),
+    }  # fmt: skip
+    logits = model(**shared, num_prefix_tokens=2 * length)[0].split([length, *map(len, completions)])
+    for completion, own in zip(completions, logits[1:], strict=True):
+        longer = {"position_shift": torch.cat((shift, shift[:, -1:].expand(1, len(completion))), 1)}
+        alone = model(**kwargs | longer | {"input_ids": torch.tensor([document.ids + completion])})[0, length:]
+        torch.testing.assert_close(own, alone, rtol=0, atol=case.tolerance)
+
+
 def test_text_is_computed_as_without_the_tower(case: Case, folder: Path, model: Decoder):
     kwargs = inputs(case, model, draw_all(case, [0, 0]), packed=True)
     kwargs.pop("position_shift", None)
     assert torch.equal(model(**kwargs), load_model(folder)(**kwargs))
+
+
+# Beginnings of names as transformers saves them, and as they are on the Hub.
+SPELLINGS = {
+    "gemma3": {"vision_tower.": "vision_tower.vision_model."},
+    "mistral3": {"model.vision_tower.": "vision_tower.", "model.language_model.": "language_model.model."},
+    "lfm2_vl": {"model.vision_tower.": "model.vision_tower.vision_model."},
+    "gemma4_unified": {
+        "model.embed_vision.multimodal_embedder.": "model.embed_vision.", "model.embed_vision.p": "model.vision_embedder.p",
+    },
+    "qwen2_5_vl": {"model.visual.": "visual.", "model.language_model.": "model."},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings_of_names_are_read_and_written(name: str, tmp_path: Path):
+    source, copy = save(CASES[name], tmp_path / "source"), tmp_path / "copy"
+    expected = load_model(source, images="frozen").state_dict()
+    tensors = {}
+    for place, tensor in load_file(source / "model.safetensors").items():
+        place = re.sub("^(language_model.model.|model.language_model.)", "model.language_model.", place)
+        place = re.sub("^(vision_tower|multi_modal_projector)", r"model.\1", place) if name != "gemma3" else place
+        for start, other in SPELLINGS[name].items():
+            place = other + place.removeprefix(start) if place.startswith(start) else place
+        tensors[place] = tensor
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    model = load_model(source, images="frozen")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    save_model(model, copy)
+    assert load_file(copy / "model.safetensors").keys() == tensors.keys()
+
+
+def test_random_weights_are_saved_as_a_folder_that_is_read(case: Case, folder: Path, tmp_path: Path):
+    model = load_model(folder, images="train", random_init=True)
+    save_model(model, tmp_path)
+    state = load_model(tmp_path, images="train").state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(tensor.isfinite().all() for name, tensor in state.items() if not name.endswith(("_min", "_max")))
 
 
 def test_saving_writes_the_folder_that_was_read(case: Case, folder: Path, model: Decoder, tmp_path: Path):

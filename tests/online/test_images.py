@@ -1,0 +1,86 @@
+"""Rounds of completions of prompts with images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lean_ft.data import EvalBatches, prompt_rows, sft_batches
+from lean_ft.generation import Sampling, sample
+from lean_ft.losses import TokenLogProbs
+from lean_ft.models import load_model
+from lean_ft.online import Rollouts, Sampler
+from lean_ft.online.rewards import Scores
+from lean_ft.tokenizers import load_tokenizer
+from lean_ft.training import answer_held_out
+from tests.recipes.conftest import config_of, run_recipe
+from tests.training.image_runs import model_folder, write_rows
+
+FAMILIES = ["qwen3_vl"]
+ROUND = ("generation.num_answers=2", "generation.max_new_tokens=6", "generation.temperature=1.0", "batch_size=4")
+RUN = ("max_steps=2", "model.dtype=float32", "device=cpu", "plan=false", "save_every=0", "rewards=[length]")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def given(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Settings of a model, and of two prompts with the same text and different images, one with two, and one with none."""
+    top = tmp_path_factory.mktemp(request.param)
+    model_folder(request.param, top / "model")
+    rows = write_rows(request.param, top / "rows", [[0], [1], [2, 3], []])
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    lines[1]["messages"][0] = lines[0]["messages"][0]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return (
+        f"model.path={top / 'model'}",
+        "model.images=frozen",
+        f"data.source={rows}",
+        "data.shuffle=false",
+        *ROUND,
+        *RUN,
+    )
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["repeated", "shared"])
+@torch.no_grad()
+def test_the_trainer_computes_the_log_probabilities_of_the_sampler(given, shares: bool):
+    cfg = config_of("grpo", *given, "batch_size=8")
+    tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model)
+    prompts, _ = prompt_rows(cfg.data, tokenizer, cfg.seed)
+    rollouts: Any = Rollouts(cfg, prompts, tokenizer.pad_id, share_prompts=shares)
+    optimizer: Any = None
+    answer = Sampler(cfg, model, tokenizer, optimizer)
+    rollouts.sample(answer, lambda asked, _: Scores([float(i) for i in range(8)], [[]] * 8, [""] * 8))
+    rollouts.begin()
+    (batch,) = rollouts.take()
+    assert batch.num_images == (4 if shares else 8)
+    now = TokenLogProbs(model, cfg)(model, batch)
+    torch.testing.assert_close(now.log_probs[batch.counts], batch.sampled[batch.counts], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "online_dpo", "ppo"])
+def test_recipes_train(given, recipe: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "def reward(completion_ids, **_): return [sum(ids) % 7 for ids in completion_ids]\n"
+    )
+    own = (f"rewards=[{tmp_path}/mine.py:reward]", *(("batch_size=2",) if recipe == "online_dpo" else ()))
+    lines = run_recipe(recipe, tmp_path / "run", *given, *own)
+    assert [line["step"] for line in lines if line.get("grad_norm", 0) > 0] == [1, 2]
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_held_out_questions_are_asked_with_their_images(given, packing: str):
+    cfg = config_of("finetune", *given[:4], "data.max_length=256", f"data.packing={packing}", "device=cpu")
+    tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model, dtype=torch.float32)
+    batches, _ = sft_batches(cfg.data, tokenizer, batch_size=2, seed=0)
+    held_out = EvalBatches(batches.layout, batches.report)
+    prompts, _ = prompt_rows(config_of("grpo", *given).data, tokenizer, 0)
+    limit = max(len(answer) for batch in held_out for _, answer in batch.questions())
+    expected = sample(model, [prompt.text for prompt in prompts], Sampling(limit), image_rules=tokenizer.image_rules)
+    report = answer_held_out(model, tokenizer, held_out, 4)
+    texts = [tokenizer.decode(one.ids, skip_special_tokens=True).strip() for one in expected]
+    assert len(set(texts)) > 2
+    given = {answer.expected: answer.given for answer in report.answers}
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert text.startswith(given[prompt.columns["answer"]][:6])  # answers of a batch may be shorter
