@@ -1,7 +1,9 @@
-"""Models with images on simulated cards equal the CPU, and no family's tower waits for the device."""
+"""Models with images on simulated cards equal the CPU, no family's tower waits for the device, and a training step waits once."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,9 +11,12 @@ from torch import Tensor
 
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.models import Decoder, load_model
+from lean_ft.training import Run
 from tests.models.vision.documents import CASES, Case, draw_all, inputs, save
 from tests.pretended_gpu.test_families import TYPES, distance
 from tests.pretended_gpu.test_waits import Waits
+from tests.recipes.conftest import run_recipe
+from tests.training.image_runs import model_folder, write_rows
 
 pytestmark = pytest.mark.cards("T4", "H100")
 
@@ -64,3 +69,25 @@ def backward(
         loss.backward()
     gradients = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach().cpu()} | gradients
+
+
+@pytest.mark.cards("H100")
+@pytest.mark.parametrize("images", ["frozen", "train"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_step_with_images_waits_once(family: str, images: str, tmp_path: Path) -> None:
+    folder, rows = model_folder(family, tmp_path / "model"), write_rows(family, tmp_path / "rows")
+    own = [f"model.path={folder}", f"data.source={rows}", f"model.images={images}", "device=cuda", "plan=false"]
+    own += ["epochs=3", "batch_size=2", "data.max_length=128", "data.packing=bfd", f"data.cache_dir={tmp_path}"]
+    steps, waits = Run.steps, Waits()
+
+    def watched(run: Run) -> Iterator[int]:
+        for step in steps(run):
+            if step == 2:  # the first steps fill caches
+                with waits:
+                    yield step
+            else:
+                yield step
+
+    with mock.patch.object(Run, "steps", watched):
+        run_recipe("finetune", tmp_path / "run", *own)
+    assert sum(waits.values()) == 1, waits

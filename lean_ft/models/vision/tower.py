@@ -24,6 +24,7 @@ from lean_ft.models.cache import on_device
 from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
 from lean_ft.models.rope import rotate_both
 from lean_ft.models.vision.config import VisionConfig
+from lean_ft.system.world import device_type
 
 GROUP_PATCHES = 16_384  # patches that a frozen tower computes at a time, in whole images
 
@@ -34,12 +35,15 @@ class Stretches(NamedTuple):
     """Stretches of patches that see each other."""
 
     sizes: tuple[int, ...]  # patches of each
-    bounds: Tensor | None  # on CUDA, where each begins, and the end: int32
+    bounds: Tensor | None  # where each begins, and the end: int32; None on a device without a kernel for them
 
     @classmethod
     def of(cls, sizes: list[int], device: torch.device) -> "Stretches":
+        has_kernel = device_type(device) == "cuda"  # also in a plan, on the CPU
+        if device.type == "cuda":
+            has_kernel = torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
         bounds = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32)
-        return cls(tuple(sizes), _moved(bounds, device) if device.type == "cuda" else None)
+        return cls(tuple(sizes), _moved(bounds, device) if has_kernel else None)
 
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sin, (1, P, D / H) each
