@@ -95,7 +95,7 @@ class VisionFamily:
     on_disk: Mapping[str, str] = field(default_factory=dict)
     # Other spellings of these names in folders, and what replaces them.
     spellings: Mapping[str, str] = field(default_factory=dict)
-    # Whether the decoder's frequencies belong to time, height and width in turn, or section by section. None: positions have one axis.
+    # Whether the decoder's frequencies belong to time, height and width in turn, or section by section. None: one axis.
     alternating_axes: bool | None = None
 
 
@@ -139,6 +139,28 @@ def _text(whole: ConfigFields) -> ConfigFields:
 
 def _root(number: int) -> int:
     return int(number**0.5)
+
+
+def _sizes(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, patch_size: int
+) -> dict[str, Any]:
+    """Defaults of transformers' classes, under the fields' names of Qwen and of others."""
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "patch_size",
+        "depth",
+        "num_heads",
+    )
+    return dict(
+        zip(
+            names,
+            (hidden_size, intermediate_size, num_layers, num_heads, patch_size, num_layers, num_heads),
+            strict=True,
+        )
+    )
 
 
 # A table: related fields share a line.
@@ -189,7 +211,8 @@ def _gemma4(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig")
     pad = _text(whole).count("pad_token_id", least=0) if decoder.layer_input_dim else None
     return {
         **_layers(vision, act="hidden_activation"), "merge": vision.count("pooling_kernel_size"), "centers_colors": True,
-        "linear_patches": True, "patch_bias": False, "positions": "sum", "table_side": vision.count("position_embedding_size"), "norm": "rms",
+        "linear_patches": True, "patch_bias": False, "positions": "sum", "norm": "rms",
+        "table_side": vision.count("position_embedding_size"),
         "norm_eps": vision.positive("rms_norm_eps"), "post_norms": True, "bias": False,
         "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "is_gated": True, "qkv_norms": True,
         "attention_scale": 1.0, "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True,
@@ -231,7 +254,7 @@ def _lfm2_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig"
     }
 
 
-_SIGLIP_DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+_SIGLIP_DEFAULTS = {**_sizes(768, 3072, 12, 12, 16), "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "image_size": 224}
 _SIGLIP = {
     "vision.patch_embed.proj": "vision.embeddings.patch_embedding", "vision.pos_embed": "vision.embeddings.position_embedding",
     "vision.last_norm": "vision.post_layernorm", "vision.blocks": "vision.encoder.layers", ".norm1": ".layer_norm1",
@@ -280,12 +303,15 @@ _UNIFIED_SPELLINGS = {
     "embed_vision.embedding_projection": "embed_vision.multimodal_embedder.embedding_projection",
     "vision_embedder.": "embed_vision.",
 }
-_QWEN_DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 10_000.0, "temporal_patch_size": 2, "spatial_merge_size": 2}
-_QWEN_DEFAULTS |= {"patch_size": 16, "num_position_embeddings": 2304}
-_QWEN2_5_DEFAULTS = {**_QWEN_DEFAULTS, "hidden_act": "silu", "patch_size": 14, "window_size": 112}
+_QWEN_DEFAULTS = {
+    **_sizes(1152, 4304, 27, 16, 16), "hidden_act": "gelu_pytorch_tanh", "rope_theta": 10_000.0, "temporal_patch_size": 2,
+    "spatial_merge_size": 2, "num_position_embeddings": 2304,
+}
+_PIXTRAL_DEFAULTS = {**_sizes(1024, 4096, 24, 16, 16), "hidden_act": "gelu", "rope_theta": 10_000.0}
+_QWEN2_5_DEFAULTS = {**_QWEN_DEFAULTS, **_sizes(3584, 3420, 32, 16, 14), "hidden_act": "silu", "window_size": 112}
 _QWEN2_5_DEFAULTS |= {"fullatt_block_indexes": [7, 15, 23, 31]}
 _GEMMA4_DEFAULTS = {
-    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "patch_size": 16, "pooling_kernel_size": 3,
+    **_sizes(768, 3072, 16, 12, 16), "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "pooling_kernel_size": 3,
     "position_embedding_size": 10_240, "use_clipped_linears": False, "standardize": False, "rope_theta": 100.0,
     "mm_embed_dim": 3840, "mm_posemb_size": 1120,
 }
@@ -293,12 +319,21 @@ _QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."}, alternat
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
+<<<<<<< HEAD
     "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, SPELLINGS),
     "mistral3": VisionFamily(_mistral3, {"hidden_act": "gelu", "rope_theta": 10_000.0}, _PIXTRAL),
     "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),
     "gemma4_unified": VisionFamily(_gemma4_unified, _GEMMA4_DEFAULTS, _GEMMA4_UNIFIED, _UNIFIED_SPELLINGS),
     "smolvlm": VisionFamily(_smolvlm, _SIGLIP_DEFAULTS, _SMOLVLM),
     "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256, "patch_size": 16}, _LFM2_VL, SPELLINGS),
+=======
+    "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, _SPELLINGS),
+    "mistral3": VisionFamily(_mistral3, _PIXTRAL_DEFAULTS, _PIXTRAL),
+    "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),
+    "gemma4_unified": VisionFamily(_gemma4_unified, _GEMMA4_DEFAULTS, _GEMMA4_UNIFIED, _UNIFIED_SPELLINGS),
+    "smolvlm": VisionFamily(_smolvlm, {**_SIGLIP_DEFAULTS, **_sizes(1152, 3072, 12, 16, 32)}, _SMOLVLM),
+    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256}, _LFM2_VL, _SPELLINGS),
+>>>>>>> wt-tower
     "qwen2_5_vl": VisionFamily(_qwen2_5_vl, _QWEN2_5_DEFAULTS, _QWEN2_5, alternating_axes=False),
 }
 # fmt: on

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.images.batch import Images
-from lean_ft.models.attention.attention import Scoring, has_kernels
+from lean_ft.models.attention.attention import FLASH_CAPABILITY, Scoring, has_kernels
 from lean_ft.models.cache import on_device
 from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
 from lean_ft.models.rope import rotate_both

@@ -322,7 +322,7 @@ def differences(case: Case, model: Decoder, documents: Sequence[Document], *, pa
     """The largest difference from transformers' logits, and the largest relative difference of a parameter's gradient, by norm."""
     theirs = [_their_logits(case, document) for document in documents]
     ours = split(model(**inputs(case, model, documents, packed=packed)), documents, packed=packed)
-    of_logits = max(float((own - their).abs().max()) for own, their in zip(ours, theirs, strict=True))
+    of_logits = max((own - their).detach().abs().max().item() for own, their in zip(ours, theirs, strict=True))
     reference(case).zero_grad()
     _loss(theirs, documents).backward()
     _loss(ours, documents).backward()

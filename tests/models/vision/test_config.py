@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from lean_ft.models.hf_format import empty_model
+from lean_ft.models.vision.config import VISION_FAMILIES
 from tests.models.vision.documents import CASES, save
 
 DAMAGE = [None, "x", 0, {}, [1, "a"], 1e30]
@@ -26,6 +28,16 @@ def test_damaged_fields_are_refused_or_harmless(name: str, tmp_path: Path):
                 except ValueError:
                     refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("name", VISION_FAMILIES)
+def test_absent_fields_have_the_values_of_transformers(name: str):
+    towers = {"gemma3": "siglip_vision_model", "mistral3": "pixtral", "lfm2_vl": "siglip2_vision_model"}
+    theirs = CONFIG_MAPPING[towers[name]]() if name in towers else CONFIG_MAPPING[name](vision_config={}).vision_config
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    for field, value in VISION_FAMILIES[name].defaults.items():
+        their = rope.get(field, value) if field == "rope_theta" else getattr(theirs, field, value)
+        assert value == (list(their) if isinstance(their, tuple) else their), field
 
 
 @pytest.mark.parametrize(
