@@ -174,13 +174,8 @@ def describe_model(model: nn.Module) -> str:
         return text
     source = model.source
     if source.part_of:
-<<<<<<< HEAD
         tower = "without its image encoder" if model.vision is None else _describe_tower(model.vision)
         text += f"; the language model of {source.part_of}, {tower}"
-=======
-        is_alone = f"the language model of {source.part_of}, without its image encoder"
-        text += f"; {is_alone if model.vision is None else f'{source.part_of} with its image encoder'}"
->>>>>>> wt-tower
     if source.quantization:
         text += f"; loaded from {source.quantization['quant_method']} weights and saved in {dtypes[0]}"
     if ignored := dropouts(source.config):

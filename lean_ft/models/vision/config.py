@@ -319,21 +319,12 @@ _QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."}, alternat
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
-<<<<<<< HEAD
     "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, SPELLINGS),
-    "mistral3": VisionFamily(_mistral3, {"hidden_act": "gelu", "rope_theta": 10_000.0}, _PIXTRAL),
-    "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),
-    "gemma4_unified": VisionFamily(_gemma4_unified, _GEMMA4_DEFAULTS, _GEMMA4_UNIFIED, _UNIFIED_SPELLINGS),
-    "smolvlm": VisionFamily(_smolvlm, _SIGLIP_DEFAULTS, _SMOLVLM),
-    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256, "patch_size": 16}, _LFM2_VL, SPELLINGS),
-=======
-    "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, _SPELLINGS),
     "mistral3": VisionFamily(_mistral3, _PIXTRAL_DEFAULTS, _PIXTRAL),
     "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),
     "gemma4_unified": VisionFamily(_gemma4_unified, _GEMMA4_DEFAULTS, _GEMMA4_UNIFIED, _UNIFIED_SPELLINGS),
     "smolvlm": VisionFamily(_smolvlm, {**_SIGLIP_DEFAULTS, **_sizes(1152, 3072, 12, 16, 32)}, _SMOLVLM),
-    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256}, _LFM2_VL, _SPELLINGS),
->>>>>>> wt-tower
+    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256}, _LFM2_VL, SPELLINGS),
     "qwen2_5_vl": VisionFamily(_qwen2_5_vl, _QWEN2_5_DEFAULTS, _QWEN2_5, alternating_axes=False),
 }
 # fmt: on
