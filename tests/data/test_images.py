@@ -25,6 +25,7 @@ from lean_ft.data import Batch, Batches, longest_batch, preference_batches, prom
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.rows import Row
 from lean_ft.images.reading import Size, decoded, open_image, reference
+from lean_ft.notebook import _write_rows
 from lean_ft.settings import (
     ClassificationDataConfig,
     ModelConfig,
@@ -668,6 +669,27 @@ def test_images_in_parquet_files_and_datasets(qwen: Family, tmp_path: Path) -> N
             {"messages": [asked(image(path="wide.png"), text("q")), {"role": "assistant", "content": "a"}]}
         )
         assert tokens == expected(qwen, document, ["wide.png"])
+
+
+def test_images_in_rows_from_python(qwen: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("LEAN_FT_CACHE", str(tmp_path))
+    monkeypatch.chdir(qwen.pictures)  # paths are relative to it
+    picture = Image.open(qwen.pictures / "wide.png")
+    encoded = (qwen.pictures / "wide.png").read_bytes()
+    dataset = datasets.Dataset.from_dict(
+        row := {"messages": [[{"role": "user", "content": "q"}, ANSWER]], "image": [encoded]}
+    )
+    dataset = dataset.cast_column("image", datasets.Image())
+    before = dataset.features.copy()
+    for rows in ([row_of(["wide.png"], "q")], [{"messages": row["messages"][0], "image": picture}], dataset):
+        config = SFTDataConfig(source=str(_write_rows(rows, "data.source")))
+        batches, _ = sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)
+        [document], _ = qwen.documents(row_of(["wide.png"], "q"))
+        assert shown(qwen, batches.take(1)[0]) == [expected(qwen, document, ["wide.png"])]
+    assert dataset.features == before
+    with pytest.raises(ValueError, match="a row holds what JSON cannot: Object of type object"):
+        _write_rows([{"image": object()}], "data.source")
 
 
 def test_the_command_line_shows_images(qwen: Family) -> None:

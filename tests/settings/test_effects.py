@@ -113,6 +113,8 @@ CASES = {
     "data.source": Case("IN/others.jsonl"),
     "data.format": Case("text", "data.columns={text: completion}"),
     "data.columns": Case("{prompt: completion}"),
+    "model.images": Case("frozen", refused="model_type is 'llama'"),  # with images: tests/data/test_images.py
+    "data.image_tokens": Case("9", refused="data.image_tokens=9 needs images"),
     "data.subset": Case("part", refused="is a file"),
     "data.streaming": Case("true", refused="applies to Hugging Face datasets"),
     "data.split": Case("train[:50%]", "data.validation_source=null"),
