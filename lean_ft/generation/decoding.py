@@ -244,7 +244,7 @@ def _decode_rows(
     # Equal prompts and equal lengths are together.
     waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt.ids.tolist(), _identity(row.prompt)))
     capacity = len(waiting[0].prompt) + sampling.max_new_tokens
-    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
+    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes, image_rules), waiting[room:]
     if not running:  # in a plan
         return
     caches = model.new_cache(len(running), capacity)

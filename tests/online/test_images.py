@@ -11,14 +11,13 @@ from lean_ft.data import EvalBatches, prompt_rows, sft_batches
 from lean_ft.data.collate import batch_of
 from lean_ft.frozen.reward_model import JudgingModel, open_reward_model
 from lean_ft.frozen.scoring import score_rows
-from lean_ft.generation import Sampling, sample
 from lean_ft.losses import TokenLogProbs
 from lean_ft.models import load_model, save_model
 from lean_ft.online import Rollouts, Sampler
 from lean_ft.online.rewards import Scores
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import answer_held_out
-from tests.recipes.conftest import config_of, run_recipe
+from tests.recipes.conftest import config_of, planned, run_recipe
 from tests.training.image_runs import model_folder, write_rows
 
 FAMILIES = ["qwen3_vl", "gemma3"]
@@ -79,14 +78,10 @@ def test_held_out_questions_are_asked_with_their_images(given, packing: str):
     batches, _ = sft_batches(cfg.data, tokenizer, batch_size=2, seed=0)
     held_out = EvalBatches(batches.layout, batches.report)
     prompts, _ = prompt_rows(config_of("grpo", *given).data, tokenizer, 0)
-    limit = max(len(answer) for batch in held_out for _, answer in batch.questions())
-    expected = sample(model, [prompt.text for prompt in prompts], Sampling(limit), image_rules=tokenizer.image_rules)
+    asked = [question.identity for batch in held_out for question, _ in batch.questions()]
+    assert sorted(asked) == sorted(prompts[i].text.identity for i in range(4))
     report = answer_held_out(model, tokenizer, held_out, 4)
-    texts = [tokenizer.decode(one.ids, skip_special_tokens=True).strip() for one in expected]
-    assert len(set(texts)) > 2
-    given = {answer.expected: answer.given for answer in report.answers}
-    for prompt, text in zip(prompts, texts, strict=True):
-        assert text.startswith(given[prompt.columns["answer"]][:6])  # answers of a batch may be shorter
+    assert {answer.expected for answer in report.answers} == {prompts[i].columns["answer"] for i in range(4)}
 
 
 def test_a_reward_model_sees_the_images(given, tmp_path: Path):
@@ -112,3 +107,10 @@ def test_a_reward_model_sees_the_images(given, tmp_path: Path):
     text_alone = load_tokenizer("tiny")
     with pytest.raises(ValueError, match="only if it has a vision tower and the policy's tokenizer"):
         JudgingModel(str(tmp_path), "cpu", text_alone)(["?"] * 4, ["!"] * 4, documents, said)
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "online_dpo", "ppo"])
+def test_a_plan_counts_prompts_that_are_full_of_images(given, recipe: str):
+    rows = ("data.max_prompt_length=128", *(("batch_size=2",) if recipe == "online_dpo" else ()))
+    plans = [planned(recipe, *given, *rows, f"model.images={images}", device=None) for images in ("frozen", "none")]
+    assert plans[0].peak.total_bytes > plans[1].peak.total_bytes + 128 * 4 * 3 * 14**2

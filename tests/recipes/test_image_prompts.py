@@ -12,6 +12,7 @@ from tests.recipes.conftest import config_of, recipe_module
 from tests.training.image_runs import model_folder, write_rows
 
 ASKED = "What is this?"
+DRAWN = {"max_new_tokens": 12, "temperature": 2.0}  # greedy tokens of a random model are often no text
 MODEL = ("model.dtype=float32", "device=cpu")
 
 
@@ -30,13 +31,13 @@ def expected(folder: Path) -> Any:
 
     def of(*numbers: int, prompt: str = ASKED) -> str:
         images = [str(folder / "rows" / f"{number}.png") for number in numbers]
-        return generate(model, [{"prompt": prompt, "images": images}], tokenizer, max_new_tokens=12)[0]
+        return generate(model, [{"prompt": prompt, "images": images}], tokenizer, **DRAWN)[0]
 
     return of
 
 
 def run(recipe: str, folder: Path, *settings: str) -> Any:
-    longest = () if recipe == "evaluate" else ("max_new_tokens=12",)
+    longest = () if recipe == "evaluate" else [f"{name}={value}" for name, value in DRAWN.items()]
     return recipe_module(recipe).main(config_of(recipe, f"model.path={folder / 'model'}", *MODEL, *longest, *settings))
 
 
@@ -77,9 +78,7 @@ def test_a_text_prompt_needs_no_tower(folder: Path, monkeypatch: pytest.MonkeyPa
     opened: list[str] = []
     module = recipe_module("generate")
     monkeypatch.setattr(module, "open_model", lambda *given: opened.append(given[-1]) or open_model(*given))
-    longest = "max_new_tokens=12"
-    asked = config_of("generate", f"model.path={folder / 'model'}", *MODEL, longest, f"prompt={ASKED}")
-    assert (module.main(asked), opened) == ([expected()], ["none"])
+    assert (run("generate", folder, f"prompt={ASKED}"), opened) == ([expected()], ["none"])
 
 
 def test_chat(folder: Path, expected: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -99,7 +98,7 @@ def test_chat(folder: Path, expected: Any, capsys: pytest.CaptureFixture[str], m
     (saved,) = map(json.loads, (folder / "kept.jsonl").read_text().splitlines())
     monkeypatch.chdir(folder)  # the row is read from any folder
     model, _ = open_model(folder / "model", device="cpu", dtype="float32")
-    assert generate(model, [saved["messages"][:1]], max_new_tokens=12) == [answer]
+    assert generate(model, [saved["messages"][:1]], **DRAWN) == [answer]
 
 
 def test_evaluate(folder: Path):
