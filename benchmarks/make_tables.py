@@ -34,6 +34,7 @@ BENCHMARKS = (
     "host_pool",
     "compare_torchtune",
     "compare_trl",
+    "images",
     "compare_fsdp",
     "linear_cross_entropy",
     "attention",

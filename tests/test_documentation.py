@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from PIL import Image
 
 import lean_ft
 from lean_ft.cli.main import app, run_command_line
@@ -38,7 +39,7 @@ LONG = (
     *("index.md", "coming_from_trl.md", "preferences.md", "distillation.md", "online.md", "using.md", "export.md"),
     *("first_fine_tune.md", "hyperparameters.md", "troubleshooting.md"),
 )
-TRAINED = {"runs/first", "runs/qat", "runs/tiny"}  # created by an earlier command
+TRAINED = {"runs/first", "runs/qat", "runs/tiny", "runs/tiny_images"}  # created by an earlier command
 NO_SETTING = {"shell=True", "merge=True"}  # Python, not a setting
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
 
@@ -284,6 +285,13 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "gsm8k_train.jsonl": [{"question": "How many? " * n, "answer": "So many."} for n in range(1, 200)],
     }.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "photos").mkdir()
+    photos = []
+    for name, answer in (("photos/0.jpg", "Three green dots."), ("photos/1.jpg", "Two yellow dots.")):
+        Image.new("RGB", (320, 320), "green").save(tmp_path / name)
+        asked = {"role": "user", "content": "Describe the picture."}
+        photos.append({"messages": [asked, {"role": "assistant", "content": answer}], "images": [name]})
+    (tmp_path / "photos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in photos))
     (tmp_path / f"lean_ft-{lean_ft.__version__}-py3-none-any.whl").touch()
     text = "".join(document.read_text() for document in DOCUMENTS)
     presets = {name for name in re.findall(r"--config ([^\s`]+)", text) if not name.startswith("runs/")}

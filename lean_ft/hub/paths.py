@@ -10,11 +10,13 @@ from lean_ft.hub import errors as hub_errors
 from lean_ft.system.catalog import shipped_config
 from lean_ft.system.spelling import did_you_mean
 
-_TINY = Path(__file__).parents[1] / "assets" / "tiny"
+_ASSETS = Path(__file__).parents[1] / "assets"
+EMBEDDED = ("tiny", "tiny-images")
+"""Names of the embedded models. Each has a folder of data files of the same name."""
 
 
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
-    """Return the folder of the model `path`: a folder on disk, `tiny` for the embedded model, or a repository of the Hub
+    """Return the folder of the model `path`: a folder on disk, `tiny` or `tiny-images` for an embedded model, or a repository of the Hub
     (`org/name` or `org/name@revision`), downloaded into the Hub's cache if necessary. For a GGUF file on disk or of a
     repository (`org/name:FILE.gguf`), return a folder of the cache with its configuration and tokenizer.
 
@@ -28,8 +30,8 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
         return folder
     if folder.is_file():
         return _open_gguf(folder, path)
-    if str(path) == "tiny":
-        embedded = _TINY / "model"
+    if str(path) in EMBEDDED:
+        embedded = _ASSETS / str(path) / "model"
         if not embedded.is_dir():
             raise ValueError(f"the embedded model is missing from {embedded}: reinstall lean_ft.")
         return embedded
@@ -37,7 +39,7 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     if name is None:
         raise ValueError(
             f"model path {str(path)!r} does not exist.{_nearest_folder(folder)} Expected a folder with config.json, a "
-            "repository of the Hugging Face Hub (org/name), a GGUF file, or `tiny` for the embedded model."
+            "repository of the Hugging Face Hub (org/name), a GGUF file, or `tiny` or `tiny-images` for an embedded model."
         )
     with _mentioning_folders(path):
         found = hub.model_folder(name, weights)
@@ -120,13 +122,13 @@ def _nearest_folder(missing: Path) -> str:
 
 
 def resolve_data_path(path: str | Path) -> Path:
-    """Return the path of a data file: on disk, or the embedded `tiny/train.jsonl` or `tiny/validation.jsonl`.
+    """Return the path of a data file: on disk, or an embedded file such as `tiny/train.jsonl` or `tiny-images/train.jsonl.gz`.
 
     A file on disk has precedence. The returned file may not exist.
     """
     file = Path(path).expanduser()
-    if not file.exists() and file.parts[:1] == ("tiny",):
-        embedded = _TINY / "data" / Path(*file.parts[1:])
+    if not file.exists() and file.parts[:1] and file.parts[0] in EMBEDDED:
+        embedded = _ASSETS / file.parts[0] / "data" / Path(*file.parts[1:])
         if embedded.is_file():
             return embedded
     return file

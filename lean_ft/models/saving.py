@@ -141,7 +141,7 @@ def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
     config = read_json(whole / "config.json", CONFIG_PURPOSE)
     changed = {**updated(config), **{key: updated(config[key]) for key in ("text_config",) if key in config}}
     for name in ("config.json", *PROCESSOR_FILES):
-        if (whole / name).is_file():
+        if (whole / name).is_file() and whole.resolve() != folder.resolve():
             shutil.copyfile(whole / name, folder / name)
     if model.score is not None:
         labels = ("id2label", "label2id", "problem_type")

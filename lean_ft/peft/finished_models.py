@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.hub.download import TOKENIZER_FILES
-from lean_ft.hub.paths import repository_name, resolve_model_path
+from lean_ft.hub.paths import EMBEDDED, repository_name, resolve_model_path
 from lean_ft.peft.stored_adapter import is_adapter, read_adapter
 from lean_ft.system.run_directory import (
     MANIFEST,
@@ -47,7 +47,7 @@ def find_base(adapter: Path) -> str:
     if (adapter / TRAINING_STATE_FILE).is_file():
         names.append(read_training_state(adapter)["settings"].get("model.path"))
     for name in filter(None, names):
-        if name == "tiny" or repository_name(name) is not None or Path(name).expanduser().exists():
+        if name in EMBEDDED or repository_name(name) is not None or Path(name).expanduser().exists():
             return name
     problem = f"no such base model: {names[0]}" if names[0] else "the adapter does not name its base model"
     raise ValueError(f"{adapter}: {problem}. Set the base model's folder by model.path, or --base of `leanft export`.")
