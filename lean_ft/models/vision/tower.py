@@ -299,7 +299,9 @@ class VisionTower(nn.Module):
         patches (P, C, p, p): bytes, in blocks of `merge` x `merge`; grids: rows and columns of each image. A frozen tower keeps no
         graph, and computes `GROUP_PATCHES` at a time.
         """
-        if self.is_sharded or (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())):
+        if self.is_sharded or (
+            torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        ):
             return self._embeddings(patches, grids)
         with torch.no_grad():
             groups = list(_groups(grids))
