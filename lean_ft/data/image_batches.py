@@ -140,7 +140,7 @@ def longest_images(rules: ImageRules, shape: tuple[int, int], number: int, lengt
 @cache
 def _threads() -> ThreadPoolExecutor:
     """Threads that decode images."""
-    return ThreadPoolExecutor(usable_cores(), "image")
+    return ThreadPoolExecutor(min(8, usable_cores()), "image")  # each holds a decoded image
 
 
 class BuiltAhead:

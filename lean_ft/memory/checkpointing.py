@@ -46,8 +46,8 @@ def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing
     # When compiling, torch warns that in-place operations may run twice. Here they never change anything that is kept.
     logging.getLogger(CHECKPOINT_LOGGER).addFilter(_is_other_warning)
     tower: Any = getattr(model, "vision", None)
-    trains = tower is not None and any(parameter.requires_grad for parameter in tower.parameters())
-    chosen: Any = [*layers[::every], *(tower.blocks[::every] if trains else ())]
+    blocks = [] if tower is None or not any(p.requires_grad for p in tower.parameters()) else tower.blocks
+    chosen: Any = [*layers[::every], *blocks[::every]]
     for layer in chosen:
         # A bound method, not a closure over the layer's forward: the compiler then finds the same code in every layer.
         layer.forward = MethodType(_FORWARDS[keep], layer)

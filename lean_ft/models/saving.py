@@ -130,7 +130,7 @@ def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
     """Copy the multimodal model's settings, with the dtype and vocabulary size of the model, whose weights are not quantized."""
     whole = model.source.folder
     assert whole is not None
-    changes = {"vocab_size": model.config.vocab_size}
+    changes: dict[str, Any] = {"vocab_size": model.config.vocab_size}
     changes |= dict.fromkeys(("dtype", "torch_dtype"), str(model.dtype).removeprefix("torch."))
     if model.score is not None:
         changes["pad_token_id"] = model.source.config.get("pad_token_id")

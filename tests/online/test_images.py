@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from lean_ft.data import EvalBatches, prompt_rows, sft_batches
+from lean_ft.data.collate import batch_of
+from lean_ft.frozen.reward_model import JudgingModel, open_reward_model
+from lean_ft.frozen.scoring import score_rows
 from lean_ft.generation import Sampling, sample
 from lean_ft.losses import TokenLogProbs
-from lean_ft.models import load_model
+from lean_ft.models import load_model, save_model
 from lean_ft.online import Rollouts, Sampler
 from lean_ft.online.rewards import Scores
 from lean_ft.tokenizers import load_tokenizer
@@ -18,7 +21,7 @@ from lean_ft.training import answer_held_out
 from tests.recipes.conftest import config_of, run_recipe
 from tests.training.image_runs import model_folder, write_rows
 
-FAMILIES = ["qwen3_vl"]
+FAMILIES = ["qwen3_vl", "gemma3"]
 ROUND = ("generation.num_answers=2", "generation.max_new_tokens=6", "generation.temperature=1.0", "batch_size=4")
 RUN = ("max_steps=2", "model.dtype=float32", "device=cpu", "plan=false", "save_every=0", "rewards=[length]")
 
@@ -84,3 +87,28 @@ def test_held_out_questions_are_asked_with_their_images(given, packing: str):
     given = {answer.expected: answer.given for answer in report.answers}
     for prompt, text in zip(prompts, texts, strict=True):
         assert text.startswith(given[prompt.columns["answer"]][:6])  # answers of a batch may be shorter
+
+
+def test_a_reward_model_sees_the_images(given, tmp_path: Path):
+    """The score at the last token is the same from rows, from sampled ids, and from a forward pass over a batch."""
+    cfg = config_of("grpo", *given)
+    tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model.path, scores=True, images="frozen")
+    torch.nn.init.normal_(model.output_weight, generator=torch.Generator().manual_seed(0))
+    save_model(model, tmp_path)
+    tokenizer.save(tmp_path)
+    prompts, _ = prompt_rows(cfg.data, tokenizer, cfg.seed)
+    said = [tokenizer.encode(prompts[i].columns["answer"] + "<|im_end|>") for i in range(4)]
+    documents = [prompts[i].text for i in range(4)]
+    judged = JudgingModel(str(tmp_path), "cpu", tokenizer)([], [], documents, said)
+    texts = [asked.continued(ids) for asked, ids in zip(documents, said, strict=True)]
+    width = max(map(len, texts))
+    batch = batch_of(texts, kind="padded", row_tokens=width, pad_id=0, image_rules=tokenizer.image_rules)
+    with torch.no_grad():
+        hidden = model(**batch.inputs, return_hidden=True) @ model.output_weight.T
+    expected = [float(hidden[i, len(text) - 1]) for i, text in enumerate(texts)]
+    assert judged == pytest.approx(expected, abs=1e-4) and len({round(one, 3) for one in judged}) == 4
+    opened = open_reward_model(tmp_path, "cpu")
+    assert [row["score"] for row in score_rows(*opened, str(cfg.data.source))] == pytest.approx(expected, abs=1e-4)
+    text_alone = load_tokenizer("tiny")
+    with pytest.raises(ValueError, match="only if it has a vision tower and the policy's tokenizer"):
+        JudgingModel(str(tmp_path), "cpu", text_alone)(["?"] * 4, ["!"] * 4, documents, said)
