@@ -60,11 +60,13 @@ def num_parameters(name: str, images: bool = False) -> int:
     import torch
 
     from lean_ft.models import Decoder, decoder_config
+    from lean_ft.models.config_json import language_model_config
     from lean_ft.models.vision.config import vision_config
 
-    config = decoder_config(shape_of(name))
+    whole = whole_shape_of(name)
+    config = decoder_config(language_model_config(whole, images=images))
     if images:
-        config = replace(config, vision=vision_config(whole_shape_of(name), config))
+        config = replace(config, vision=vision_config(whole, config))
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Decoder(config).parameters())
 

@@ -33,7 +33,7 @@ from lean_ft.models.rope import rotate, rotate_both
 _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
 
-FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards whose kernels support documents, windows and grouped heads
+_FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards whose kernels support documents, windows and grouped heads
 _FLASH_HEAD_DIM = 256  # the largest head of these kernels
 
 
@@ -345,7 +345,7 @@ def attend_filled(
 
 def has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
-    return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
+    return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
 
 
 def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.images.batch import Images
-from lean_ft.models.attention.attention import FLASH_CAPABILITY, Scoring, has_kernels
+from lean_ft.models.attention.attention import Scoring, has_kernels
 from lean_ft.models.cache import on_device
 from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
 from lean_ft.models.rope import rotate_both
@@ -35,15 +35,12 @@ class Stretches(NamedTuple):
     """Stretches of patches that see each other."""
 
     sizes: tuple[int, ...]  # patches of each
-    bounds: Tensor | None  # where each begins, and the end: int32; None on a device without a kernel for them
+    bounds: Tensor | None  # on CUDA, where each begins, and the end: int32
 
     @classmethod
     def of(cls, sizes: list[int], device: torch.device) -> "Stretches":
-        has_kernel = device_type(device) == "cuda"  # also in a plan, on the CPU
-        if device.type == "cuda":
-            has_kernel = torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
         bounds = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32)
-        return cls(tuple(sizes), _moved(bounds, device) if has_kernel else None)
+        return cls(tuple(sizes), _moved(bounds, device) if device_type(device) == "cuda" else None)
 
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sin, (1, P, D / H) each
@@ -112,7 +109,8 @@ class VisionAttention(nn.Module):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Stretches, scale: float | None) -> Tensor:
     """The attention (P, H, D / H) of each stretch to itself."""
-    if seen.bounds is not None and has_kernels(query, Scoring(), None) and query.shape[-1] % 8 == 0:
+    has_kernel = has_kernels(query, Scoring(), None) if query.is_cuda else query.itemsize == 2  # on the CPU: in a plan
+    if seen.bounds is not None and has_kernel and query.shape[-1] % 8 == 0:
         longest = max(seen.sizes)
         bounds = seen.bounds, seen.bounds, longest, longest
         attended: Any = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, -1))
