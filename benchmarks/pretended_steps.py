@@ -40,7 +40,12 @@ class Longest:
     """Batches of the maximum length."""
 
     def __init__(self, cfg: Any) -> None:
-        self._batch = longest_batch(cfg.data, cfg.batch_size)
+        rules = None
+        if cfg.model.images != "none":
+            from lean_ft.images.rules import image_rules
+
+            rules = image_rules(Path(cfg.model.path), cfg.data.image_tokens)
+        self._batch = longest_batch(cfg.data, cfg.batch_size, image_rules=rules)
 
     def take(self, n: int) -> list[Batch]:
         return [self._batch] * n

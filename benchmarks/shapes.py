@@ -5,18 +5,20 @@ within the published vocabularies, and embedding and output layer keep their pub
 requested tokens, so that truncation fills every position.
 
 Source: the config.json of each preset in configs/, with the fields of the model's repository on the Hugging Face Hub that describe the language
-model's layers. Token ids and the encoders of images are left out.
+model's layers and the vision tower, and next to it the settings of images. Most token ids and the encoders of sound are left out.
 """
 
 import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED_MODEL = ROOT / "lean_ft" / "assets" / "tiny" / "model"
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 Shape = dict[str, Any]
@@ -40,20 +42,33 @@ def find_gsm8k() -> Path | None:
 
 
 def shape_of(name: str) -> Shape:
-    """The config.json of a shape. Raises ValueError with the known names."""
+    """The config.json of a shape's language model. Raises ValueError with the known names."""
+    from lean_ft.models.config_json import language_model_config
+
+    return language_model_config(whole_shape_of(name))
+
+
+def whole_shape_of(name: str) -> Shape:
+    """The config.json of a shape, with its vision tower if it has one. Raises ValueError with the known names."""
     if name not in SHAPES:
         raise ValueError(f"unknown shape {name!r}; expected one of {', '.join(SHAPES)}.")
     return SHAPES[name]
 
 
-def num_parameters(name: str) -> int:
-    """Number of parameters of a shape; a tied embedding counts once."""
+def num_parameters(name: str, images: bool = False) -> int:
+    """Number of parameters of a shape's language model, and with `images` of its vision tower; a tied embedding counts once."""
     import torch
 
     from lean_ft.models import Decoder, decoder_config
+    from lean_ft.models.config_json import language_model_config
+    from lean_ft.models.vision.config import vision_config
 
+    whole = whole_shape_of(name)
+    config = decoder_config(language_model_config(whole, images=images))
+    if images:
+        config = replace(config, vision=vision_config(whole, config))
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Decoder(decoder_config(shape_of(name))).parameters())
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())
 
 
 def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDDED_MODEL) -> Path:
@@ -61,21 +76,23 @@ def write_model_folder(shape: str, folder: Path, tokenizer_folder: Path = EMBEDD
 
     Raises ValueError if the shape is unknown, the tokenizer is missing, or it has ids beyond the shape's vocabulary.
     """
-    config = shape_of(shape)
+    config = whole_shape_of(shape)
     if not (tokenizer_folder / "tokenizer.json").is_file():
         raise ValueError(f"{tokenizer_folder}: no tokenizer.json. The benchmarks need it to tokenize text.")
     tokenizer = json.loads((tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8"))
     ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer.get("added_tokens", []))]
-    if max(ids) >= config["vocab_size"]:
+    vocab_size = config.get("text_config", config)["vocab_size"]
+    if max(ids) >= vocab_size:
         raise ValueError(
-            f"{tokenizer_folder} has token ids up to {max(ids)}, and {shape} has {config['vocab_size']} of them; "
+            f"{tokenizer_folder} has token ids up to {max(ids)}, and {shape} has {vocab_size} of them; "
             "expected a smaller tokenizer."
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-            shutil.copyfile(tokenizer_folder / name, folder / name)
+    for source, names in ((tokenizer_folder, TOKENIZER_FILES), (ROOT / "configs" / shape, IMAGE_FILES)):
+        for name in names:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
     return folder
 
 

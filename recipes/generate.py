@@ -8,6 +8,7 @@ leanft generate runs/tiny prompts_file=questions.jsonl output=answers.jsonl batc
 """
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +45,7 @@ def main(cfg: Config) -> list[str]:
         raise ValueError(f'expected prompt="..." or prompts_file=PATH, found {found}.')
     if cfg.output is not None and cfg.output.exists():
         raise ValueError(f"output={cfg.output} already exists. Name a new file.")
-    images = [str(Path(one).expanduser()) for one in ([cfg.image] if isinstance(cfg.image, str) else cfg.image)]
+    images = [os.path.expanduser(one) for one in ([cfg.image] if isinstance(cfg.image, str) else cfg.image)]
     if images and cfg.prompt is None:
         raise ValueError("image=... is shown with prompt=..., and prompts_file has its own images. Remove image.")
     row = {"prompt": cfg.prompt, **({"images": images} if images else {})}

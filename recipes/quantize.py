@@ -13,7 +13,7 @@ import torch
 from pydantic import PositiveInt
 
 from lean_ft.data import EvalBatches, sft_batches
-from lean_ft.export.places import check_destination, read_source
+from lean_ft.export.places import check_destination, check_tower_is_unchanged, read_source
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.quantize import mean_loss, quantize, save_quantized
@@ -40,8 +40,11 @@ class Config(Settings):
 def main(cfg: Config) -> Path:
     if cfg.model.new_tokens or cfg.model.router_aux_loss_coef is not None:
         raise ValueError("model.new_tokens and model.router_aux_loss_coef are for training. Remove them.")
+    if cfg.model.images != "none":
+        raise ValueError("model.images is for training: the language model is quantized, without its tower. Remove it.")
     source = find_finished(cfg.model.path)
     check_destination(cfg.output, source, force=False)
+    check_tower_is_unchanged(source, "the new folder")
     model, tokenizer, _ = read_source(source, is_adapter(source), dtype=getattr(torch, cfg.model.dtype))
     batches = None
     if cfg.data is not None:

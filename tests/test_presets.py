@@ -31,9 +31,11 @@ ROWS = {
 def comment(name: str) -> str:
     """The expected comment of a preset, behind the model's name."""
     row, (shape, _, kind) = ROWS[name], name.partition("/")
-    count = num_parameters(shape)
+    count = num_parameters(shape, images=kind == "images")
     size = f"{count / 1e9:.2f} B parameters, {2 * count / 1e9:.1f} GB of weights"
-    training = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[kind]
+    training = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}.get(kind)
+    if kind == "images":
+        training = f"{'QLoRA' if row['values'].get('lora.quantize') == 'nf4' else 'LoRA'} with images"
     return (
         f", {training}: {size}.\n"
         f"# Trains on a GPU with {row['card_gb']} GB: {row['reserved_bytes'] / GIB:.1f} GiB at the peak, reserved by PyTorch's "

@@ -6,6 +6,7 @@ not text become an object that names their type.
 """
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from datetime import date, time, timedelta
@@ -159,7 +160,7 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     import datasets
 
     if not Path(name).is_dir():
-        return _with_encoded_images(datasets.load_dataset(name, subset, split=split, streaming=streaming))
+        return with_encoded_images(datasets.load_dataset(name, subset, split=split, streaming=streaming))
     dataset: Any = datasets.load_from_disk(name)
     if not isinstance(dataset, datasets.DatasetDict):
         dataset = {str(dataset.split or "train"): dataset}
@@ -168,10 +169,10 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
         raise ValueError(f"no split {split_name}; the splits are {', '.join(map(str, dataset))}")
     dataset = dataset[split_name]
     first, last = rows_of_split(split, lambda: len(dataset))
-    return _with_encoded_images(dataset if not is_sliced(split) else dataset.select(range(len(dataset))[first:last]))
+    return with_encoded_images(dataset if not is_sliced(split) else dataset.select(range(len(dataset))[first:last]))
 
 
-def _with_encoded_images(dataset: Any) -> Any:
+def with_encoded_images(dataset: Any) -> Any:
     """Return a dataset that gives images as they are stored, and decodes none."""
     import datasets
 
@@ -184,8 +185,10 @@ def _with_encoded_images(dataset: Any) -> Any:
             return type(feature)(changed(feature.feature))
         return [changed(inner) for inner in feature] if isinstance(feature, list) else feature
 
-    if dataset.features is not None:  # of a streamed dataset that names its features
-        dataset.info.features = changed(dataset.features)  # `cast` would copy the whole dataset
+    features = changed(dataset.features)  # None for a streamed dataset that does not name them
+    if features != dataset.features:
+        dataset = copy.deepcopy(dataset)  # of its description; `cast` would copy the values
+        dataset.info.features = features
     return dataset
 
 

@@ -118,12 +118,12 @@ def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules
 
 def longest_images(rules: ImageRules, shape: tuple[int, int], number: int, length: int) -> dict[str, Any]:
     """Arguments of the forward pass for a batch of `shape` (B, T) with the most image tokens in the first `length` tokens of each
-    row, all zeros: square images of the size that leaves the fewest tokens over, and the largest of such sizes. The rows of each of
-    the `number` rows of data show the same images."""
+    row, all zeros: images of the size that leaves the fewest tokens over, and the largest of such sizes. The rows of each of the
+    `number` rows of data show the same images."""
     from lean_ft.images.reading import Size
 
-    sides = (n * rules.patch_size * rules.merge for n in range(math.isqrt(length), 0, -1))
-    layouts = [rules.layout(Size(side, side)) for side in sides]
+    sides = [n * rules.patch_size * rules.merge for n in range(math.isqrt(length), 0, -1)]
+    layouts = [rules.layout(Size(side, side * eighths // 8)) for side in sides for eighths in range(8, 0, -1)]
     layout = max(layouts, key=lambda one: length - length % sum(one.runs))  # 0 if it does not fit
     num_tokens, side = length - length % sum(layout.runs), rules.patch_size
     shifts = {POSITION_SHIFT: torch.zeros(shape, dtype=torch.int32)} if rules.shifts_positions else {}
@@ -140,7 +140,7 @@ def longest_images(rules: ImageRules, shape: tuple[int, int], number: int, lengt
 @cache
 def _threads() -> ThreadPoolExecutor:
     """Threads that decode images."""
-    return ThreadPoolExecutor(usable_cores(), "image")
+    return ThreadPoolExecutor(min(8, usable_cores()), "image")  # each holds a decoded image
 
 
 class BuiltAhead:

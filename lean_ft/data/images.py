@@ -140,8 +140,9 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _with_places(messages: Messages, number: int) -> Messages:
     """Add content parts for `number` images: where texts have `<image>`, or else before the first user text."""
-    place, asked = {"type": "image", "image": None}, [m for m in messages if m["role"] != "assistant" and m["content"]]
-    marks = sum(message["content"].count(MARK) for message in asked)
+    place: dict[str, Any] = {"type": "image", "image": None}
+    texts = ["" if message["role"] == "assistant" else message["content"] or "" for message in messages]
+    marks = sum(text.count(MARK) for text in texts)
     if not marks:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
@@ -154,10 +155,10 @@ def _with_places(messages: Messages, number: int) -> Messages:
             "numbers must agree."
         )
     placed = Messages()
-    for message in messages:
-        if message in asked and MARK in message["content"]:
-            first, *texts = [{"type": "text", "text": text} for text in message["content"].split(MARK)]
-            parts = [first, *(part for text in texts for part in (place, text))]
+    for message, text in zip(messages, texts, strict=True):
+        if MARK in text:
+            first, *others = ({"type": "text", "text": part} for part in text.split(MARK))
+            parts = [first, *(part for other in others for part in (place, other))]
             message = {**message, "content": [part for part in parts if part.get("text") != ""]}
         placed.append(message)
     return placed
@@ -309,11 +310,12 @@ def changed_files(columns: Columns) -> str:
     from lean_ft.images.reading import path_of, reference
 
     digest, changed = hashlib.blake2b(digest_size=16), False
-    for known in dict.fromkeys(one for document in columns for one in references_of(document)):
-        if (path := path_of(known)) is not None:
-            found = b""
-            with suppress(ValueError):
-                found = reference(path, Path())
-            digest.update(found)
-            changed |= found != known
+    for document in columns:
+        for known in references_of(document):
+            if (path := path_of(known)) is not None:
+                found = b""
+                with suppress(ValueError):
+                    found = reference(path, Path())
+                digest.update(found)
+                changed |= found != known
     return digest.hexdigest() if changed else ""

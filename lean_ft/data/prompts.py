@@ -104,7 +104,12 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
     longest = Prompt([0] * config.max_prompt_length, "", {}, "")
     return world().read(
         lambda: _read_prompts(config, tokenizer, seed),
-        lambda: (Prompts([longest], seed=seed, report=DataReport("prompts"), fingerprint=""), None),
+        lambda: (
+            Prompts(
+                [longest], seed=seed, report=DataReport("prompts"), fingerprint="", image_rules=tokenizer.image_rules
+            ),
+            None,
+        ),
     )
 
 

@@ -189,6 +189,7 @@ def _rows_as_stored(source: DataSource, digest: Digest | None, *, streaming: boo
 
 def _rows_of_files(files: list[Path], digest: Digest | None) -> Iterator[Row]:
     for file in files:
-        folder = file.parent
+        # Rows passed as Python objects are in a file of the cache, and their paths are relative to the current folder.
+        folder = Path.cwd() if re.fullmatch(r"rows/[0-9a-f]{32}\.jsonl", "/".join(file.parts[-2:])) else file.parent
         for row in read_parquet_file(file, digest) if is_parquet(file) else read_text_file(file, digest):
             yield row._replace(folder=folder)

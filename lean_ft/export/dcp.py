@@ -11,7 +11,7 @@ another format for this reason.
 import warnings
 from pathlib import Path
 
-from lean_ft.export.places import Exported, check_destination, read_source, room_for
+from lean_ft.export.places import Exported, check_destination, check_tower_is_unchanged, read_source, room_for
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.models.saving import write_configs
 from lean_ft.models.source import tensors_on_disk
@@ -36,6 +36,7 @@ def export_dcp(
     wanted_dtype = None if dtype is None else torch_dtype(dtype)
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
+    remark = check_tower_is_unchanged(folder, "a DCP folder")
     model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype)
     tensors = tensors_on_disk(model)
     if model.head is None:
@@ -53,5 +54,6 @@ def export_dcp(
         f"{len(tensors)} tensors in {str(model.dtype).removeprefix('torch.')}, "
         f"{num_bytes / 1e9:.3g} GB, with the names of the Hugging Face folder.\n"
         "The file .metadata is a pickle: load the folder only if you trust its author."
+        f"{remark}"
     )
     return Exported(folder, destination, details, merged)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.export.places import Exported, check_destination, files_of_model, read_source, room_for
+from lean_ft.export.places import Exported, check_destination, files_of_model, images_of_run, read_source, room_for
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.models.source import Source
@@ -55,8 +55,10 @@ def export_folder(
     wanted_dtype = None if dtype is None else torch_dtype(dtype)
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
-    model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype)
-    if keep_vision and merge and (outside := read_adapter(folder).outside):
+    images = images_of_run(folder)
+    model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype, images)
+    keep_vision = keep_vision and images == "none"  # a run with images has the whole model
+    if keep_vision and merge and (outside := read_adapter(folder).without_tower().outside):
         raise ValueError(f"{folder}: --keep-vision would lose the adapter's {outside[0]}. Merge the adapter with PEFT.")
     if keep_vision:
         model.source = _source_with_images(model, folder, base)
@@ -80,7 +82,9 @@ def export_folder(
                 tokenizer.save(temporary)
         del model
         gc.collect()
-        difference = _compare(expected, _logits(load_model(temporary, dtype=wanted, may_score=True)), wanted)
+        difference = _compare(
+            expected, _logits(load_model(temporary, dtype=wanted, may_score=True, images=images)), wanted
+        )
     num_files = len(list(destination.glob("*.safetensors")))
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     parts = [
@@ -145,10 +149,14 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
 
 @torch.inference_mode()
 def _logits(model: Decoder) -> torch.Tensor:
-    """Return logits (1, T, V) in float32, for ids spread over the vocabulary."""
+    """Return logits (1, T, V) in float32, for ids spread over the vocabulary, of which the first shows an image if the model
+    reads images."""
     num_positions = min(_NUM_POSITIONS, model.config.max_positions)
     ids = torch.arange(num_positions) * 7919 % model.config.vocab_size
-    return model(ids[None]).float()
+    images, first = None, torch.zeros(1, dtype=torch.int64)
+    if model.vision is not None:
+        images = model.vision.no_images(first.device)._replace(places=first, rows=first)
+    return model(ids[None], images=images).float()
 
 
 def _compare(expected: torch.Tensor, logits: torch.Tensor, dtype: torch.dtype) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.export.ollama import modelfile
-from lean_ft.export.places import Exported, check_destination, read_source, room_for
+from lean_ft.export.places import Exported, check_destination, check_tower_is_unchanged, read_source, room_for
 from lean_ft.generation import stop_ids
 from lean_ft.gguf.header import gguf_package
 from lean_ft.gguf.names import all_tensors, by_side, layout_of, ropes, store
@@ -75,6 +75,7 @@ def export_gguf(
     for_ollama = destination.with_name("Modelfile")
     if ollama and (for_ollama.is_dir() or (for_ollama.exists() and not force)):
         raise ValueError(f"{for_ollama} exists. Choose a destination in another folder, or overwrite it with --force.")
+    remark = check_tower_is_unchanged(folder, "a GGUF file")
     model, tokenizer, merged = read_source(folder, merge, base)
     if model.config.num_scores:
         of_scores = kind_of_scores(model.config.num_scores)
@@ -110,7 +111,7 @@ def export_gguf(
         details += f"\nllama.cpp's splitting rule {rule} differs from this tokenizer's {APPROXIMATED[rule]}, so ids may differ there."
     if not ropes(model.config)[0].truncate:
         details += "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities differ slightly."
-    return Exported(folder, destination, details, merged)
+    return Exported(folder, destination, details + remark, merged)
 
 
 def export_gguf_adapter(
@@ -129,7 +130,7 @@ def export_gguf_adapter(
     folder, destination = _gguf_destination(source, destination, force)
     if not is_adapter(folder):
         raise ValueError(f"{folder} has a whole model, not an adapter: leave out --adapter.")
-    stored = read_adapter(folder)
+    stored, remark = read_adapter(folder), check_tower_is_unchanged(folder, "a GGUF file")
     _check_is_lora(stored)
     model_name = base or find_base(folder)
     model = empty_model(model_name, torch.float32)
@@ -171,7 +172,7 @@ def export_gguf_adapter(
         f"a LoRA adapter of {len(adapter.shapes)} layers for {model_name}, architecture {family.architecture}, {kind}, "
     )
     details += f"{destination.stat().st_size / 1e6:.3g} MB. Try: llama-cli -m BASE.gguf --lora FILE"
-    return Exported(folder, destination, details, None)
+    return Exported(folder, destination, details + remark, None)
 
 
 def _check_is_lora(stored: StoredAdapter) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -17,8 +18,9 @@ from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER
+from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE
 from lean_ft.system.units import gibibytes
+from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import free_bytes
 
@@ -42,11 +44,15 @@ class Exported:
 
 
 def read_source(
-    folder: Path, merge: bool, base: str | Path | None = None, dtype: torch.dtype | None = None
+    folder: Path,
+    merge: bool,
+    base: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    images: Literal["none", "frozen", "train"] = "none",
 ) -> tuple[Decoder, Tokenizer | None, MergeReport | None]:
     """Read the model in `folder`, or with `merge` the model `base` (default: the adapter's) with the folder's adapter.
 
-    Weights are in `dtype` (default: as stored). Raises ValueError for an adapter without `merge`, a model with `merge`, and
+    Weights are in `dtype` (default: as stored); `images` is as in `load_model`. Raises ValueError for an adapter without `merge`, a model with `merge`, and
     weights that are not finite.
     """
     if is_adapter(folder) and not merge:
@@ -60,13 +66,28 @@ def read_source(
     with_tokenizer = tokenizer_folder(folder, model_folder)
     tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
     if merge:
-        model, merged = load_merged(folder, model_folder, dtype=dtype)
+        model, merged = load_merged(folder, model_folder, dtype=dtype, images=images)
         if model.config.num_scores and tokenizer is not None:  # transformers finds the end of a text by it
             model.source.config["pad_token_id"] = tokenizer.pad_id
     else:
-        model, merged = load_model(folder, dtype=dtype, may_score=True), None
+        model, merged = load_model(folder, dtype=dtype, may_score=True, images=images), None
     _check_finite(model, folder)
     return model, tokenizer, merged
+
+
+def images_of_run(folder: Path) -> Literal["none", "frozen", "train"]:
+    """`model.images` of the run that wrote a checkpoint; none for other folders."""
+    return read_json(folder / TRAINING_STATE_FILE).get("settings", {}).get("model.images", "none")
+
+
+def check_tower_is_unchanged(folder: Path, file: str) -> str:
+    """Return a remark for a `file` that has no vision tower. Raises ValueError if the run trained the tower."""
+    if (images := images_of_run(folder)) == "train":
+        raise ValueError(
+            f"{folder} has a vision tower that was trained, and {file} has the language model alone, which was trained with that "
+            "tower. Export a folder."
+        )
+    return "" if images == "none" else f"\n{file} has the language model alone, without its vision tower."
 
 
 def files_of_model(folder: Path) -> Iterator[Path]:

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lean_ft.data.columns import Document
+from lean_ft.data.images import has_images
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
+from lean_ft.generation.decoding import Asked, as_document, padded_inputs
+from lean_ft.generation.texts import reads_images
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.stored_weights import stored_dtype
@@ -19,6 +21,9 @@ from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
+
+if TYPE_CHECKING:  # texts do not need Pillow
+    from lean_ft.images.rules import ImageRules
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 
@@ -40,7 +45,8 @@ def open_reward_model(
     kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
     check_dtype(str(kept).removeprefix("torch."), where)
     scores, new_ids = (False, []) if adapter == folder else (labels_of(adapter) or False, ids_of_rows(adapter))
-    model = load_model(folder, where, kept, scores=scores, new_ids=new_ids, may_score=True)
+    tower = "frozen" if reads_images(folder) else "none"
+    model = load_model(folder, where, kept, scores=scores, new_ids=new_ids, may_score=True, images=tower)
 
     def add_adapter() -> bool:
         if adapter != folder:
@@ -52,31 +58,38 @@ def open_reward_model(
             f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."
         )
-    return model, tokenizer_of(adapter, folder, chat_template=chat_template)
+    images = None if model.vision is None else folder
+    return model, tokenizer_of(adapter, folder, chat_template=chat_template, images=images)
 
 
 def score(
-    model: Decoder, sequences: Sequence[Sequence[int]], tokens_at_a_time: int = TOKENS_AT_A_TIME
+    model: Decoder,
+    sequences: Sequence[Asked],
+    tokens_at_a_time: int = TOKENS_AT_A_TIME,
+    image_rules: "ImageRules | None" = None,
 ) -> list[list[float]]:
-    """Return the score at every token of each sequence of ids. The last score is the sequence's.
+    """Return the score at every token of each sequence of ids, or document. The last score is the sequence's.
 
     Each forward pass has at most `tokens_at_a_time` positions, or one sequence. Raises ValueError for an empty
     sequence.
     """
-    return [scores[:, 0].tolist() for scores in token_scores(model, sequences, tokens_at_a_time)]
+    return [scores[:, 0].tolist() for scores in token_scores(model, sequences, tokens_at_a_time, image_rules)]
 
 
 @torch.no_grad()
 def token_scores(
-    model: Decoder, sequences: Sequence[Sequence[int]], tokens_at_a_time: int = TOKENS_AT_A_TIME
+    model: Decoder,
+    sequences: Sequence[Asked],
+    tokens_at_a_time: int = TOKENS_AT_A_TIME,
+    image_rules: "ImageRules | None" = None,
 ) -> list[Tensor]:
     """Return C scores at each token of each sequence, (T, C) on the CPU; see `score`."""
     if not all(len(ids) for ids in sequences):
         raise ValueError("a sequence without a token has no score.")
     weight, found = model.output_weight.float(), dict[int, Tensor]()
     for rows in longest_first([len(ids) for ids in sequences], tokens_at_a_time):
-        padded = pad_sequence([torch.as_tensor(sequences[i], dtype=torch.int64) for i in rows], batch_first=True)
-        hidden = model(padded.to(weight.device), return_hidden=True)
+        inputs = padded_inputs([as_document(sequences[i]) for i in rows], image_rules, weight.device)
+        hidden = model(**inputs, return_hidden=True)
         scores = (hidden.float() @ weight.T).cpu()
         found.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))
     return [found[i] for i in range(len(sequences))]
@@ -99,19 +112,25 @@ class JudgingModel:
         self._model.requires_grad_(False).eval()
         ids, own = range(asked_with.vocab_size), self._tokenizer
         self._reads_tokens = all(own.token_text(i) == asked_with.token_text(i) for i in ids)
+        sees = self._reads_tokens and self._model.vision is not None
+        self._rules = asked_with.image_rules if sees else None
 
     def __call__(
         self,
         prompts: Sequence[Any],
         completions: Sequence[str],
-        prompt_ids: Sequence[list[int]],
+        documents: Sequence[Document],
         completion_ids: Sequence[list[int]],
     ) -> list[float]:
+        if any(map(has_images, documents)) and self._rules is None:
+            raise ValueError(
+                "a reward model judges prompts with images only if it has a vision tower and the policy's tokenizer."
+            )
         if self._reads_tokens:
-            texts = [[*asked, *said] for asked, said in zip(prompt_ids, completion_ids, strict=True)]
+            texts = [asked.continued(said) for asked, said in zip(documents, completion_ids, strict=True)]
         else:
             texts = [self._written(asked, said) for asked, said in zip(prompts, completions, strict=True)]
-        return [scores[-1] for scores in score(self._model, texts)]
+        return [scores[-1] for scores in score(self._model, texts, image_rules=self._rules)]
 
     def _written(self, asked: Any, said: str) -> list[int]:
         tokenizer = self._tokenizer

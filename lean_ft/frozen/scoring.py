@@ -77,7 +77,9 @@ def score_rows(
     sides = [f"{side}_" if side else "" for side in config.sides]
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)
-        scores = iter(score(model, [document.ids.tolist() for _, documents in readable for document in documents]))
+        scores = iter(
+            score(model, [one for _, documents in readable for one in documents], image_rules=tokenizer.image_rules)
+        )
         for row, documents in readable:
             told: dict[str, Any] = {}
             for side, document in zip(sides, documents, strict=True):
@@ -99,7 +101,9 @@ def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationData
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)
         for (row, _), scores in zip(
-            readable, token_scores(model, [document.ids.tolist() for _, [document] in readable]), strict=True
+            readable,
+            token_scores(model, [one for _, [one] in readable], image_rules=tokenizer.image_rules),
+            strict=True,
         ):
             found = dict(
                 zip(names, (scores[-1].sigmoid() if is_multi else scores[-1].softmax(0)).tolist(), strict=True)

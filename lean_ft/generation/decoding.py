@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data.collate import batch_of
-from lean_ft.data.columns import Document, identity
+from lean_ft.data.columns import IMAGE_ROW, Document, identity
 from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
@@ -160,7 +160,7 @@ def _rows(
     numbers: Sequence[int] | None,
     image_rules: "ImageRules | None" = None,
 ) -> list[_Row]:
-    asked = [_document(prompt) for prompt in prompts]
+    asked = [as_document(prompt) for prompt in prompts]
     for place, prompt in enumerate(asked):
         if not len(prompt):
             raise ValueError(f"prompt {place} is empty; expected at least one token, such as the tokenizer's bos_id.")
@@ -171,13 +171,13 @@ def _rows(
     return [_Row(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))]
 
 
-def _document(prompt: Asked | Tensor) -> Document:
+def as_document(prompt: Asked | Tensor) -> Document:
     return prompt if isinstance(prompt, Document) else Document.of([int(token) for token in prompt])
 
 
 def _identity(prompt: Asked) -> bytes:
     """The identity of a prompt. A text has the same one in runs with and without images."""
-    prompt = _document(prompt)
+    prompt = as_document(prompt)
     return prompt.identity if has_images(prompt) else identity(prompt.ids)
 
 
@@ -244,7 +244,7 @@ def _decode_rows(
     # Equal prompts and equal lengths are together.
     waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt.ids.tolist(), _identity(row.prompt)))
     capacity = len(waiting[0].prompt) + sampling.max_new_tokens
-    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
+    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes, image_rules), waiting[room:]
     if not running:  # in a plan
         return
     caches = model.new_cache(len(running), capacity)
@@ -372,22 +372,22 @@ def _read(
                 end = prompt_part if image_rules is None else behind_image(texts[0], prompt_part, image_rules.merge)
                 if end == len(texts[0]):
                     break
-                forward_as_written(model, cache=part, **_inputs([texts[0][:end]], image_rules, device))
+                forward_as_written(model, cache=part, **padded_inputs([texts[0][:end]], image_rules, device))
                 texts = [texts[0][end:]]
                 yield {}
         is_even = len(set(map(len, texts))) == 1
         lengths = on_device([len(text) for text in texts], device)
-        inputs = _inputs(texts, image_rules, device)
+        inputs = padded_inputs(texts, image_rules, device)
         hidden = forward_as_written(model, cache=part, lengths=None if is_even else lengths, **inputs)
         lasts.append(hidden[torch.arange(len(texts), device=device), lengths - 1])
         parts.append(part)
     return torch.cat(lasts)[caches.spread(parts, [count for _, count in groups])]
 
 
-def _inputs(texts: Sequence[Document], image_rules: "ImageRules | None", device: torch.device) -> dict[str, Any]:
-    """Arguments of the forward pass over texts, padded on the right."""
+def padded_inputs(texts: Sequence[Document], image_rules: "ImageRules | None", device: torch.device) -> dict[str, Any]:
+    """Arguments of the forward pass over texts, padded on the right. image_rules: of texts with columns of images."""
     longest = max(map(len, texts))
-    if image_rules is None:
+    if image_rules is None or IMAGE_ROW not in texts[0].per_token:
         rows = [text.ids.tolist() + [0] * (longest - len(text)) for text in texts]
         return {"input_ids": on_device(rows, device)}  # (B, T)
     batch = batch_of(texts, kind="padded", row_tokens=longest, pad_id=0, image_rules=image_rules).to(device)

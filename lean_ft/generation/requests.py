@@ -3,6 +3,7 @@
 Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` and `chat_template_kwargs` as in vLLM.
 """
 
+from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -202,7 +203,9 @@ class ChatRequest(_Fields):
 
 def _refusal(error: ValidationError) -> Refused:
     first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"])[:100]
+    name = ".".join(part for part, _ in groupby(map(str, first["loc"])))[
+        :100
+    ]  # the type of a part is often a field too
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(name, ChatRequest.model_fields)
         return Refused(400, f"unknown field: {name}.{hint}", "unknown_parameter", name)

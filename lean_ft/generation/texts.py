@@ -28,7 +28,7 @@ from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.quantize import is_quantized, load_quantized
 from lean_ft.system.whole_files import read_json
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
 Messages = Sequence[Mapping[str, Any]]
@@ -151,7 +151,7 @@ def generate(
     if tokenizer is None:
         if model.source.folder is None:
             raise ValueError("the model was not loaded from a folder, so its tokenizer is unknown. Pass tokenizer=...")
-        tokenizer = load_tokenizer(model.source.folder)
+        tokenizer = tokenizer_of(model.source.folder, images=None if model.vision is None else model.source.folder)
     several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) or _is_chat(prompts) else prompts
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop, "seed": seed}
     sampling |= {"max_new_tokens": max_new_tokens, "batch_size": max(1, len(several))}  # all at once

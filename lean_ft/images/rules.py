@@ -93,6 +93,7 @@ class ImageRules:
         """The patches of one tile (height, width, 3)."""
         side, merge = self.patch_size, self.merge
         rows, columns = (n // (side * merge) for n in pixels.shape[:2])
+        pixels = pixels[: rows * merge * side, : columns * merge * side]  # a tile may have pixels behind its last patch
         blocks = pixels.reshape(rows, merge, side, columns, merge, side, 3)
         return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
 
@@ -227,7 +228,9 @@ def _gemma4(settings: _Fields, config: _Fields, vision: _Fields, has_tower: bool
 
 def _smolvlm(settings: _Fields, config: _Fields, vision: _Fields) -> _Facts:
     side, merge = vision.count("patch_size", 32, 1024), config.count("scale_factor", 2, 64)
-    tile = settings.object("max_image_size", longest_edge=364).count("longest_edge", multiple_of=side * merge)
+    sizes = settings.object("max_image_size", longest_edge=364)
+    if (tile := sizes.count("longest_edge")) // side % merge or tile < side:
+        raise sizes.wrong("longest_edge", f"a multiple of {merge} patches of {side} pixels, and less than a patch more")
     longest = settings.object("size", longest_edge=4 * 364).count("longest_edge")
     return side, merge, partial(tiled, tile=tile, split=settings.flag("do_image_splitting", True)), longest
 

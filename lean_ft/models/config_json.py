@@ -110,7 +110,9 @@ def _rope(rope: Any, vision: VisionFamily | None) -> Any:
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return rope
     kept = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
-    if vision is not None:  # not the file's order of axes, which transformers ignores
+    if (
+        vision is not None and vision.alternating_axes is not None
+    ):  # not the file's order of axes, which transformers ignores
         kept |= {"mrope_section": rope["mrope_section"], "mrope_interleaved": vision.alternating_axes}
     return {key: "default" if value == "mrope" else value for key, value in kept.items()}
 

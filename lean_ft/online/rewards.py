@@ -193,7 +193,8 @@ class Rewards:
         seed = zlib.crc32(repr(given["completion_ids"]).encode())  # by round, so that a resumed run has it too
         for one, function in zip(self._settings, self._functions, strict=True):
             reads_texts = one.model is not None or one.function in BUILT_IN
-            taken = _taken(one.name, function, given | {"completions": texts} if reads_texts else given)
+            of_models = {"completions": texts, "documents": [prompt.text for prompt in prompts]}
+            taken = _taken(one.name, function, given | of_models if reads_texts else given)
             calls.append(partial(_tried, function, taken))
             with self._watched(one.name, seed):
                 found.append(calls[-1](slice(None)))

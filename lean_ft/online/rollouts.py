@@ -27,6 +27,7 @@ from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Document
 from lean_ft.data.completions import SampledCompletions
+from lean_ft.data.image_batches import longest_images
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
@@ -60,7 +61,7 @@ class Rounds(Generic[BatchT]):
             )
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
-        self._shares_prompts = share_prompts
+        self._shares_prompts, self._rules = share_prompts, prompts.image_rules
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
         self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
         if self.num_answers % generation.num_answers:
@@ -179,6 +180,18 @@ class Rounds(Generic[BatchT]):
     def longest(self) -> BatchT:
         """The largest micro-batch, without contents."""
         raise NotImplementedError
+
+    def _longest(self, build: Callable[[list[Document]], BatchT], size: int, number: int) -> BatchT:
+        """Build the largest batch: `size` completions of `number` prompts, which are full of images in a run with images."""
+        rules, self._rules = self._rules, None
+        batch, self._rules = build([Document.of(self._prompts[0].ids)] * size), rules
+        if rules is None:
+            return batch
+        (rows, width), length = batch.labels.shape, len(self._prompts[0].ids)
+        if rows < number:  # one row has all prompts
+            number, length = rows, length * number // rows
+        number = number if rows % number == 0 else rows
+        return replace(batch, inputs=batch.inputs | longest_images(rules, (rows, width), number, length))
 
     # Metrics -------------------------------------------------------------------------------------------------
 
@@ -334,7 +347,7 @@ class Rollouts(Rounds[PolicyBatch]):
             row_tokens=max(map(len, documents)) + PADDED_TO_MULTIPLE_OF,
             pad_id=self._pad_id,
             shared=np.array(shared) if self._shares_prompts else None,
-            image_rules=self._prompts.image_rules,
+            image_rules=self._rules,
         )
         assert isinstance(batch, PolicyBatch)
         return replace(batch, answers=range(first, first + len(answers)))
@@ -347,7 +360,8 @@ class Rollouts(Rounds[PolicyBatch]):
         answer = Completion(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
         answer.old = zeros if self.looks_back else []
         answer.values = answer.returns = zeros if self._has_values else []
-        return self._policy_batch([answer] * size, [self._prompts[0].text] * size, first)
+        number = (first + size - 1) // group - first // group + 1
+        return self._longest(lambda prompts: self._policy_batch([answer] * size, prompts, first), size, number)
 
 
 class ValuedRollouts(Rollouts):
@@ -415,12 +429,12 @@ class PairRollouts(Rounds[PairBatch]):
             row_tokens=2 * max(map(len, documents)) + PADDED_TO_MULTIPLE_OF,
             pad_id=self._pad_id,
             shared=np.array(shared) if self._shares_prompts else None,
-            image_rules=self._prompts.image_rules,
+            image_rules=self._rules,
         )
         assert isinstance(batch, PairBatch)
         return batch
 
     def longest(self) -> PairBatch:
         longest = Completion(0, [0] * self._cfg.generation.max_new_tokens, [], True, 0.0, [], "")
-        number = 2 * self._cfg.batch_size
-        return self._pair_batch([longest] * number, [self._prompts[0].text] * number)
+        size = 2 * self._cfg.batch_size
+        return self._longest(lambda prompts: self._pair_batch([longest] * size, prompts), size, self._cfg.batch_size)

@@ -9,6 +9,7 @@ differs slightly from the trained model.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -61,15 +62,16 @@ def load_merged(
     base: str | Path | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    images: Literal["none", "frozen", "train"] = "none",
 ) -> tuple[Decoder, MergeReport]:
     """Return a plain model with the adapter of a folder merged, and a report.
 
-    `base` is the model's folder; None uses the model that the adapter names. Needs memory for the model and one float32
+    `images` is as in `load_model`. `base` is the model's folder; None uses the model that the adapter names. Needs memory for the model and one float32
     matrix. Raises ValueError if the adapter is not supported or does not fit the model.
     """
     base = base_model(Path(adapter)) if base is None else base
     scores, new_ids = labels_of(adapter) or False, ids_of_rows(adapter)
-    model = load_model(base, device=device, dtype=dtype, scores=scores, new_ids=new_ids)
+    model = load_model(base, device=device, dtype=dtype, scores=scores, new_ids=new_ids, images=images)
     load_adapter(model, adapter)
     squares = []  # of each layer's weight, its change and the rounding error
     for layer in _mergeable_layers(model).values():

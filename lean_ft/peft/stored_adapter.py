@@ -64,7 +64,7 @@ class StoredAdapter:
             {name: value for name, value in found.items() if not is_of_images(name)}
             for found in (self.tensors, self.shapes)
         )
-        outside = [*self.outside, *(name for name in self.tensors if is_of_images(name))]
+        outside = [*self.outside, *(f"model.{name}" for name in self.tensors if is_of_images(name))]
         return replace(self, tensors=tensors, shapes=shapes, outside=outside)
 
 

@@ -25,6 +25,7 @@ import torch
 from lean_ft.data.objective import objective_of
 from lean_ft.data.prepare import prepare_batches
 from lean_ft.models import Decoder, empty_model
+from lean_ft.models.vision.tower import VisionTower
 from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
 from lean_ft.plan.known_plans import known, known_or_new
 from lean_ft.plan.result import Rehearsal
@@ -135,7 +136,8 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     model_settings = cfg.group(ModelConfig)
     if model_settings is None or cfg.row_tokens is None:
         return None
-    model = empty_model(model_settings.path, torch.float32)
+    images = model_settings.images != "none"
+    model = empty_model(model_settings.path, torch.float32, images=images)
     if model.mixture is not None:
         return None
     # Weights, gradients and both moments, and half as much again for workspace.
@@ -144,7 +146,7 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     )
     for place, path in models_of(cfg).items():
         if place != ("model", "path"):  # a teacher: one layer's activations, and its logits
-            other = empty_model(path, torch.float32)
+            other = empty_model(path, torch.float32, images=images and place[0] == "distill")
             if other.mixture is not None:
                 return None
             bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(
@@ -163,7 +165,16 @@ def _activation_bytes(model: Decoder, cfg: RecipeConfig, row_tokens: int) -> int
     features += config.num_layers * 16 * config.hidden_size  # norms, rotary embeddings, residuals
     data = cfg.group(DataConfig)
     tokens = cfg.batch_size * row_tokens * (1 if data is None else len(data.sides))
-    return 4 * tokens * (2 * features + 4 * config.vocab_size)
+    return (
+        4 * tokens * (2 * features + 4 * config.vocab_size + (2 * _tower_features(model.vision) if model.vision else 0))
+    )
+
+
+def _tower_features(tower: VisionTower) -> int:
+    """Values that a tower keeps for each of its embeddings: of its patches in each layer, and their pixels."""
+    config = tower.config
+    features = sum(m.out_features + m.in_features for m in tower.modules() if isinstance(m, torch.nn.Linear))
+    return config.merge**2 * (features + config.num_layers * 16 * config.hidden_size + 9 * config.patch_size**2)
 
 
 def _room_bytes(setting: str) -> int | None:

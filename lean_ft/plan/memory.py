@@ -192,7 +192,7 @@ class Memory:
             return []
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         query, key, cu_seqlens = named["query"], named["key"], named["cu_seqlens"]
-        if query.itemsize != 2 or any(named.get(other) is not None for other in ("sinks", "softcap")):
+        if query.itemsize != 2 or any(named.get(other) is not None for other in ("sinks", "softcap", "ends")):
             return []  # not flash attention
         num_tokens, num_heads, head_dim = query.shape
         filled_tokens = num_tokens + 128 * (len(cu_seqlens) - 1)

@@ -7,6 +7,7 @@ import torch
 
 from lean_ft.data import Prompt
 from lean_ft.data.columns import Document
+from lean_ft.data.image_batches import longest_images
 from lean_ft.generation.choosing import Sampling, choose
 from lean_ft.generation.decoding import PROMPT_TOKENS, forward_as_written
 from lean_ft.models import Decoder, FewRows
@@ -35,14 +36,16 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
 
 
 def rehearse_generation(
-    model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, *, is_cpu: bool
+    model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, image_rules: Any, *, is_cpu: bool
 ) -> None:
-    """Run the cache, the prompts' pass, and the pass of the last token."""
+    """Run the cache, the prompts' pass, and the pass of the last token. With `image_rules`, prompts are full of images."""
     packed = FewRows(model, packed_bytes, pack=torch.clone) if is_cpu else None
     longest = max(map(len, prompts))
     caches = model.new_cache(len(prompts), capacity)
     texts = min(len({prompt.identity for prompt in prompts}), max(1, PROMPT_TOKENS // longest))
-    forward_as_written(model, torch.zeros(texts, longest, dtype=torch.int64), caches.part(0, texts))
+    shape = texts, longest
+    images = {} if image_rules is None else longest_images(image_rules, shape, texts, longest)
+    forward_as_written(model, torch.zeros(shape, dtype=torch.int64), caches.part(0, texts), **images)
     caches.filled = capacity - 1
     hidden = forward_as_written(model, torch.zeros(len(prompts), 1, dtype=torch.int64), caches)[:, 0]
     choose(model.logits(hidden), torch.zeros(len(prompts), 2, dtype=torch.int32), Sampling(1, temperature=0.5))

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.known_plans import known_or_new
 from lean_ft.plan.result import Rehearsal
-from lean_ft.settings import LoRAConfig, OptimizerConfig, RecipeConfig, RewardLossConfig
+from lean_ft.settings import LoRAConfig, ModelConfig, OptimizerConfig, RecipeConfig, RewardLossConfig
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.system.catalog import load_recipe, recipes
 
@@ -179,10 +179,12 @@ def search_adapters(
         cfg = recipe.Config(**dict(cfg))
     if getattr(cfg, "lora", cfg) is not None:
         return {}
-    found, needed = {}, {}
+    found, needed = {}, dict[str, Any]()
     if cfg.needed(OptimizerConfig).stochastic_rounding:
-        needed = {"optimizer.stochastic_rounding": False}  # an adapter is float32
-        cfg = with_overrides(cfg, needed)
+        needed["optimizer.stochastic_rounding"] = False  # an adapter is float32
+    if cfg.needed(ModelConfig).images == "train":
+        needed["model.images"] = "frozen"  # an adapter leaves the vision tower alone
+    cfg = with_overrides(cfg, needed)
     for quantize in ("none", "nf4"):
         lora = LoRAConfig.model_validate({"quantize": quantize})
         adapter = {"lora.rank": lora.rank, **({"lora.quantize": quantize} if quantize != "none" else {}), **needed}

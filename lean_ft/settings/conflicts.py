@@ -159,10 +159,6 @@ CONFLICTS = [
         "data.packing=bfd, padding_free or none.",
     ),
     Conflict(
-        lambda model, text_data: model.images != "none",
-        "model.images={model.images} reads images of chats, and this recipe classifies texts. Set model.images=none.",
-    ),
-    Conflict(
         lambda model, parallel: model.images != "none" and parallel.context > 1,
         "parallel.context={parallel.context} divides the tokens of an image, which model.images={model.images} does not "
         "support. Set parallel.context=1.",

@@ -29,7 +29,7 @@ _LAST = {
     "tokens_per_second": "tokens a second",
 }
 _COUNTS = {"step", "epoch", "tokens", "target_tokens", "target_tokens_per_second", "step_seconds", "skipped"}
-_COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes"}
+_COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes", "images", "patches"}
 _SMOOTHED_POINTS = 40  # a panel with a longer curve shows pale curves with means on top
 _SIDE = 1 / 40  # of the longest run: a mean is over the steps that are at most so far away, in all runs
 _MOST_MEANS = 500  # points of a bold curve

@@ -76,10 +76,13 @@ class _Clock:
 
 
 class Metrics:
-    """Writes a run's metrics.jsonl. With `writes=False`, lines are computed but not written."""
+    """Writes a run's metrics.jsonl. With `writes=False`, lines are computed but not written. With `has_images`, they also have
+    the number of images with repeats, and of patches of the distinct images of each micro-batch."""
 
-    def __init__(self, path: Path, device: torch.device, steps_per_epoch: int, *, writes: bool = True):
-        self.path, self._writes = path, writes
+    def __init__(
+        self, path: Path, device: torch.device, steps_per_epoch: int, *, writes: bool = True, has_images: bool = False
+    ):
+        self.path, self._writes, self._has_images = path, writes, has_images
         self._device = device
         self._steps_per_epoch = steps_per_epoch
         self._clock = _Clock(device)
@@ -124,6 +127,9 @@ class Metrics:
             "rss_bytes": rss_bytes(),
             "rss_growth_bytes": self._growth_bytes(),
         }
+        if self._has_images:
+            row["images"] = sum(batch.num_images for batch in micro_batches)
+            row["patches"] = sum(batch.num_patches for batch in micro_batches)
         if skipped:
             row["skipped"] = True
         values = {**values, **self._take_further({*row, *values})}

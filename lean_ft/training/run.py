@@ -100,7 +100,10 @@ class Run:
         self._begun: Place | None = None  # the place at which the current step began
         self._logged = False  # whether the current step has called log()
         writes, vocab_size = ranks.rank == 0, model.config.vocab_size if isinstance(model, Decoder) else None
-        self._metrics = Metrics(self.directory / METRICS_FILE, self.device, length.steps_per_epoch, writes=writes)
+        has_images = getattr(model, "vision", None) is not None
+        self._metrics = Metrics(
+            self.directory / METRICS_FILE, self.device, length.steps_per_epoch, writes=writes, has_images=has_images
+        )
         self._results = Results()
         self._bad_steps = BadSteps(self.directory, tokenizer, cfg.max_bad_steps, vocab_size, writes=writes)
         self._checkpoints = Checkpoints(

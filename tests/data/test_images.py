@@ -23,8 +23,10 @@ from typer.testing import CliRunner
 from lean_ft.cli.main import app
 from lean_ft.data import Batch, Batches, longest_batch, preference_batches, prompt_rows, sft_batches, unpaired_batches
 from lean_ft.data.documents import renderer_of
+from lean_ft.data.images import has_images
 from lean_ft.data.rows import Row
 from lean_ft.images.reading import Size, decoded, open_image, reference
+from lean_ft.notebook import _write_rows
 from lean_ft.settings import (
     ClassificationDataConfig,
     ModelConfig,
@@ -216,8 +218,7 @@ def test_rows_of_other_objectives_equal_those_of_transformers(family: Family) ->
     prompts, _ = prompt_rows(config, family.tokenizer, seed=0)
     assert prompts[0].ids == asked_alone
     assert prompts[0].columns == {"images": names, "answer": 4}
-    assert prompts[0].document is not None
-    assert prompts[1].document is None
+    assert [has_images(prompt.text) for prompt in prompts] == [True, False]
 
 
 def test_positions_equal_those_of_transformers(qwen: Family) -> None:
@@ -670,6 +671,27 @@ def test_images_in_parquet_files_and_datasets(qwen: Family, tmp_path: Path) -> N
         assert tokens == expected(qwen, document, ["wide.png"])
 
 
+def test_images_in_rows_from_python(qwen: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("LEAN_FT_CACHE", str(tmp_path))
+    monkeypatch.chdir(qwen.pictures)  # paths are relative to it
+    picture = Image.open(qwen.pictures / "wide.png")
+    encoded = (qwen.pictures / "wide.png").read_bytes()
+    dataset = datasets.Dataset.from_dict(
+        row := {"messages": [[{"role": "user", "content": "q"}, ANSWER]], "image": [encoded]}
+    )
+    dataset = dataset.cast_column("image", datasets.Image())
+    before = dataset.features.copy()
+    for rows in ([row_of(["wide.png"], "q")], [{"messages": row["messages"][0], "image": picture}], dataset):
+        config = SFTDataConfig(source=str(_write_rows(rows, "data.source")))
+        batches, _ = sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)
+        [document], _ = qwen.documents(row_of(["wide.png"], "q"))
+        assert shown(qwen, batches.take(1)[0]) == [expected(qwen, document, ["wide.png"])]
+    assert dataset.features == before
+    with pytest.raises(ValueError, match="a row holds what JSON cannot: Object of type object"):
+        _write_rows([{"image": object()}], "data.source")
+
+
 def test_the_command_line_shows_images(qwen: Family) -> None:
     source = qwen.write(row_of(["wide.png", "tall.png"], "what?"))
     arguments = [source, f"model.path={qwen.tokenizer.folder}", "model.images=frozen"]
@@ -683,3 +705,72 @@ def test_the_command_line_shows_images(qwen: Family) -> None:
     found = CliRunner().invoke(app, ["data", "stats", *arguments])
     assert "2 images with 18 tokens" in found.output
     assert "tokens per image, at most: 50% 8, 99% 10, 100% 10" in found.output
+
+
+# Random rows ----------------------------------------------------------------------------------------------------------
+
+_VALUES: Any = st.sampled_from(
+    [
+        None, "", "wide.png", "missing.png", "<image>", "a<image>b", "[", '["tall.png"]', "data:image/png;base64,AA", "\ud800",
+        "\0", 0, -1, 1.5, True, [], {}, [[]], [None], ["wide.png", "tall.png"], {"bytes": None, "path": "wide.png"},
+        {"url": {}},
+    ]
+)  # fmt: skip
+_KEYS = st.sampled_from(["type", "text", "image", "image_url", "url", "path", "bytes", "base64", "detail"])
+_TYPES = st.sampled_from(["text", "image", "image_url", "input_image", "video", "file", "", None, 3, []])
+_PARTS: Any = st.one_of(
+    st.fixed_dictionaries({"type": st.just("image"), "path": st.sampled_from(["wide.png", "tall.png"])}),
+    st.fixed_dictionaries({"type": st.just("image")}),
+    st.fixed_dictionaries({"type": st.just("text"), "text": st.sampled_from(["", "q", "<image>"])}),
+    st.builds(lambda name, others: {**others, "type": name}, _TYPES, st.dictionaries(_KEYS, _VALUES, max_size=3)),
+    _VALUES,
+)
+_CONTENTS = st.one_of(st.lists(_PARTS, max_size=3), _VALUES, st.sampled_from(["q", "<image> q"]))
+_MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "assistant", "tool"]), "content": _CONTENTS}),
+    max_size=3,
+)
+_IMAGES = {"images": st.one_of(_VALUES, st.lists(_VALUES, max_size=3)), "image": _VALUES}
+_ROWS: dict[Any, Any] = {
+    SFTDataConfig: st.one_of(
+        st.fixed_dictionaries({"messages": _MESSAGES.map(lambda some: [*some, ANSWER])}, optional=_IMAGES),
+        st.fixed_dictionaries({"messages": st.one_of(_MESSAGES, _VALUES)}, optional=_IMAGES),
+        st.fixed_dictionaries({"prompt": _CONTENTS, "completion": st.just("a")}, optional=_IMAGES),
+    ),
+    PreferenceDataConfig: st.fixed_dictionaries(
+        {"prompt": st.one_of(_MESSAGES, _CONTENTS), "chosen": st.sampled_from(["yes", [ANSWER]]), "rejected": st.just("no")},
+        optional=_IMAGES,
+    ),
+    ClassificationDataConfig: st.fixed_dictionaries({"text": _CONTENTS, "label": st.just("x")}, optional=_IMAGES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _ROWS)
+@pytest.mark.parametrize("number", [150, pytest.param(5000, marks=pytest.mark.long)])
+def test_random_rows_are_read_or_refused_with_a_reason(qwen: Family, kind: Any, number: int) -> None:
+    others = {"labels": ["x", "y"]} if kind is ClassificationDataConfig else {}
+    names = {SFTDataConfig: "messages", PreferenceDataConfig: "preference", ClassificationDataConfig: "classification"}
+    source = qwen.write({"messages": [ANSWER], "text": "t", "label": "x", "chosen": "a", "rejected": "b"})
+    config = kind(source=source, format=names[kind], **others)
+    refused, seen = list[str](), set[str]()
+
+    @settings(max_examples=number, deadline=None)
+    @given(_ROWS[kind])
+    def check(fields: dict[str, Any]) -> None:
+        its = config.model_copy(update={"format": format_of(fields) if kind is SFTDataConfig else config.format})
+        render = renderer_of(its, qwen.tokenizer, its.source)
+        try:
+            documents, report = render([Row(fields, "row 1", folder=qwen.pictures)])
+        except ValueError as error:
+            refused.append(str(error))
+            return
+        seen.update(report.dropped or ["kept"])
+        for document in documents:
+            shows = len(document.per_document["image_tiles"])
+            assert document.per_token["image_row"].max() == (document.ids == qwen.image_id).sum()
+            assert (shows > 0) == bool(document.per_token["image_row"].any())
+
+    check()
+    assert refused
+    assert all(reason.startswith("row 1: ") for reason in refused)
+    assert seen >= {"kept", "an image cannot be read"}

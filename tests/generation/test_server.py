@@ -268,7 +268,7 @@ def ask(server: ChatServer, body: bytes) -> tuple[int, dict]:
         ('"messages": []', "messages is []: List should have at least 1 item"),
         (
             '"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]',
-            "messages.0.content.0.type is 'image_url': expected 'text'",
+            "messages.0.content.0.image_url.url is 'x': expected a data URL",
         ),
         ('"stream_options": 5', "stream_options is 5: expected an object"),
         ('"stop": [5]', "stop.0 is 5"),

@@ -44,7 +44,7 @@ def test_a_model_of_a_run_is_asked_with_its_variables(run: Path) -> None:
     def ids(prompt: object, **given: object) -> list[int]:
         sampling = AskConfig.model_validate({"model": {"path": str(run)}, **given}).sampling
         _, (found,) = asked_of(model, tokenizer, [prompt], "auto", sampling)  # pyright: ignore[reportArgumentType]
-        return found
+        return found.ids.tolist()
 
     def expected(**variables: object) -> list[int]:
         text = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **variables)

@@ -196,7 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_vl", {"size": {"shortest_edge": 1 << 28, "longest_edge": 1 << 28}, "patch_size": 16, "min_pixels": 1 << 40}, "min_pixels"),
     ("mistral3", {"size": {"longest_edge": "1540"}}, "size: longest_edge is '1540'"),
     ("mistral3", {"do_center_crop": True}, "do_center_crop is True; expected False"),
-    ("smolvlm", {"max_image_size": {"longest_edge": 100}}, "longest_edge is 100; expected a positive multiple of 28"),
+    ("smolvlm", {"max_image_size": {"longest_edge": 100}}, "longest_edge is 100; expected a multiple of 2 patches"),
     ("smolvlm", {"size": {"longest_edge": 1 << 28}, "max_image_size": {"longest_edge": 28}}, "would enlarge it too much"),
     ("lfm2_vl", {"max_pixels_tolerance": 1.5}, "max_pixels_tolerance is 1.5; expected 2.0"),
     ("gemma4", {"do_normalize": 1}, "do_normalize is 1; expected one of True, False"),

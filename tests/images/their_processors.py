@@ -57,7 +57,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "smolvlm": (
         {"vision_config": {"patch_size": 14}},
-        {"max_image_size": {"longest_edge": 112}, "size": {"longest_edge": 448}, "return_row_col_info": True},
+        # As in SmolVLM2, a tile has pixels behind its last patch.
+        {"max_image_size": {"longest_edge": 118}, "size": {"longest_edge": 472}, "return_row_col_info": True},
         "smolvlm.processing_smolvlm.SmolVLMProcessor", "smolvlm.image_processing_pil_smolvlm.SmolVLMImageProcessorPil",
     ),
     "lfm2_vl": (
@@ -144,6 +145,11 @@ class TheirProcessor:
         found = self.images(image, return_tensors="np")
         pixels = np.asarray(found["pixel_values"])
         return found, list(pixels.reshape(-1, *pixels.shape[-3:]))
+
+    def _smolvlm(self, image: Image.Image) -> Any:
+        found, tiles = self._tiles(image)
+        ends = [n - n % 14 for n in tiles[0].shape[1:]]
+        return found, [tile[:, : ends[0], : ends[1]] for tile in tiles]
 
     def _qwen3_vl(self, image: Image.Image) -> Any:
         found, side = self.images(image, return_tensors="np"), self.images.patch_size

@@ -96,6 +96,8 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 # By transformers' name of the multimodal model: the case of its language model, its vision config, and other settings.
 WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3": ("gemma3_text", {**VISION, "image_size": 28, "patch_size": 14}, {"mm_tokens_per_image": 4}),
+    "Lfm2Vl": ("lfm2", {**VISION, "num_patches": 16, "patch_size": 4, "vision_use_head": False}, {}),
+    "SmolVLM": ("llama", {**VISION, "image_size": 28, "patch_size": 14}, {}),
     "Mistral3": ("ministral3", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
     "Qwen2_5_VL": ("qwen2", {}, {}),
     "Qwen3VL": ("qwen3", {}, {"vision_start_token_id": 96}),

@@ -19,20 +19,21 @@ peft = pytest.importorskip("peft")
 QUICK = ("Gemma3", "Mistral3", "Qwen3_5Moe")
 NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in WHOLES]
 IDS = torch.arange(3, 43).view(2, 20)
-OF_TEXT = r".*language_model\..*\.(q_proj|o_proj|up_proj|in_proj_qkv)"
+OF_TEXT = r".*(language|text)_model\..*\.(q_proj|o_proj|out_proj|up_proj|w3|in_proj_qkv)"
 EXPERTS = {"Qwen3_5Moe", "Llama4"}
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 CONFIGS = {
     "regex": {"target_modules": OF_TEXT},
     "dora": {"target_modules": OF_TEXT, "use_dora": True},
     # A list selects layers of some image encoders too; they do not change the logits of a text.
-    "list": {"target_modules": ["q_proj", "o_proj"]},
+    "list": {"target_modules": ["q_proj", "o_proj", "out_proj"]},
     "patterns": {
         "target_modules": OF_TEXT,
         "rank_pattern": {r".*layers\.1\..*o_proj": 2},
         "alpha_pattern": {
             "layers.1.self_attn.q_proj": 3,
             r"^model\.language_model\.layers\.1\.self_attn\.o_proj": 20,
+            r"^model\.text_model\.layers\.1\.self_attn\.o_proj": 20,
             "language_model.model.layers.1.self_attn.o_proj": 20,
         },
     },

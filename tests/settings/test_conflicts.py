@@ -36,6 +36,7 @@ REFUSED = [
     ("finetune", "model.images=frozen data.packing=wrapped", "data.packing=wrapped cuts documents"),
     ("classify", "model.images=frozen", "model.images=frozen reads images of chats"),
     ("finetune", "model.images=train parallel.context=2", "parallel.context=2 divides the tokens of an image"),
+    ("finetune", "model.images=train parallel.tensor=2", "parallel.tensor=2 divides the tokens of an image"),
     ("grpo", "model.images=frozen generation.engine=vllm", "generation.engine=vllm gets no images"),
     ("finetune", "optimizer.in_backward=true clip_grad_norm=1", "clip_grad_norm=1 needs every gradient"),
     ("finetune", "optimizer.in_backward=true model.dtype=float16", "model.dtype=float16 needs every gradient"),

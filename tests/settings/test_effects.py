@@ -34,6 +34,7 @@ from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.training import answers
 from tests.parallel.processes import SHARDS_PARTS
+from tests.training.image_runs import model_folder, write_rows
 
 TRAIN = "model.path=tiny model.dtype=float32 batch_size=2 max_steps=2 device=cpu output_dir=run plan=false"
 PAIRS = f"{TRAIN} data.source=IN/pairs.jsonl data.validation_source=IN/held_out_pairs.jsonl data.max_length=64"
@@ -43,6 +44,7 @@ ONLINE = (
     "generation.max_new_tokens=6 generation.stop=[a,n] batch_size=4 optimizer.lr=1e-3"
 )
 ASK = "model.path=tiny model.dtype=float32 device=cpu"
+PHOTOS = "model.path=IN/sees data.source=IN/photos/photos.jsonl"
 BASE = {
     "finetune": f"{TRAIN} {ROWS}",
     "full_finetune_single_device": f"{TRAIN} {ROWS}",
@@ -74,11 +76,14 @@ class Case:
 
 GPU, TWO_GPUS = "1 x A100 80GB", "2 x A100 80GB"
 SAMPLED = "temperature=2 seed=3"
+SEES = "model.path=IN/sees model.images=frozen data.source=IN/photos.jsonl data.validation_source=null data.chat=auto"
 # Settings whose type does not imply a test value, or whose effect needs another setting.
 CASES = {
     "model.path": Case("IN/other"),
     "model.dtype": Case("bfloat16"),
     "model.new_tokens": Case("[<new>]"),
+    "model.images": Case("train", SEES),
+    "data.image_tokens": Case("4", SEES),
     "model.router_aux_loss_coef": Case("0.5", "model.path=IN/experts model.random_init=true"),
     "epochs": Case("0.5", "max_steps=null"),
     "compile": Case("true", "memory.loss_chunk_tokens=32", GPU),
@@ -284,6 +289,17 @@ OF_RECIPE: dict[str, Case | None] = {
     "online_dpo reference.kind": Case("none"),
     "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
     "generate chat": Case("false"),
+    "generate image": Case("IN/0.png", f"model.path=IN/sees {SAMPLED}"),
+    **{
+        f"{recipe} {key}": Case(value)
+        for recipe in ("classify", "quantize")
+        for key, value in (("model.images", "frozen"), ("data.image_tokens", "4"))
+    },
+    "distill model.images": Case("train", f"{SEES} distill.teacher=IN/sees"),
+    "distill data.image_tokens": Case("4", f"{SEES} distill.teacher=IN/sees"),
+    "generate model.images": Case("none", "model.path=IN/sees image=IN/0.png", refused="the model reads texts alone"),
+    "chat model.images": Case("none", "model.path=IN/sees", counts=("load",)),
+    "evaluate model.images": Case("none", SEES, refused="has an image"),
     "evaluate data.chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort data.chat=auto"),
     "quantize data.chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort data.chat=auto"),
     "evaluate chat_template_kwargs": Case("{effort: low}", "model.path=IN/effort chat=true tasks=[IN/task.yaml]"),
@@ -301,6 +317,9 @@ REFUSED = {
         "classify",
         "data.chat_template data.system data.chat_template_kwargs data.separator data.chat",
     ),
+    "needs images. Set model.images": ("classify quantize", "data.image_tokens"),
+    "reads images of chats": ("classify", "model.images"),
+    "model.images is for training": ("quantize", "model.images"),
     "this recipe evaluates the rewards of sampled completions": (
         "grpo online_dpo ppo",
         "stop_after_evals eval_answers keep_best",
@@ -317,6 +336,8 @@ REFUSED = {
     "router_aux_loss_coef is for training": ("generate chat evaluate", "model.router_aux_loss_coef"),
     "router_aux_loss_coef are for training": ("quantize", "model.new_tokens model.router_aux_loss_coef"),
     "loads its tokenizer without it": ("evaluate quantize", "data.chat_template"),
+    "the model reads texts alone": ("generate", "model.images"),
+    "Set model.images=frozen": ("evaluate", "model.images"),
     "so it has no question": ("evaluate", "data.train_on"),
     "expected one of teacher=MODEL and cached=FOLDER": ("distill", "distill.cached"),
     "this model has no experts": ("distill", "parallel.experts"),  # the teacher
@@ -329,7 +350,7 @@ def constant(completions):
     return [1.0 for _ in completions]
 
 def score(completions):
-    return [sum(map(ord, text)) / 100 for text in completions]
+    return [sum(map(ord, str(text))) / 100 for text in completions]
 """
 TASK = """
 task: ours
@@ -361,6 +382,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     config |= {"num_experts_per_tok": 2, "intermediate_size": 32, "num_hidden_layers": 1}
     (folder / "experts" / "config.json").write_text(json.dumps(config))
     (folder / "experts" / "model.safetensors").unlink()
+    model_folder("qwen3_vl", folder / "sees")
+    write_rows("qwen3_vl", folder / "photos")
     rows = [
         {"prompt": f"What is {i} plus {i}?" * (1 + i % 2), "completion": f"It is {2 * i}, I think."} for i in range(6)
     ]
@@ -382,6 +405,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         write(of_kind.format("pairs"), pairs)
         texts = [{"text": r["prompt"], "other": f"Text {i}", "label": "aab"[i % 3]} for i, r in numbered]
         write(of_kind.format("texts"), texts)
+    model_folder("qwen3_vl", folder / "sees")
+    write_rows("qwen3_vl", folder)
+    photos = map(json.loads, (folder / "photos.jsonl").read_text().splitlines())
+    answers = {"chosen": "Yes.", "rejected": "No, I think."}
+    write(
+        "photos_pairs",
+        [{"prompt": row["messages"][0]["content"], **answers, "images": row["images"]} for row in photos],
+    )
     write("questions", [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)])
     (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
     (folder / "prompts.txt").write_text("Who\nWhat\n")
@@ -404,7 +435,7 @@ FILES_OF = {**dict.fromkeys(("dpo", "kto", "reward"), "pairs"), "classify": "tex
 def _files_of(recipe: str, settings: str) -> str:
     """Return the settings with files in the recipe's row format."""
     kind = FILES_OF[recipe]
-    settings = re.sub(r"IN/(held_out|bad)\.jsonl", rf"IN/\1_{kind}.jsonl", settings)
+    settings = re.sub(r"IN/(held_out|bad|photos)\.jsonl", rf"IN/\1_{kind}.jsonl", settings)
     return settings.replace("IN/rows.jsonl", f"IN/{kind}.jsonl").replace("IN/others.jsonl", f"IN/other_{kind}.jsonl")
 
 

@@ -82,6 +82,10 @@ CALLED = {"role": "assistant", "content": "", "reasoning": "Hm.\n", "tool_calls"
 RESULT = {"role": "tool", "content": "7", "tool_call_id": "a1b2c3d4e"}
 
 
+def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
 def test_every_template_writes_what_it_writes_in_transformers(published: Path):
     chats = [(CHAT, None), (LONG, None), ([CHAT[0], *[CALLED, RESULT] * 3, CHAT[1]], TOOLS)]
     special, num_compared = {"bos_token": "<s>", "eos_token": "</s>"}, 0
@@ -92,6 +96,8 @@ def test_every_template_writes_what_it_writes_in_transformers(published: Path):
         for messages, tools in chats:
             try:
                 theirs = render_jinja_template([messages], tools=tools, chat_template=source, **special)[0][0]
+                if messages[0]["content"].split()[0] not in theirs:  # it drops texts that are not content parts
+                    theirs = render_jinja_template([as_parts(messages)], chat_template=source, **special)[0][0]
             except (jinja2.TemplateError, TypeError):
                 continue  # some templates take no tools
             assert MARKERS.sub("", ours.render(messages, tools, False, special)) == theirs, file.name

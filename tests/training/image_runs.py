@@ -11,7 +11,8 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from tests.data.image_folders import FAMILIES, write_folder
+from tests.data.image_folders import WRITTEN, make_folder
+from tests.images.their_processors import FAMILIES, HALF
 from tests.models.vision import documents
 
 # Width and height that the processor keeps.
@@ -21,15 +22,14 @@ ANSWERS = ["A cat.", "Blue, I think.", "No.", "A dog on a mat."]
 
 
 def model_folder(family: str, folder: Path, **vision: Any) -> Path:
-    """A random model of transformers with the tokenizer of `write_folder`, whose tokens are bytes."""
-    write_folder(family, folder)
-    case, (written, processor, control, _) = documents.CASES[family], FAMILIES[family]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    """A random model of transformers with the tokenizer of `make_folder`, whose tokens are bytes."""
+    tokenizer = make_folder(folder, family)
+    case, (written, processor, *_), (_, control) = documents.CASES[family], FAMILIES[family], WRITTEN[family]
     image_id = tokenizer.convert_tokens_to_ids(image_token(family))
     ids = {"image_token_id": image_id, "image_token_index": image_id}
     if family.startswith("qwen"):
-        start, end, _, video = tokenizer.convert_tokens_to_ids(control)
-        ids |= {"vision_start_token_id": start, "vision_end_token_id": end, "video_token_id": video}
+        start, end, _ = tokenizer.convert_tokens_to_ids(control)
+        ids |= {"vision_start_token_id": start, "vision_end_token_id": end, "video_token_id": len(tokenizer)}
     vision = {"patch_size": processor.get("patch_size")} | written.get("vision_config", {}) | vision
     others = {"mm_tokens_per_image": written["mm_tokens_per_image"]} if "mm_tokens_per_image" in written else {}
     text = case.text | {"vocab_size": len(tokenizer)}
@@ -44,7 +44,7 @@ def image_token(family: str) -> str:
 
 def image_inputs(family: str, folder: Path, images: list[Image.Image], ids: Tensor) -> dict[str, Any]:
     """Arguments of transformers' model for images that need no resizing."""
-    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    processor = HALF | json.loads((folder / "preprocessor_config.json").read_text())
     case = replace(documents.CASES[family], patch=processor.get("patch_size", 14), processor=processor)
     pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
     kwargs = case.inputs(case, pixels, ids)

@@ -1,6 +1,7 @@
 """Training with images, next to plain loops on transformers and PEFT."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from safetensors.torch import load_file
 from lean_ft.data import sft_batches
 from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Columns
+from lean_ft.export import export_folder, export_gguf
+from lean_ft.memory import checkpoint_layers
 from lean_ft.models import Decoder, load_model
-from lean_ft.peft import load_adapter
+from lean_ft.peft import load_adapter, load_merged
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.regularization import add_embedding_noise
 from tests.models.vision.documents import CASES
 from tests.recipes.conftest import config_of, run_recipe
-from tests.training.image_runs import image_inputs, model_folder, write_rows
+from tests.training.image_runs import image_inputs, model_folder, picture, write_rows
 from tests.training.toy_runs import digests, metrics
 
 SETTINGS = ("model.dtype=float32", "device=cpu", "plan=false", "schedule.name=constant", "clip_grad_norm=null")
@@ -200,3 +203,114 @@ def test_noise_is_added_to_embeddings_of_text_alone(folder):
     model(**batch.inputs)
     is_equal = (seen[0] == seen[1]).all(-1)
     assert is_equal.nonzero()[:, 0].tolist() == batch.inputs["images"].places.tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [("model.images=train",), ("model.images=train", "lora.targets=[vision.blocks.*]")]
+)
+def test_an_export_is_a_complete_folder_and_no_file_without_the_trained_tower(folder, train, tmp_path, settings):
+    checkpoint, is_adapter = train("qwen3_vl", *settings), len(settings) > 1
+    exported = export_folder(checkpoint.parent, tmp_path / "out", merge=is_adapter).destination
+    own = load_model(folder / "qwen3_vl" if is_adapter else checkpoint, images="train")
+    if is_adapter:
+        load_adapter(own, checkpoint)
+    ours, expected = our_logits(own, folder, "qwen3_vl"), their_logits(theirs(exported), folder, "qwen3_vl")
+    torch.testing.assert_close(torch.cat(ours), torch.cat(expected), rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="a vision tower that was trained"):
+        export_gguf(checkpoint, tmp_path / "out.gguf", merge=is_adapter)
+
+
+def test_a_gguf_file_of_a_frozen_tower_has_the_language_model(train, tmp_path):
+    report = str(export_gguf(train("qwen3_vl", "model.images=frozen", "max_steps=1"), tmp_path / "out.gguf"))
+    assert "a GGUF file has the language model alone" in report
+
+
+@pytest.mark.parametrize("settings", [
+    ("memory.activation_checkpointing=full",),
+    ("memory.activation_checkpointing=selective", "memory.tile_mlp=2"),
+    ("optimizer.in_backward=true",),
+    ("batch_size=2", "gradient_accumulation_steps=2"),
+    PACKED,
+], ids=str)  # fmt: skip
+def test_memory_and_layout_change_no_number(train, settings):
+    plain, other = (train("qwen3_vl", "model.images=train", *more, name=f"{bool(more)}") for more in ((), settings))
+    weights = [load_file(folder / "model.safetensors") for folder in (plain, other)]
+    for name, tensor in weights[0].items():
+        assert (weights[1][name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+    rows = [[row["loss"] for row in metrics(folder.parent) if "loss" in row] for folder in (plain, other)]
+    assert rows[1] == pytest.approx(rows[0], rel=1e-4)
+
+
+def test_checkpointed_blocks_keep_their_inputs_alone(folder):
+    def num_kept(model: Decoder) -> int:
+        """Number of tensors with values of all patches that are kept for the backward pass."""
+        places = set[int]()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.numel() >= 1024 * 24 and not tensor.is_leaf:
+                places.add(tensor.data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.vision(torch.zeros(1024, 3, 16, 16, dtype=torch.uint8), ((32, 32),))
+        return len(places)
+
+    plain, checkpointed = (load_model(folder / "qwen3_vl", images="train") for _ in range(2))
+    checkpoint_layers(checkpointed)
+    assert num_kept(checkpointed) < 0.4 * num_kept(plain)
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    (("model.images=train",), "add layers of the tower to lora.targets"),
+    (("model.images=frozen", "lora.targets=[vision.blocks.*]"), "model.images=frozen does not train the tower"),
+])  # fmt: skip
+def test_an_adapter_and_the_tower_train_together_or_are_refused(train, settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        train("qwen3_vl", "lora.rank=4", *settings)
+
+
+def write_pairs(folder: Path, rows: Path, numbers: list[int]) -> str:
+    """Pairs with one picture each, whose texts are equal."""
+    chosen, rejected = ({"role": "assistant", "content": text} for text in ("A cat.", "A dog, I think."))
+    asked = {"prompt": [{"role": "user", "content": "What is this?"}], "chosen": [chosen], "rejected": [rejected]}
+    file = folder / f"pairs{numbers}.jsonl"
+    lines = (json.dumps({**asked, "images": [str(rows / f"{number}.png")]}) + "\n" for number in numbers)
+    file.write_text("".join(lines))
+    return f"data.source={file}"
+
+
+def test_pairs_with_equal_ids_share_nothing_but_their_own_image(folder, train, tmp_path, capfd):
+    """Picture 4 has the size of picture 0, so both rows have equal ids."""
+    rows = folder / "qwen3_vl_rows"
+    picture("qwen3_vl", 4).save(rows / "4.png")
+    both = write_pairs(tmp_path, rows, [0, 4])
+    settings = ("model.images=frozen", "batch_size=2", "epochs=1", "optimizer.name=sgd", "optimizer.lr=0")
+    values = {}
+    for name, more in {
+        "both": (both,),
+        "second": (write_pairs(tmp_path, rows, [4]),),
+        "unshared": (both, "data.shared_prompt=false"),
+        "packed": (both, "data.packing=bfd", "data.max_length=256"),
+    }.items():
+        capfd.readouterr()
+        train("qwen3_vl", *settings, *more, name=name, recipe="dpo")
+        values[name] = (
+            metrics(tmp_path / name)[0],
+            re.findall(r"log-probabilities of (\d) of", "".join(capfd.readouterr())),
+        )
+    assert [computed for _, computed in values.values()] == [["2"], ["1"], ["0"], ["0"]]
+    assert all(row["rewards/margins"] == 0 for row, _ in values.values())
+    # With shared prompts an image is encoded once for both sides, and counted once.
+    counts = {name: (row["images"], row["patches"]) for name, (row, _) in values.items()}
+    assert counts == {"both": (2, 48), "second": (1, 24), "unshared": (4, 48), "packed": (2, 48)}
+
+
+@pytest.mark.parametrize("settings", [(), ("lora.rank=4",)], ids=["full", "adapter"])
+def test_a_reward_model_is_opened_with_its_tower(folder, train, tmp_path, settings):
+    source = write_pairs(tmp_path, folder / "qwen3_vl_rows", [0, 1])
+    checkpoint = train("qwen3_vl", source, "model.images=frozen", *settings, recipe="reward")
+    if settings:
+        own, _ = load_merged(checkpoint, dtype=torch.float32, images="frozen")
+    else:
+        own = load_model(checkpoint, scores=True, images="frozen")
+    assert own.vision is not None and own.score is not None and own.score.weight.abs().max() > 0

@@ -259,7 +259,7 @@ def attend_documents(
     sees_ahead = (
         sight is not None and sight.ends is not None
     )  # as `varlen_attn` cannot, which also needs multiples of 8
-    if _has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0 and not sees_ahead:
+    if has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0 and not sees_ahead:
         # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true length
         # would wait for the device in every layer.
         back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
@@ -343,7 +343,7 @@ def attend_filled(
     return torch.einsum("bkgtc,bckd->btkgd", weights, values).flatten(2, 3)
 
 
-def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
+def has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
     return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
 
@@ -351,7 +351,7 @@ def _has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
 def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """The same for one new token of rows whose lengths are on the device."""
     is_plain = scoring.chunk is None and query.shape[-1] % 8 == 0 and "seqused_k" in _VARLEN_OPTIONS
-    return is_plain and _has_kernels(query, scoring, sinks)
+    return is_plain and has_kernels(query, scoring, sinks)
 
 
 def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
@@ -360,7 +360,7 @@ def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor
     if scoring.window is not None or is_cut or not _is_plain(query, scoring, sinks):
         return False
     same_heads = query.shape[2] == key.shape[2] and query.shape[3] % 8 == 0
-    return same_heads or _has_kernels(query, scoring, sinks)
+    return same_heads or has_kernels(query, scoring, sinks)
 
 
 def _is_plain(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:

@@ -52,9 +52,8 @@ class VisionConfig:
     qkv_norms: bool = False  # RMSNorms of each head's queries, keys and values, the last without a weight
     attention_scale: float | None = None  # None: head_dim ** -0.5
     rope_theta: float | None = None  # rotary positions over rows and columns; None: none
-    # How the pairs of features are divided. "same": the first half of the pairs turns with rows and the second half, with the same
-    # frequencies, with columns; "alternating": rows and columns have every other frequency; "halves": a head's first half turns
-    # with columns, its second half with rows.
+    # "same": the first half of a head's pairs turns with rows, the second with columns, at the same frequencies; "alternating":
+    # rows and columns have every other frequency; "halves": a head's first half turns with columns, its second half with rows.
     rope_axes: Literal["same", "alternating", "halves"] = "same"
     window: int = 0  # attention is within squares of so many embeddings' side; 0: within the image
     whole_layers: tuple[int, ...] = ()  # layers without windows
@@ -96,8 +95,8 @@ class VisionFamily:
     on_disk: Mapping[str, str] = field(default_factory=dict)
     # Other spellings of these names in folders, and what replaces them.
     spellings: Mapping[str, str] = field(default_factory=dict)
-    # The decoder's frequencies belong to time, height and width in turn, not section by section.
-    alternating_axes: bool = True
+    # Whether the decoder's frequencies belong to time, height and width in turn, or section by section. None: one axis.
+    alternating_axes: bool | None = None
 
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
@@ -108,26 +107,60 @@ _WHOLE_DEFAULTS |= {"scale_factor": 2, "downsample_factor": 2, "projector_hidden
 _WHOLE_DEFAULTS |= {"projector_use_layernorm": True}
 
 
-def _layers(vision: ConfigFields, of: str = "num_hidden_layers", heads: str = "num_attention_heads") -> dict[str, Any]:
-    """The facts that most towers read under the same names."""
-    field = next(name for name in ("hidden_activation", "hidden_act") if vision.get(name) is not None)
-    if (activation := str(vision.get(field))) not in _ACTIVATIONS:
-        raise ValueError(f"{vision.where}: {field} is {activation!r}; expected one of {listed(_ACTIVATIONS)}.")
+def _object(fields: ConfigFields, name: str, defaults: Mapping[str, Any]) -> ConfigFields:
+    """The fields of an object inside, which may be absent."""
+    if not isinstance(value := fields.get(name) or {}, dict):
+        raise ValueError(f"{fields.where}: {name} is {value!r}; expected an object.")
+    return ConfigFields(value, defaults, f"{fields.where}: {name}")
+
+
+def _layers(
+    vision: ConfigFields, count: str = "num_hidden_layers", heads: str = "num_attention_heads", act: str = "hidden_act"
+) -> dict[str, Any]:
+    """The facts that most towers have, by the fields' names."""
+    if (activation := str(vision.get(act))) not in _ACTIVATIONS:
+        raise ValueError(f"{vision.where}: {act} is {activation!r}; expected one of {listed(_ACTIVATIONS)}.")
     sizes = {size: vision.count(size) for size in ("hidden_size", "intermediate_size", "patch_size")}
     return sizes | {
-        "num_layers": vision.count(of),
+        "num_layers": vision.count(count),
         "num_heads": vision.count(heads),
         "activation": _ACTIVATIONS[activation],
     }
 
 
 def _theta(vision: ConfigFields) -> float:
-    rope = vision.get("rope_parameters") or {}
-    return ConfigFields(rope, {"rope_theta": vision.get("rope_theta")}, vision.where).positive("rope_theta")
+    return _object(vision, "rope_parameters", {"rope_theta": vision.get("rope_theta")}).positive("rope_theta")
+
+
+def _text(whole: ConfigFields) -> ConfigFields:
+    """The fields of the language model, with the default that images need."""
+    return _object(whole, "text_config", {"pad_token_id": 0})
 
 
 def _root(number: int) -> int:
     return int(number**0.5)
+
+
+def _sizes(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, patch_size: int
+) -> dict[str, Any]:
+    """Defaults of transformers' classes, under the fields' names of Qwen and of others."""
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "patch_size",
+        "depth",
+        "num_heads",
+    )
+    return dict(
+        zip(
+            names,
+            (hidden_size, intermediate_size, num_layers, num_heads, patch_size, num_layers, num_heads),
+            strict=True,
+        )
+    )
 
 
 # A table: related fields share a line.
@@ -138,7 +171,7 @@ def _qwen3_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig
         **_layers(vision, "depth", "num_heads"), "merge": merge, "frames": vision.count("temporal_patch_size"),
         "positions": "corners", "table_side": _root(vision.count("num_position_embeddings")), "fused_qkv": True,
         "rope_theta": _theta(vision), "projector_sizes": (size * merge**2,),
-        "deepstack": tuple(vision.get("deepstack_visual_indexes") or ()),
+        "deepstack": tuple(vision.layer_numbers("deepstack_visual_indexes") or ()),
     }
 
 
@@ -148,7 +181,7 @@ def _qwen2_5_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConf
         **_layers(vision, "depth", "num_heads"), "merge": merge, "frames": vision.count("temporal_patch_size"),
         "patch_bias": False, "norm": "rms", "is_gated": True, "fused_qkv": True, "rope_theta": _theta(vision),
         "window": vision.count("window_size") // vision.count("patch_size") // merge,
-        "whole_layers": tuple(vision.get("fullatt_block_indexes")), "projector_norm": "rms",
+        "whole_layers": tuple(vision.layer_numbers("fullatt_block_indexes") or ()), "projector_norm": "rms",
         "projector_sizes": (size * merge**2,),
     }
 
@@ -177,8 +210,9 @@ def _gemma4(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig")
     sees = "in_windows" if _text(whole).get("use_bidirectional_attention") == "vision" else "never"
     pad = _text(whole).count("pad_token_id", least=0) if decoder.layer_input_dim else None
     return {
-        **_layers(vision), "merge": vision.count("pooling_kernel_size"), "centers_colors": True, "linear_patches": True,
-        "patch_bias": False, "positions": "sum", "table_side": vision.count("position_embedding_size"), "norm": "rms",
+        **_layers(vision, act="hidden_activation"), "merge": vision.count("pooling_kernel_size"), "centers_colors": True,
+        "linear_patches": True, "patch_bias": False, "positions": "sum", "norm": "rms",
+        "table_side": vision.count("position_embedding_size"),
         "norm_eps": vision.positive("rms_norm_eps"), "post_norms": True, "bias": False,
         "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "is_gated": True, "qkv_norms": True,
         "attention_scale": 1.0, "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True,
@@ -220,7 +254,7 @@ def _lfm2_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig"
     }
 
 
-_SIGLIP_DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+_SIGLIP_DEFAULTS = {**_sizes(768, 3072, 12, 12, 16), "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "image_size": 224}
 _SIGLIP = {
     "vision.patch_embed.proj": "vision.embeddings.patch_embedding", "vision.pos_embed": "vision.embeddings.position_embedding",
     "vision.last_norm": "vision.post_layernorm", "vision.blocks": "vision.encoder.layers", ".norm1": ".layer_norm1",
@@ -269,32 +303,31 @@ _UNIFIED_SPELLINGS = {
     "embed_vision.embedding_projection": "embed_vision.multimodal_embedder.embedding_projection",
     "vision_embedder.": "embed_vision.",
 }
-_QWEN_DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 10_000.0, "temporal_patch_size": 2, "spatial_merge_size": 2}
-_QWEN_DEFAULTS |= {"patch_size": 16, "num_position_embeddings": 2304}
-_QWEN2_5_DEFAULTS = {**_QWEN_DEFAULTS, "hidden_act": "silu", "patch_size": 14, "window_size": 112}
+_QWEN_DEFAULTS = {
+    **_sizes(1152, 4304, 27, 16, 16), "hidden_act": "gelu_pytorch_tanh", "rope_theta": 10_000.0, "temporal_patch_size": 2,
+    "spatial_merge_size": 2, "num_position_embeddings": 2304,
+}
+_PIXTRAL_DEFAULTS = {**_sizes(1024, 4096, 24, 16, 16), "hidden_act": "gelu", "rope_theta": 10_000.0}
+_QWEN2_5_DEFAULTS = {**_QWEN_DEFAULTS, **_sizes(3584, 3420, 32, 16, 14), "hidden_act": "silu", "window_size": 112}
 _QWEN2_5_DEFAULTS |= {"fullatt_block_indexes": [7, 15, 23, 31]}
 _GEMMA4_DEFAULTS = {
-    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "patch_size": 16, "pooling_kernel_size": 3,
+    **_sizes(768, 3072, 16, 12, 16), "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "pooling_kernel_size": 3,
     "position_embedding_size": 10_240, "use_clipped_linears": False, "standardize": False, "rope_theta": 100.0,
     "mm_embed_dim": 3840, "mm_posemb_size": 1120,
 }
-_QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."})
+_QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."}, alternating_axes=True)
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, SPELLINGS),
-    "mistral3": VisionFamily(_mistral3, {"hidden_act": "gelu", "rope_theta": 10_000.0}, _PIXTRAL),
+    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
+    "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, SPELLINGS),
+    "mistral3": VisionFamily(_mistral3, _PIXTRAL_DEFAULTS, _PIXTRAL),
     "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),
     "gemma4_unified": VisionFamily(_gemma4_unified, _GEMMA4_DEFAULTS, _GEMMA4_UNIFIED, _UNIFIED_SPELLINGS),
-    "smolvlm": VisionFamily(_smolvlm, _SIGLIP_DEFAULTS, _SMOLVLM),
-    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256, "patch_size": 16}, _LFM2_VL, SPELLINGS),
+    "smolvlm": VisionFamily(_smolvlm, {**_SIGLIP_DEFAULTS, **_sizes(1152, 3072, 12, 16, 32)}, _SMOLVLM),
+    "lfm2_vl": VisionFamily(_lfm2_vl, {**_SIGLIP_DEFAULTS, "num_patches": 256}, _LFM2_VL, SPELLINGS),
     "qwen2_5_vl": VisionFamily(_qwen2_5_vl, _QWEN2_5_DEFAULTS, _QWEN2_5, alternating_axes=False),
 }
 # fmt: on
-
-
-def _text(whole: ConfigFields) -> ConfigFields:
-    """The fields of the language model, with the default that images need."""
-    return ConfigFields(whole.get("text_config") or {}, {"pad_token_id": 0}, f"{whole.where}: text_config")
 
 
 def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: str = "config.json") -> VisionConfig:
@@ -318,6 +351,14 @@ def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: st
                 f"{where}: {key} is {whole.get(key)!r}; expected {value!r}, the only value that is supported."
             )
     tower = VisionConfig(**{"out_size": decoder.hidden_size, **family.facts(vision, whole, decoder)})
+    if family.alternating_axes is not None and not any(layer.rope and layer.rope.axes for layer in decoder.layers):
+        raise ValueError(f"{where}: text_config lacks mrope_section in its rotary settings, which images need.")
+    same = {"head_dim": tower.head_dim, "num_key_value_heads": tower.num_heads}
+    if different := [key for key, value in same.items() if tower.num_layers and vision.get(key) not in (None, value)]:
+        key = different[0]
+        raise ValueError(
+            f"{vision.where}: {key} is {vision.get(key)!r}; expected {same[key]}, the only value that is supported."
+        )
     if tower.hidden_size % (4 * tower.num_heads):
         expected = f"a multiple of 4 times the number of attention heads, {tower.num_heads}"
         raise ValueError(f"{vision.where}: hidden_size is {tower.hidden_size}; expected {expected}.")

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.images.batch import Images
+from lean_ft.models.attention.attention import Scoring, has_kernels
 from lean_ft.models.cache import on_device
 from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
 from lean_ft.models.rope import rotate_both
 from lean_ft.models.vision.config import VisionConfig
+from lean_ft.system.world import device_type
 
 GROUP_PATCHES = 16_384  # patches that a frozen tower computes at a time, in whole images
 
@@ -38,7 +40,7 @@ class Stretches(NamedTuple):
     @classmethod
     def of(cls, sizes: list[int], device: torch.device) -> "Stretches":
         bounds = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32)
-        return cls(tuple(sizes), _moved(bounds, device) if device.type == "cuda" else None)
+        return cls(tuple(sizes), _moved(bounds, device) if device_type(device) == "cuda" else None)
 
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sin, (1, P, D / H) each
@@ -75,7 +77,7 @@ def _norm(kind: str, size: int, eps: float, offset: float = 0.0) -> nn.Module:
     return nn.LayerNorm(size, eps) if kind == "layer" else RMSNorm(size, eps, offset)
 
 
-class Attention(nn.Module):
+class VisionAttention(nn.Module):
     """Attention of stretches of patches to themselves."""
 
     def __init__(self, config: VisionConfig) -> None:
@@ -107,7 +109,8 @@ class Attention(nn.Module):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Stretches, scale: float | None) -> Tensor:
     """The attention (P, H, D / H) of each stretch to itself."""
-    if seen.bounds is not None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0:
+    has_kernel = has_kernels(query, Scoring(), None) if query.is_cuda else query.itemsize == 2  # on the CPU: in a plan
+    if seen.bounds is not None and has_kernel and query.shape[-1] % 8 == 0:
         longest = max(seen.sizes)
         bounds = seen.bounds, seen.bounds, longest, longest
         attended: Any = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, -1))
@@ -117,7 +120,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Stretches, scale: f
     return torch.cat([attend(*(x.transpose(0, 1)[None] for x in parts))[0].transpose(0, 1) for parts in stretches])
 
 
-class MLP(nn.Module):
+class VisionMLP(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.activation, self.is_gated = config.activation, config.is_gated
@@ -133,12 +136,12 @@ class MLP(nn.Module):
         return self.linear_fc2(ACTIVATIONS[self.activation].value(up))
 
 
-class Block(nn.Module):
+class VisionBlock(nn.Module):
     """One layer of the tower."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.attn, self.mlp = Attention(config), MLP(config)
+        self.attn, self.mlp = VisionAttention(config), VisionMLP(config)
         norm = partial(_norm, config.norm, config.hidden_size, config.norm_eps)
         self.norm1, self.norm2 = norm(), norm()
         self.post_norms = config.post_norms
@@ -281,7 +284,7 @@ class VisionTower(nn.Module):
         self.pos_embed = None if config.positions == "none" else Positions(config)
         first = config.first_norm
         self.first_norm = first and _norm(first, config.hidden_size, config.first_norm_eps)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
         self.last_norm = _norm(config.norm, config.hidden_size, config.norm_eps) if config.last_norm else None
         self.merger = Merger(config, config.norm_after_merge)
         self.deepstack_merger_list = nn.ModuleList(Merger(config, True) for _ in config.deepstack)
@@ -294,7 +297,9 @@ class VisionTower(nn.Module):
         patches (P, C, p, p): bytes, in blocks of `merge` x `merge`; grids: rows and columns of each image. A frozen tower keeps no
         graph, and computes `GROUP_PATCHES` at a time.
         """
-        if self.is_sharded or (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())):
+        if self.is_sharded or (
+            torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        ):
             return self._embeddings(patches, grids)
         with torch.no_grad():
             groups = list(_groups(grids))

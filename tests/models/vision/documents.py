@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lean_ft.images.batch import Images
 from lean_ft.models import Decoder
+from lean_ft.models.source import source_of
 
+COUNTS = [[1], [2, 0], [1, 0, 2]]  # images of the documents of a batch
 IMAGE, START, END = 90, 92, 93  # ids of an image's tokens, and around them; other ids are text
 
 _TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -108,7 +110,7 @@ def _lfm2_vl(case: Case, images: Sequence[Tensor], ids: Tensor) -> dict[str, Any
     return {"pixel_values": patches, "pixel_attention_mask": (places[..., 0] >= 0).int(), "spatial_shapes": grids}
 
 
-_QWEN_TOWER = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+_QWEN_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
 _QWEN_TOWER |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 25}
 _QWEN_PROCESSOR = _HALF | {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "resample": 3}
 _QWEN_PROCESSOR |= {"size": {"shortest_edge": 256, "longest_edge": 65536}}
@@ -122,7 +124,7 @@ def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": settings | more}
 
 
-_TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4}
+_TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4}
 _SIGLIP = _TOWER | {"image_size": 24, "vision_use_head": False}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
 _INDEX = {"image_token_index": IMAGE, "image_token_id": IMAGE}
@@ -131,7 +133,7 @@ _PLAIN = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
 _GEMMA4_PROCESSOR = _PLAIN | {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 280}
 _GEMMA4_TOWER = _TOWER | {
     "num_key_value_heads": 2,
-    "head_dim": 12,
+    "head_dim": 16,
     "pooling_kernel_size": 2,
     "position_embedding_size": 16,
 }
@@ -145,7 +147,7 @@ _GEMMA4_IDS = {
     "audio_token_id": 94,
 }
 _SMOLVLM_PROCESSOR = _HALF | {"max_image_size": {"longest_edge": 24}, "size": {"longest_edge": 96}}
-_QWEN2_5 = {"depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+_QWEN2_5 = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
 _QWEN2_5 |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
 _PIXTRAL_PROCESSOR = _HALF | {"size": {"longest_edge": 64}, "patch_size": {"height": 4, "width": 4}, "resample": 3}
 
@@ -188,7 +190,7 @@ CASES = {
         "Gemma4Unified",
         {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "global_head_dim": 16}
         | {"sliding_window": 40, "use_bidirectional_attention": "vision"},
-        {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 24, "mm_posemb_size": 16, "output_proj_dims": 24},
+        {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
         _GEMMA4_IDS, _GEMMA4_PROCESSOR, _gemma4, grids=((2, 3), (1, 5), (4, 2), (3, 3)), patch=8, merge=1,
         settings={"tie_word_embeddings": True},
     ),
@@ -316,17 +318,80 @@ def split(outputs: Tensor, documents: Sequence[Document], *, packed: bool) -> li
     return [row[:length] for row, length in zip(outputs, lengths, strict=True)]
 
 
-def their_logits(case: Case, document: Document) -> Tensor:
+def differences(case: Case, model: Decoder, documents: Sequence[Document], *, packed: bool) -> tuple[float, float]:
+    """The largest difference from transformers' logits, and the largest relative difference of a parameter's gradient, by norm."""
+    theirs = [_their_logits(case, document) for document in documents]
+    ours = split(model(**inputs(case, model, documents, packed=packed)), documents, packed=packed)
+    of_logits = max((own - their).detach().abs().max().item() for own, their in zip(ours, theirs, strict=True))
+    reference(case).zero_grad()
+    _loss(theirs, documents).backward()
+    _loss(ours, documents).backward()
+    expected = {name: p.grad for name, p in reference(case).named_parameters() if p.grad is not None}
+    gradients = _gradients_in_transformers(model)
+    assert gradients.keys() == expected.keys()
+    # Some gradients are 0 in theory, as of the keys' biases, so their noise is compared with the largest gradient.
+    least = 1e-3 * max(gradient.norm() for gradient in expected.values())
+    relative = [(gradients[name] - true).norm() / (true.norm() + least) for name, true in expected.items()]
+    return of_logits, float(max(relative))
+
+
+def _their_logits(case: Case, document: Document) -> Tensor:
     """transformers' logits (T, V) of one document by itself."""
-    model, ids = reference(case), torch.tensor([document.ids])
+    ids = torch.tensor([document.ids])
+    return _fresh(case)(input_ids=ids, use_cache=False, **case.inputs(case, document.images, ids)).logits[0]
+
+
+def _fresh(case: Case) -> Any:
+    """transformers' model, which keeps positions of the last prompt."""
+    model: Any = reference(case)
     if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
-    return model(input_ids=ids, use_cache=False, **case.inputs(case, document.images, ids)).logits[0]
+    return model
 
 
-def loss(logits: Sequence[Tensor], documents: Sequence[Document]) -> Tensor:
+def _loss(logits: Sequence[Tensor], documents: Sequence[Document]) -> Tensor:
     """The sum of the next tokens' cross-entropies."""
     pairs = zip(logits, documents, strict=True)
     return torch.stack(
         [F.cross_entropy(x[:-1], torch.tensor(document.ids[1:]), reduction="sum") for x, document in pairs]
     ).sum()
+
+
+def _gradients_in_transformers(model: Decoder) -> dict[str, Tensor]:
+    """The gradients by the names that transformers' model gives to the parameters."""
+    source, gradients = source_of(model), {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        in_memory = ".experts." in name and [(name, parameter.grad)]  # stored as one tensor per expert
+        for place, gradient in in_memory or [
+            (place, part.values) for place, part in source.stored(name, parameter.grad)
+        ]:
+            gradients[source.name_in_whole(place)] = gradient
+    return gradients
+
+
+NUM_NEW = 10  # greedy tokens
+_OPTIONS = {"do_sample": False, "min_new_tokens": NUM_NEW, "max_new_tokens": NUM_NEW, "eos_token_id": None}
+
+
+def their_greedy_tokens(case: Case, document: Document) -> list[int]:
+    """transformers' greedy tokens behind a document, without those of images."""
+    ids = torch.tensor([document.ids])
+    kwargs = case.inputs(case, document.images, ids) | _OPTIONS | {"attention_mask": torch.ones_like(ids)}
+    generated = _fresh(case).generate(ids, pad_token_id=0, suppress_tokens=list(range(IMAGE, 96)), **kwargs)
+    return generated[0, len(document.ids) :].tolist()
+
+
+@torch.no_grad()
+def greedy_tokens(case: Case, model: Decoder, documents: Sequence[Document]) -> list[list[int]]:
+    """The same, of all documents in one batch with a cache."""
+    lengths, rows = torch.tensor([len(document.ids) for document in documents]), torch.arange(len(documents))
+    cache = model.new_cache(len(documents), int(lengths.max()) + NUM_NEW)
+    logits = model(**inputs(case, model, documents, packed=False), cache=cache, lengths=lengths)[rows, lengths - 1]
+    chosen: list[Tensor] = []
+    while True:
+        logits[:, IMAGE:] = -torch.inf
+        chosen.append(logits.argmax(-1))
+        if len(chosen) == NUM_NEW:
+            return torch.stack(chosen, 1).tolist()
+        logits = model(chosen[-1][:, None], cache=cache)[:, 0]

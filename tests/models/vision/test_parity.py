@@ -7,26 +7,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from lean_ft.models import Decoder, load_model, save_model
-from lean_ft.models.source import source_of
 from tests.models.vision.documents import (
     CASES,
+    COUNTS,
     IMAGE,
     Case,
     batch_of,
+    differences,
     draw_all,
+    greedy_tokens,
     inputs,
-    loss,
     position_shift,
-    reference,
     save,
     split,
-    their_logits,
+    their_greedy_tokens,
 )
-
-COUNTS = [[1], [2, 0], [1, 0, 2]]  # images of the documents of a batch
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -44,37 +41,12 @@ def model(folder: Path) -> Decoder:
     return load_model(folder, images="train")
 
 
-def _gradients_on_disk(model: Decoder) -> dict[str, Tensor]:
-    """The gradients by the names that transformers' model gives to the parameters."""
-    source, gradients = source_of(model), {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, f"{name} has no gradient"
-        in_memory = ".experts." in name and [(name, parameter.grad)]  # stored as one tensor per expert
-        for place, gradient in in_memory or [
-            (place, part.values) for place, part in source.stored(name, parameter.grad)
-        ]:
-            gradients[source.name_in_whole(place)] = gradient
-    return gradients
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_logits_and_gradients(case: Case, model: Decoder, counts: list[int], packed: bool):
-    documents = draw_all(case, counts)
-    theirs = [their_logits(case, document) for document in documents]
-    ours = split(model(**inputs(case, model, documents, packed=packed)), documents, packed=packed)
-    for own, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own, their, rtol=0, atol=case.tolerance)
-    reference(case).zero_grad()
-    loss(theirs, documents).backward()
-    loss(ours, documents).backward()
-    expected = {name: p.grad for name, p in reference(case).named_parameters() if p.grad is not None}
-    gradients = _gradients_on_disk(model)
-    assert gradients.keys() == expected.keys()
-    # Some gradients are 0 in theory, as of the keys' biases, so their noise is compared with the largest gradient.
-    largest = max(gradient.norm() for gradient in expected.values())
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() <= 1e-3 * expected[name].norm() + 1e-6 * largest, name
+    of_logits, of_gradients = differences(case, model, draw_all(case, counts), packed=packed)
+    assert of_logits <= case.tolerance
+    assert of_gradients <= 1e-3
 
 
 def test_a_packed_document_is_computed_as_if_alone(case: Case, model: Decoder):
@@ -107,35 +79,10 @@ def test_a_frozen_tower_keeps_no_graph_and_computes_groups_of_images(case: Case,
     }
 
 
-@torch.no_grad()
 def test_greedy_tokens(case: Case, model: Decoder):
-    documents, theirs, new = draw_all(case, [2, 0, 1], seed=3), reference(case), 10
-    options = {
-        "do_sample": False,
-        "min_new_tokens": new,
-        "max_new_tokens": new,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    expected = []
-    for document in documents:
-        ids = torch.tensor([document.ids])
-        if hasattr(theirs.model, "rope_deltas"):
-            theirs.model.rope_deltas = None
-        kwargs = case.inputs(case, document.images, ids)
-        kwargs |= {"attention_mask": torch.ones_like(ids), "suppress_tokens": list(range(IMAGE, 96))}
-        expected.append(theirs.generate(ids, **options, **kwargs)[0, len(document.ids) :].tolist())
-    given = inputs(case, model, documents, packed=False)
-    lengths, rows = torch.tensor([len(document.ids) for document in documents]), torch.arange(len(documents))
-    cache = model.new_cache(len(documents), int(lengths.max()) + new)
-    logits = model(**given, cache=cache, lengths=lengths)[rows, lengths - 1]
-    chosen = []
-    for _ in range(new):
-        logits[:, IMAGE:] = -torch.inf
-        chosen.append(logits.argmax(-1))
-        if len(chosen) < new:
-            logits = model(chosen[-1][:, None], cache=cache)[:, 0]
-    assert torch.stack(chosen, 1).tolist() == expected
+    """With a cache, in rows of different lengths."""
+    documents = draw_all(case, [2, 0, 1], seed=3)
+    assert greedy_tokens(case, model, documents) == [their_greedy_tokens(case, document) for document in documents]
 
 
 def _document(case: Case, model: Decoder) -> tuple[dict[str, Any], Any]:
