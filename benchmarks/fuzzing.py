@@ -53,7 +53,7 @@ from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.open import gguf_folder
 from lean_ft.gguf.quantize import read_imatrix
 from lean_ft.gguf.splitting import QWEN2_PATTERN
-from lean_ft.images.reading import Size, decoded, open_image, reference, size_of
+from lean_ft.images.reading import Size, check, decoded, open_image, reference, size_of
 from lean_ft.images.rules import image_rules
 from lean_ft.models import load_model
 from lean_ft.models.safetensors_file import read_header, write_file
@@ -622,6 +622,8 @@ def _images(folder: Path) -> dict[str, Target]:
     file, small = folder / "image", Image.frombytes("RGBA", (24, 16), colors).convert("RGB")
 
     def read_image() -> None:
+        with open_image(reference(file.name, folder)) as image:
+            check(image)
         with open_image(reference(file.name, folder)) as image:
             size = size_of(image)
             assert decoded(image).size == size

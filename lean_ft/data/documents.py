@@ -15,7 +15,7 @@ import numpy as np
 
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
-from lean_ft.data.images import UnreadableImageError, with_columns, with_headers
+from lean_ft.data.images import UnreadableImageError, with_columns, with_sizes
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.report import DataReport, count
@@ -134,7 +134,7 @@ class Renderer:
 
     def _with_image_texts(self, passage: Passage | Document, folder: Path) -> Passage | Document:
         rules = self.tokenizer.image_rules
-        return with_headers(passage, folder, rules) if rules is not None and isinstance(passage, Passage) else passage
+        return with_sizes(passage, folder, rules) if rules is not None and isinstance(passage, Passage) else passage
 
     def _tokenize(
         self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport

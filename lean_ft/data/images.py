@@ -15,8 +15,8 @@ Then the image tokens are repeated, and columns tell where the images of a docum
 | image_refs        | of a document: the references of all images, one after the other                             |
 | image_ref_lengths | of a document: the number of bytes of each reference                                         |
 
-All documents of a run with images have these columns. Only headers are read here: images are decoded when their batch is built
-(`lean_ft.data.image_batches`).
+All documents of a run with images have these columns. Sizes are read from headers, and the rest of a file is only checked, so that a broken
+image drops its row now and does not end a run later. Images are decoded when their batch is built (`lean_ft.data.image_batches`).
 
 Prepared documents are cached by the content of their source files, and image files are separate: a reference has the size and
 the time of its file. A start whose image files are not as they were prepares the rows anew, and so does every start after rows
@@ -61,7 +61,7 @@ class UnreadableImageError(ValueError):
 
 
 class RowImage(NamedTuple):
-    """An image whose header was read."""
+    """An image whose size is known."""
 
     reference: bytes
     layout: ImageLayout
@@ -167,34 +167,26 @@ def _with_places(messages: Messages, number: int) -> Messages:
 # Documents ------------------------------------------------------------------------------------------------------------
 
 
-def read_header(value: Any, folder: Path, rules: ImageRules) -> RowImage:
-    """Open an image of a row and read its size. Raises UnreadableImageError if that fails, or if the family refuses it."""
-    from lean_ft.images.reading import open_image, reference, size_of
+def read_image(value: Any, folder: Path, rules: ImageRules) -> RowImage:
+    """Read the size of a row's image. Raises UnreadableImageError if it is missing or broken, or if the family refuses it."""
+    from lean_ft.images.reading import check, open_image, reference, size_of
 
     try:
         found = reference(value, folder)
         with open_image(found) as image:
-            return RowImage(found, rules.layout(size_of(image)))
+            layout = rules.layout(size_of(image))
+            check(image)
+            return RowImage(found, layout)
     except ValueError as error:
         raise UnreadableImageError(str(error)) from None
 
 
-def read_whole(value: Any, folder: Path, rules: ImageRules) -> RowImage:
-    """Read an image as `read_header` does, and decode it, which finds a broken file."""
-    from lean_ft.images.reading import decoded, open_image
-
-    read = read_header(value, folder, rules)
-    with open_image(read.reference) as image:
-        decoded(image)
-    return read
-
-
-def with_headers(passage: Passage, folder: Path, rules: ImageRules) -> Passage:
-    """Read the headers of a passage's images, and write their texts for the placeholders. Raises ValueError as `read_header` and
+def with_sizes(passage: Passage, folder: Path, rules: ImageRules) -> Passage:
+    """Read the sizes of a passage's images, and write their texts for the placeholders. Raises ValueError as `read_image` and
     `with_image_texts` do."""
     if not passage.images:
         return passage
-    images = [read_header(value, folder, rules) for value in passage.images]
+    images = [read_image(value, folder, rules) for value in passage.images]
     texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
     return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
 

@@ -15,7 +15,7 @@ import torch
 from lean_ft.data.chats import read_content, read_variables
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given
-from lean_ft.data.images import IMAGE_FIELDS, images_of, read_whole, with_columns, with_headers
+from lean_ft.data.images import IMAGE_FIELDS, images_of, read_image, with_columns, with_sizes
 from lean_ft.data.sources import read_rows
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
@@ -288,7 +288,7 @@ def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str
         else:
             passage = tokenizer.passage(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)
         if rules is not None:
-            passage = with_headers(replace(passage, images=values), folder, rules)
+            passage = with_sizes(replace(passage, images=values), folder, rules)
         images, document = passage.images, Document(*tokenizer.tokenize([passage])[0])
     return document if rules is None else with_columns(document, images, rules, tokenizer.token_id(rules.token))
 
@@ -315,4 +315,4 @@ def image_part(path: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:
     if tokenizer.image_rules is None:
         raise ValueError("the model reads texts alone, or was loaded with model.images=none.")
     file = str(Path(path.strip("'\"")).expanduser().resolve())  # terminals write dropped files in quotes
-    return {"type": "image", "path": file}, sum(read_whole(file, Path(), tokenizer.image_rules).layout.runs)
+    return {"type": "image", "path": file}, sum(read_image(file, Path(), tokenizer.image_rules).layout.runs)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lean_ft.data.columns import Document
-from lean_ft.data.images import read_header, with_columns
+from lean_ft.data.images import with_columns
 from lean_ft.generation import Sampling, sample, sample_numbers, sample_steps
 from lean_ft.images.rules import ImageRules, image_rules
 from lean_ft.models import Decoder, load_model
@@ -34,7 +34,7 @@ def loaded(case: Case, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decode
 def as_prompt(drawn: Drawn, rules: ImageRules) -> Document:
     images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in drawn.images]
     text = Document(np.array(drawn.ids, dtype=np.int32), np.zeros(len(drawn.ids), dtype=bool))
-    return with_columns(text, [read_header(image, Path(), rules) for image in images], rules, IMAGE)
+    return with_columns(text, [read_image(image, Path(), rules) for image in images], rules, IMAGE)
 
 
 def greedy_of_transformers(case: Case, drawn: Drawn) -> list[int]:
