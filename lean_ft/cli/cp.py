@@ -22,9 +22,9 @@ def cp(
     copied = source.file if isinstance(source, catalog.Alias) else source
     if copy.suffix != ".py":
         example = run_command(*([] if preset_recipe(copy) else ["RECIPE"]), "--config", copy, preset=copy)
-    else:  # name a preset of the recipe, preferably for the embedded model
+    else:  # name a preset of the recipe, preferably for the embedded model, and of texts
         own = {n: file for n, file in catalog.presets().items() if preset_recipe(file) == copied.stem}
-        preset = next((n for n in own if n.startswith("tiny/")), next(iter(own), None))
+        preset = min(own, key=lambda name: (not name.startswith("tiny/"), "images" in name), default=None)
         example = (
             run_command(copy, "--config", preset, preset=own[preset])
             if preset

@@ -29,7 +29,6 @@ from lean_ft.settings import (
 from lean_ft.system import catalog
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import gibibytes
-from lean_ft.tokenizers.chat_template import LITERAL_START
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
 REJECTED = Style(color="red", bold=True)
@@ -55,7 +54,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 </html>
 """
 
-THUMBNAIL = LITERAL_START  # around the number of an image in the page; no message contains this character
+THUMBNAIL = "\ufdd2"  # around the number of an image in the page; no message contains this character
 # Recipes that train on rows with these fields. The first that fits shows a file; others are for finetune.
 RECIPES_OF_ROWS = (
     ("dpo", "preference", ("chosen", "rejected")),

@@ -182,7 +182,7 @@ def search_adapters(
     found, needed = {}, dict[str, Any]()
     if cfg.needed(OptimizerConfig).stochastic_rounding:
         needed["optimizer.stochastic_rounding"] = False  # an adapter is float32
-    if cfg.needed(ModelConfig).images == "train":
+    if (model := cfg.group(ModelConfig)) is not None and model.images == "train":
         needed["model.images"] = "frozen"  # an adapter leaves the vision tower alone
     cfg = with_overrides(cfg, needed)
     for quantize in ("none", "nf4"):

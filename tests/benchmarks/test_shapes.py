@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from shapes import SHAPES, num_parameters
+from shapes import num_parameters, shape_of
 
 # As the model cards and the safetensors headers on the hub count them.
 PUBLISHED_PARAMETERS = {
@@ -45,7 +45,7 @@ PUBLISHED_PARAMETERS = {
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_a_shape_has_the_published_number_of_parameters(name):
-    shape = {key: value for key, value in SHAPES[name].items() if key != "architectures"}
+    shape = {key: value for key, value in shape_of(name).items() if key != "architectures"}
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape))
     assert theirs.num_parameters() == PUBLISHED_PARAMETERS[name]

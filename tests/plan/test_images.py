@@ -39,7 +39,7 @@ def test_a_preset_with_images_is_planned_without_a_network(hub_server, tmp_path,
     )
     assert answer.exit_code == 0, answer.output
     assert "852,985,920 parameters" in answer.output
-    assert "images: a vision tower of 0.19 GiB, and up to 512 patches in a micro-batch" in answer.output
+    assert "images: a vision tower of 0.19 GiB, and up to 600 patches in a micro-batch" in answer.output
     assert hub_server.requests == []
 
 
