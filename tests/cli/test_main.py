@@ -54,7 +54,19 @@ def test_help_of_a_recipe_lists_its_settings(leanft, shipped):
             "leanft run --config tiny/",
             [
                 f"tiny/{name}"
-                for name in ["classify", "distill", "dpo", "full", "grpo", "images", "kto", "lora", "online_dpo", "ppo", "reward"]
+                for name in [
+                    "classify",
+                    "distill",
+                    "dpo",
+                    "full",
+                    "grpo",
+                    "images",
+                    "kto",
+                    "lora",
+                    "online_dpo",
+                    "ppo",
+                    "reward",
+                ]
             ],
         ),
         ("leanft cat tiny/f", ["tiny/full"]),

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lean_ft.data.columns import Document
-from lean_ft.data.images import with_columns
+from lean_ft.data.images import read_image, with_columns
 from lean_ft.generation import Sampling, sample, sample_numbers, sample_steps
 from lean_ft.images.rules import ImageRules, image_rules
 from lean_ft.models import Decoder, load_model
