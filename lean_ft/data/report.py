@@ -132,7 +132,7 @@ class DataReport:
     @property
     def _reasons(self) -> list[str]:
         """Dropped rows by reason."""
-        examples = {UNREADABLE_IMAGE: "; first: " + "; ".join(self.image_examples)}
+        examples = {UNREADABLE_IMAGE: "; first: " + "; ".join(one.removesuffix(".") for one in self.image_examples)}
         return [f"{count:,} dropped ({reason}{examples.get(reason, '')})" for reason, count in self.dropped.items()]
 
     @property
