@@ -44,7 +44,6 @@ ONLINE = (
     "generation.max_new_tokens=6 generation.stop=[a,n] batch_size=4 optimizer.lr=1e-3"
 )
 ASK = "model.path=tiny model.dtype=float32 device=cpu"
-PHOTOS = "model.path=IN/sees data.source=IN/photos/photos.jsonl"
 BASE = {
     "finetune": f"{TRAIN} {ROWS}",
     "full_finetune_single_device": f"{TRAIN} {ROWS}",
@@ -290,11 +289,8 @@ OF_RECIPE: dict[str, Case | None] = {
     "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
     "generate chat": Case("false"),
     "generate image": Case("IN/0.png", f"model.path=IN/sees {SAMPLED}"),
-    **{
-        f"{recipe} {key}": Case(value)
-        for recipe in ("classify", "quantize")
-        for key, value in (("model.images", "frozen"), ("data.image_tokens", "4"))
-    },
+    "quantize model.images": Case("frozen"),
+    "quantize data.image_tokens": Case("4"),
     "distill model.images": Case("train", f"{SEES} distill.teacher=IN/sees"),
     "distill data.image_tokens": Case("4", f"{SEES} distill.teacher=IN/sees"),
     "generate model.images": Case("none", "model.path=IN/sees image=IN/0.png", refused="the model reads texts alone"),
@@ -317,8 +313,7 @@ REFUSED = {
         "classify",
         "data.chat_template data.system data.chat_template_kwargs data.separator data.chat",
     ),
-    "needs images. Set model.images": ("classify quantize", "data.image_tokens"),
-    "reads images of chats": ("classify", "model.images"),
+    "needs images. Set model.images": ("quantize", "data.image_tokens"),
     "model.images is for training": ("quantize", "model.images"),
     "this recipe evaluates the rewards of sampled completions": (
         "grpo online_dpo ppo",
@@ -382,8 +377,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     config |= {"num_experts_per_tok": 2, "intermediate_size": 32, "num_hidden_layers": 1}
     (folder / "experts" / "config.json").write_text(json.dumps(config))
     (folder / "experts" / "model.safetensors").unlink()
-    model_folder("qwen3_vl", folder / "sees")
-    write_rows("qwen3_vl", folder / "photos")
     rows = [
         {"prompt": f"What is {i} plus {i}?" * (1 + i % 2), "completion": f"It is {2 * i}, I think."} for i in range(6)
     ]
@@ -407,12 +400,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         write(of_kind.format("texts"), texts)
     model_folder("qwen3_vl", folder / "sees")
     write_rows("qwen3_vl", folder)
-    photos = map(json.loads, (folder / "photos.jsonl").read_text().splitlines())
+    photos = [json.loads(line) for line in (folder / "photos.jsonl").read_text().splitlines()]
+    asked = [{"text": row["messages"][0]["content"], "images": row["images"]} for row in photos]
     answers = {"chosen": "Yes.", "rejected": "No, I think."}
-    write(
-        "photos_pairs",
-        [{"prompt": row["messages"][0]["content"], **answers, "images": row["images"]} for row in photos],
-    )
+    write("photos_pairs", [{"prompt": row["text"], **answers, "images": row["images"]} for row in asked])
+    write("photos_texts", [{**row, "label": "ab"[i % 2]} for i, row in enumerate(asked)])
     write("questions", [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)])
     (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
     (folder / "prompts.txt").write_text("Who\nWhat\n")
