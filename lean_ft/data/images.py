@@ -97,8 +97,8 @@ def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, 
         empty = sum(part["image"] is None for part in parts)
         if empty != len(given):
             raise ValueError(
-                f"the row has {counted(len(given), 'images')} in its field `images`, and {empty} of "
-                f"{counted(len(parts), 'content parts')} of the type image have no image of their own. These numbers must agree."
+                f"the row has {counted(len(given), 'images')} in its field `images`, and {counted(empty, 'empty content parts')} of "
+                "the type image. These numbers must agree."
             )
     else:
         messages = _with_places(messages, len(given))

@@ -4,6 +4,7 @@ Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` an
 """
 
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -11,6 +12,7 @@ from pydantic_core import from_json
 
 from lean_ft.system.spelling import did_you_mean
 
+MOST_PIXELS = 1 << 26  # of an image
 # Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
 # `ChatRequest` lacks are refused.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -179,6 +181,21 @@ class ChatRequest(_Fields):
         texts += [message.reasoning_content or "" for message in self.messages]
         return sum(map(len, texts)) + len(str(self.chat_template_kwargs or ""))
 
+    @property
+    def images(self) -> list[str]:
+        """Data URLs."""
+        return [url for message in self.messages for url in message.images]
+
+    def check_sizes_of_images(self) -> None:
+        """Raise ValueError for an image that has too many pixels to decode, or that cannot be opened."""
+        from lean_ft.images.reading import open_image, reference  # here, since texts do not need Pillow
+
+        for url in self.images:
+            with open_image(reference(url, Path())) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    size = f"{image.width} x {image.height} pixels"
+                    raise ValueError(f"an image has {size}; the limit is {MOST_PIXELS} pixels.")
+
     @classmethod
     def read(cls, body: bytes) -> Self:
         """Read a request. Raises Refused with the problem, the value found and what is allowed."""
@@ -203,9 +220,8 @@ class ChatRequest(_Fields):
 
 def _refusal(error: ValidationError) -> Refused:
     first = error.errors(include_url=False)[0]
-    name = ".".join(part for part, _ in groupby(map(str, first["loc"])))[
-        :100
-    ]  # the type of a part is often a field too
+    parts = (part for part, _ in groupby(map(str, first["loc"])))  # the type of a content part is often a field too
+    name = ".".join(parts)[:100]
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(name, ChatRequest.model_fields)
         return Refused(400, f"unknown field: {name}.{hint}", "unknown_parameter", name)

@@ -24,7 +24,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, Self
 
 import uvicorn
@@ -33,10 +32,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lean_ft.data.columns import Document
 from lean_ft.generation.choosing import Sampling
+from lean_ft.generation.connections import Connection
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.requests import ChatRequest, Refused
 from lean_ft.generation.texts import PromptTooLong, asked_of, text_of
@@ -47,37 +46,13 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
 MOST_BODY_BYTES, MOST_BODY_BYTES_WITH_IMAGES = 4 << 20, 32 << 20
-MOST_PIXELS = 1 << 26  # of an image
 MOST_AT_ONCE = 4  # completions that are computed in turns
 MOST_WAITING = 64  # requests, including those
 PROMPT_PART = 256  # prompt tokens per turn
-MOST_CONNECTIONS = 512  # a further one replaces the oldest that has sent no request
-HEAD_SECONDS, BODY_SECONDS = 10, 30  # time to send a request's head, and its body
+BODY_SECONDS = 30  # time to send a request's body
 CHARACTERS_A_TOKEN = 32  # longer texts, in multiples of the context, are refused before they are tokenized
 
 _End = Exception | None  # the error that ended a completion, if any
-
-
-class _Connection(H11Protocol):
-    """An HTTP connection that is closed if a request's head does not arrive in time."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
-        self._timer = self.loop.call_later(HEAD_SECONDS, transport.abort)
-        if len(self.connections) > MOST_CONNECTIONS:
-            idle = [one for one in self.connections if isinstance(one, _Connection) and one._is_idle]
-            min(idle, key=lambda one: one._timer.when()).transport.abort()
-
-    @property
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if not self._is_idle:
-            self._timer.cancel()
-        elif self._timer.cancelled():  # the next request has begun
-            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
 
 class ChatServer:
@@ -115,7 +90,7 @@ class ChatServer:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.max_new_tokens, self.token = max_new_tokens, token or None
         self._most_body_bytes = MOST_BODY_BYTES if tokenizer.image_rules is None else MOST_BODY_BYTES_WITH_IMAGES
-        self._decodes = threading.Lock()
+        self._reads_images = threading.Lock()
         self._started = int(time.time())
         self._turns = _Turns()
         app = Starlette(
@@ -128,7 +103,7 @@ class ChatServer:
         )
         config = uvicorn.Config(
             app,
-            http=_Connection,
+            http=Connection,
             log_config=None,
             log_level="critical",
             access_log=False,
@@ -249,8 +224,6 @@ class ChatServer:
                 "context_length_exceeded",
                 "messages",
             )
-        for url in (url for message in asked.messages for url in message.images):
-            self._check_image(url)
         settings: dict[str, Any] = {
             "max_new_tokens": most or self.max_new_tokens,
             "stop": asked.stop or [],
@@ -261,7 +234,9 @@ class ChatServer:
         messages = [message.for_template() for message in asked.messages]
         row = {"messages": messages, "chat_template_kwargs": asked.chat_template_kwargs}
         try:
-            how, (prompt,) = asked_of(self.model, self.tokenizer, [row], True, settings)
+            with self._reads_images if asked.images else contextlib.nullcontext():  # which bounds the memory
+                asked.check_sizes_of_images()
+                how, (prompt,) = asked_of(self.model, self.tokenizer, [row], True, settings)
         except ValueError as error:  # also messages that the template refuses
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
             raise Refused(400, str(error), code, "messages") from None
@@ -275,24 +250,6 @@ class ChatServer:
                 "messages",
             )
         return prompt, replace(how, max_new_tokens=min(how.max_new_tokens, context - len(prompt)))
-
-    def _check_image(self, url: str) -> None:
-        """Decode an image, which finds a broken one before its completion begins."""
-        if self.tokenizer.image_rules is None:
-            raise Refused(
-                400, f"{self.name} reads texts alone, or was loaded without its vision tower.", None, "messages"
-            )
-        from lean_ft.images.reading import decoded, open_image, reference  # here, since texts do not need Pillow
-
-        try:
-            with open_image(reference(url, Path())) as image, self._decodes:  # one at a time, which bounds the memory
-                if image.width * image.height > MOST_PIXELS:
-                    raise ValueError(
-                        f"an image has {image.width} x {image.height} pixels; the limit is {MOST_PIXELS} pixels."
-                    )
-                decoded(image)
-        except ValueError as error:
-            raise Refused(400, str(error), None, "messages") from None
 
 
 class _Answer:

@@ -12,7 +12,7 @@ class Images(NamedTuple):
     """Patches of all distinct images of a batch, one image after the other, and where their embeddings go.
 
     Patches of one image are in blocks of `merge` x `merge`, row by row, so that a token's patches are consecutive. Some families
-    cut an image into tiles: each tile has a grid of its own, and attends to itself alone.
+    cut an image into tiles. Each tile has its own grid, and its patches see no other tile.
     """
 
     patches: Tensor  # (P, C, p, p) uint8

@@ -28,7 +28,8 @@ from lean_ft.models.state.convolution import ShortConvolution
 from lean_ft.models.state.delta_rule import GatedDeltaRule
 from lean_ft.models.state.mamba2 import Mamba2
 from lean_ft.models.state.state_mixer import StateMixer
-from lean_ft.models.vision.tower import VisionTower, rows_and_columns, to_image_ends
+from lean_ft.models.vision.places import on_axes, sight_of_images
+from lean_ft.models.vision.tower import VisionTower
 
 # Hugging Face's names of a layer's norms: before and after attention, before and after the feed-forward layer.
 _IN, _MIDDLE, _OUT = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
@@ -289,12 +290,8 @@ class Decoder(nn.Module):
         if tokens is not None and positions is None:
             raise ValueError("positions are required if ranks share a row.")
         if images is not None and (self.vision is None or tokens is not None):
-            reason = (
-                "the model was loaded without its vision tower. Set model.images"
-                if tokens is None
-                else "ranks share a row"
-            )
-            raise ValueError(f"images are not supported: {reason}.")
+            without = "the model was loaded without its vision tower. Set model.images"
+            raise ValueError(f"images are not supported: {without if tokens is None else 'ranks share a row'}.")
         if images is None and self.vision is not None and self.vision.is_sharded:
             images = self.vision.no_images(input_ids.device)
         shape = (input_ids if tokens is None or positions is None else positions).shape
@@ -333,32 +330,13 @@ class Decoder(nn.Module):
     ) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
         """cos and sin (B or 1, T, rotated features) of each kind of rotation in the model."""
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
-        if images is not None and any(rope.axes for rope in self.rotary):
-            positions = self._on_axes(positions, images)
+        vision = self.config.vision
+        if images is not None and vision is not None and any(rope.axes for rope in self.rotary):
+            positions = on_axes(positions, images, vision.merge)
         if self.sharding.row_tokens is not None and cache is None:
             positions = self.sharding.row_tokens.of_attention(positions)
             text_lengths = None if text_lengths is None else self.sharding.row_tokens.of_attention(text_lengths)
         return {rope: rotary(positions, dtype, text_lengths) for rope, rotary in self.rotary.items()}
-
-    def _sight_of_images(self, sight: Sight | None, images: Images, num_tokens: int) -> Sight | None:
-        """The sight of layers in which the tokens of an image see each other."""
-        vision = self.config.vision
-        if vision is None or vision.sees_image == "never":
-            return sight
-        ahead = to_image_ends(images.grids, vision.merge, images.places.device)[images.rows]  # (K,)
-        ends = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=ahead.device)
-        ends = ends.index_add(0, images.places, ahead)
-        num_ahead = max(rows * columns for rows, columns in images.grids) // vision.merge**2 - 1
-        return (sight or Sight())._replace(ends=ends, num_ahead=num_ahead)
-
-    def _on_axes(self, positions: Tensor, images: Images) -> Tensor:
-        """Positions (3, B, T) on the axes time, height and width, of those in time. An image's rows and columns are steps of height
-        and width."""
-        assert self.config.vision is not None
-        steps = rows_and_columns(images.grids, self.config.vision.merge, positions.device)[images.rows]  # (K, 2)
-        axes = positions.repeat(3, 1, 1)
-        axes[1:].flatten(1).index_add_(1, images.places, steps.T.to(axes.dtype))
-        return axes
 
     def _through_layers(
         self,
@@ -371,16 +349,17 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states of the width of `output_weight`, and the router logits (B * T, experts) of each mixture."""
         hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
-        deep, sight_of_images = [], sight
-        if images is not None and self.vision is not None:
+        deep, wider, vision = [], sight, self.config.vision  # wider: the sight of layers that see images
+        if images is not None and vision is not None and self.vision is not None:
             hidden, deep = self.vision.put(hidden, images)
-            sight_of_images = self._sight_of_images(sight, images, input_ids.numel())
+            if vision.sees_image != "never":
+                wider = sight_of_images(sight, images, vision.merge, input_ids.numel())
             positions = positions.expand(input_ids.shape)
         rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
         needs_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []
-        if images is not None and self.config.vision is not None and self.config.vision.pad_id is not None:
-            input_ids = input_ids.flatten().index_fill(0, images.places, self.config.vision.pad_id).view_as(input_ids)
+        if images is not None and vision is not None and vision.pad_id is not None:
+            input_ids = input_ids.flatten().index_fill(0, images.places, vision.pad_id).view_as(input_ids)
         inputs, keys_and_values = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
             rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
@@ -389,10 +368,8 @@ class Decoder(nn.Module):
             if inputs:
                 others["layer_input"] = inputs[i]
             layer_cache = (None, None) if cache is None else cache.layer(i)
-            sees_images = self.config.sees_images(i)
-            hidden = layer(
-                hidden, cos, sin, cu_seqlens, layer_cache, sight_of_images if sees_images else sight, **others
-            )
+            seen = wider if self.config.sees_images(i) else sight
+            hidden = layer(hidden, cos, sin, cu_seqlens, layer_cache, seen, **others)
             if isinstance(hidden, tuple):
                 hidden, router_logits, keys_and_values[i] = hidden
                 if needs_router_logits and router_logits is not None:

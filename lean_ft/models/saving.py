@@ -1,7 +1,7 @@
 """Save a model as a Hugging Face folder, under the names that the folder it was read from has.
 
-The language model of a multimodal model is saved alone, as a folder of its own family. With `whole`, or if the model has its
-vision tower, the multimodal model is saved, with the tensors that the model does not have as they were read.
+A language model that was read from a multimodal folder is saved alone, as a folder of its own family. With `whole`, or if the
+vision tower was loaded, the whole multimodal folder is written, and tensors that were not loaded are copied.
 """
 
 import shutil

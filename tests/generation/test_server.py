@@ -184,9 +184,9 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI, model: Dec
 
 
 def test_requests_sent_in_part_delay_nobody_and_are_ended(model: Decoder, monkeypatch) -> None:
-    monkeypatch.setattr("lean_ft.generation.server.HEAD_SECONDS", 3)
+    monkeypatch.setattr("lean_ft.generation.connections.HEAD_SECONDS", 3)
     monkeypatch.setattr("lean_ft.generation.server.BODY_SECONDS", 3)
-    monkeypatch.setattr("lean_ft.generation.server.MOST_CONNECTIONS", 320)
+    monkeypatch.setattr("lean_ft.generation.connections.MOST_CONNECTIONS", 320)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: bearer %b\r\n" % TOKEN.encode()
     body = b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n\r\n" % TOKEN.encode()

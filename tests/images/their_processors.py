@@ -91,7 +91,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
 
 
 def write_folder(folder: Path, family: str, settings: dict[str, Any] | None = None, nested: bool = False) -> Path:
-    """A model folder with the settings in transformers 5's place if `nested`, else in a file of their own."""
+    """A model folder. `nested`: the image settings are inside processor_config.json, as transformers 5 writes them."""
     config, usual, *_ = FAMILIES[family]
     settings = usual if settings is None else settings
     folder.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
 """Causal grouped-query attention over padded, packed and cached inputs.
 
 A batch has plain rows (one document per row, padded on the right, where causality hides the padding) or packed rows, whose
-documents `cu_seqlens` marks. Documents never see each other, and only tokens of one image may see later tokens. Each is computed separately rather than through a (T, T) mask,
-so changing a document leaves the others' outputs bit-identical. A document may continue an earlier stretch of its row
+documents `cu_seqlens` marks. Documents never see each other. Each is computed separately rather than through a (T, T) mask, so
+changing a document leaves the others' outputs bit-identical. A document may continue an earlier stretch of its row
 (`Sight`), as several completions of one prompt do.
 
 On CUDA in 16 bits, on cards since Ampere, PyTorch's kernels compute it: fused attention for rows, `varlen_attn` for documents
@@ -256,9 +256,8 @@ def attend_documents(
             raise ValueError(f"prefixes and images are not supported: {chunks}.")
         cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
-    sees_ahead = (
-        sight is not None and sight.ends is not None
-    )  # as `varlen_attn` cannot, which also needs multiples of 8
+    sees_ahead = sight is not None and sight.ends is not None
+    # `varlen_attn` needs multiples of 8, and lets no query see ahead.
     if has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0 and not sees_ahead:
         # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true length
         # would wait for the device in every layer.

@@ -24,11 +24,10 @@ from lean_ft.models.cache import on_device
 from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
 from lean_ft.models.rope import rotate_both
 from lean_ft.models.vision.config import VisionConfig
+from lean_ft.models.vision.places import Grid, in_blocks, moved, places_in_blocks
 from lean_ft.system.world import device_type
 
 GROUP_PATCHES = 16_384  # patches that a frozen tower computes at a time, in whole images
-
-Grid = tuple[int, int]  # rows and columns of patches
 
 
 class Stretches(NamedTuple):
@@ -40,7 +39,7 @@ class Stretches(NamedTuple):
     @classmethod
     def of(cls, sizes: list[int], device: torch.device) -> "Stretches":
         bounds = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32)
-        return cls(tuple(sizes), _moved(bounds, device) if device_type(device) == "cuda" else None)
+        return cls(tuple(sizes), moved(bounds, device) if device_type(device) == "cuda" else None)
 
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and sin, (1, P, D / H) each
@@ -246,7 +245,7 @@ class Positions(nn.Module):
 
     def forward(self, grids: tuple[Grid, ...]) -> Tensor:
         """The embeddings (P, D) of all patches, in float32 if they are interpolated."""
-        by_grid = {grid: _in_blocks(self._of(*grid), self.config.merge) for grid in dict.fromkeys(grids)}
+        by_grid = {grid: in_blocks(self._of(*grid), self.config.merge) for grid in dict.fromkeys(grids)}
         return torch.cat([by_grid[grid] for grid in grids])
 
     def _of(self, rows: int, columns: int) -> Tensor:
@@ -260,7 +259,7 @@ class Positions(nn.Module):
             of_columns, of_rows = self.weight.unbind(0 if self.config.axis_first else 1)
             return of_rows[:rows, None] + of_columns[:columns]
         table = self.weight.unflatten(0, (side, side)).float()
-        down, along = (_moved(_shares(n, side, kind), table.device) for n in (rows, columns))
+        down, along = (moved(_shares(n, side, kind), table.device) for n in (rows, columns))
         return torch.einsum("rs,stD,ct->rcD", down, table, along)
 
 
@@ -325,7 +324,7 @@ class VisionTower(nn.Module):
             hidden = hidden + self.pos_embed(grids).to(hidden.dtype)
         if self.first_norm is not None:
             hidden = self.first_norm(hidden)
-        places = _places(grids, config.merge)
+        places = places_in_blocks(grids, config.merge)
         windows = images = Stretches.of([rows * columns for rows, columns in grids], device)
         order = None
         if config.window:
@@ -351,7 +350,7 @@ class VisionTower(nn.Module):
         steps = steps.view(-1, 2).T if axes == "alternating" else 2 * steps[: size // 4]
         places = places.flip(1) if axes == "halves" else places
         angles = (places[..., None] * (1.0 / theta**steps)).flatten(1)  # (P, D / H / 2)
-        angles = _moved(torch.cat((angles, angles), -1)[None], device)
+        angles = moved(torch.cat((angles, angles), -1)[None], device)
         return angles.cos(), angles.sin()
 
 
@@ -368,23 +367,11 @@ def _groups(grids: tuple[Grid, ...]) -> Iterator[tuple[Grid, ...]]:
     yield tuple(group)
 
 
-def _in_blocks(x: Tensor, side: int) -> Tensor:
-    """A grid (rows, columns, ...) as a sequence (rows * columns, ...) of blocks of `side` x `side`."""
-    rows, columns = x.shape[:2]
-    return x.unflatten(1, (columns // side, side)).unflatten(0, (rows // side, side)).transpose(1, 2).flatten(0, 3)
-
-
-def _places(grids: tuple[Grid, ...], side: int) -> Tensor:
-    """The row and column (P, 2) of each patch in its image, in blocks of `side` x `side`."""
-    steps = [torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij") for rows, columns in grids]
-    return torch.cat([_in_blocks(torch.stack(axes, -1), side) for axes in steps])
-
-
 def _windows(grids: tuple[Grid, ...], merge: int, window: int) -> tuple[Tensor, list[int]]:
     """The order of embeddings (N,) in which windows of window x window follow each other, and each window's patches."""
     order, sizes, start = [], [], 0
     for rows, columns in grids:
-        row, column = _places(((rows // merge, columns // merge),), 1).unbind(1)
+        row, column = places_in_blocks(((rows // merge, columns // merge),), 1).unbind(1)
         number = row // window * (columns // merge) + column // window
         order.append(number.argsort(stable=True) + start)
         sizes += (number.unique(return_counts=True)[1] * merge**2).tolist()
@@ -394,20 +381,4 @@ def _windows(grids: tuple[Grid, ...], merge: int, window: int) -> tuple[Tensor, 
 
 def _reordered(x: Tensor, order: Tensor, size: int) -> Tensor:
     """The groups of `size` rows of x in this order."""
-    return x.unflatten(0, (-1, size))[_moved(order, x.device)].flatten(0, 1)
-
-
-def rows_and_columns(grids: tuple[Grid, ...], merge: int, device: torch.device) -> Tensor:
-    """The row and column (N, 2) of each embedding in its image."""
-    return _moved(_places(tuple((rows // merge, columns // merge) for rows, columns in grids), 1), device)
-
-
-def to_image_ends(grids: tuple[Grid, ...], merge: int, device: torch.device) -> Tensor:
-    """The number of embeddings (N,) between each one and the end of its image, int32."""
-    sizes = [rows * columns // merge**2 for rows, columns in grids]
-    return _moved(torch.cat([torch.arange(size - 1, -1, -1, dtype=torch.int32) for size in sizes]), device)
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without waiting for a GPU."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return x.unflatten(0, (-1, size))[moved(order, x.device)].flatten(0, 1)
