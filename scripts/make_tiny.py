@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +111,7 @@ def make_tokenizer(folder: Path) -> None:
     assert tokenizer.get_vocab_size() == MODEL["vocab_size"]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -146,7 +147,7 @@ def make_model(folder: Path, num_threads: int) -> None:
             print(f"step {step:5d} of {STEPS}  loss {loss.item():.3f}  {seconds:.0f} s", flush=True)
     model.source.config = MODEL
     save_model(model.bfloat16(), folder)
-    _write_json(
+    write_json(
         folder / "generation_config.json",
         {key: MODEL[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
@@ -166,19 +167,24 @@ def _running_text(folder: Path) -> Iterator[Tensor]:
         ids = ids[size:]
 
 
-def _write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Makes everything in lean_ft/assets/tiny.")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write (default: the package's)")
+def make_parts(folder: Path, num_threads: int, data: Any, tokenizer: Any, model: Any) -> None:
+    """Make the parts of an embedded model that the command line asks for, in `folder` unless it names another."""
+    parser = argparse.ArgumentParser(description=f"Makes everything in {folder.relative_to(folder.parents[2])}.")
+    parser.add_argument("--out", type=Path, default=folder, help="folder to write (default: the package's)")
     parser.add_argument("--only", choices=["data", "tokenizer", "model"])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=num_threads)
     arguments = parser.parse_args()
     if arguments.only in (None, "data"):
-        make_data(arguments.out / "data")
+        data(arguments.out / "data")
     if arguments.only in (None, "tokenizer"):
-        make_tokenizer(arguments.out / "model")
+        tokenizer(arguments.out / "model")
     if arguments.only in (None, "model"):
-        make_model(arguments.out / "model", arguments.threads)
+        model(arguments.out / "model", arguments.threads)
+
+
+if __name__ == "__main__":
+    make_parts(FOLDER, 2, make_data, make_tokenizer, make_model)

@@ -8,7 +8,6 @@ So it knows the form of an answer, and its accuracy on held-out pictures is that
 the rows to the byte. It determines the weights only for one machine and number of threads.
 """
 
-import argparse
 import base64
 import gzip
 import io
@@ -19,6 +18,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from make_tiny import make_parts, write_json
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -191,11 +191,11 @@ def make_tokenizer(folder: Path) -> None:
         "vision_eos_token": "<|vision_end|>",
     }
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)  # transformers' processors look for it here
-    _write_json(folder / "tokenizer_config.json", settings)
-    _write_json(folder / "config.json", MODEL)
-    _write_json(folder / "preprocessor_config.json", PROCESSOR)
+    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "config.json", MODEL)
+    write_json(folder / "preprocessor_config.json", PROCESSOR)
     ends = {"eos_token_id": SPECIAL_TOKENS.index(END), "pad_token_id": SPECIAL_TOKENS.index(PAD)}
-    _write_json(folder / "generation_config.json", ends)
+    write_json(folder / "generation_config.json", ends)
     print(f"tokenizer.json: {tokenizer.get_vocab_size()} tokens")
 
 
@@ -217,19 +217,5 @@ def make_model(folder: Path, num_threads: int) -> None:
         (Path(scratch) / "model" / "model.safetensors").replace(folder / "model.safetensors")
 
 
-def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Makes everything in lean_ft/assets/tiny-images.")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write (default: the package's)")
-    parser.add_argument("--only", choices=["data", "tokenizer", "model"])
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    if arguments.only in (None, "data"):
-        make_data(arguments.out / "data")
-    if arguments.only in (None, "tokenizer"):
-        make_tokenizer(arguments.out / "model")
-    if arguments.only in (None, "model"):
-        make_model(arguments.out / "model", arguments.threads)
+    make_parts(FOLDER, 1, make_data, make_tokenizer, make_model)
