@@ -34,7 +34,6 @@ REFUSED = [
     ("classify", "data.separator=x", "data.separator=x is for chats"),
     ("classify", "data.chat_template_kwargs.a=1", "data.chat_template_kwargs={'a': 1} is for chats"),
     ("finetune", "model.images=frozen data.packing=wrapped", "data.packing=wrapped cuts documents"),
-    ("classify", "model.images=frozen", "model.images=frozen reads images of chats"),
     ("finetune", "model.images=train parallel.context=2", "parallel.context=2 divides the tokens of an image"),
     ("finetune", "model.images=train parallel.tensor=2", "parallel.tensor=2 divides the tokens of an image"),
     ("grpo", "model.images=frozen generation.engine=vllm", "generation.engine=vllm gets no images"),
