@@ -82,7 +82,15 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),
+    "qwen3_vl_moe_text": (
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {"num_key_value_heads": 16, "max_position_embeddings": 128_000, "rope_theta": 500_000.0}
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+    ),
 }
+# Values that the other models always have, whatever their config.json says.
+_FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True, "use_sliding_window": False}}
 _IMAGE_FIELDS = ("image", "video", "vision", "audio")
 
 # transformers' sequence classification models, by family.
@@ -102,7 +110,8 @@ def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
         if kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense):
             raise ValueError(f"mlp_layer_types of config.json is {kinds}; expected dense layers before sparse layers.")
         config["first_k_dense_replace"] = num_dense
-    return defaults | config | {"model_type": family, "architectures": [architecture]}
+    fixed = _FIXED.get(config["model_type"], {})
+    return defaults | config | fixed | {"model_type": family, "architectures": [architecture]}
 
 
 def _rope(rope: Any, vision: VisionFamily | None) -> Any:

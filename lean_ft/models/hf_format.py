@@ -27,10 +27,12 @@ from lean_ft.models.config_json import (
 )
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
+from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.float32_products import use_float32_products
+from lean_ft.models.moe import experts_of
 from lean_ft.models.new_model import AfterModule, Fill, empty_decoder, fill_model, random_weights
 from lean_ft.models.safetensors_file import StoredTensor
-from lean_ft.models.source import Source, all_tensors, name_in_language_model, tensors_on_disk
+from lean_ft.models.source import Source, all_tensors, name_in_language_model, parts_on_disk, tensors_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
 from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
 from lean_ft.settings import ModelConfig, spelled_out
@@ -220,6 +222,8 @@ def _meta_model(
         score_is_new=labels is not None and not gives_scores(stored_config),
     )
     if images:  # as transformers writes them; `_stored_weights` replaces them by the folder's own
+        if MULTIMODAL[model.source.part_of].stacks_experts:
+            model.source.stacks = dict.fromkeys(_one_per_expert(model), False)
         model.source.names = {model.source.name_in_whole(place): place for place in tensors_on_disk(model)}
     generation_config = folder / "generation_config.json"
     ends = read_json(generation_config).get("eos_token_id")
@@ -241,7 +245,14 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     spellings = None if model.vision is None else VISION_FAMILIES[model.source.part_of].spellings
     own_name = partial(name_in_language_model, spellings=spellings) if model.source.part_of else str
     names = {name: own_name(name) for name in whole}
-    stored = _match(model, {own: whole[name] for name, own in names.items() if own is not None}, folder)
+    own = {own: whole[name] for name, own in names.items() if own is not None}
+    model.source.stacks = {}
+    for name, (num_experts, rows, columns) in _one_per_expert(model).items():
+        if name in own:
+            is_turned = rows != columns and own[name].shape == (num_experts, columns, rows)
+            model.source.stacks[name] = is_turned
+            own[name] = model.source.read_as(name, own[name])
+    stored = _match(model, own, folder)
     if model.source.part_of:
         # Some folders store a tied output layer too.
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
@@ -256,13 +267,19 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
         if model.source.score_is_new and name == "score.weight":
             part_of(parameter).values.zero_()
             return
-        for place, part in model.source.stored(name, parameter):
+        for place, part in model.source.stored(name, parameter, as_read=True):
             if model.source.new_ids and place in _ROWS_PER_TOKEN:
                 _read_and_add_rows(stored[place], part, model.source.new_ids)
             else:
                 stored[place].read_part(part)
 
     return read
+
+
+def _one_per_expert(model: Decoder) -> dict[str, torch.Size]:
+    """The parameters that stack all experts' matrices and of which the family's folders have a tensor per expert: their shapes."""
+    stacks = {f"{at}.{own}": p for at, experts in experts_of(model).items() for own, p in experts.named_parameters()}
+    return {name: p.shape for name, p in stacks.items() if next(model.source.stored(name, p))[0] != name}
 
 
 def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> None:
@@ -296,7 +313,7 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
         for name, tensor in stored.items()
         if not name.startswith(unread) and not name.endswith(".rotary_emb.inv_freq")
     }
-    expected = {name: tuple(tensor.shape) for name, tensor in tensors_on_disk(model).items()}
+    expected = {name: part.shape for name, part in parts_on_disk(model, as_read=True).items()}
     if model.source.score_is_new:
         del expected["score.weight"]
     if missing := expected.keys() - stored.keys():

@@ -60,7 +60,7 @@ def save_model(
 
     folder = Path(path)
     whole = whole or model.vision is not None
-    parts = dict(parts_on_disk(model) if weights is None else weights)
+    parts = dict(parts_on_disk(model, as_read=whole) if weights is None else weights)
     parts, copied = _in_whole(model, parts) if whole else (parts, {})
     ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
     split = split_state_dict_into_shards_factory(
@@ -117,7 +117,8 @@ def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part
     if unknown := [name for name, tensor in copied.items() if tensor.dtype is None]:
         raise ValueError(f"{copied[unknown[0]].file}: {unknown[0]} has a dtype that cannot be copied.")
     places = {name: part_of(torch.empty(t.shape, dtype=t.dtype, device="meta")) for name, t in copied.items()}
-    return {name: places[name] if own is None else parts[own] for name, own in source.names.items()}, copied
+    written = {name: source.turned(own, parts[own]) for name, own in source.names.items() if own is not None}
+    return {name: written.get(name) or places[name] for name in source.names}, copied
 
 
 def _read(stored: Readable) -> Part:

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lean_ft.models.dequantized import Readable, TransposedStack
 from lean_ft.models.families import FAMILIES, MULTIMODAL, Family
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.system.shards import Cut, Part, part_of
@@ -46,6 +47,9 @@ class Source:
     names: dict[str, str | None] = field(default_factory=dict)
     """A multimodal model's folder: its names of all tensors, and the names in a folder of the language model. None for tensors
     that the language model does not have. Empty for other folders."""
+    stacks: dict[str, bool] = field(default_factory=dict)
+    """Parameters of experts that the folder stores as one tensor instead of one per expert, and whether their matrices are
+    transposed there, as in the published Qwen3-VL."""
     new_ids: list[int] = field(default_factory=list)
     """Ids of added tokens, whose rows the folder does not have."""
     quantization: dict[str, Any] = field(default_factory=dict)
@@ -95,10 +99,13 @@ class Source:
         own, theirs = MULTIMODAL[self.part_of].modules
         return theirs + place.removeprefix(own) if place.startswith(own) else place
 
-    def stored(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Part]]:
+    def stored(self, name: str, parameter: Tensor, as_read: bool = False) -> Iterator[tuple[str, Part]]:
         """Yield the stored tensors of a parameter, which may be sharded: their names in a folder of the language model, and this
-        rank's part of each as a contiguous view."""
+        rank's part of each as a contiguous view. With `as_read`, each of `stacks` is one tensor under the parameter's name."""
         here = part_of(parameter)
+        if as_read and name in self.stacks:
+            yield name, here
+            return
         if here.values.shape == here.shape:
             for place, tensor in self._pieces(name, here.values):
                 yield place, Part(tensor, tuple(tensor.shape), 0, here.is_kept_by_others)
@@ -114,6 +121,16 @@ class Source:
             stop = max(start, min(end, piece.storage_offset() + piece.numel()))
             values = flat[start - here.first : stop - here.first] if stop > start else flat[:0]
             yield place, Part(values, tuple(piece.shape), int(start - piece.storage_offset()), here.is_kept_by_others)
+
+    def read_as(self, place: str, stored: Readable) -> Readable:
+        """A tensor of the folder with the shape of its part in `stored`; reverts `turned`."""
+        return TransposedStack(stored) if self.stacks.get(place) else stored
+
+    def turned(self, place: str, part: Part) -> Part:
+        """A part of `stored` as the folder has it: a view that is transposed for such `stacks`."""
+        if not self.stacks.get(place):
+            return part
+        return replace(part, values=part.values.mT, shape=(part.shape[0], part.shape[2], part.shape[1]))
 
     @property
     def own_names(self) -> dict[str, str]:
@@ -193,7 +210,8 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
     return {name: part.values for name, part in parts_on_disk(model).items()}
 
 
-def parts_on_disk(model: nn.Module) -> dict[str, Part]:
-    """As `tensors_on_disk`, for a model that may be sharded: this rank's part of each tensor."""
-    source = source_of(model)
-    return dict(pair for name, tensor in all_tensors(model) for pair in source.stored(name, tensor))
+def parts_on_disk(model: nn.Module, as_read: bool = False) -> dict[str, Part]:
+    """As `tensors_on_disk`, for a model that may be sharded: this rank's part of each tensor. `as_read` is that of `stored`; a
+    model with a vision tower, which is always saved in the form of its folder, has no other."""
+    source, as_read = source_of(model), as_read or getattr(model, "vision", None) is not None
+    return dict(pair for name, tensor in all_tensors(model) for pair in source.stored(name, tensor, as_read))

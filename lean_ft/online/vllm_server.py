@@ -88,9 +88,9 @@ class VLLMServer:
         source, own_names = model.source, model.source.own_names
         for layer, tensors in groupby(plain_tensors(model), key=lambda named: _layer_of(named[0])):
             of_layer = {
-                own_names.get(place, place): part.values
+                own_names.get(place, place): source.turned(place, part)
                 for name, tensor in tensors
-                for place, part in source.stored(name, tensor.detach())
+                for place, part in source.stored(name, tensor.detach(), as_read=True)
             }
             write_file(self._folder / f"{layer}.safetensors", of_layer, {"format": "pt"})
         self._ask("pause?mode=wait", {})  # also clears the prefix cache

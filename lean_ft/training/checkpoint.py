@@ -127,7 +127,8 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
     if isinstance(model, Decoder) and model.vision is not None:  # the folder has the multimodal model's names
-        stored = {own: stored[name] for name, own in model.source.names.items() if own is not None and name in stored}
+        names = [(name, own) for name, own in model.source.names.items() if own is not None and name in stored]
+        stored = {own: model.source.read_as(own, stored[name]) for name, own in names}
     read_same(stored, parts_on_disk(model), folder, what="model", begun_with="the model and the model.dtype")
 
 

@@ -13,6 +13,7 @@ class Multimodal:
     modules: tuple[str, str] = ("model.", "model.language_model.")
     # Values of text_config's tie_word_embeddings that decide, as in transformers; else the multimodal model's decides.
     tied_by_text: tuple[bool | None, ...] = ()
+    stacks_experts: bool = False  # the experts of a layer are one tensor per projection, not one per expert as in `Family`
 
 
 # A table: related fields share a line.
@@ -30,6 +31,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "qwen2_vl": Multimodal({"qwen2": "Qwen2ForCausalLM"}, tied_by_text=(True,)),
     "qwen2_5_vl": Multimodal({"qwen2": "Qwen2ForCausalLM"}, tied_by_text=(True,)),
     "qwen3_vl": Multimodal({"qwen3": "Qwen3ForCausalLM"}),
+    "qwen3_vl_moe": Multimodal({"qwen3_moe": "Qwen3MoeForCausalLM"}, stacks_experts=True),
     "qwen3_5": Multimodal({"qwen3_5_text": "Qwen3_5ForCausalLM"}),
     "qwen3_5_moe": Multimodal({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}),
 }

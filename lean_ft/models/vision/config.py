@@ -318,7 +318,7 @@ _GEMMA4_DEFAULTS = {
 _QWEN = VisionFamily(_qwen3_vl, _QWEN_DEFAULTS, {"vision.": "visual."}, alternating_axes=True)
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "qwen3_vl": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
+    "qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
     "gemma3": VisionFamily(_gemma3, _SIGLIP_DEFAULTS, _GEMMA3, SPELLINGS),
     "mistral3": VisionFamily(_mistral3, _PIXTRAL_DEFAULTS, _PIXTRAL),
     "gemma4": VisionFamily(_gemma4, _GEMMA4_DEFAULTS, _GEMMA4),

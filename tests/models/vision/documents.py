@@ -119,6 +119,9 @@ _HYBRID |= {"num_hidden_layers": 4, "partial_rotary_factor": 0.5}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
 def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
     settings = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), "mrope_interleaved": True}
     return {"rope_parameters": settings | more}
@@ -155,6 +158,10 @@ CASES = {
     "qwen3_vl": Case(
         "Qwen3VL", _mrope(3, 3, 2), _QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]}, _IDS, _QWEN_PROCESSOR, _qwen,
         settings={"tie_word_embeddings": True},
+    ),
+    "qwen3_vl_moe": Case(
+        "Qwen3VLMoe", _EXPERTS | _mrope(3, 3, 2), _QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]}, _IDS, _QWEN_PROCESSOR,
+        _qwen, is_exact=False,
     ),
     "qwen3_5": Case(
         "Qwen3_5", _HYBRID | _mrope(2, 1, 1, partial_rotary_factor=0.5), _QWEN_TOWER, _IDS, _QWEN_PROCESSOR, _qwen,
