@@ -106,8 +106,7 @@ class TransposedStack:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        num_experts, columns, rows = self.numbers.shape
-        return num_experts, rows, columns
+        return *self.numbers.shape[:1], *self.numbers.shape[:0:-1]
 
     def read_part(self, part: Part) -> None:
         """Fill this rank's part of the stack: whole matrices, one in memory at a time."""

@@ -246,12 +246,11 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     own_name = partial(name_in_language_model, spellings=spellings) if model.source.part_of else str
     names = {name: own_name(name) for name in whole}
     own = {own: whole[name] for name, own in names.items() if own is not None}
-    model.source.stacks = {}
-    for name, (num_experts, rows, columns) in _one_per_expert(model).items():
-        if name in own:
-            is_turned = rows != columns and own[name].shape == (num_experts, columns, rows)
-            model.source.stacks[name] = is_turned
-            own[name] = model.source.read_as(name, own[name])
+    stacks = {name: shape for name, shape in _one_per_expert(model).items() if name in own}
+    # Of all at once, because some matrices may be square.
+    are_turned = any(own[name].shape == (e, columns, rows) != (e, rows, columns) for name, (e, rows, columns) in stacks.items())
+    model.source.stacks = dict.fromkeys(stacks, are_turned)
+    own |= {name: model.source.read_as(name, own[name]) for name in stacks}
     stored = _match(model, own, folder)
     if model.source.part_of:
         # Some folders store a tied output layer too.

@@ -101,6 +101,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Mistral3": ("ministral3", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
     "Qwen2_5_VL": ("qwen2", {}, {}),
     "Qwen3VL": ("qwen3", {}, {"vision_start_token_id": 96}),
+    "Qwen3VLMoe": ("qwen3_moe", {}, {"vision_start_token_id": 96}),
     "Qwen3_5": ("qwen3_5_text", {}, {"vision_start_token_id": 96}),
     "Qwen3_5Moe": ("qwen3_5_moe_text", {}, {"vision_start_token_id": 96}),
     "Gemma4": (
@@ -125,10 +126,12 @@ def whole_model(name: str) -> Reference:
     """A random tiny multimodal model; ids up to 95 are text."""
     case, vision, others = WHOLES[name]
     model_type, text = CASES[case]
-    if name in ("Qwen2_5_VL", "Qwen3VL"):
+    if name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"):
         text = {**text, "rope_parameters": _MROPE}
     if name == "Llama4":
         text = {**text, "no_rope_layers": []}  # as published: an empty list means the default
+    if name == "Qwen3VLMoe":
+        model_type = "qwen3_vl_moe_text"
     ids = {"image_token_id": 98, "video_token_id": 97, "image_token_index": 98}
     config = getattr(transformers, f"{name}Config")(
         text_config={**SIZES, **text, "model_type": model_type}, vision_config=vision or _QWEN_VISION, **ids, **others

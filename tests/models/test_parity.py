@@ -270,7 +270,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])
-@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"])
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"])
 def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_renamed, tmp_path):
     """With tensor names of transformers 4 and of transformers 5."""
     whole = whole_model(kind)
@@ -301,7 +301,7 @@ def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_r
 
 
 @pytest.mark.parametrize("levels", [(True, False), (False, True), (True, None)], ids=str)
-@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Gemma4", "Llama4"])
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Gemma4", "Llama4"])
 def test_whether_a_multimodal_model_ties_its_embeddings_is_read_as_in_transformers(kind, levels, tmp_path):
     """`tie_word_embeddings` differs between the top level and text_config, and the folder has no output layer."""
     whole = whole_model(kind)

@@ -8,13 +8,13 @@ import torch
 
 from lean_ft.models import load_model, save_model
 from lean_ft.parallel import join, parallelize
-from tests.models.vision.documents import CASES, draw_all, inputs, save
+from tests.models.vision.documents import CASES, draw_all, inputs, save, stack_experts
 from tests.parallel.processes import on_ranks
 from tests.parallel.small_training import CPU, Config
 
 pytestmark = pytest.mark.long
 
-NAMES = "qwen3_vl", "gemma3", "gemma4"
+NAMES = "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4"
 
 
 def work(folder: Path) -> dict[str, Any]:
@@ -36,6 +36,8 @@ def work(folder: Path) -> dict[str, Any]:
 def test_two_ranks_compute_and_save_what_one_does(tmp_path: Path):
     for name in NAMES:
         save(CASES[name], tmp_path / name)
+        if name == "qwen3_vl_moe":
+            stack_experts(tmp_path / name, transposed=True)
     ranks, alone = on_ranks(2, work, tmp_path, timeout=600), work(tmp_path)
     for name in NAMES:
         assert all(torch.equal(of_rank[name], alone[name]) for of_rank in ranks)

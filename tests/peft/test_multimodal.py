@@ -16,11 +16,11 @@ from tests.peft.conftest import randomize
 
 peft = pytest.importorskip("peft")
 
-QUICK = ("Gemma3", "Mistral3", "Qwen3_5Moe")
+QUICK = ("Gemma3", "Mistral3", "Qwen3VLMoe", "Qwen3_5Moe")
 NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in WHOLES]
 IDS = torch.arange(3, 43).view(2, 20)
 OF_TEXT = r".*(language|text)_model\..*\.(q_proj|o_proj|out_proj|up_proj|w3|in_proj_qkv)"
-EXPERTS = {"Qwen3_5Moe", "Llama4"}
+EXPERTS = {"Qwen3VLMoe", "Qwen3_5Moe", "Llama4"}
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 CONFIGS = {
     "regex": {"target_modules": OF_TEXT},

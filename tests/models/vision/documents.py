@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lean_ft.images.batch import Images
@@ -248,6 +250,22 @@ def save(case: Case, folder: Path) -> Path:
     reference(case).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(case.processor))
     return folder
+
+
+def stack_experts(folder: Path, transposed: bool) -> None:
+    """Rewrite a folder with one tensor per projection of experts, as published for Qwen3.5, or `transposed`, for Qwen3-VL."""
+    tensors, stacks = load_file(folder / "model.safetensors"), dict[str, dict[str, Tensor]]()
+    for name in list(tensors):
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)_proj\.weight", name):
+            stacks.setdefault(found[1], {})[f"{found[3]}{found[2]}"] = tensors.pop(name)
+    for place, own in stacks.items():
+        gate, up, down = (
+            torch.stack([own[f"{of}{i}"] for i in range(len(own) // 3)]) for of in ("gate", "up", "down")
+        )
+        tensors |= {f"{place}.gate_up_proj": torch.cat((gate, up), 1), f"{place}.down_proj": down}
+    for name in [name for name in tensors if ".experts." in name and transposed]:
+        tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 class Document(NamedTuple):

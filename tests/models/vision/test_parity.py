@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.training.checkpoint import restore_weights
 from tests.models.vision.documents import (
     CASES,
     COUNTS,
@@ -22,6 +24,7 @@ from tests.models.vision.documents import (
     position_shift,
     save,
     split,
+    stack_experts,
     their_greedy_tokens,
 )
 
@@ -159,6 +162,29 @@ def test_other_spellings_of_names_are_read_and_written(name: str, tmp_path: Path
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     save_model(model, copy)
     assert load_file(copy / "model.safetensors").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["as in memory", "transposed"])
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_stacks_of_experts_are_read_and_written_as_published(name: str, transposed: bool, tmp_path: Path):
+    source, copy, alone = save(CASES[name], tmp_path / "source"), tmp_path / "copy", tmp_path / "alone"
+    expected = load_model(source, images="frozen").state_dict()
+    stack_experts(source, transposed)
+    model, resumed = (load_model(source, images="frozen", random_init=is_random) for is_random in (False, True))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    save_model(model, copy)
+    assert (copy / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    resumed.source = model.source
+    restore_weights(copy, resumed)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.state_dict().items())
+
+    text = load_model(source)
+    save_model(text, copy, whole=True)
+    assert (copy / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    save_model(text, alone)  # one tensor per expert
+    ids = torch.arange(16, 48)[None]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(alone)(ids).logits
+    torch.testing.assert_close(text(ids), theirs, rtol=0, atol=CASES[name].tolerance)
 
 
 def test_random_weights_are_saved_as_a_folder_that_is_read(case: Case, folder: Path, tmp_path: Path):
