@@ -172,9 +172,14 @@ class Check:
         if "quantization_config" in self.hf_config:
             raise ValueError("the folder's weights are quantized, and are saved in full")
         stored = {name_in_language_model(name) or name: tensor for name, tensor in stored_tensors(self.folder).items()}
+        model = load_model(self.folder, dtype=stored_dtype(self.folder), may_score=True)
+        if model.source.stacks:
+            raise ValueError(
+                "the folder stacks the weights of all experts, and each expert's are saved as their own tensors"
+            )
         with tempfile.TemporaryDirectory() as temporary:
             saved, exported = Path(temporary) / "saved", Path(temporary) / "exported"
-            save_model(load_model(self.folder, dtype=stored_dtype(self.folder), may_score=True), saved)
+            save_model(model, saved)
             self.tokenizer.save(saved)
             export_folder(saved, exported)  # compares the logits of what it wrote
             for name, folder in (("save and read back", saved), ("export and read back", exported)):

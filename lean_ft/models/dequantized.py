@@ -95,28 +95,7 @@ class FourBitStack:
                 matrix[:, row : row + size] = rows.whole().T
 
 
-@dataclass(frozen=True)
-class TransposedStack:
-    """A stack of matrices that are stored transposed."""
-
-    numbers: StoredTensor  # (experts, columns, rows)
-
-    def __getattr__(self, name: str) -> Any:  # dtype, dtype_name and file
-        return getattr(self.numbers, name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return *self.numbers.shape[:1], *self.numbers.shape[:0:-1]
-
-    def read_part(self, part: Part) -> None:
-        """Fill this rank's part of the stack: whole matrices, one in memory at a time."""
-        of_matrix = math.prod(self.shape[1:])
-        assert part.run is None and not part.first % of_matrix, "a stack is cut by its first dimension"
-        for expert, matrix in enumerate(part.values.view(-1, *self.shape[1:]), start=part.first // of_matrix):
-            matrix.copy_(_read(self.numbers, expert * of_matrix, self.shape[:0:-1]).T)
-
-
-Readable = StoredTensor | ScaledTensor | FourBitStack | TransposedStack
+Readable = StoredTensor | ScaledTensor | FourBitStack
 
 
 def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, Readable]:

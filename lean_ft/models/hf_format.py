@@ -76,7 +76,7 @@ def load_model(
 ) -> Decoder:
     """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model, with parameters in `dtype`.
 
-    Peak memory is the model plus 1 MiB. On the device `meta` the model has shapes only, until `read_weights`.
+    Peak memory is the model plus 1 MiB, or a matrix of an expert if the folder has transposed ones. On the device `meta` the model has shapes only, until `read_weights`.
 
     Args:
         path: with a `ModelConfig`, its settings replace `dtype`, `random_init`, `router_aux_loss_coef`, `new_ids` and `images`;
@@ -246,11 +246,14 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     own_name = partial(name_in_language_model, spellings=spellings) if model.source.part_of else str
     names = {name: own_name(name) for name in whole}
     own = {own: whole[name] for name, own in names.items() if own is not None}
-    stacks = {name: shape for name, shape in _one_per_expert(model).items() if name in own}
-    # Of all at once, because some matrices may be square.
-    are_turned = any(own[name].shape == (e, columns, rows) != (e, rows, columns) for name, (e, rows, columns) in stacks.items())
-    model.source.stacks = dict.fromkeys(stacks, are_turned)
-    own |= {name: model.source.read_as(name, own[name]) for name in stacks}
+    stacks = {name: tensor for name in _one_per_expert(model) if isinstance(tensor := own.get(name), StoredTensor)}
+    # The same for all, because some may have square matrices.
+    shapes = [
+        (tensor.shape, tensor.transposed.shape, model.get_parameter(name).shape) for name, tensor in stacks.items()
+    ]
+    are_transposed = any(plain != expected == transposed for plain, transposed, expected in shapes)
+    model.source.stacks = dict.fromkeys(stacks, are_transposed)
+    own |= {name: tensor.transposed for name, tensor in stacks.items() if are_transposed}
     stored = _match(model, own, folder)
     if model.source.part_of:
         # Some folders store a tied output layer too.
@@ -275,10 +278,10 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     return read
 
 
-def _one_per_expert(model: Decoder) -> dict[str, torch.Size]:
-    """The parameters that stack all experts' matrices and of which the family's folders have a tensor per expert: their shapes."""
+def _one_per_expert(model: Decoder) -> list[str]:
+    """The parameters that stack the matrices of all experts and have a tensor per expert in the family's folders."""
     stacks = {f"{at}.{own}": p for at, experts in experts_of(model).items() for own, p in experts.named_parameters()}
-    return {name: p.shape for name, p in stacks.items() if next(model.source.stored(name, p))[0] != name}
+    return [name for name, p in stacks.items() if next(model.source.stored(name, p))[0] != name]
 
 
 def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,16 @@ class StoredTensor:
     dtype_name: str
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
+    is_transposed: bool = False  # a stack of matrices of which the file has the transposes
 
     @property
     def dtype(self) -> torch.dtype | None:
         return _DTYPES.get(self.dtype_name)
+
+    @property
+    def transposed(self) -> "StoredTensor":
+        """The stack (E, columns, rows) of the transposes of these matrices (E, rows, columns)."""
+        return replace(self, shape=(*self.shape[:1], *self.shape[:0:-1]), is_transposed=True)
 
     def read(self) -> Tensor:
         """The tensor on the CPU."""
@@ -64,10 +70,17 @@ class StoredTensor:
 
     def read_part(self, part: Part) -> None:
         """Fill this rank's part of a tensor of this shape, on any device and in any floating dtype, with 1 MiB of memory; with
-        none if the part is on the CPU and has the stored dtype."""
+        none if the part is on the CPU and has the stored dtype, and with a matrix at a time if those are transposed."""
         assert self.dtype is not None
         assert part.shape == self.shape
         assert part.values.is_contiguous()
+        if self.is_transposed:
+            size = math.prod(self.shape[1:])
+            assert not part.first % size, "a stack is cut by its first dimension"
+            for i, matrix in enumerate(part.values.view(-1, *self.shape[1:]), start=part.first // size):
+                offset = self.offset + i * size * self.dtype.itemsize
+                matrix.copy_(StoredTensor(self.file, self.dtype_name, self.shape[:0:-1], offset).read().T)
+            return
         flat = part.values.view(-1)
         with open(self.file, "rb", buffering=0) as file:
             is_direct = flat.device.type == "cpu" and flat.dtype == self.dtype

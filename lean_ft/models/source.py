@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models.dequantized import Readable, TransposedStack
 from lean_ft.models.families import FAMILIES, MULTIMODAL, Family
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.system.shards import Cut, Part, part_of
@@ -121,10 +120,6 @@ class Source:
             stop = max(start, min(end, piece.storage_offset() + piece.numel()))
             values = flat[start - here.first : stop - here.first] if stop > start else flat[:0]
             yield place, Part(values, tuple(piece.shape), int(start - piece.storage_offset()), here.is_kept_by_others)
-
-    def read_as(self, place: str, stored: Readable) -> Readable:
-        """A tensor of the folder with the shape of its part in `stored`; reverts `turned`."""
-        return TransposedStack(stored) if self.stacks.get(place) else stored
 
     def turned(self, place: str, part: Part) -> Part:
         """A part of `stored` as the folder has it: a view that is transposed for such `stacks`."""

@@ -128,7 +128,7 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
         stored |= read_header(path)
     if isinstance(model, Decoder) and model.vision is not None:  # the folder has the multimodal model's names
         names = [(name, own) for name, own in model.source.names.items() if own is not None and name in stored]
-        stored = {own: model.source.read_as(own, stored[name]) for name, own in names}
+        stored = {own: stored[name].transposed if model.source.stacks.get(own) else stored[name] for name, own in names}
     read_same(stored, parts_on_disk(model), folder, what="model", begun_with="the model and the model.dtype")
 
 

@@ -13,7 +13,9 @@ class Multimodal:
     modules: tuple[str, str] = ("model.", "model.language_model.")
     # Values of text_config's tie_word_embeddings that decide, as in transformers; else the multimodal model's decides.
     tied_by_text: tuple[bool | None, ...] = ()
-    stacks_experts: bool = False  # the experts of a layer are one tensor per projection, not one per expert as in `Family`
+    stacks_experts: bool = (
+        False  # the experts of a layer are one tensor per projection, not one per expert as in `Family`
+    )
 
 
 # A table: related fields share a line.

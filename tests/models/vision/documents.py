@@ -259,9 +259,7 @@ def stack_experts(folder: Path, transposed: bool) -> None:
         if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)_proj\.weight", name):
             stacks.setdefault(found[1], {})[f"{found[3]}{found[2]}"] = tensors.pop(name)
     for place, own in stacks.items():
-        gate, up, down = (
-            torch.stack([own[f"{of}{i}"] for i in range(len(own) // 3)]) for of in ("gate", "up", "down")
-        )
+        gate, up, down = (torch.stack([own[f"{of}{i}"] for i in range(len(own) // 3)]) for of in ("gate", "up", "down"))
         tensors |= {f"{place}.gate_up_proj": torch.cat((gate, up), 1), f"{place}.down_proj": down}
     for name in [name for name in tensors if ".experts." in name and transposed]:
         tensors[name] = tensors[name].mT.contiguous()

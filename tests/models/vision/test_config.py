@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from lean_ft.models.config_json import as_its_family, decoder_config
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.vision.config import VISION_FAMILIES
 from tests.models.vision.documents import CASES, save
@@ -38,6 +39,16 @@ def test_absent_fields_have_the_values_of_transformers(name: str):
     for field, value in VISION_FAMILIES[name].defaults.items():
         their = rope.get(field, value) if field == "rope_theta" else getattr(theirs, field, value)
         assert value == (list(their) if isinstance(their, tuple) else their), field
+
+
+def test_the_text_of_qwen3_vl_moe_has_the_values_of_transformers():
+    sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2, "num_experts": 6}
+    sizes |= {"num_attention_heads": 32, "model_type": "qwen3_vl_moe_text"}
+    theirs = CONFIG_MAPPING["qwen3_vl_moe_text"](**sizes, tie_word_embeddings=False).to_dict()
+    ignored = {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 8}  # as in transformers
+    absent, present, other = (decoder_config(as_its_family(x)) for x in (sizes, theirs, theirs | ignored))
+    assert absent == present == other
+    assert present.mixture is not None and present.mixture.weights_sum_to_one
 
 
 @pytest.mark.parametrize(
