@@ -76,7 +76,8 @@ def load_model(
 ) -> Decoder:
     """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model, with parameters in `dtype`.
 
-    Peak memory is the model plus 1 MiB, or a matrix of an expert if the folder has transposed ones. On the device `meta` the model has shapes only, until `read_weights`.
+    Peak memory is the model plus 1 MiB, or plus an expert's matrix if the folder has those transposed. On the device `meta` the
+    model has shapes only, until `read_weights`.
 
     Args:
         path: with a `ModelConfig`, its settings replace `dtype`, `random_init`, `router_aux_loss_coef`, `new_ids` and `images`;
