@@ -180,6 +180,7 @@ class Check:
         with tempfile.TemporaryDirectory() as temporary:
             saved, exported = Path(temporary) / "saved", Path(temporary) / "exported"
             save_model(model, saved)
+            del model
             self.tokenizer.save(saved)
             export_folder(saved, exported)  # compares the logits of what it wrote
             for name, folder in (("save and read back", saved), ("export and read back", exported)):

@@ -122,7 +122,7 @@ class Source:
             yield place, Part(values, tuple(piece.shape), int(start - piece.storage_offset()), here.is_kept_by_others)
 
     def turned(self, place: str, part: Part) -> Part:
-        """A part of `stored` as the folder has it: a view that is transposed for such `stacks`."""
+        """A part of `stored` as the folder has it, to write: for transposed `stacks` a view that is not contiguous."""
         if not self.stacks.get(place):
             return part
         return replace(part, values=part.values.mT, shape=(part.shape[0], part.shape[2], part.shape[1]))

@@ -13,9 +13,8 @@ class Multimodal:
     modules: tuple[str, str] = ("model.", "model.language_model.")
     # Values of text_config's tie_word_embeddings that decide, as in transformers; else the multimodal model's decides.
     tied_by_text: tuple[bool | None, ...] = ()
-    stacks_experts: bool = (
-        False  # the experts of a layer are one tensor per projection, not one per expert as in `Family`
-    )
+    # Whether transformers stores one tensor per projection for all experts of a layer, whatever the `Family` has.
+    stacks_experts: bool = False
 
 
 # A table: related fields share a line.

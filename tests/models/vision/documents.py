@@ -119,8 +119,6 @@ _QWEN_PROCESSOR |= {"size": {"shortest_edge": 256, "longest_edge": 65536}}
 _HYBRID = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _HYBRID |= {"num_hidden_layers": 4, "partial_rotary_factor": 0.5}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-
-
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
