@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
-from lean_ft.models.config_fields import ConfigFields, head_dim_of, listed
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, no_layer
+from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
+from lean_ft.system.config_fields import ConfigFields, listed
 from lean_ft.system.spelling import did_you_mean
 
 MAX_LAYERS = 1024

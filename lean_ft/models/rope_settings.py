@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lean_ft.models.config_fields import MAX_NUMBER, ConfigFields, head_dim_of, listed
 from lean_ft.models.rope import SCALINGS, RopeConfig
+from lean_ft.system.config_fields import MAX_NUMBER, ConfigFields, listed
 from lean_ft.system.spelling import did_you_mean
 
 
@@ -152,3 +152,22 @@ _ROPE_READERS: dict[str, Callable[[ConfigFields, int, int], dict[str, Any]]] = {
         "nonzero_fraction": settings.positive("partial_rotary_factor"),
     },
 }
+
+
+def head_dim_of(fields: ConfigFields) -> int:
+    """Features of an attention head: the field head_dim, or the hidden size divided by the number of heads."""
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if fields.get("qk_rope_head_dim") is not None:  # latent attention: the rotated features
+        head_dim = fields.count("qk_rope_head_dim")
+    elif fields.get("head_dim") is not None:
+        head_dim = fields.count("head_dim")
+    elif hidden_size % num_heads == 0:
+        head_dim = hidden_size // num_heads
+    else:
+        raise ValueError(
+            f"{fields.where}: hidden_size is {hidden_size}, which is not a multiple of {num_heads} attention heads. Set "
+            "head_dim, or correct one of the two."
+        )
+    if head_dim % 2:
+        raise ValueError(f"{fields.where}: head_dim is {head_dim}; rotary embeddings need an even number.")
+    return head_dim

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lean_ft.models.config_fields import ConfigFields, head_dim_of, listed
 from lean_ft.models.families.family import (
     ACTIVATION_NAMES,
     ATTENTION_BIAS,
@@ -21,7 +20,8 @@ from lean_ft.models.families.family import (
     upper_layers,
 )
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config, rope_settings
+from lean_ft.models.rope_settings import head_dim_of, rope_config, rope_settings
+from lean_ft.system.config_fields import ConfigFields, listed
 
 
 def _layers_without_rope(fields: ConfigFields, layer: int) -> bool:

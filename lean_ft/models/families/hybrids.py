@@ -4,9 +4,9 @@ from functools import partial
 from typing import Any
 
 from lean_ft.models.config import DeltaRuleConfig, ShortConvolutionConfig
-from lean_ft.models.config_fields import ConfigFields
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, partial_rope
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, MIXTURE, MIXTURE_DEFAULTS, every_nth_layer_but_some
+from lean_ft.system.config_fields import ConfigFields
 
 # Layer types if config.json does not list them.
 

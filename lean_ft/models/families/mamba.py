@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from lean_ft.models.config import Mamba2Config
-from lean_ft.models.config_fields import ConfigFields, head_dim_of
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import ACTIVATION_NAMES, ATTENTION_BIAS, Family, count, flag, number, partial_rope
 from lean_ft.models.families.mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS, MIXTURE, MIXTURE_DEFAULTS
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config
+from lean_ft.models.rope_settings import head_dim_of, rope_config
+from lean_ft.system.config_fields import ConfigFields
 
 
 def _mamba2(fields: ConfigFields, **facts: Any) -> Mamba2Config:

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 from lean_ft.models.config import LatentConfig
-from lean_ft.models.config_fields import ConfigFields, head_dim_of
 from lean_ft.models.families.family import (
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
@@ -18,7 +17,8 @@ from lean_ft.models.families.family import (
     upper_layers,
 )
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config, rope_settings
+from lean_ft.models.rope_settings import head_dim_of, rope_config, rope_settings
+from lean_ft.system.config_fields import ConfigFields
 
 
 def _num_experts(fields: ConfigFields) -> int:

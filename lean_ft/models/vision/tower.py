@@ -282,7 +282,7 @@ class VisionTower(nn.Module):
         self.patch_embed = Patches(config)
         self.pos_embed = None if config.positions == "none" else Positions(config)
         first = config.first_norm
-        self.first_norm = first and _norm(first, config.hidden_size, config.first_norm_eps)
+        self.first_norm = first and _norm(first, config.hidden_size, 1e-5)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
         self.last_norm = _norm(config.norm, config.hidden_size, config.norm_eps) if config.last_norm else None
         self.merger = Merger(config, config.norm_after_merge)
