@@ -111,9 +111,8 @@ def _rope(rope: Any, vision: VisionFamily | None) -> Any:
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return rope
     kept = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
-    if (
-        vision is not None and vision.alternating_axes is not None
-    ):  # not the file's order of axes, which transformers ignores
+    if vision is not None and vision.alternating_axes is not None:
+        # Not the file's order of axes, which transformers ignores.
         kept |= {"mrope_section": rope["mrope_section"], "mrope_interleaved": vision.alternating_axes}
     return {key: "default" if value == "mrope" else value for key, value in kept.items()}
 
@@ -272,7 +271,7 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
     num_experts, per_token, num_groups = mixture.num_experts, mixture.experts_per_token, mixture.num_groups
     if per_token > num_experts:
-        raise ValueError(f"{fields.where}: num_experts_per_tok is {per_token}; expected at most {num_experts}.")
+        raise fields.wrong("num_experts_per_tok", f"at most {num_experts}")
     if (
         num_experts % num_groups
         or mixture.groups_per_token > num_groups
@@ -285,10 +284,7 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
             "enough experts for a token."
         )
     if mixture.gate_scale != 1.0 and mixture.activation != "silu":
-        raise ValueError(
-            f"{fields.where}: {family.activation_field} is {fields.values[family.activation_field]!r}; expected 'silu', the "
-            "only activation of this family's experts."
-        )
+        raise fields.wrong(family.activation_field, "'silu', the only activation of this family's experts")
     return mixture
 
 
@@ -342,7 +338,7 @@ def _activation(fields: ConfigFields, family: Family) -> str:
     def activation_of(name: str) -> str:
         value = fields.values.get(name)
         if str(value) not in family.activations:
-            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {listed(family.activations)}.")
+            raise fields.wrong(name, f"one of {listed(family.activations)}")
         return family.activations[str(value)]
 
     field = family.activation_field

@@ -70,7 +70,7 @@ class ConfigFields:
             raise self.wrong(name, f"one of {', '.join(map(str, values))}")
         return value
 
-    def expect(self, because: str = "the only value that is supported", **expected: Any) -> None:
+    def expect(self, because: str = "the only value that is supported", /, **expected: Any) -> None:
         """Raise ValueError if a field is there and has another value."""
         for name, value in expected.items():
             self.read.add(name)

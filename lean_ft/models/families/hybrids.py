@@ -23,8 +23,7 @@ def _attention_in_full_attn_idxs(fields: ConfigFields, layer: int) -> str:
 def _delta_rule(fields: ConfigFields, fused_projections: bool) -> DeltaRuleConfig:
     num_key_heads, num_heads = (fields.count(f"linear_num_{of}_heads") for of in ("key", "value"))
     if num_heads % num_key_heads:
-        expected = f"a multiple of linear_num_key_heads, {num_key_heads}"
-        raise ValueError(f"{fields.where}: linear_num_value_heads is {num_heads}; expected {expected}.")
+        raise fields.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_key_heads}")
     key_dim, value_dim = (fields.count(f"linear_{of}_head_dim") for of in ("key", "value"))
     num_taps = fields.count("linear_conv_kernel_dim")
     return DeltaRuleConfig(num_key_heads, num_heads, key_dim, value_dim, num_taps, fused_projections)

@@ -237,13 +237,13 @@ _LFM2_VL = {
     "vision.merger.norm": "multi_modal_projector.layer_norm", "vision.merger.linear_fc": "multi_modal_projector.linear_",
     **_SIGLIP,
 }
+_GATED = {".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj", ".mlp.linear_fc2": ".mlp.down_proj"}
 _PIXTRAL = {
     "vision.merger.linear_fc1": "multi_modal_projector.patch_merger.merging_layer",
     "vision.merger.linear_fc2": "multi_modal_projector.linear_1", "vision.merger.linear_fc3": "multi_modal_projector.linear_2",
     "vision.merger.norm": "multi_modal_projector.norm", "vision.patch_embed.proj": "vision.patch_conv",
     "vision.first_norm": "vision.ln_pre", "vision.blocks": "vision.transformer.layers", ".norm1": ".attention_norm",
-    ".norm2": ".ffn_norm", ".mlp.gate": ".feed_forward.gate_proj", ".mlp.linear_fc1": ".feed_forward.up_proj",
-    ".mlp.linear_fc2": ".feed_forward.down_proj", ".attn.proj": ".attention.o_proj", ".attn": ".attention",
+    ".norm2": ".ffn_norm", **_GATED, ".mlp.": ".feed_forward.", ".attn.proj": ".attention.o_proj", ".attn": ".attention",
     "vision.": "vision_tower.",
 }
 _GEMMA4 = {
@@ -251,8 +251,7 @@ _GEMMA4 = {
     "vision.patch_embed.proj": "vision.patch_embedder.input_proj",
     "vision.pos_embed.weight": "vision.patch_embedder.position_embedding_table", "vision.blocks": "vision.encoder.layers",
     ".post_norm1": ".post_attention_layernorm", ".post_norm2": ".post_feedforward_layernorm", ".norm1": ".input_layernorm",
-    ".norm2": ".pre_feedforward_layernorm", ".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj",
-    ".mlp.linear_fc2": ".mlp.down_proj", ".attn.proj": ".self_attn.o_proj", ".attn": ".self_attn",
+    ".norm2": ".pre_feedforward_layernorm", **_GATED, ".attn.proj": ".self_attn.o_proj", ".attn": ".self_attn",
     "vision.": "vision_tower.",
 }
 _GEMMA4_UNIFIED = {
@@ -262,8 +261,7 @@ _GEMMA4_UNIFIED = {
 }
 _QWEN2_5 = {
     "vision.merger.norm": "vision.merger.ln_q", "vision.merger.linear_fc1": "vision.merger.mlp.0",
-    "vision.merger.linear_fc2": "vision.merger.mlp.2", ".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj",
-    ".mlp.linear_fc2": ".mlp.down_proj", "vision.": "visual.",
+    "vision.merger.linear_fc2": "vision.merger.mlp.2", **_GATED, "vision.": "visual.",
 }
 SPELLINGS = {"vision_tower.vision_model.": "vision_tower."}  # of transformers 4
 _UNIFIED_SPELLINGS = {
