@@ -18,16 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lean_ft.images.cuts import (
-    Size,
-    Tiling,
-    always,
-    tiled,
-    tiled_by_shape,
-    within_longest,
-    within_pixels,
-    within_tokens,
-)
+from lean_ft.images import cuts
+from lean_ft.images.cuts import Size, Tiling
 from lean_ft.system.config_fields import ConfigFields
 from lean_ft.system.whole_files import read_json
 
@@ -166,26 +158,26 @@ def _qwen(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) ->
     least, most = (
         ConfigFields(sizes, {}, settings.where).count(name, most=_MAX_LIMIT) for name in ("min_pixels", "max_pixels")
     )
-    return side, merge, partial(within_pixels, multiple=side * merge, least=least, ratio=200), most
+    return side, merge, partial(cuts.within_pixels, multiple=side * merge, least=least, ratio=200), most
 
 
 def _gemma3(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) -> _Facts:
     side, tokens = vision.count("patch_size", most=1024), math.isqrt(config.count("mm_tokens_per_image"))
     pixels = vision.count("image_size", multiple_of=side * tokens)
     settings.object("size").expect(_AS_IN_CONFIG, height=pixels, width=pixels)
-    return side, pixels // side // tokens, partial(always, target=Size(pixels, pixels)), 1
+    return side, pixels // side // tokens, partial(cuts.always, target=Size(pixels, pixels)), 1
 
 
 def _pixtral(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) -> _Facts:
     side, merge = vision.count("patch_size", most=1024), config.count("spatial_merge_size", most=64)
     longest = settings.object("size").count("longest_edge", most=_MAX_LIMIT)
-    return side, merge, partial(within_longest, multiple=side * merge), longest
+    return side, merge, partial(cuts.within_longest, multiple=side * merge), longest
 
 
 def _gemma4(settings: ConfigFields, config: ConfigFields, vision: ConfigFields, has_tower: bool = True) -> _Facts:
     side, merge = vision.count("patch_size", most=1024), vision.count("pooling_kernel_size", most=64)
     settings.expect(_AS_IN_CONFIG, patch_size=side, pooling_kernel_size=merge)
-    cut, limit = partial(within_tokens, multiple=side * merge), settings.count("max_soft_tokens", most=10_000)
+    cut, limit = partial(cuts.within_tokens, multiple=side * merge), settings.count("max_soft_tokens", most=10_000)
     return (side, merge, cut, limit) if has_tower else (side * merge, 1, cut, limit)
 
 
@@ -195,7 +187,7 @@ def _smolvlm(settings: ConfigFields, config: ConfigFields, vision: ConfigFields)
     if (tile := sizes.count("longest_edge", most=_MAX_LIMIT)) // side % merge or tile < side:
         raise sizes.wrong("longest_edge", f"a multiple of {merge} patches of {side} pixels, and less than a patch more")
     longest = settings.object("size").count("longest_edge", most=_MAX_LIMIT)
-    return side, merge, partial(tiled, tile=tile, split=settings.flag("do_image_splitting")), longest
+    return side, merge, partial(cuts.tiled, tile=tile, split=settings.flag("do_image_splitting")), longest
 
 
 def _lfm2(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) -> _Facts:
@@ -206,7 +198,7 @@ def _lfm2(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) ->
     tile = settings.count("tile_size", multiple_of=side * merge)
     max_tiles = settings.count("max_tiles", most=64) if settings.flag("do_image_splitting") else 1
     cut = partial(
-        tiled_by_shape, patch_size=side, multiple=side * merge, least=least, most=most, tile=tile, max_tiles=max_tiles,
+        cuts.tiled_by_shape, patch_size=side, multiple=side * merge, least=least, most=most, tile=tile, max_tiles=max_tiles,
         min_tiles=settings.count("min_tiles"), thumbnail=settings.flag("use_thumbnail"),
     )  # fmt: skip
     return side, merge, cut, most + max_tiles * (tile // side // merge) ** 2

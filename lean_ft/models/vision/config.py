@@ -29,9 +29,7 @@ class VisionConfig:
     # Patches.
     centers_colors: bool = False  # normalized colors x become 2 * x - 1
     frames: int = 0  # an image is this many equal frames of a video; 0: the projection has no time axis
-    linear_patches: bool = (
-        False  # the projection is stored as a matrix of pixels with their colors, not as a convolution
-    )
+    linear_patches: bool = False  # the projection is stored as a matrix of pixels with their colors, no convolution
     patch_bias: bool = True  # the projection has a bias
     patch_norms: bool = False  # LayerNorms before and after the projection
     # Learned positions, for patches or for the fractions of a side, as a square table of `table_side`: interpolated with the
@@ -183,8 +181,9 @@ def _mistral3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig
 def _gemma4(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
     text = whole.object("text_config", pad_token_id=0)
     return {
-        **_layers(vision, act="hidden_activation"), **_gemma4_projector(vision), "merge": vision.count("pooling_kernel_size"), "centers_colors": True,
-        "linear_patches": True, "patch_bias": False, "positions": "sum", "table_side": vision.count("position_embedding_size"),
+        **_layers(vision, act="hidden_activation"), **_gemma4_projector(vision), "centers_colors": True, "positions": "sum",
+        "merge": vision.count("pooling_kernel_size"), "table_side": vision.count("position_embedding_size"),
+        "linear_patches": True, "patch_bias": False,
         "norm": "rms", "norm_eps": vision.positive("rms_norm_eps"), "post_norms": True, "bias": False, "is_gated": True,
         "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "qkv_norms": True, "attention_scale": 1.0,
         "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True, "standardizes": vision.flag("standardize"),
