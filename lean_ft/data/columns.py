@@ -13,12 +13,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # texts do not need Pillow
-    from lean_ft.images.rules import ImageRules
+from lean_ft.images.rules import ImageRules
 
 OF_LOSS = ("trained", "num_targets", "row_values")  # columns that the model does not read
 IMAGE_ROW, POSITION_SHIFT = "image_row", "position_shift"  # columns of tokens: `lean_ft.data.images`

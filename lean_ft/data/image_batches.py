@@ -18,6 +18,8 @@ import torch
 from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT
 from lean_ft.data.images import num_embeddings, references_of
 from lean_ft.images.batch import Images
+from lean_ft.images.cuts import Size
+from lean_ft.images.rules import ImageRules
 from lean_ft.system.environment import usable_cores
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from lean_ft.data.batch import Batch
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns, Document
-    from lean_ft.images.rules import ImageRules
 
 Grids = tuple[tuple[int, int], ...]
 
@@ -120,8 +121,6 @@ def longest_images(rules: ImageRules, shape: tuple[int, int], number: int, lengt
     """Arguments of the forward pass for a batch of `shape` (B, T) with the most image tokens in the first `length` tokens of each
     row, all zeros: images of the size that leaves the fewest tokens over, and the largest of such sizes. The rows of each of the
     `number` rows of data show the same images."""
-    from lean_ft.images.reading import Size
-
     sides = [n * rules.patch_size * rules.merge for n in range(math.isqrt(length), 0, -1)]
     layouts = [rules.layout(Size(side, side * eighths // 8)) for side in sides for eighths in range(8, 0, -1)]
     layout = max(layouts, key=lambda one: length - length % sum(one.runs))  # 0 if it does not fit

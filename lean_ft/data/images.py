@@ -33,18 +33,16 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT, Columns, Document
 from lean_ft.data.foreign_fields import is_given
+from lean_ft.images.cuts import Size
+from lean_ft.images.rules import ImageLayout, ImageRules
 from lean_ft.system.units import counted
 from lean_ft.tokenizers.passages import Passage, with_image_texts
-
-if TYPE_CHECKING:  # rows of text do not need Pillow
-    from lean_ft.images.reading import Size
-    from lean_ft.images.rules import ImageLayout, ImageRules
 
 IMAGE_FIELDS = ("images", "image")
 MARK = "<image>"  # the place of an image in a text

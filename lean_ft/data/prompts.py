@@ -7,7 +7,7 @@ All prompts are kept in memory.
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,12 +31,10 @@ from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import read_rows
+from lean_ft.images.rules import ImageRules
 from lean_ft.settings import DataConfig, PromptDataConfig, Sources
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
-
-if TYPE_CHECKING:  # texts do not need Pillow
-    from lean_ft.images.rules import ImageRules
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Prompts:
         report: DataReport,
         fingerprint: str,
         shuffle: bool = True,
-        image_rules: "ImageRules | None" = None,
+        image_rules: ImageRules | None = None,
     ) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self.report, self.fingerprint, self.image_rules = report, fingerprint, image_rules

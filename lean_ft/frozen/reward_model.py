@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.generation.decoding import Asked, as_document, padded_inputs
 from lean_ft.generation.texts import reads_images
+from lean_ft.images.rules import ImageRules
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.stored_weights import stored_dtype
@@ -21,9 +22,6 @@ from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
-
-if TYPE_CHECKING:  # texts do not need Pillow
-    from lean_ft.images.rules import ImageRules
 
 TOKENS_AT_A_TIME = 8192  # positions of a forward pass, padding included
 
@@ -66,7 +64,7 @@ def score(
     model: Decoder,
     sequences: Sequence[Asked],
     tokens_at_a_time: int = TOKENS_AT_A_TIME,
-    image_rules: "ImageRules | None" = None,
+    image_rules: ImageRules | None = None,
 ) -> list[list[float]]:
     """Return the score at every token of each sequence of ids, or document. The last score is the sequence's.
 
@@ -81,7 +79,7 @@ def token_scores(
     model: Decoder,
     sequences: Sequence[Asked],
     tokens_at_a_time: int = TOKENS_AT_A_TIME,
-    image_rules: "ImageRules | None" = None,
+    image_rules: ImageRules | None = None,
 ) -> list[Tensor]:
     """Return C scores at each token of each sequence, (T, C) on the CPU; see `score`."""
     if not all(len(ids) for ids in sequences):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +34,13 @@ from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
+from lean_ft.images.rules import ImageRules
 from lean_ft.models import Decoder, FewRows, KVCache
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.log import say
 from lean_ft.system.world import world
 from lean_ft.tokenizers.loading import context_length
-
-if TYPE_CHECKING:  # texts do not need Pillow
-    from lean_ft.images.rules import ImageRules
 
 PROMPT_TOKENS = 8192  # prompt positions per pass
 # The cache, and on a CPU packed weights, take at most 1 / CACHE_SHARE each of the memory that the weights leave.
@@ -98,7 +96,7 @@ def sample(
     *,
     numbers: Sequence[int] | None = None,
     decode: Decode | None = None,
-    image_rules: "ImageRules | None" = None,
+    image_rules: ImageRules | None = None,
     cache_gib: float | None = None,
     compile: bool = False,
 ) -> list[Sample]:
@@ -139,7 +137,7 @@ def sample_steps(
     sampling: Sampling,
     decode: Decode | None = None,
     *,
-    image_rules: "ImageRules | None" = None,
+    image_rules: ImageRules | None = None,
     prompt_part: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield each step's tokens, one per prompt, None for rows that have ended. Arguments are those of `sample`.
@@ -158,7 +156,7 @@ def _rows(
     prompts: Tensor | Sequence[Asked],
     sampling: Sampling,
     numbers: Sequence[int] | None,
-    image_rules: "ImageRules | None" = None,
+    image_rules: ImageRules | None = None,
 ) -> list[_Row]:
     asked = [as_document(prompt) for prompt in prompts]
     for place, prompt in enumerate(asked):
@@ -234,7 +232,7 @@ def _decode_rows(
     compile: bool = False,
     prompt_part: int | None = None,
     packed_bytes: float = 0,
-    image_rules: "ImageRules | None" = None,
+    image_rules: ImageRules | None = None,
 ) -> Iterator[dict[int, int]]:
     """Fill the rows' samples, at most `room` rows at a time. Yield each step's tokens by the rows' places; empty after a part of a
     prompt."""
@@ -349,7 +347,7 @@ def _say_too_long(context: int | None) -> None:  # once per process
 
 
 def _read(
-    model: Decoder, rows: list[_Row], caches: KVCache, image_rules: "ImageRules | None", prompt_part: int | None
+    model: Decoder, rows: list[_Row], caches: KVCache, image_rules: ImageRules | None, prompt_part: int | None
 ) -> Generator[dict[int, int], None, Tensor]:
     """Fill the cache with the rows' texts. Return the hidden state (B, D) of each row's last token.
 
@@ -384,7 +382,7 @@ def _read(
     return torch.cat(lasts)[caches.spread(parts, [count for _, count in groups])]
 
 
-def padded_inputs(texts: Sequence[Document], image_rules: "ImageRules | None", device: torch.device) -> dict[str, Any]:
+def padded_inputs(texts: Sequence[Document], image_rules: ImageRules | None, device: torch.device) -> dict[str, Any]:
     """Arguments of the forward pass over texts, padded on the right. image_rules: of texts with columns of images."""
     longest = max(map(len, texts))
     if image_rules is None or IMAGE_ROW not in texts[0].per_token:

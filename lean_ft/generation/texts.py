@@ -5,7 +5,6 @@ decodes text.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +19,11 @@ from lean_ft.data.sources import read_rows
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
+from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
@@ -58,8 +59,8 @@ def open_model(
     path: a model folder, a checkpoint, a run (its newest complete checkpoint), a Hub repository, `tiny`, or an adapter
     or a run that trained one, which is loaded on its base model; `auto` is the base model of the first adapter. Several
     adapters add up. A folder of `leanft quantize` is opened on a CPU. images: whether the vision tower is loaded (`frozen`);
-    `auto`: if the folder has one that lean_ft knows. Raises ValueError if a folder is missing or incomplete, or for an
-    invalid device.
+    `auto`: if the folder has one that lean_ft knows, and a file of its image processor. Raises ValueError if a folder is
+    missing or incomplete, if that file is broken, or for an invalid device.
     """
     adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:
@@ -81,7 +82,7 @@ def open_model(
             )
         model = load_quantized(folder, dtype)
     else:
-        tower = ("frozen" if reads_images(folder) else "none") if images == "auto" else images
+        tower = _tower_of(folder) if images == "auto" else images
         model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters), images=tower)
     if adapters:
         load_adapter(model, *adapters)
@@ -89,14 +90,20 @@ def open_model(
 
 
 def reads_images(folder: Path) -> bool:
-    """Whether the folder's model has a vision tower that lean_ft knows, and the settings of its image processor."""
-    from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
+    """Whether the folder's model has a vision tower that lean_ft knows, and a file of its image processor."""
+    has_tower = str(read_json(folder / "config.json").get("model_type")) in VISION_FAMILIES
+    return has_tower and any((folder / name).is_file() for name in PROCESSOR_FILES)
 
-    if read_json(folder / "config.json").get("model_type") not in VISION_FAMILIES:
-        return False
-    with suppress(ValueError):
-        return image_rules(folder) is not None
-    return False
+
+def _tower_of(folder: Path) -> Literal["none", "frozen"]:
+    """`images` of a folder's model. Raises ValueError if its tower cannot be used."""
+    if not reads_images(folder):
+        return "none"
+    try:
+        image_rules(folder)
+    except ValueError as error:
+        raise ValueError(f"{error} To read texts alone, set model.images=none (`leanft serve`: --no-images).") from None
+    return "frozen"
 
 
 def answers(

@@ -9,7 +9,10 @@ import math
 from functools import cache
 from typing import NamedTuple
 
-from lean_ft.images.reading import Size
+
+class Size(NamedTuple):
+    width: int
+    height: int
 
 
 class Tiling(NamedTuple):

@@ -15,11 +15,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
+
+from lean_ft.images.cuts import Size
 
 MAX_PIXELS = 1 << 28  # by the header; a larger image is refused before it is decoded
 MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
@@ -38,11 +40,6 @@ _TURNS = {
 
 Image.MAX_IMAGE_PIXELS = None  # open_image has its own limit, and needs no warning
 warnings.filterwarnings("ignore", module=r"PIL\.")  # broken metadata, which nothing here reads
-
-
-class Size(NamedTuple):
-    width: int
-    height: int
 
 
 def reference(value: Any, folder: Path) -> bytes:

@@ -10,25 +10,24 @@ Shapes: P patches of an image, p pixels of a patch's side.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
-from lean_ft.images.cuts import Tiling, always, tiled, tiled_by_shape, within_longest, within_pixels, within_tokens
-from lean_ft.images.reading import MAX_PIXELS, Size
+from lean_ft.images import cuts
+from lean_ft.images.cuts import Size, Tiling
+from lean_ft.system.config_fields import ConfigFields
 from lean_ft.system.whole_files import read_json
+
+if TYPE_CHECKING:  # models and tokenizers load this file, and texts do not need Pillow
+    from PIL import Image
 
 _MAX_TILES = 1 << 10
 _MAX_RESIZED = 1 << 26  # pixels, 4 times what Qwen3-VL allows
-_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # mean and standard deviation
-_HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-_PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3  # filters of Pillow
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class ImageRules:
         limited.layout(Size(1, 1))
         return limited
 
-    def patches(self, image: Image.Image) -> np.ndarray:
+    def patches(self, image: "Image.Image") -> np.ndarray:
         """The patches (P, 3, p, p) of an upright RGB image as bytes, in blocks of `merge` x `merge`, tile after tile."""
         cut, resized = self._cut(Size(*image.size)), image
         for size in cut.sizes:
@@ -144,157 +143,126 @@ def by_rows(cut: Tiling, tokens: list[tuple[int, int]]) -> tuple[str, tuple[int,
     return "[IMG_BREAK]".join(["[IMG]"] * rows) + "[IMG_END]", (columns,) * rows
 
 
-class _Fields:
-    """The fields of a JSON file. As in transformers, null means absent."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return default if (value := self.values.get(name)) is None else value
-
-    def object(self, name: str, **default: int) -> "_Fields":
-        value = self.get(name, default)
-        if not isinstance(value, Mapping):
-            raise self.wrong(name, "an object")
-        return _Fields(value, f"{self.where}: {name}")
-
-    def count(self, name: str, default: int | None = None, most: int = MAX_PIXELS, multiple_of: int = 1) -> int:
-        value = self.get(name, default)
-        if type(value) is not int or not 0 < value <= most or value % multiple_of:
-            multiple = "a positive integer" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
-            raise self.wrong(name, f"{multiple}, at most {most}")
-        return value
-
-    def one_of(self, name: str, default: Any, values: Sequence[Any]) -> Any:
-        value = self.get(name, default)
-        if type(value) is not type(default) or value not in values:
-            raise self.wrong(name, f"one of {', '.join(map(str, values))}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        return self.one_of(name, default, (True, False))
-
-    def numbers(self, name: str, default: tuple[float, ...], least: float) -> tuple[float, ...]:
-        value = self.get(name, default)
-        colors = value if isinstance(value, list | tuple) else ()
-        if len(colors) != 3 or not all(type(x) in (int, float) and least <= x <= 1 for x in colors):
-            raise self.wrong(name, f"a list of 3 numbers from {least} to 1")
-        return tuple(map(float, colors))
-
-    def expect(self, because: str, **expected: Any) -> None:
-        for name, value in expected.items():
-            if self.get(name, value) != value:
-                raise self.wrong(name, f"{value}, {because}")
-
-    def wrong(self, name: str, expected: str) -> ValueError:
-        return ValueError(f"{self.where}: {name} is {repr(self.values.get(name))[:100]}; expected {expected}.")
-
-
 # A function per processor: patch_size, merge, cut and limit, by its settings, the fields of config.json and its vision_config.
-# Sides of patches and tokens are the tower's, by config.json. Absent settings have the processor's own defaults.
+# Sides of patches and tokens are the tower's, by config.json.
 _Facts = tuple[int, int, Callable[[Size, int], Tiling], int]
 _AS_IN_CONFIG = "as in config.json"
+_MAX_LIMIT = 1 << 28  # pixels of an image, or of a side
 
 
-def _qwen(settings: _Fields, config: _Fields, vision: _Fields, patch_size: int = 16) -> _Facts:
-    side, merge = vision.count("patch_size", patch_size, 1024), vision.count("spatial_merge_size", 2, 64)
+def _qwen(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) -> _Facts:
+    side, merge = vision.count("patch_size", most=1024), vision.count("spatial_merge_size", most=64)
     settings.expect(_AS_IN_CONFIG, patch_size=side, merge_size=merge)
-    size = settings.object("size", shortest_edge=56 * 56, longest_edge=28 * 28 * 1280)  # numbers of pixels
-    least = settings.count("min_pixels", size.get("shortest_edge"))
-    most = settings.count("max_pixels", size.get("longest_edge"))
-    return side, merge, partial(within_pixels, multiple=side * merge, least=least, ratio=200), most
+    size = settings.object("size")  # numbers of pixels
+    sizes = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")} | settings.values
+    least, most = (
+        ConfigFields(sizes, {}, settings.where).count(name, most=_MAX_LIMIT) for name in ("min_pixels", "max_pixels")
+    )
+    return side, merge, partial(cuts.within_pixels, multiple=side * merge, least=least, ratio=200), most
 
 
-def _gemma3(settings: _Fields, config: _Fields, vision: _Fields) -> _Facts:
-    side, tokens = vision.count("patch_size", 16, 1024), math.isqrt(config.count("mm_tokens_per_image", 256))
-    pixels = vision.count("image_size", 224, multiple_of=side * tokens)
-    settings.object("size", height=224, width=224).expect(_AS_IN_CONFIG, height=pixels, width=pixels)
-    return side, pixels // side // tokens, partial(always, target=Size(pixels, pixels)), 1
+def _gemma3(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) -> _Facts:
+    side, tokens = vision.count("patch_size", most=1024), math.isqrt(config.count("mm_tokens_per_image"))
+    pixels = vision.count("image_size", multiple_of=side * tokens)
+    settings.object("size").expect(_AS_IN_CONFIG, height=pixels, width=pixels)
+    return side, pixels // side // tokens, partial(cuts.always, target=Size(pixels, pixels)), 1
 
 
-def _pixtral(settings: _Fields, config: _Fields, vision: _Fields) -> _Facts:
-    side, merge = vision.count("patch_size", 16, 1024), config.count("spatial_merge_size", 2, 64)
-    longest = settings.object("size", longest_edge=1024).count("longest_edge")
-    return side, merge, partial(within_longest, multiple=side * merge), longest
+def _pixtral(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) -> _Facts:
+    side, merge = vision.count("patch_size", most=1024), config.count("spatial_merge_size", most=64)
+    longest = settings.object("size").count("longest_edge", most=_MAX_LIMIT)
+    return side, merge, partial(cuts.within_longest, multiple=side * merge), longest
 
 
-def _gemma4(settings: _Fields, config: _Fields, vision: _Fields, has_tower: bool = True) -> _Facts:
-    side, merge = vision.count("patch_size", 16, 1024), vision.count("pooling_kernel_size", 3, 64)
+def _gemma4(settings: ConfigFields, config: ConfigFields, vision: ConfigFields, has_tower: bool = True) -> _Facts:
+    side, merge = vision.count("patch_size", most=1024), vision.count("pooling_kernel_size", most=64)
     settings.expect(_AS_IN_CONFIG, patch_size=side, pooling_kernel_size=merge)
-    cut, limit = partial(within_tokens, multiple=side * merge), settings.count("max_soft_tokens", 280, 10_000)
+    cut, limit = partial(cuts.within_tokens, multiple=side * merge), settings.count("max_soft_tokens", most=10_000)
     return (side, merge, cut, limit) if has_tower else (side * merge, 1, cut, limit)
 
 
-def _smolvlm(settings: _Fields, config: _Fields, vision: _Fields) -> _Facts:
-    side, merge = vision.count("patch_size", 32, 1024), config.count("scale_factor", 2, 64)
-    sizes = settings.object("max_image_size", longest_edge=364)
-    if (tile := sizes.count("longest_edge")) // side % merge or tile < side:
+def _smolvlm(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) -> _Facts:
+    side, merge = vision.count("patch_size", most=1024), config.count("scale_factor", most=64)
+    sizes = settings.object("max_image_size")
+    if (tile := sizes.count("longest_edge", most=_MAX_LIMIT)) // side % merge or tile < side:
         raise sizes.wrong("longest_edge", f"a multiple of {merge} patches of {side} pixels, and less than a patch more")
-    longest = settings.object("size", longest_edge=4 * 364).count("longest_edge")
-    return side, merge, partial(tiled, tile=tile, split=settings.flag("do_image_splitting", True)), longest
+    longest = settings.object("size").count("longest_edge", most=_MAX_LIMIT)
+    return side, merge, partial(cuts.tiled, tile=tile, split=settings.flag("do_image_splitting")), longest
 
 
-def _lfm2(settings: _Fields, config: _Fields, vision: _Fields) -> _Facts:
-    side, merge = vision.count("patch_size", 16, 1024), config.count("downsample_factor", 2, 64)
+def _lfm2(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) -> _Facts:
+    side, merge = vision.count("patch_size", most=1024), config.count("downsample_factor", most=64)
     settings.expect(_AS_IN_CONFIG, encoder_patch_size=side, downsample_factor=merge)
-    settings.expect("the only value implemented", max_pixels_tolerance=2.0)
-    least, most = settings.count("min_image_tokens", 64), settings.count("max_image_tokens", 256, 10_000)
-    tile = settings.count("tile_size", 512, multiple_of=side * merge)
-    max_tiles = settings.count("max_tiles", 10, 64) if settings.flag("do_image_splitting", True) else 1
+    settings.expect(max_pixels_tolerance=2.0)
+    least, most = settings.count("min_image_tokens"), settings.count("max_image_tokens", most=10_000)
+    tile = settings.count("tile_size", multiple_of=side * merge)
+    max_tiles = settings.count("max_tiles", most=64) if settings.flag("do_image_splitting") else 1
     cut = partial(
-        tiled_by_shape, patch_size=side, multiple=side * merge, least=least, most=most, tile=tile, max_tiles=max_tiles,
-        min_tiles=settings.count("min_tiles", 2), thumbnail=settings.flag("use_thumbnail", True),
+        cuts.tiled_by_shape, patch_size=side, multiple=side * merge, least=least, most=most, tile=tile, max_tiles=max_tiles,
+        min_tiles=settings.count("min_tiles"), thumbnail=settings.flag("use_thumbnail"),
     )  # fmt: skip
     return side, merge, cut, most + max_tiles * (tile // side // merge) ** 2
 
 
 @dataclass(frozen=True)
 class _Family:
-    """A family's row, with its processor's defaults."""
+    """A family's row."""
 
-    facts: Callable[[_Fields, _Fields, _Fields], _Facts]
+    facts: Callable[[ConfigFields, ConfigFields, ConfigFields], _Facts]
     token: str
-    resample: int
-    colors: tuple[tuple[float, ...], tuple[float, ...]]
+    defaults: Mapping[str, Any]  # values of absent settings of its processor
+    patch_size: int = 16  # of its tower, if absent
     placeholder: str | None = None  # None: the token
-    text: Text | None = None  # None: the token
+    around: Mapping[str, str] = field(default_factory=dict)  # texts of `framed`
+    text: Text | None = None  # None: `framed`
     shifts_positions: bool = False
 
 
-def _frame(token: str, **around: str) -> Text:
-    return partial(framed, token=token, **around)
-
+# fmt: off
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3  # filters of Pillow
+_PLAIN = {"do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "resample": _BICUBIC}
+_HALF = {"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": _BILINEAR}
+_CLIP = {
+    "do_normalize": True, "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "resample": _BICUBIC,
+}
+_OF_QWEN = _CLIP | {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
+_OF_GEMMA_4 = _PLAIN | {"max_soft_tokens": 280}
+_OF_SMOLVLM = _HALF | {
+    "resample": _LANCZOS, "size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}, "do_image_splitting": True,
+}
+_OF_LFM2 = _HALF | {
+    "min_image_tokens": 64, "max_image_tokens": 256, "tile_size": 512, "min_tiles": 2, "max_tiles": 10,
+    "do_image_splitting": True, "use_thumbnail": True,
+}
+_IN_CONFIG = {"mm_tokens_per_image": 256, "spatial_merge_size": 2, "scale_factor": 2, "downsample_factor": 2}
+_IN_VISION = {"image_size": 224, "spatial_merge_size": 2, "pooling_kernel_size": 3}
 
 _FAKE = "<fake_token_around_image>"
-_GEMMA_4 = _frame("<|image|>", start="<|image>", end="<image|>")
+_GEMMA_4 = {"start": "<|image>", "end": "<image|>"}
+_QWEN = _Family(_qwen, "<|image_pad|>", _OF_QWEN, shifts_positions=True)
 _FAMILIES: dict[str, _Family] = {
-    **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-        _Family(_qwen, "<|image_pad|>", _BICUBIC, _CLIP, shifts_positions=True),
-    ),
-    "qwen2_5_vl": _Family(partial(_qwen, patch_size=14), "<|image_pad|>", _BICUBIC, _CLIP, shifts_positions=True),
+    "qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
+    "qwen2_5_vl": replace(_QWEN, patch_size=14),
     "gemma3": _Family(
-        _gemma3, "<image_soft_token>", _BILINEAR, _HALF, "<start_of_image>",
-        _frame("<image_soft_token>", start="\n\n<start_of_image>", end="<end_of_image>\n\n"),
+        _gemma3, "<image_soft_token>", _HALF | {"size": {"height": 224, "width": 224}}, placeholder="<start_of_image>",
+        around={"start": "\n\n<start_of_image>", "end": "<end_of_image>\n\n"},
     ),
-    "mistral3": _Family(_pixtral, "[IMG]", _BICUBIC, _CLIP, text=by_rows),
-    "gemma4": _Family(_gemma4, "<|image|>", _BICUBIC, _PLAIN, text=_GEMMA_4),
-    "gemma4_unified": _Family(partial(_gemma4, has_tower=False), "<|image|>", _BICUBIC, _PLAIN, text=_GEMMA_4),
+    "mistral3": _Family(_pixtral, "[IMG]", _CLIP | {"size": {"longest_edge": 1024}}, text=by_rows),
+    "gemma4": _Family(_gemma4, "<|image|>", _OF_GEMMA_4, around=_GEMMA_4),
+    "gemma4_unified": _Family(partial(_gemma4, has_tower=False), "<|image|>", _OF_GEMMA_4, around=_GEMMA_4),
     "smolvlm": _Family(
-        _smolvlm, "<image>", _LANCZOS, _HALF,
-        text=_frame(
-            "<image>", single=f"{_FAKE}<global-img>", tile=_FAKE + "<row_{}_col_{}>", row_end="\n",
-            thumbnail=f"\n{_FAKE}<global-img>", end=_FAKE,
-        ),
+        _smolvlm, "<image>", _OF_SMOLVLM, patch_size=32,
+        around={"single": f"{_FAKE}<global-img>", "tile": _FAKE + "<row_{}_col_{}>", "row_end": "\n",
+                "thumbnail": f"\n{_FAKE}<global-img>", "end": _FAKE},
     ),
     "lfm2_vl": _Family(
-        _lfm2, "<image>", _BILINEAR, _HALF,
-        text=_frame(
-            "<image>", start="<|image_start|>", tile="<|img_row_{}_col_{}|>", thumbnail="<|img_thumbnail|>", end="<|image_end|>",
-        ),
+        _lfm2, "<image>", _OF_LFM2,
+        around={"start": "<|image_start|>", "tile": "<|img_row_{}_col_{}|>", "thumbnail": "<|img_thumbnail|>",
+                "end": "<|image_end|>"},
     ),
-}  # fmt: skip
+}
+# fmt: on
 
 
 def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
@@ -303,33 +271,41 @@ def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
     max_tokens: scale larger images down to this number of tokens. Raises ValueError if lean_ft does not know how the model
     prepares images, for a setting that is not implemented, or if images cannot have so few tokens.
     """
-    purpose = "it is needed to read images."
-    config = _Fields(read_json(folder / "config.json", purpose), str(folder / "config.json"))
+
+    def read(
+        name: str, defaults: Mapping[str, Any], purpose: str | None = "it is needed to read images."
+    ) -> ConfigFields:
+        return ConfigFields(read_json(folder / name, purpose), defaults, str(folder / name), null_is_absent=True)
+
+    config = read("config.json", _IN_CONFIG)
     if (model_type := config.get("model_type")) not in list(_FAMILIES):
         raise config.wrong("model_type", f"a model that reads images: {', '.join(sorted(_FAMILIES))}")
-    family, processor = _FAMILIES[model_type], folder / "processor_config.json"
-    settings = _Fields(read_json(processor), str(processor))
-    settings.expect("the only value implemented", use_image_special_tokens=True)
-    settings = settings.object("image_processor")
-    if not settings.values:  # transformers 5 nests the settings; older folders have a file for them
-        path = folder / "preprocessor_config.json"
-        settings = _Fields(read_json(path, purpose), str(path))
+    family, processor = _FAMILIES[model_type], read("processor_config.json", {}, None)
+    processor.expect(use_image_special_tokens=True)
+    settings = processor.object("image_processor", **family.defaults)
+    if not settings.config:  # transformers 5 nests the settings; older folders have a file for them
+        settings = read("preprocessor_config.json", family.defaults)
     if family.facts is not _lfm2:  # its processor always resizes, and its folders say that it does not
-        settings.expect("the only value implemented", do_resize=True)
-    settings.expect(
-        "the only value implemented", do_rescale=True, rescale_factor=1 / 255, do_center_crop=False, do_pan_and_scan=False
-    )  # fmt: skip
-    mean, std = _PLAIN
-    if settings.flag("do_normalize", family.colors != _PLAIN):
-        mean = settings.numbers("image_mean", family.colors[0], 0)
-        std = settings.numbers("image_std", family.colors[1], 1e-3)
-    rules = ImageRules(
-        *family.facts(settings, config, config.object("vision_config")), mean, std,
-        resample=settings.one_of("resample", family.resample, range(6)),
+        settings.expect(do_resize=True)
+    settings.expect(do_rescale=True, rescale_factor=1 / 255, do_center_crop=False, do_pan_and_scan=False)
+    vision = config.object("vision_config", patch_size=family.patch_size, **_IN_VISION)
+    is_normalized = settings.flag("do_normalize")
+    return ImageRules(
+        *family.facts(settings, config, vision),
+        mean=_colors(settings, "image_mean", 0) if is_normalized else (0.0, 0.0, 0.0),
+        std=_colors(settings, "image_std", 1e-3) if is_normalized else (1.0, 1.0, 1.0),
+        resample=settings.one_of("resample", range(6)),
         token=family.token,
         placeholder=family.placeholder or family.token,
-        text=family.text or _frame(family.token),
+        text=family.text or partial(framed, token=family.token, **family.around),
         shifts_positions=family.shifts_positions,
         max_tokens=None,
-    )  # fmt: skip
-    return rules.limited(max_tokens)
+    ).limited(max_tokens)
+
+
+def _colors(settings: ConfigFields, name: str, least: float) -> tuple[float, ...]:
+    colors = settings.get(name)
+    is_valid = isinstance(colors, list) and len(colors) == 3 and all(type(x) in (int, float) for x in colors)
+    if not is_valid or not all(least <= x <= 1 for x in colors):
+        raise settings.wrong(name, f"a list of 3 numbers from {least} to 1")
+    return tuple(map(float, colors))

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
-from lean_ft.models.config_fields import ConfigFields, head_dim_of, listed
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, no_layer
+from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
+from lean_ft.system.config_fields import ConfigFields, listed
 from lean_ft.system.spelling import did_you_mean
 
 MAX_LAYERS = 1024
@@ -119,9 +120,8 @@ def _rope(rope: Any, vision: VisionFamily | None) -> Any:
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return rope
     kept = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
-    if (
-        vision is not None and vision.alternating_axes is not None
-    ):  # not the file's order of axes, which transformers ignores
+    if vision is not None and vision.alternating_axes is not None:
+        # Not the file's order of axes, which transformers ignores.
         kept |= {"mrope_section": rope["mrope_section"], "mrope_interleaved": vision.alternating_axes}
     return {key: "default" if value == "mrope" else value for key, value in kept.items()}
 
@@ -280,7 +280,7 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
     num_experts, per_token, num_groups = mixture.num_experts, mixture.experts_per_token, mixture.num_groups
     if per_token > num_experts:
-        raise ValueError(f"{fields.where}: num_experts_per_tok is {per_token}; expected at most {num_experts}.")
+        raise fields.wrong("num_experts_per_tok", f"at most {num_experts}")
     if (
         num_experts % num_groups
         or mixture.groups_per_token > num_groups
@@ -293,10 +293,7 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
             "enough experts for a token."
         )
     if mixture.gate_scale != 1.0 and mixture.activation != "silu":
-        raise ValueError(
-            f"{fields.where}: {family.activation_field} is {fields.values[family.activation_field]!r}; expected 'silu', the "
-            "only activation of this family's experts."
-        )
+        raise fields.wrong(family.activation_field, "'silu', the only activation of this family's experts")
     return mixture
 
 
@@ -350,7 +347,7 @@ def _activation(fields: ConfigFields, family: Family) -> str:
     def activation_of(name: str) -> str:
         value = fields.values.get(name)
         if str(value) not in family.activations:
-            raise ValueError(f"{fields.where}: {name} is {value!r}; expected one of {listed(family.activations)}.")
+            raise fields.wrong(name, f"one of {listed(family.activations)}")
         return family.activations[str(value)]
 
     field = family.activation_field

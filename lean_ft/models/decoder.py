@@ -178,9 +178,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = _norm(config)
         if dim := config.layer_input_dim:
-            pad_id = (
-                None if config.vision is None else config.vision.pad_id
-            )  # images do not train its row, as in transformers
+            pad_id = config.vision and config.vision.pad_id  # images do not train its row, as in transformers
             self.embed_tokens_per_layer = nn.Embedding(config.layer_input_vocab_size, config.num_layers * dim, pad_id)
             self.per_layer_model_projection = nn.Linear(config.hidden_size, config.num_layers * dim, bias=False)
             self.per_layer_projection_norm = RMSNorm(dim, config.norm_eps, config.norm_weight_offset)
@@ -349,17 +347,17 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states of the width of `output_weight`, and the router logits (B * T, experts) of each mixture."""
         hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
-        deep, wider, vision = [], sight, self.config.vision  # wider: the sight of layers that see images
-        if images is not None and vision is not None and self.vision is not None:
-            hidden, deep = self.vision.put(hidden, images)
-            if vision.sees_image != "never":
-                wider = sight_of_images(sight, images, vision.merge, input_ids.numel())
+        deep, wider, tower = [], sight, self.vision  # wider: the sight of layers that see images
+        if images is not None and tower is not None:
+            hidden, deep = tower.put(hidden, images)
+            if tower.config.sees_image != "never":
+                wider = sight_of_images(sight, images, tower.config.merge, input_ids.numel())
+            if tower.config.pad_id is not None:
+                input_ids = input_ids.flatten().index_fill(0, images.places, tower.config.pad_id).view_as(input_ids)
             positions = positions.expand(input_ids.shape)
         rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
         needs_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
         all_router_logits: list[Tensor] = []
-        if images is not None and vision is not None and vision.pad_id is not None:
-            input_ids = input_ids.flatten().index_fill(0, images.places, vision.pad_id).view_as(input_ids)
         inputs, keys_and_values = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
             rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer

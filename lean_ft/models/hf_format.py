@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lean_ft.gguf.cache import gguf_file, names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.images.rules import image_rules
 from lean_ft.models.config_json import (
     MAX_LAYERS,
     OF_REWARD,
@@ -209,8 +210,6 @@ def _meta_model(
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
     config = decoder_config(hf_config, where=str(file))
     if images:
-        from lean_ft.images.rules import image_rules  # imports Pillow, which models without images do not need
-
         tower, rules = vision_config(whole_config, config, str(file)), image_rules(folder)
         config = replace(config, vision=replace(tower, mean=rules.mean, std=rules.std))
     model = empty_decoder(config, dtype)

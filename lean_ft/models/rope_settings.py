@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lean_ft.models.config_fields import MAX_NUMBER, ConfigFields, head_dim_of, listed
 from lean_ft.models.rope import SCALINGS, RopeConfig
+from lean_ft.system.config_fields import MAX_NUMBER, ConfigFields, listed
 from lean_ft.system.spelling import did_you_mean
 
 
@@ -43,16 +43,15 @@ def rope_config(
     share = own.positive("partial_rotary_factor")
     if share > 1.0 or (share < 1.0 and not may_be_partial and scaling != "proportional"):
         expected = "at most 1.0" if may_be_partial else "1.0 or absent, as this family rotates whole heads"
-        raise ValueError(f"{where}: partial_rotary_factor is {share!r}; expected {expected}.")
+        raise own.wrong("partial_rotary_factor", expected)
     rotary_fraction = 1.0 if scaling == "proportional" else share
-    values = _ROPE_READERS[scaling](own, longest, -(-int(head_dim_of(fields) * rotary_fraction) // 2))
+    num_frequencies = -(-int(head_dim_of(fields) * rotary_fraction) // 2)
+    values = _ROPE_READERS[scaling](own, longest, num_frequencies)
     if own.get("mrope_section") is not None:
-        values["axes"] = _axes(own, -(-int(head_dim_of(fields) * rotary_fraction) // 2))
+        values["axes"] = _axes(own, num_frequencies)
     original = own.positive("original_max_position_embeddings")
     if (theta := own.positive("rope_theta")) <= 1.0:
-        raise ValueError(
-            f"{where}: rope_theta is {theta!r}; expected more than 1, as frequencies fall with the feature."
-        )
+        raise own.wrong("rope_theta", "more than 1, as frequencies fall with the feature")
     known = {*own.read, *ignored}
     unknown = [name for name, value in settings.items() if name not in known and value is not None]
     if unknown:
@@ -71,10 +70,8 @@ def _axes(settings: ConfigFields, num_frequencies: int) -> tuple[int, ...]:
     sections = settings.get("mrope_section")
     is_valid = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int for n in sections)
     if not is_valid or sum(sections) != num_frequencies:
-        raise ValueError(
-            f"{settings.where}: mrope_section is {sections!r}; expected the numbers of frequencies of time, height and width, "
-            f"{num_frequencies} in all."
-        )
+        expected = f"the numbers of frequencies of time, height and width, {num_frequencies} in all"
+        raise settings.wrong("mrope_section", expected)
     if settings.get("mrope_interleaved"):
         return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(num_frequencies))
     return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
@@ -118,9 +115,7 @@ def _read_yarn(settings: ConfigFields, *_: int) -> dict[str, Any]:
 def _read_longrope(settings: ConfigFields, longest: int, num_frequencies: int) -> dict[str, Any]:
     original = settings.positive("original_max_position_embeddings")
     if original <= 1:
-        raise ValueError(
-            f"{settings.where}: original_max_position_embeddings is {original}; expected more than 1 with longrope."
-        )
+        raise settings.wrong("original_max_position_embeddings", "more than 1 with longrope")
     factor = longest / original if settings.get("factor") is None else settings.positive("factor")
     attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if settings.get("attention_factor") is not None:
@@ -130,9 +125,7 @@ def _read_longrope(settings: ConfigFields, longest: int, num_frequencies: int) -
         divisors = settings.get(spelled)
         valid = isinstance(divisors, list) and all(isinstance(x, int | float) and 0 < x < MAX_NUMBER for x in divisors)
         if not valid or len(divisors) != num_frequencies:
-            raise ValueError(
-                f"{settings.where}: {spelled} is {divisors!r}; expected a list of {num_frequencies} positive numbers."
-            )
+            raise settings.wrong(spelled, f"a list of {num_frequencies} positive numbers")
         values[name] = tuple(map(float, divisors))
     return values
 
@@ -152,3 +145,22 @@ _ROPE_READERS: dict[str, Callable[[ConfigFields, int, int], dict[str, Any]]] = {
         "nonzero_fraction": settings.positive("partial_rotary_factor"),
     },
 }
+
+
+def head_dim_of(fields: ConfigFields) -> int:
+    """Features of an attention head: the field head_dim, or the hidden size divided by the number of heads."""
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    if fields.get("qk_rope_head_dim") is not None:  # latent attention: the rotated features
+        head_dim = fields.count("qk_rope_head_dim")
+    elif fields.get("head_dim") is not None:
+        head_dim = fields.count("head_dim")
+    elif hidden_size % num_heads == 0:
+        head_dim = hidden_size // num_heads
+    else:
+        raise ValueError(
+            f"{fields.where}: hidden_size is {hidden_size}, which is not a multiple of {num_heads} attention heads. Set "
+            "head_dim, or correct one of the two."
+        )
+    if head_dim % 2:
+        raise ValueError(f"{fields.where}: head_dim is {head_dim}; rotary embeddings need an even number.")
+    return head_dim

@@ -18,15 +18,8 @@ if TYPE_CHECKING:
     from lean_ft.parallel.context import RowTokens
     from lean_ft.parallel.vocabulary import CutVocabulary
 
-_OF_IMAGES = (
-    "vision_tower.",
-    "visual.",
-    "multi_modal_projector.",
-    "embed_vision.",
-    "vision_embedder.",
-    "vision_model.",
-)
-_OF_IMAGES += ("connector.",)
+_OF_IMAGES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "embed_vision.")
+_OF_IMAGES += ("vision_embedder.",)
 _OF_SOUND = ("audio_tower.", "embed_audio.")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from lean_ft.hub.download import TOKENIZER_FILES
 from lean_ft.hub.paths import EMBEDDED, repository_name, resolve_model_path
+from lean_ft.images.rules import image_rules
 from lean_ft.peft.stored_adapter import is_adapter, read_adapter
 from lean_ft.system.run_directory import (
     MANIFEST,
@@ -70,8 +71,6 @@ def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path
     settings = {} if checkpoint is None else read_training_state(checkpoint)["settings"]
     tokenizer.chat_template_kwargs = _template_kwargs(settings)
     if images is not None:
-        from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
-
         tokenizer.image_rules = image_rules(images, settings.get("data.image_tokens"))
     return tokenizer
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lean_ft.frozen.reference import choose_kind
 from lean_ft.hub.paths import planned_model_path
+from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder
 from lean_ft.online.rollouts import Rounds
 from lean_ft.optim import Optimizer
@@ -243,8 +244,6 @@ class _LazyTokenizer:
     def image_rules(self) -> Any:
         if self._images_of is None:
             return None
-        from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
-
         return image_rules(planned_model_path(self._images_of))
 
     def __getattr__(self, name: str) -> Any:

@@ -114,8 +114,8 @@ class AskedModelConfig(ModelConfig):
     (`org/name` or `org/name@revision`), or `tiny`, the embedded model. `auto` is the base model of `adapter`."""
 
     images: Literal["auto", "none", "frozen"] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Whether the vision tower is loaded, so that prompts may have images. `auto`: if the model has one that lean_ft knows.
-    `none` saves its memory."""
+    """Whether the vision tower is loaded, so that prompts may have images. `auto`: if the model has one that lean_ft knows,
+    and a file of its image processor. `none` saves its memory."""
 
     @model_validator(mode="after")
     def _does_not_train(self) -> "AskedModelConfig":

@@ -8,6 +8,7 @@ from tokenizers import AddedToken
 
 from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.images.rules import image_rules
 from lean_ft.settings import ModelConfig
 from lean_ft.system.whole_files import read_json
 from lean_ft.system.world import world
@@ -91,8 +92,6 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None, images: bool =
     try:
         tokenizer = _read_folder(folder, chat_template)
         if images:
-            from lean_ft.images.rules import image_rules  # here, since texts do not need Pillow
-
             tokenizer.image_rules = image_rules(folder)
         return tokenizer
     except (AttributeError, KeyError, TypeError, UnicodeEncodeError) as error:  # a value of the wrong type

@@ -93,8 +93,7 @@ def with_image_texts(passage: Passage, placeholder: str, texts: Sequence[str], r
         ]
 
     holes = [(start + grown[i], end + grown[i + 1]) for i, (start, end) in enumerate(found)]
-    begins, stops = [0, *ends], [*(start for start, _ in found), len(passage.text)]
-    between = [passage.text[start:end] for start, end in zip(begins, stops, strict=True)]
-    text = "".join(part for pair in zip(between, [*texts, ""], strict=True) for part in pair)
+    rest = iter(texts)
+    text = re.sub(re.escape(placeholder), lambda m: m[0] if m.start() in typed else next(rest), passage.text)
     trained = without(moved(passage.trained), holes)
     return replace(passage, text=text, trained=trained, literal=moved(passage.literal), runs=runs)

@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from lean_ft.images.rules import ImageRules
 from lean_ft.settings.other_tools import table
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
@@ -19,9 +20,6 @@ from lean_ft.tokenizers.passages import Passage, spans_of, without, without_mark
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import RenderedChat, Turn, outside_literals
 from lean_ft.tokenizers.vocabulary import Vocabulary, any_of
-
-if TYPE_CHECKING:  # texts do not need Pillow
-    from lean_ft.images.rules import ImageRules
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TrainOn = Literal["completion", "assistant", "last", "all"]

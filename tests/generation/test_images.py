@@ -1,6 +1,7 @@
 """Completions of prompts with images."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from PIL import Image
 
 from lean_ft.data.columns import Document
 from lean_ft.data.images import read_image, with_columns
-from lean_ft.generation import Sampling, sample, sample_numbers, sample_steps
+from lean_ft.generation import Sampling, open_model, sample, sample_numbers, sample_steps
 from lean_ft.images.rules import ImageRules, image_rules
 from lean_ft.models import Decoder, load_model
 from tests.models.vision.documents import CASES, IMAGE, Case, draw_all, reference, save
 from tests.models.vision.documents import Document as Drawn
+from tests.training.image_runs import model_folder
 
 NEW = 8
 
@@ -129,3 +131,20 @@ def test_images_need_the_rules(case: Case, loaded, model: Decoder):
     (drawn,) = draw_all(case, [1])
     with pytest.raises(ValueError, match="prompt 0 has images. Pass image_rules"):
         sample(model, [as_prompt(drawn, loaded[1])], Sampling(NEW))
+
+
+def test_a_broken_processor_file_is_named_unless_the_model_reads_texts_alone(tmp_path: Path):
+    folder = model_folder("gemma3", tmp_path)
+    file = folder / "preprocessor_config.json"
+    for images in ("auto", "frozen", "none"):
+        model, tokenizer = open_model(folder, images=images)
+        assert (model.vision is None) == (tokenizer.image_rules is None) == (images == "none")
+    file.write_text('{"do_pan_and_scan": true}')
+    message = re.escape(f"{file}: do_pan_and_scan is True; expected False")
+    with pytest.raises(ValueError, match=f"{message}.* set model.images=none"):
+        open_model(folder)
+    with pytest.raises(ValueError, match=message):
+        open_model(folder, images="frozen")
+    assert open_model(folder, images="none")[0].vision is None
+    file.unlink()
+    assert open_model(folder)[0].vision is None

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lean_ft.models.config_fields import ConfigFields, head_dim_of, listed
 from lean_ft.models.families.family import (
     ACTIVATION_NAMES,
     ATTENTION_BIAS,
@@ -21,7 +20,8 @@ from lean_ft.models.families.family import (
     upper_layers,
 )
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config, rope_settings
+from lean_ft.models.rope_settings import head_dim_of, rope_config, rope_settings
+from lean_ft.system.config_fields import ConfigFields, listed
 
 
 def _layers_without_rope(fields: ConfigFields, layer: int) -> bool:
@@ -65,7 +65,7 @@ def _rope_with_alpha(fields: ConfigFields, layer: int, is_windowed: bool) -> Rop
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("alpha"):
         return rope_config(fields)
-    own = ConfigFields(settings, {"rope_theta": fields.get("rope_theta")}, f"{fields.where}: {key}")
+    own = fields.object(key, rope_theta=fields.get("rope_theta"))
     head_dim = head_dim_of(fields)
     theta = own.positive("rope_theta") * own.positive("alpha") ** (head_dim / (head_dim - 2))
     return rope_config(fields, settings={"rope_theta": theta}, key=key)
@@ -75,7 +75,7 @@ def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bo
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("llama_4_scaling_beta"):
         return rope_config(fields)
-    own = ConfigFields(settings, {}, f"{fields.where}: {key}")
+    own = fields.object(key)
     growth = own.positive("llama_4_scaling_beta"), own.positive("original_max_position_embeddings")
     # The settings repeat the longest context.
     known = {name: value for name, value in settings.items() if name not in ("llama_4_scaling_beta", _LONGEST)}
@@ -90,8 +90,7 @@ def _rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool) -> Rope
         return rope_config(fields, settings={"rope_theta": theta, **scaling}, key="rope_scaling")
     kinds = fields.get("rope_parameters")
     if not isinstance(kinds, dict) or set(kinds) - {"full_attention", "sliding_attention"}:
-        expected = "an object with full_attention and sliding_attention"
-        raise ValueError(f"{fields.where}: rope_parameters is {kinds!r}; expected {expected}.")
+        raise fields.wrong("rope_parameters", "an object with full_attention and sliding_attention")
     kind = "sliding_attention" if is_windowed else "full_attention"
     settings = {"rope_theta": theta, **(kinds.get(kind) or {})}
     return rope_config(fields, settings=settings, key=f"rope_parameters: {kind}")

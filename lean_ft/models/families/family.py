@@ -7,9 +7,9 @@ from operator import methodcaller
 from typing import Any
 
 from lean_ft.models.config import MixerConfig
-from lean_ft.models.config_fields import ConfigFields
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config
+from lean_ft.system.config_fields import ConfigFields
 
 # Readers of a field by its name.
 flag, count, number, number_or_null = (

@@ -4,9 +4,9 @@ from functools import partial
 from typing import Any
 
 from lean_ft.models.config import DeltaRuleConfig, ShortConvolutionConfig
-from lean_ft.models.config_fields import ConfigFields
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, partial_rope
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, MIXTURE, MIXTURE_DEFAULTS, every_nth_layer_but_some
+from lean_ft.system.config_fields import ConfigFields
 
 # Layer types if config.json does not list them.
 
@@ -23,8 +23,7 @@ def _attention_in_full_attn_idxs(fields: ConfigFields, layer: int) -> str:
 def _delta_rule(fields: ConfigFields, fused_projections: bool) -> DeltaRuleConfig:
     num_key_heads, num_heads = (fields.count(f"linear_num_{of}_heads") for of in ("key", "value"))
     if num_heads % num_key_heads:
-        expected = f"a multiple of linear_num_key_heads, {num_key_heads}"
-        raise ValueError(f"{fields.where}: linear_num_value_heads is {num_heads}; expected {expected}.")
+        raise fields.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_key_heads}")
     key_dim, value_dim = (fields.count(f"linear_{of}_head_dim") for of in ("key", "value"))
     num_taps = fields.count("linear_conv_kernel_dim")
     return DeltaRuleConfig(num_key_heads, num_heads, key_dim, value_dim, num_taps, fused_projections)

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from lean_ft.models.config import Mamba2Config
-from lean_ft.models.config_fields import ConfigFields, head_dim_of
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import ACTIVATION_NAMES, ATTENTION_BIAS, Family, count, flag, number, partial_rope
 from lean_ft.models.families.mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS, MIXTURE, MIXTURE_DEFAULTS
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config
+from lean_ft.models.rope_settings import head_dim_of, rope_config
+from lean_ft.system.config_fields import ConfigFields
 
 
 def _mamba2(fields: ConfigFields, **facts: Any) -> Mamba2Config:
@@ -58,14 +58,14 @@ def _multipliers(fields: ConfigFields, name: str, number_of: int) -> tuple[float
     if values is None:
         return (1.0,) * number_of
     if not isinstance(values, list) or len(values) != number_of or not all(isinstance(x, int | float) for x in values):
-        raise ValueError(f"{fields.where}: {name} is {values!r}; expected {number_of} numbers.")
+        raise fields.wrong(name, f"{number_of} numbers")
     return tuple(float(x) for x in values)
 
 
 def _optional_rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     kind = fields.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
-        raise ValueError(f"{fields.where}: position_embedding_type is {kind!r}; expected rope, nope or null.")
+        raise fields.wrong("position_embedding_type", "rope, nope or null")
     return rope_config(fields) if kind == "rope" else None
 
 
@@ -101,14 +101,8 @@ def _with_nemotron_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _nemotron_mamba2(fields: ConfigFields) -> Mamba2Config:
     num_heads, num_groups = fields.count("mamba_num_heads"), fields.count("n_groups")
     if num_heads % num_groups:
-        raise ValueError(
-            f"{fields.where}: mamba_num_heads is {num_heads}; expected a multiple of n_groups, {num_groups}."
-        )
-    activation, bias = str(fields.get("mamba_hidden_act")), fields.flag("use_bias")
-    if activation not in ACTIVATION_NAMES:
-        raise ValueError(
-            f"{fields.where}: mamba_hidden_act is {activation!r}; expected one of {sorted(ACTIVATION_NAMES)}."
-        )
+        raise fields.wrong("mamba_num_heads", f"a multiple of n_groups, {num_groups}")
+    activation, bias = fields.one_of("mamba_hidden_act", sorted(ACTIVATION_NAMES)), fields.flag("use_bias")
     sizes = fields.count("ssm_state_size"), fields.count("mamba_head_dim"), fields.count("conv_kernel")
     kind: Any = ACTIVATION_NAMES[activation]
     biases = fields.flag("use_conv_bias"), bias, bias

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 from lean_ft.models.config import LatentConfig
-from lean_ft.models.config_fields import ConfigFields, head_dim_of
 from lean_ft.models.families.family import (
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
@@ -18,7 +17,8 @@ from lean_ft.models.families.family import (
     upper_layers,
 )
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config, rope_settings
+from lean_ft.models.rope_settings import head_dim_of, rope_config, rope_settings
+from lean_ft.system.config_fields import ConfigFields
 
 
 def _num_experts(fields: ConfigFields) -> int:
@@ -93,17 +93,17 @@ def _yarn_scale(fields: ConfigFields) -> float:
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
         return scale
-    own = ConfigFields(settings, {}, f"{fields.where}: {key}")
+    own = fields.object(key)
     factor = own.positive("factor")
     return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
 def _longrope_with_two_scales(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     """`longrope` with separate factors of cos and sin for short and long documents."""
-    rope, (key, settings) = rope_config(fields, ignored=("short_mscale", "long_mscale")), rope_settings(fields)
+    rope = rope_config(fields, ignored=("short_mscale", "long_mscale"))
     if rope.scaling == "default":
         return rope
-    own = ConfigFields(settings, {}, f"{fields.where}: {key}")
+    own = fields.object(rope_settings(fields)[0])
     if rope.scaling != "longrope":
         raise ValueError(f"{own.where} has the rope type {rope.scaling!r}; expected longrope in this family.")
     return replace(
@@ -119,9 +119,7 @@ def _head_bias(fields: ConfigFields) -> bool:
 
 def _two_experts_per_token(fields: ConfigFields) -> int:
     if (number := fields.count("num_experts_per_tok")) != 2:
-        raise ValueError(
-            f"{fields.where}: num_experts_per_tok is {number}; expected 2, which transformers always uses."
-        )
+        raise fields.wrong("num_experts_per_tok", "2, which transformers always uses")
     return number
 
 

@@ -1,10 +1,11 @@
 """Vision configuration: every fact in which towers differ, named by its effect, and one row of facts per family."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from lean_ft.models.config_fields import ConfigFields, listed
+from lean_ft.system.config_fields import ConfigFields, listed
 
 if TYPE_CHECKING:
     from lean_ft.models.config import DecoderConfig
@@ -28,9 +29,7 @@ class VisionConfig:
     # Patches.
     centers_colors: bool = False  # normalized colors x become 2 * x - 1
     frames: int = 0  # an image is this many equal frames of a video; 0: the projection has no time axis
-    linear_patches: bool = (
-        False  # the projection is stored as a matrix of pixels with their colors, not as a convolution
-    )
+    linear_patches: bool = False  # the projection is stored as a matrix of pixels with their colors, no convolution
     patch_bias: bool = True  # the projection has a bias
     patch_norms: bool = False  # LayerNorms before and after the projection
     # Learned positions, for patches or for the fractions of a side, as a square table of `table_side`: interpolated with the
@@ -39,7 +38,6 @@ class VisionConfig:
     table_side: int = 0
     axis_first: bool = True  # the two tables of "sum" are stored as (2, side, D), not (side, 2, D)
     first_norm: Literal["layer", "rms"] | None = None  # before the first layer
-    first_norm_eps: float = 1e-5
 
     # Layers.
     norm: Literal["layer", "rms"] = "layer"
@@ -100,99 +98,73 @@ class VisionFamily:
 
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
-# Fields of config.json that change the computation, with the only supported value.
-_ONLY = {"vision_feature_layer": -1, "projector_hidden_act": "gelu"}
-_WHOLE_DEFAULTS = _ONLY | {"mm_tokens_per_image": 256, "spatial_merge_size": 2, "multimodal_projector_bias": False}
+# Values of absent fields outside vision_config.
+_WHOLE_DEFAULTS = {"mm_tokens_per_image": 256, "spatial_merge_size": 2, "multimodal_projector_bias": False}
 _WHOLE_DEFAULTS |= {"scale_factor": 2, "downsample_factor": 2, "projector_hidden_size": 2560, "projector_bias": True}
 _WHOLE_DEFAULTS |= {"projector_use_layernorm": True}
-
-
-def _object(fields: ConfigFields, name: str, defaults: Mapping[str, Any]) -> ConfigFields:
-    """The fields of an object inside, which may be absent."""
-    if not isinstance(value := fields.get(name) or {}, dict):
-        raise ValueError(f"{fields.where}: {name} is {value!r}; expected an object.")
-    return ConfigFields(value, defaults, f"{fields.where}: {name}")
 
 
 def _layers(
     vision: ConfigFields, count: str = "num_hidden_layers", heads: str = "num_attention_heads", act: str = "hidden_act"
 ) -> dict[str, Any]:
     """The facts that most towers have, by the fields' names."""
-    if (activation := str(vision.get(act))) not in _ACTIVATIONS:
-        raise ValueError(f"{vision.where}: {act} is {activation!r}; expected one of {listed(_ACTIVATIONS)}.")
     sizes = {size: vision.count(size) for size in ("hidden_size", "intermediate_size", "patch_size")}
-    return sizes | {
-        "num_layers": vision.count(count),
-        "num_heads": vision.count(heads),
-        "activation": _ACTIVATIONS[activation],
-    }
+    activation = _ACTIVATIONS[vision.one_of(act, list(_ACTIVATIONS))]
+    return sizes | {"num_layers": vision.count(count), "num_heads": vision.count(heads), "activation": activation}
 
 
 def _theta(vision: ConfigFields) -> float:
-    return _object(vision, "rope_parameters", {"rope_theta": vision.get("rope_theta")}).positive("rope_theta")
+    return vision.object("rope_parameters", rope_theta=vision.get("rope_theta")).positive("rope_theta")
 
 
-def _text(whole: ConfigFields) -> ConfigFields:
-    """The fields of the language model, with the default that images need."""
-    return _object(whole, "text_config", {"pad_token_id": 0})
-
-
-def _root(number: int) -> int:
-    return int(number**0.5)
-
-
-def _sizes(
-    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, patch_size: int
-) -> dict[str, Any]:
-    """Defaults of transformers' classes, under the fields' names of Qwen and of others."""
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "patch_size",
-        "depth",
-        "num_heads",
-    )
-    return dict(
-        zip(
-            names,
-            (hidden_size, intermediate_size, num_layers, num_heads, patch_size, num_layers, num_heads),
-            strict=True,
-        )
-    )
+def _sees_images(whole: ConfigFields) -> bool:
+    return whole.object("text_config").get("use_bidirectional_attention") == "vision"
 
 
 # A table: related fields share a line.
 # fmt: off
-def _qwen3_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
-    merge, size = vision.count("spatial_merge_size"), vision.count("hidden_size")
+def _sizes(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, patch_size: int) -> dict[str, Any]:
+    """Defaults of transformers' classes, under the fields' names of Qwen and of others."""
+    return {
+        "hidden_size": hidden_size, "intermediate_size": intermediate_size, "patch_size": patch_size,
+        "depth": num_layers, "num_hidden_layers": num_layers, "num_heads": num_heads, "num_attention_heads": num_heads,
+    }
+
+
+def _qwen(vision: ConfigFields) -> dict[str, Any]:
+    merge = vision.count("spatial_merge_size")
     return {
         **_layers(vision, "depth", "num_heads"), "merge": merge, "frames": vision.count("temporal_patch_size"),
-        "positions": "corners", "table_side": _root(vision.count("num_position_embeddings")), "fused_qkv": True,
-        "rope_theta": _theta(vision), "projector_sizes": (size * merge**2,),
+        "fused_qkv": True, "rope_theta": _theta(vision), "projector_sizes": (vision.count("hidden_size") * merge**2,),
+    }
+
+
+def _qwen3_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
+    return {
+        **_qwen(vision), "positions": "corners", "table_side": math.isqrt(vision.count("num_position_embeddings")),
         "deepstack": tuple(vision.layer_numbers("deepstack_visual_indexes") or ()),
     }
 
 
 def _qwen2_5_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
-    merge, size = vision.count("spatial_merge_size"), vision.count("hidden_size")
     return {
-        **_layers(vision, "depth", "num_heads"), "merge": merge, "frames": vision.count("temporal_patch_size"),
-        "patch_bias": False, "norm": "rms", "is_gated": True, "fused_qkv": True, "rope_theta": _theta(vision),
-        "window": vision.count("window_size") // vision.count("patch_size") // merge,
-        "whole_layers": tuple(vision.layer_numbers("fullatt_block_indexes") or ()), "projector_norm": "rms",
-        "projector_sizes": (size * merge**2,),
+        **_qwen(vision), "patch_bias": False, "norm": "rms", "is_gated": True, "projector_norm": "rms",
+        "window": vision.count("window_size") // vision.count("patch_size") // vision.count("spatial_merge_size"),
+        "whole_layers": tuple(vision.layer_numbers("fullatt_block_indexes") or ()),
     }
 
 
-def _gemma3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
+def _siglip(vision: ConfigFields) -> dict[str, Any]:
     side, eps = vision.count("image_size") // vision.count("patch_size"), vision.positive("layer_norm_eps")
-    return {
-        **_layers(vision), "merge": side // _root(whole.count("mm_tokens_per_image")), "positions": "corners",
-        "table_side": side, "norm_eps": eps, "last_norm": True, "pools": True, "projector_norm": "rms",
-        "projector_norm_eps": eps, "projector_norm_offset": 1.0, "norm_after_merge": True, "projector_bias": (False,),
-        "projector_input_first": True, "sees_image": "always",
+    return {**_layers(vision), "table_side": side, "norm_eps": eps, "last_norm": True, "projector_bias": (False,)}
+
+
+def _gemma3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
+    facts = _siglip(vision)
+    return facts | {
+        "merge": facts["table_side"] // math.isqrt(whole.count("mm_tokens_per_image")), "positions": "corners", "pools": True,
+        "projector_norm": "rms", "projector_norm_eps": facts["norm_eps"], "projector_norm_offset": 1.0,
+        "norm_after_merge": True, "projector_input_first": True, "sees_image": "always",
     }
 
 
@@ -207,27 +179,25 @@ def _mistral3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig
 
 
 def _gemma4(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
-    sees = "in_windows" if _text(whole).get("use_bidirectional_attention") == "vision" else "never"
-    pad = _text(whole).count("pad_token_id", least=0) if decoder.layer_input_dim else None
+    text = whole.object("text_config", pad_token_id=0)
     return {
-        **_layers(vision, act="hidden_activation"), "merge": vision.count("pooling_kernel_size"), "centers_colors": True,
-        "linear_patches": True, "patch_bias": False, "positions": "sum", "norm": "rms",
-        "table_side": vision.count("position_embedding_size"),
-        "norm_eps": vision.positive("rms_norm_eps"), "post_norms": True, "bias": False,
-        "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "is_gated": True, "qkv_norms": True,
-        "attention_scale": 1.0, "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True,
-        "pooled_multiplier": vision.count("hidden_size") ** 0.5, "standardizes": vision.flag("standardize"),
-        "sees_image": sees, "pad_id": pad, **_gemma4_projector(vision),
+        **_layers(vision, act="hidden_activation"), **_gemma4_projector(vision), "centers_colors": True, "positions": "sum",
+        "merge": vision.count("pooling_kernel_size"), "table_side": vision.count("position_embedding_size"),
+        "linear_patches": True, "patch_bias": False,
+        "norm": "rms", "norm_eps": vision.positive("rms_norm_eps"), "post_norms": True, "bias": False, "is_gated": True,
+        "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "qkv_norms": True, "attention_scale": 1.0,
+        "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True, "standardizes": vision.flag("standardize"),
+        "pooled_multiplier": vision.count("hidden_size") ** 0.5, "sees_image": "in_windows" if _sees_images(whole) else "never",
+        "pad_id": text.count("pad_token_id", least=0) if decoder.layer_input_dim else None,
     }
 
 
 def _gemma4_unified(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
-    sees = "always" if _text(whole).get("use_bidirectional_attention") == "vision" else "never"
     return {
         "num_layers": 0, "hidden_size": vision.count("mm_embed_dim"), "merge": 1, "linear_patches": True, "patch_norms": True,
         "patch_size": vision.count("patch_size") * vision.count("pooling_kernel_size"), "positions": "sum",
-        "table_side": vision.count("mm_posemb_size"), "axis_first": False, "first_norm": "layer", "sees_image": sees,
-        **_gemma4_projector(vision),
+        "table_side": vision.count("mm_posemb_size"), "axis_first": False, "first_norm": "layer",
+        "sees_image": "always" if _sees_images(whole) else "never", **_gemma4_projector(vision),
     }
 
 
@@ -237,17 +207,13 @@ def _gemma4_projector(vision: ConfigFields) -> dict[str, Any]:
 
 
 def _smolvlm(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
-    return {
-        **_layers(vision), "merge": whole.count("scale_factor"), "positions": "fractions",
-        "table_side": vision.count("image_size") // vision.count("patch_size"),
-        "norm_eps": vision.positive("layer_norm_eps"), "last_norm": True, "projector_norm": None, "projector_bias": (False,),
-    }
+    return {**_siglip(vision), "merge": whole.count("scale_factor"), "positions": "fractions", "projector_norm": None}
 
 
 def _lfm2_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
     return {
         **_layers(vision), "merge": whole.count("downsample_factor"), "linear_patches": True, "positions": "pixels",
-        "table_side": _root(vision.count("num_patches")), "norm_eps": vision.positive("layer_norm_eps"), "last_norm": True,
+        "table_side": math.isqrt(vision.count("num_patches")), "norm_eps": vision.positive("layer_norm_eps"), "last_norm": True,
         "projector_norm": "layer" if whole.flag("projector_use_layernorm") else None, "projector_norm_eps": 1e-5,
         "norm_after_merge": True, "projector_sizes": (whole.count("projector_hidden_size"),),
         "projector_bias": (whole.flag("projector_bias"),) * 2,
@@ -270,13 +236,13 @@ _LFM2_VL = {
     "vision.merger.norm": "multi_modal_projector.layer_norm", "vision.merger.linear_fc": "multi_modal_projector.linear_",
     **_SIGLIP,
 }
+_GATED = {".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj", ".mlp.linear_fc2": ".mlp.down_proj"}
 _PIXTRAL = {
     "vision.merger.linear_fc1": "multi_modal_projector.patch_merger.merging_layer",
     "vision.merger.linear_fc2": "multi_modal_projector.linear_1", "vision.merger.linear_fc3": "multi_modal_projector.linear_2",
     "vision.merger.norm": "multi_modal_projector.norm", "vision.patch_embed.proj": "vision.patch_conv",
     "vision.first_norm": "vision.ln_pre", "vision.blocks": "vision.transformer.layers", ".norm1": ".attention_norm",
-    ".norm2": ".ffn_norm", ".mlp.gate": ".feed_forward.gate_proj", ".mlp.linear_fc1": ".feed_forward.up_proj",
-    ".mlp.linear_fc2": ".feed_forward.down_proj", ".attn.proj": ".attention.o_proj", ".attn": ".attention",
+    ".norm2": ".ffn_norm", **_GATED, ".mlp.": ".feed_forward.", ".attn.proj": ".attention.o_proj", ".attn": ".attention",
     "vision.": "vision_tower.",
 }
 _GEMMA4 = {
@@ -284,8 +250,7 @@ _GEMMA4 = {
     "vision.patch_embed.proj": "vision.patch_embedder.input_proj",
     "vision.pos_embed.weight": "vision.patch_embedder.position_embedding_table", "vision.blocks": "vision.encoder.layers",
     ".post_norm1": ".post_attention_layernorm", ".post_norm2": ".post_feedforward_layernorm", ".norm1": ".input_layernorm",
-    ".norm2": ".pre_feedforward_layernorm", ".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj",
-    ".mlp.linear_fc2": ".mlp.down_proj", ".attn.proj": ".self_attn.o_proj", ".attn": ".self_attn",
+    ".norm2": ".pre_feedforward_layernorm", **_GATED, ".attn.proj": ".self_attn.o_proj", ".attn": ".self_attn",
     "vision.": "vision_tower.",
 }
 _GEMMA4_UNIFIED = {
@@ -295,8 +260,7 @@ _GEMMA4_UNIFIED = {
 }
 _QWEN2_5 = {
     "vision.merger.norm": "vision.merger.ln_q", "vision.merger.linear_fc1": "vision.merger.mlp.0",
-    "vision.merger.linear_fc2": "vision.merger.mlp.2", ".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj",
-    ".mlp.linear_fc2": ".mlp.down_proj", "vision.": "visual.",
+    "vision.merger.linear_fc2": "vision.merger.mlp.2", **_GATED, "vision.": "visual.",
 }
 SPELLINGS = {"vision_tower.vision_model.": "vision_tower."}  # of transformers 4
 _UNIFIED_SPELLINGS = {
@@ -342,24 +306,14 @@ def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: st
         raise ValueError(
             f"{where}: vision_config is {settings!r}; expected an object with the vision tower's settings."
         )
-    family = VISION_FAMILIES[name]
-    vision = ConfigFields(settings, family.defaults, f"{where}: vision_config")
-    whole = ConfigFields(config, _WHOLE_DEFAULTS, where)
-    for key, value in _ONLY.items():
-        if whole.get(key) != value:
-            raise ValueError(
-                f"{where}: {key} is {whole.get(key)!r}; expected {value!r}, the only value that is supported."
-            )
+    family, whole = VISION_FAMILIES[name], ConfigFields(config, _WHOLE_DEFAULTS, where)
+    vision = whole.object("vision_config", **family.defaults)
+    whole.expect(vision_feature_layer=-1, projector_hidden_act="gelu")
     tower = VisionConfig(**{"out_size": decoder.hidden_size, **family.facts(vision, whole, decoder)})
     if family.alternating_axes is not None and not any(layer.rope and layer.rope.axes for layer in decoder.layers):
         raise ValueError(f"{where}: text_config lacks mrope_section in its rotary settings, which images need.")
-    same = {"head_dim": tower.head_dim, "num_key_value_heads": tower.num_heads}
-    if different := [key for key, value in same.items() if tower.num_layers and vision.get(key) not in (None, value)]:
-        key = different[0]
-        raise ValueError(
-            f"{vision.where}: {key} is {vision.get(key)!r}; expected {same[key]}, the only value that is supported."
-        )
+    same = {"head_dim": tower.head_dim, "num_key_value_heads": tower.num_heads} if tower.num_layers else {}
+    vision.expect(**{name: value for name, value in same.items() if vision.get(name) is not None})
     if tower.hidden_size % (4 * tower.num_heads):
-        expected = f"a multiple of 4 times the number of attention heads, {tower.num_heads}"
-        raise ValueError(f"{vision.where}: hidden_size is {tower.hidden_size}; expected {expected}.")
+        raise vision.wrong("hidden_size", f"a multiple of 4 times the number of attention heads, {tower.num_heads}")
     return tower

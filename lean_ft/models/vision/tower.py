@@ -72,7 +72,9 @@ def _linear(config: VisionConfig, num_inputs: int, num_outputs: int) -> nn.Modul
     return Clipped(num_inputs, num_outputs, config.bias, config.linears == "clipped")
 
 
-def _norm(kind: str, size: int, eps: float, offset: float = 0.0) -> nn.Module:
+def _norm(kind: str | None, size: int, eps: float, offset: float = 0.0) -> nn.Module:
+    if kind is None:
+        return nn.Identity()
     return nn.LayerNorm(size, eps) if kind == "layer" else RMSNorm(size, eps, offset)
 
 
@@ -141,17 +143,14 @@ class VisionBlock(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.attn, self.mlp = VisionAttention(config), VisionMLP(config)
-        norm = partial(_norm, config.norm, config.hidden_size, config.norm_eps)
-        self.norm1, self.norm2 = norm(), norm()
-        self.post_norms = config.post_norms
-        if self.post_norms:
-            self.post_norm1, self.post_norm2 = norm(), norm()
+        before, behind = config.norm, config.norm if config.post_norms else None
+        self.norm1, self.norm2, self.post_norm1, self.post_norm2 = (
+            _norm(kind, config.hidden_size, config.norm_eps) for kind in (before, before, behind, behind)
+        )
 
     def forward(self, hidden: Tensor, seen: Stretches, rotation: Rotation) -> Tensor:
-        added = self.attn(self.norm1(hidden), seen, rotation)
-        hidden = hidden + (self.post_norm1(added) if self.post_norms else added)
-        added = self.mlp(self.norm2(hidden))
-        return hidden + (self.post_norm2(added) if self.post_norms else added)
+        hidden = hidden + self.post_norm1(self.attn(self.norm1(hidden), seen, rotation))
+        return hidden + self.post_norm2(self.mlp(self.norm2(hidden)))
 
 
 class Merger(nn.Module):
@@ -161,10 +160,9 @@ class Merger(nn.Module):
         super().__init__()
         self.config, self.norm_after_merge = config, norm_after_merge
         merged = config.hidden_size * (1 if config.pools else config.merge**2)
-        if config.projector_norm in ("layer", "rms"):
-            size = merged if norm_after_merge else config.hidden_size
-            eps, offset = config.projector_norm_eps, config.projector_norm_offset
-            self.norm = _norm(config.projector_norm, size, eps, offset)
+        kind = None if config.projector_norm == "unit" else config.projector_norm
+        size = merged if norm_after_merge else config.hidden_size
+        self.norm = _norm(kind, size, config.projector_norm_eps, config.projector_norm_offset)
         if config.standardizes:
             self.std_bias, self.std_scale = nn.Buffer(torch.zeros(merged)), nn.Buffer(torch.ones(merged))
         self.initial = {"std_bias": 0.0, "std_scale": 1.0}
@@ -198,7 +196,7 @@ class Merger(nn.Module):
     def _normed(self, hidden: Tensor) -> Tensor:
         if self.config.projector_norm == "unit":
             return unit_rms(hidden, self.config.projector_norm_eps)
-        return hidden if self.config.projector_norm is None else self.norm(hidden)
+        return self.norm(hidden)
 
 
 class Patches(nn.Module):
@@ -213,8 +211,8 @@ class Patches(nn.Module):
             self.proj = nn.Conv3d(3, size, (config.frames, side, side), bias=config.patch_bias)
         else:
             self.proj = nn.Conv2d(3, size, side, bias=config.patch_bias)
-        if config.patch_norms:
-            self.norm1, self.norm2 = nn.LayerNorm(3 * side**2), nn.LayerNorm(size)
+        kind = "layer" if config.patch_norms else None
+        self.norm1, self.norm2 = _norm(kind, 3 * side**2, 1e-5), _norm(kind, size, 1e-5)
 
     def forward(self, patches: Tensor) -> Tensor:
         """The embeddings (P, D) of patches (P, C, p, p), in bytes."""
@@ -226,10 +224,7 @@ class Patches(nn.Module):
             pixels = pixels.movedim(1, -1)
         elif config.frames:  # all frames of an image are equal
             weight = weight.sum(2)
-        pixels = pixels.flatten(1)
-        pixels = self.norm1(pixels) if config.patch_norms else pixels
-        hidden = F.linear(pixels, weight.flatten(1), self.proj.bias)
-        return self.norm2(hidden) if config.patch_norms else hidden
+        return self.norm2(F.linear(self.norm1(pixels.flatten(1)), weight.flatten(1), self.proj.bias))
 
 
 class Positions(nn.Module):
@@ -281,10 +276,9 @@ class VisionTower(nn.Module):
         self.config = config
         self.patch_embed = Patches(config)
         self.pos_embed = None if config.positions == "none" else Positions(config)
-        first = config.first_norm
-        self.first_norm = first and _norm(first, config.hidden_size, config.first_norm_eps)
+        self.first_norm = _norm(config.first_norm, config.hidden_size, 1e-5)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
-        self.last_norm = _norm(config.norm, config.hidden_size, config.norm_eps) if config.last_norm else None
+        self.last_norm = _norm(config.norm if config.last_norm else None, config.hidden_size, config.norm_eps)
         self.merger = Merger(config, config.norm_after_merge)
         self.deepstack_merger_list = nn.ModuleList(Merger(config, True) for _ in config.deepstack)
         # Whether ranks gather its weights together: then each pass of each rank computes it exactly once.
@@ -296,9 +290,8 @@ class VisionTower(nn.Module):
         patches (P, C, p, p): bytes, in blocks of `merge` x `merge`; grids: rows and columns of each image. A frozen tower keeps no
         graph, and computes `GROUP_PATCHES` at a time.
         """
-        if self.is_sharded or (
-            torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
-        ):
+        is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        if self.is_sharded or is_trained:
             return self._embeddings(patches, grids)
         with torch.no_grad():
             groups = list(_groups(grids))
@@ -322,8 +315,7 @@ class VisionTower(nn.Module):
         hidden = self.patch_embed(patches)
         if self.pos_embed is not None:
             hidden = hidden + self.pos_embed(grids).to(hidden.dtype)
-        if self.first_norm is not None:
-            hidden = self.first_norm(hidden)
+        hidden = self.first_norm(hidden)
         places = places_in_blocks(grids, config.merge)
         windows = images = Stretches.of([rows * columns for rows, columns in grids], device)
         order = None
@@ -336,7 +328,7 @@ class VisionTower(nn.Module):
             hidden = block(hidden, images if i in config.whole_layers else windows, rotation)
             if i in config.deepstack:
                 deep.append(self.deepstack_merger_list[config.deepstack.index(i)](hidden))
-        embeddings = self.merger(hidden if self.last_norm is None else self.last_norm(hidden))
+        embeddings = self.merger(self.last_norm(hidden))
         if order is not None:
             embeddings = _reordered(embeddings, order.argsort(), 1)
         return [embeddings, *deep]
