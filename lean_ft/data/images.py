@@ -31,7 +31,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +45,7 @@ from lean_ft.tokenizers.passages import Passage, with_image_texts
 if TYPE_CHECKING:  # rows of text do not need Pillow
     from lean_ft.images.reading import Size
     from lean_ft.images.rules import ImageLayout, ImageRules
+    from lean_ft.tokenizers import Tokenizer
 
 IMAGE_FIELDS = ("images", "image")
 MARK = "<image>"  # the place of an image in a text
@@ -90,21 +91,16 @@ def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, 
     Raises ValueError if the row's images do not fit the places for them.
     """
     given = _given(fields)
-    parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
-    if not parts and not given:
-        return messages, []
-    if parts:
-        empty = sum(part["image"] is None for part in parts)
-        if empty != len(given):
-            raise ValueError(
-                f"the row has {counted(len(given), 'images')} in its field `images`, and {counted(empty, 'empty content parts')} of "
-                "the type image. These numbers must agree."
-            )
-    else:
+    if given and not _images_in(messages):
         messages = _with_places(messages, len(given))
+    images = _images_in(messages)
+    if (empty := images.count(None)) != len(given):
+        raise ValueError(
+            f"the row has {counted(len(given), 'images')} in its field `images`, and {counted(empty, 'empty content parts')} of "
+            "the type image. These numbers must agree."
+        )
     rest = iter(given)
-    parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
-    return without_images(messages), [next(rest) if part["image"] is None else part["image"] for part in parts]
+    return without_images(messages), [next(rest) if image is None else image for image in images]
 
 
 def without_images(messages: Any) -> Any:
@@ -133,9 +129,10 @@ def _given(fields: Mapping[str, Any]) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
+def _images_in(messages: Messages) -> list[dict[str, Any] | None]:
+    """The image of each content part that is one; None if the part marks its place only."""
+    lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
 
 
 def _with_places(messages: Messages, number: int) -> Messages:
@@ -181,14 +178,24 @@ def read_image(value: Any, folder: Path, rules: ImageRules) -> RowImage:
         raise UnreadableImageError(str(error)) from None
 
 
-def with_sizes(passage: Passage, folder: Path, rules: ImageRules) -> Passage:
-    """Read the sizes of a passage's images, and write their texts for the placeholders. Raises ValueError as `read_image` and
-    `with_image_texts` do."""
-    if not passage.images:
+def with_sizes(passage: Passage, folder: Path, rules: ImageRules | None) -> Passage:
+    """Read the sizes of a passage's images, and write their texts for the placeholders. rules: needed for images. Raises ValueError
+    as `read_image` and `with_image_texts` do."""
+    if rules is None or not passage.images:
         return passage
     images = [read_image(value, folder, rules) for value in passage.images]
     texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
     return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
+
+
+def documents_of(passages: Sequence[Passage | Document], tokenizer: Tokenizer) -> list[Document]:
+    """Tokenize passages, and add the columns of their images. Documents are tokenized texts without images. Raises ValueError as
+    `with_columns` does."""
+    tokenized = starmap(Document, tokenizer.tokenize([one for one in passages if isinstance(one, Passage)]))
+    texts = [(next(tokenized), one.images) if isinstance(one, Passage) else (one, ()) for one in passages]
+    if (rules := tokenizer.image_rules) is None:
+        return [document for document, _ in texts]
+    return [with_columns(document, images, rules, tokenizer.token_id(rules.token)) for document, images in texts]
 
 
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
@@ -247,10 +254,7 @@ def num_patches(columns: Columns) -> np.ndarray:
 
 def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
     """Whether an image has tokens inside and outside of the span `kept`."""
-    image = _image_of_tokens(document, merge)
-    inside = np.zeros(len(image), dtype=bool)
-    inside[kept] = True
-    return bool(np.isin(image[inside & (image >= 0)], image[~inside]).any())
+    return any(behind_image(document, place, merge) != place for place in (kept.start, kept.stop))
 
 
 def shown_images(document: Document, merge: int) -> list[tuple[int, int, bytes, Size]]:

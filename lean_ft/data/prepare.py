@@ -22,7 +22,6 @@ import numpy as np
 
 from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.arrow_rows import dataset_files
-from lean_ft.data.batch import Batch
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches, longest_batch
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, limit_images
@@ -102,15 +101,11 @@ def prepare_batches(
     rows, and if the settings require shared prompts and the recipe does not support them.
     """
     objective_of(config).check(config, share_prompts)
+    limit_images(tokenizer, config)
     return world().batches(
         lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
-        lambda: _longest_batch(config, tokenizer, batch_size, share_prompts),
+        lambda: longest_batch(config, batch_size, share_prompts, tokenizer.image_rules),
     )
-
-
-def _longest_batch(config: DataConfig, tokenizer: Tokenizer, batch_size: int, share_prompts: bool) -> Batch:
-    limit_images(tokenizer, config)
-    return longest_batch(config, batch_size, share_prompts, tokenizer.image_rules)
 
 
 def _read_batches(
@@ -121,7 +116,6 @@ def _read_batches(
             "data.chat_template is set, but this recipe loads its tokenizer without it. Edit the recipe: "
             "load_tokenizer(cfg.model, cfg.data.chat_template)."
         )
-    limit_images(tokenizer, config)
     folder = cache_folder(config.cache_dir)
     whole = load_documents(config, tokenizer, config.source, folder)
     weights = [source.weight for source in list_sources(config.source)]
