@@ -182,11 +182,6 @@ class Columns:
         """(N,) labels of each document."""
         return self.per_document("num_targets")[:, 0]
 
-    def num_values(self, name: str) -> np.ndarray:
-        """(N,) number of values of a per-document column."""
-        offsets = self.offsets[name]
-        return offsets[self.rows + 1] - offsets[self.rows]
-
     def per_document(self, name: str, documents: np.ndarray | None = None) -> np.ndarray:
         """The values of a column that has V values in each document, (N, V), or of some documents; (N, 1) zeros without
         such a column."""

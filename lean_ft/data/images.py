@@ -245,11 +245,15 @@ def num_embeddings(columns: Mapping[str, np.ndarray], merge: int) -> np.ndarray:
     return np.diff(of_grids[np.append(0, np.cumsum(columns["image_tiles"]))])
 
 
+def num_images(columns: Columns) -> np.ndarray:
+    """(N,) images of each document."""
+    return np.diff(columns.offsets["image_tiles"])[columns.rows]
+
+
 def num_patches(columns: Columns) -> np.ndarray:
     """(N,) patches of the images of each document."""
     sums = np.append(0, np.cumsum(columns.values["image_grids"].reshape(-1, 2).prod(1)))
-    bounds = columns.offsets["image_grids"] // 2
-    return (sums[bounds[1:]] - sums[bounds[:-1]])[columns.rows]
+    return np.diff(sums[columns.offsets["image_grids"] // 2])[columns.rows]
 
 
 def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:

@@ -25,7 +25,7 @@ from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches, longest_batch
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, limit_images
-from lean_ft.data.images import changed_files, num_patches
+from lean_ft.data.images import changed_files, num_images, num_patches
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
@@ -239,7 +239,7 @@ def arranged(
         assert tokenizer.image_rules is not None
         patches = num_patches(columns)
         arrangement = replace(arrangement, patches=patches[arrangement.documents])
-        prepared.report.images = int(columns.num_values("image_tiles")[:: len(config.sides)].sum())
+        prepared.report.images = int(num_images(columns)[:: len(config.sides)].sum())
         prepared.report.image_tokens = int(patches.sum()) // tokenizer.image_rules.merge**2
     if packed:
         report_packing(prepared.report, arrangement, columns, config)
@@ -299,9 +299,8 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
     else:
         settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
         objective = [settings_class(config).__name__, without_hashes(settings)]
-        folders = (
-            [] if tokenizer.image_rules is None else _folders_of(config, source)
-        )  # paths of images are relative to them
+        # Paths of images are relative to the folder of the rows.
+        folders = [] if tokenizer.image_rules is None else _folders_of(config, source)
         key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective, *folders)}"
 
     def write(writer: EntryWriter) -> None:

@@ -192,12 +192,8 @@ class PromptReader(RowReader):
                 text = check_text(asked, "`prompt`") + (self.config.separator or "")
                 ids = np.array(self.tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
                 return [Document(ids, np.zeros(len(ids), dtype=bool))]
-            for name in MEDIA:
-                if (
-                    name not in IMAGE_FIELDS
-                    and is_given(fields.get(name))
-                    and f"<{name.removesuffix('s')}>" in str(asked)
-                ):
+            for name in (one for one in MEDIA if one not in IMAGE_FIELDS):
+                if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
             read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}

@@ -183,15 +183,14 @@ class Rounds(Generic[BatchT]):
 
     def _longest(self, build: Callable[[list[Document]], BatchT], size: int, number: int) -> BatchT:
         """Build the largest batch: `size` completions of `number` prompts, which are full of images in a run with images."""
-        rules, self._rules = self._rules, None
-        batch, self._rules = build([Document.of(self._prompts[0].ids)] * size), rules
-        if rules is None:
+        batch = build([Document.of(self._prompts[0].ids)] * size)
+        if self._rules is None:
             return batch
         (rows, width), length = batch.labels.shape, len(self._prompts[0].ids)
         if rows < number:  # one row has all prompts
             number, length = rows, length * number // rows
         number = number if rows % number == 0 else rows
-        return replace(batch, inputs=batch.inputs | longest_images(rules, (rows, width), number, length))
+        return replace(batch, inputs=batch.inputs | longest_images(self._rules, (rows, width), number, length))
 
     # Metrics -------------------------------------------------------------------------------------------------
 
