@@ -36,6 +36,8 @@ class Document:
     """Further columns, (T,) each."""
     per_document: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns with any number of values, such as a label, or the sizes of images. Truncation keeps them whole."""
+    image_rules: ImageRules | None = None
+    """How its images are read; None without columns of images."""
 
     @classmethod
     def of(cls, ids: Sequence[int]) -> Document:
@@ -59,7 +61,7 @@ class Document:
         per_token = {n: np.concatenate([values, theirs[n]]) for n, values in self.per_token.items()}
         ids, trained = (np.concatenate([getattr(part, n) for part in (self, other)]) for n in ("ids", "trained"))
         images = {name: values for name, values in self.per_document.items() if name.startswith(OF_IMAGES)}
-        return Document(ids, trained, per_token, {**other.per_document, **images})
+        return Document(ids, trained, per_token, {**other.per_document, **images}, self.image_rules)
 
     def continued(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> Document:
         """Append tokens of text."""
@@ -116,7 +118,7 @@ class Columns:
         return cls(values, offsets, np.arange(len(lengths["ids"])))
 
     @classmethod
-    def join(cls, documents: Sequence[Document], pad_id: int = 0, image_rules: ImageRules | None = None) -> Columns:
+    def join(cls, documents: Sequence[Document], pad_id: int = 0) -> Columns:
         """Concatenate single documents (copies), which have the same columns."""
         arrays = {
             "ids": np.concatenate([one.ids for one in documents] or [np.empty(0)]).astype(np.int32, copy=False),
@@ -132,7 +134,7 @@ class Columns:
             some = [one.per_document[name].ravel() for one in documents]
             arrays[name] = np.concatenate(some)
             arrays[name + LENGTHS] = np.array([len(values) for values in some], dtype=np.int64)
-        return replace(cls.of(arrays), pad_id=pad_id, image_rules=image_rules)
+        return replace(cls.of(arrays), pad_id=pad_id, image_rules=documents[0].image_rules if documents else None)
 
     @property
     def stored(self) -> dict[str, np.ndarray]:
@@ -153,7 +155,7 @@ class Columns:
 
         per_token = {name: own(name) for name in self.per_token if name not in ("ids", "trained")}
         per_document = {name: own(name) for name in self.offsets if name != "ids"}
-        return Document(own("ids"), own("trained"), per_token, per_document)
+        return Document(own("ids"), own("trained"), per_token, per_document, self.image_rules)
 
     def __iter__(self) -> Iterator[Document]:
         return (self[i] for i in range(len(self)))

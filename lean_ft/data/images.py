@@ -218,8 +218,12 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
         "image_refs": np.concatenate([np.empty(0, dtype=np.uint8), *references]),
         "image_ref_lengths": np.array(list(map(len, references)), dtype=np.int64),
     }
-    return replace(
-        document, per_token={**document.per_token, **per_token}, per_document={**document.per_document, **per_document}
+    return Document(
+        document.ids,
+        document.trained,
+        {**document.per_token, **per_token},
+        {**document.per_document, **per_document},
+        rules,
     )
 
 
@@ -256,19 +260,19 @@ def num_patches(columns: Columns) -> np.ndarray:
     return np.diff(sums[columns.offsets["image_grids"] // 2])[columns.rows]
 
 
-def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
+def cuts_an_image(document: Document, kept: slice) -> bool:
     """Whether an image has tokens inside and outside of the span `kept`."""
-    return any(behind_image(document, place, merge) != place for place in (kept.start, kept.stop))
+    return any(behind_image(document, place) != place for place in (kept.start, kept.stop))
 
 
-def shown_images(document: Document, merge: int) -> list[tuple[int, int, bytes, Size]]:
+def shown_images(document: Document) -> list[tuple[int, int, bytes, Size]]:
     """Each image that a document shows: its first token, the end of its tokens, its reference, and its size in pixels.
 
     Raises ValueError for an image that cannot be opened.
     """
     from lean_ft.images.reading import open_image, size_of
 
-    image, references, found = _image_of_tokens(document, merge), references_of(document), []
+    image, references, found = _image_of_tokens(document), references_of(document), []
     for number in np.unique(image[image >= 0]).tolist():
         places = np.flatnonzero(image == number)
         with open_image(references[number]) as opened:
@@ -276,15 +280,18 @@ def shown_images(document: Document, merge: int) -> list[tuple[int, int, bytes, 
     return found
 
 
-def _image_of_tokens(document: Document, merge: int) -> np.ndarray:
+def _image_of_tokens(document: Document) -> np.ndarray:
     """(T,) number of the image that each token shows, -1 for text."""
-    rows, ends = document.per_token[IMAGE_ROW], np.cumsum(num_embeddings(document.per_document, merge))
+    if document.image_rules is None:
+        return np.full(len(document), -1)
+    rows = document.per_token[IMAGE_ROW]
+    ends = np.cumsum(num_embeddings(document.per_document, document.image_rules.merge))
     return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
 
 
-def behind_image(document: Document, place: int, merge: int) -> int:
+def behind_image(document: Document, place: int) -> int:
     """The first place from `place` on where a cut hits no image."""
-    image = _image_of_tokens(document, merge)
+    image = _image_of_tokens(document)
     last = image[:place].max(initial=-1)
     return place if last < 0 else max(place, int(np.flatnonzero(image == last)[-1]) + 1)
 

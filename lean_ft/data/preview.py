@@ -147,10 +147,8 @@ def _rows(
 
 def _with_images(tokenizer: Tokenizer, document: Document, trained: np.ndarray) -> list[Stretch]:
     """Return the stretches of a document, with one stretch per image."""
-    if tokenizer.image_rules is None:
-        return stretches_of(tokenizer, document.ids, trained)
     shown, before = list[Stretch](), 0
-    for first, end, reference, size in shown_images(document, tokenizer.image_rules.merge):
+    for first, end, reference, size in shown_images(document):
         shown += stretches_of(tokenizer, document.ids[before:first], trained[before:first])
         shown.append(Stretch(f"[image {size.width}x{size.height}, {end - first:,} tokens]", False, True, reference))
         before = end

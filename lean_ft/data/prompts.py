@@ -7,7 +7,7 @@ All prompts are kept in memory.
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from lean_ft.data.sources import read_rows
 from lean_ft.settings import DataConfig, PromptDataConfig, Sources
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
-
-if TYPE_CHECKING:  # texts do not need Pillow
-    from lean_ft.images.rules import ImageRules
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,9 @@ class Prompts:
         report: DataReport,
         fingerprint: str,
         shuffle: bool = True,
-        image_rules: "ImageRules | None" = None,
     ) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
-        self.report, self.fingerprint, self.image_rules = report, fingerprint, image_rules
+        self.report, self.fingerprint = report, fingerprint
         self._orders: dict[int, np.ndarray] = {}  # the current epoch only
 
     def __len__(self) -> int:
@@ -101,16 +97,13 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
     Held-out prompts come from `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError
     with the place for unreadable files and rows, and if no prompt is left.
     """
-    longest = Prompt([0] * config.max_prompt_length, "", {}, "")
-    return world().read(
-        lambda: _read_prompts(config, tokenizer, seed),
-        lambda: (
-            Prompts(
-                [longest], seed=seed, report=DataReport("prompts"), fingerprint="", image_rules=tokenizer.image_rules
-            ),
-            None,
-        ),
-    )
+
+    def longest() -> tuple[Prompts, None]:
+        document = replace(Document.of([0] * config.max_prompt_length), image_rules=tokenizer.image_rules)
+        prompt = Prompt(document.ids.tolist(), "", {}, "", document)
+        return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
+
+    return world().read(lambda: _read_prompts(config, tokenizer, seed), longest)
 
 
 def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, list[Prompt] | None]:
@@ -132,8 +125,7 @@ def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> 
     settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     settings |= {} if config.shuffle else {"shuffle": False}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
-    known = {"seed": seed, "report": report, "fingerprint": fingerprint, "image_rules": tokenizer.image_rules}
-    return Prompts(prompts, shuffle=config.shuffle, **known), held_out
+    return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
 
 
 def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:

@@ -115,10 +115,10 @@ def answers(
     Samples do not depend on the batches: equal prompts are numbered across all batches.
     """
     how, asked = asked_of(model, tokenizer, prompts, chat, sampling, folder)
-    numbers, others = sample_numbers(asked), {"decode": tokenizer.decode, "image_rules": tokenizer.image_rules}
+    numbers = sample_numbers(asked)
     for start in range(0, len(asked), batch_size):
         some = slice(start, start + batch_size)
-        for answer in sample(model, asked[some], how, numbers=numbers[some], **others):
+        for answer in sample(model, asked[some], how, numbers=numbers[some], decode=tokenizer.decode):
             yield _before(tokenizer.decode(answer.ids, skip_special_tokens=True), how.stop_texts)
 
 
@@ -165,8 +165,7 @@ def stream(
     """Yield the text of `generate` in pieces. Incomplete characters and possible beginnings of a stop text are held
     back."""
     how, asked = asked_of(model, tokenizer, [prompt], chat, sampling)
-    steps = sample_steps(model, asked, how, tokenizer.decode, image_rules=tokenizer.image_rules)
-    tokens = (token for (token,) in steps)
+    tokens = (token for (token,) in sample_steps(model, asked, how, tokenizer.decode))
     return (text for text in text_of(tokenizer, tokens, how.stop_texts) if text)
 
 

@@ -93,9 +93,7 @@ def their_logits(model: torch.nn.Module, folder: Path, family: str) -> list[torc
 
 def our_logits(model: Decoder, folder: Path, family: str) -> list[torch.Tensor]:
     columns = columns_of(folder, family)
-    batches = (
-        batch_of([one], kind="padded", row_tokens=256, pad_id=0, image_rules=columns.image_rules) for one in columns
-    )
+    batches = (batch_of([one], kind="padded", row_tokens=256, pad_id=0) for one in columns)
     lengths = columns.lengths
     return [model(**batch.inputs)[0, :length] for batch, length in zip(batches, lengths, strict=True)]
 
@@ -196,7 +194,7 @@ def test_a_projector_trains_alone_at_its_own_learning_rate(folder, train, family
 
 def test_noise_is_added_to_embeddings_of_text_alone(folder):
     model, columns = load_model(folder / "qwen3_vl", images="train"), columns_of(folder, "qwen3_vl")
-    batch = batch_of([columns[0]], kind="padded", row_tokens=256, pad_id=0, image_rules=columns.image_rules)
+    batch = batch_of([columns[0]], kind="padded", row_tokens=256, pad_id=0)
     seen: list[torch.Tensor] = []
     model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()[0]))
     model(**batch.inputs)
