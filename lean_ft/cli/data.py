@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import re
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +53,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 </html>
 """
 
-THUMBNAIL = "\ufdd2"  # around the number of an image in the page; no message contains this character
+THUMBNAIL = "\ufdd2"  # around the base64 text of a small image; rich writes texts alone
 # Recipes that train on rows with these fields. The first that fits shows a file; others are for finetune.
 RECIPES_OF_ROWS = (
     ("dpo", "preference", ("chosen", "rejected")),
@@ -183,22 +182,10 @@ def preview(
     console.print(Text(f"from {found.report}"))
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(_with_thumbnails(page.export_html(code_format=PAGE), found.images), encoding="utf-8")
+        picture = r'<img alt="" src="data:image/jpeg;base64,\1">'
+        written = re.sub(f"{THUMBNAIL}([A-Za-z0-9+/=]+){THUMBNAIL}", picture, page.export_html(code_format=PAGE))
+        html.write_text(written, encoding="utf-8")
         stdout().print(Text(f"wrote {html}: {len(found.rows)} rows from {found.report}"))
-
-
-def _with_thumbnails(page: str, images: Sequence[bytes]) -> str:
-    """Write thumbnails for the numbers of images in a page."""
-    if not images:
-        return page
-    from lean_ft.images.reading import thumbnail
-
-    def picture(match: re.Match[str]) -> str:
-        return (
-            f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(thumbnail(images[int(match[1])])).decode()}">'
-        )
-
-    return re.sub(f"{THUMBNAIL}(\\d+){THUMBNAIL}", picture, page)
 
 
 def _remark(length: int, set_length: int, context_length: int | None) -> str:
@@ -311,7 +298,9 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
                 style = MASKED if not trained else REJECTED if document.is_rejected else TRAINED
                 text.append(visible(stretch.text), style=style + CONTROL if stretch.control else style)
                 if stretch.image is not None and console.record:
-                    text.append(f"{THUMBNAIL}{stretch.image}{THUMBNAIL}")
+                    from lean_ft.images.reading import thumbnail  # here, since texts do not need Pillow
+
+                    text.append(f"{THUMBNAIL}{base64.b64encode(thumbnail(stretch.image)).decode()}{THUMBNAIL}")
             text.append(closing)
         console.print(text, soft_wrap=True)
         for name, value in document.columns.items():

@@ -176,16 +176,12 @@ def with_encoded_images(dataset: Any) -> Any:
     """Return a dataset that gives images as they are stored, and decodes none."""
     import datasets
 
-    def changed(feature: Any) -> Any:
-        if isinstance(feature, datasets.Image):
-            return datasets.Image(decode=False)
-        if isinstance(feature, dict):
-            return type(feature)({name: changed(inner) for name, inner in feature.items()})
-        if isinstance(feature, datasets.List | datasets.LargeList):
-            return type(feature)(changed(feature.feature))
-        return [changed(inner) for inner in feature] if isinstance(feature, list) else feature
+    def encoded(feature: dict[str, Any]) -> dict[str, Any]:
+        return feature | {"decode": False} if feature.get("_type") == "Image" else feature
 
-    features = changed(dataset.features)  # None for a streamed dataset that does not name them
+    if dataset.features is None:  # a streamed dataset that does not name them
+        return dataset
+    features = datasets.Features.from_dict(json.loads(json.dumps(dataset.features.to_dict()), object_hook=encoded))
     if features != dataset.features:
         dataset = copy.deepcopy(dataset)  # of its description; `cast` would copy the values
         dataset.info.features = features

@@ -19,7 +19,6 @@ from lean_ft.data.columns import IMAGE_ROW, Columns, Document
 from lean_ft.data.image_batches import counts_of, images_of_batch
 from lean_ft.data.objective import PLAIN, Objective
 from lean_ft.data.rows import IGNORED
-from lean_ft.images.rules import ImageRules
 
 
 class Placed:
@@ -153,13 +152,10 @@ def batch_of(
     sides: int = 1,
     shared: np.ndarray | None = None,
     batch_size: int | None = None,
-    image_rules: ImageRules | None = None,
 ) -> Batch:
-    """Build one batch of `documents`, such as sampled completions; `sides` of them form a row of data.
-
-    image_rules: of documents with images. The other arguments are as in `Arrangement`.
-    """
-    columns = Columns.join(documents, pad_id, image_rules)
+    """Build one batch of `documents`, such as sampled completions; `sides` of them form a row of data. The other arguments are
+    as in `Arrangement`."""
+    columns = Columns.join(documents, pad_id)
     arrangement = Arrangement(
         *whole_documents(columns.lengths, sides),
         kind=kind,

@@ -34,6 +34,8 @@ class Document:
     """Further columns, (T,) each."""
     per_document: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns with any number of values, such as a label, or the sizes of images. Truncation keeps them whole."""
+    image_rules: ImageRules | None = None
+    """How its images are read; None without columns of images."""
 
     @classmethod
     def of(cls, ids: Sequence[int]) -> Document:
@@ -57,7 +59,7 @@ class Document:
         per_token = {n: np.concatenate([values, theirs[n]]) for n, values in self.per_token.items()}
         ids, trained = (np.concatenate([getattr(part, n) for part in (self, other)]) for n in ("ids", "trained"))
         images = {name: values for name, values in self.per_document.items() if name.startswith(OF_IMAGES)}
-        return Document(ids, trained, per_token, {**other.per_document, **images})
+        return Document(ids, trained, per_token, {**other.per_document, **images}, self.image_rules)
 
     def continued(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> Document:
         """Append tokens of text."""
@@ -114,7 +116,7 @@ class Columns:
         return cls(values, offsets, np.arange(len(lengths["ids"])))
 
     @classmethod
-    def join(cls, documents: Sequence[Document], pad_id: int = 0, image_rules: ImageRules | None = None) -> Columns:
+    def join(cls, documents: Sequence[Document], pad_id: int = 0) -> Columns:
         """Concatenate single documents (copies), which have the same columns."""
         arrays = {
             "ids": np.concatenate([one.ids for one in documents] or [np.empty(0)]).astype(np.int32, copy=False),
@@ -130,7 +132,7 @@ class Columns:
             some = [one.per_document[name].ravel() for one in documents]
             arrays[name] = np.concatenate(some)
             arrays[name + LENGTHS] = np.array([len(values) for values in some], dtype=np.int64)
-        return replace(cls.of(arrays), pad_id=pad_id, image_rules=image_rules)
+        return replace(cls.of(arrays), pad_id=pad_id, image_rules=documents[0].image_rules if documents else None)
 
     @property
     def stored(self) -> dict[str, np.ndarray]:
@@ -151,7 +153,7 @@ class Columns:
 
         per_token = {name: own(name) for name in self.per_token if name not in ("ids", "trained")}
         per_document = {name: own(name) for name in self.offsets if name != "ids"}
-        return Document(own("ids"), own("trained"), per_token, per_document)
+        return Document(own("ids"), own("trained"), per_token, per_document, self.image_rules)
 
     def __iter__(self) -> Iterator[Document]:
         return (self[i] for i in range(len(self)))
@@ -179,11 +181,6 @@ class Columns:
     def num_targets(self) -> np.ndarray:
         """(N,) labels of each document."""
         return self.per_document("num_targets")[:, 0]
-
-    def num_values(self, name: str) -> np.ndarray:
-        """(N,) number of values of a per-document column."""
-        offsets = self.offsets[name]
-        return offsets[self.rows + 1] - offsets[self.rows]
 
     def per_document(self, name: str, documents: np.ndarray | None = None) -> np.ndarray:
         """The values of a column that has V values in each document, (N, V), or of some documents; (N, 1) zeros without

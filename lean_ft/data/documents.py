@@ -8,14 +8,13 @@ import copyreg
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
-from lean_ft.data.images import UnreadableImageError, with_columns, with_sizes
+from lean_ft.data.images import UnreadableImageError, documents_of, with_sizes
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.report import DataReport, count
@@ -72,12 +71,6 @@ class Renderer:
     """The objective's reader."""
     tokenizer: Tokenizer
 
-    @cached_property
-    def _image_id(self) -> int | None:
-        """Id of the image token; None for a run without images."""
-        rules = self.tokenizer.image_rules
-        return None if rules is None else self.tokenizer.token_id(rules.token)
-
     def __call__(self, rows: Sequence[Row]) -> tuple[list[Document], DataReport]:
         """Return the documents to train on, and a report for these rows only.
 
@@ -117,9 +110,11 @@ class Renderer:
         for row in rows:
             try:
                 self.reader.values(row)  # unreadable values make a bad row
-                unread, passages = self.reader.unread(row), self.reader.passages(row)
+                unread, passages, rules = self.reader.unread(row), self.reader.passages(row), self.tokenizer.image_rules
                 with reading(row):
-                    passages = [self._with_image_texts(passage, row.folder) for passage in passages]
+                    passages = [
+                        with_sizes(one, row.folder, rules) if isinstance(one, Passage) else one for one in passages
+                    ]
                 read.append((row, passages))
                 count(unread, report.unread)
                 count(self.reader.columns(row), report.columns)
@@ -132,30 +127,18 @@ class Renderer:
                 self._skip_or_raise(error, report)
         return self._tokenize(read, report)
 
-    def _with_image_texts(self, passage: Passage | Document, folder: Path) -> Passage | Document:
-        rules = self.tokenizer.image_rules
-        return with_sizes(passage, folder, rules) if rules is not None and isinstance(passage, Passage) else passage
-
     def _tokenize(
         self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport
     ) -> list[tuple[Row, list[Document]]]:
         """Tokenize all texts together, or one row after the other to find a row that fails; keep documents unchanged."""
-        texts = [passage for _, passages in read for passage in passages if isinstance(passage, Passage)]
         try:
-            tokenized = itertools.starmap(Document, self.tokenizer.tokenize(texts))
-            return [(row, [self._document(passage, tokenized) for passage in passages]) for row, passages in read]
+            found = iter(documents_of([passage for _, passages in read for passage in passages], self.tokenizer))
+            return [(row, list(itertools.islice(found, len(passages)))) for row, passages in read]
         except ValueError as error:
             if len(read) > 1:
                 return [found for one in read for found in self._tokenize([one], report)]
             self._skip_or_raise(ValueError(f"{read[0][0].place}: {error}"), report)
             return []
-
-    def _document(self, passage: Passage | Document, tokenized: Iterator[Document]) -> Document:
-        document = next(tokenized) if isinstance(passage, Passage) else passage
-        if (rules := self.tokenizer.image_rules) is None:
-            return document
-        images = passage.images if isinstance(passage, Passage) else ()
-        return with_columns(document, images, rules, self._image_id)
 
     def _skip_or_raise(self, error: ValueError, report: DataReport) -> None:
         if self.config.on_bad_row == "raise":

@@ -352,8 +352,7 @@ class RowReader:
 
     def drops_image(self, document: Document, kept: slice, report: DataReport) -> bool:
         """Whether the row is dropped, because keeping the tokens `kept` of a document alone would cut an image."""
-        rules = self.tokenizer.image_rules
-        if rules is None or not cuts_an_image(document, kept, rules.merge):
+        if not cuts_an_image(document, kept):
             return False
         report.drop("an image does not fit in max_length")
         return True

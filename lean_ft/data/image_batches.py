@@ -63,7 +63,7 @@ class ImagesOfBatch:
 
 def images_of_batch(columns: Columns, placed: Placed) -> ImagesOfBatch | None:
     """Return the images of a batch, or None if it has none. An image of a shared prompt counts once."""
-    if columns.image_rules is None:
+    if columns.image_rules is None or IMAGE_ROW not in columns.values:
         return None
     merge, of_tokens = columns.image_rules.merge, columns.values[IMAGE_ROW][placed.source]
     tokens = np.flatnonzero(placed.is_own & (of_tokens > 0))

@@ -31,7 +31,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from lean_ft.data.foreign_fields import is_given
 from lean_ft.images.cuts import Size
 from lean_ft.images.rules import ImageLayout, ImageRules
 from lean_ft.system.units import counted
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.passages import Passage, with_image_texts
 
 IMAGE_FIELDS = ("images", "image")
@@ -88,21 +89,16 @@ def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, 
     Raises ValueError if the row's images do not fit the places for them.
     """
     given = _given(fields)
-    parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
-    if not parts and not given:
-        return messages, []
-    if parts:
-        empty = sum(part["image"] is None for part in parts)
-        if empty != len(given):
-            raise ValueError(
-                f"the row has {counted(len(given), 'images')} in its field `images`, and {counted(empty, 'empty content parts')} of "
-                "the type image. These numbers must agree."
-            )
-    else:
+    if given and not _images_in(messages):
         messages = _with_places(messages, len(given))
+    images = _images_in(messages)
+    if (empty := images.count(None)) != len(given):
+        raise ValueError(
+            f"the row has {counted(len(given), 'images')} in its field `images`, and {counted(empty, 'empty content parts')} of "
+            "the type image. These numbers must agree."
+        )
     rest = iter(given)
-    parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
-    return without_images(messages), [next(rest) if part["image"] is None else part["image"] for part in parts]
+    return without_images(messages), [next(rest) if image is None else image for image in images]
 
 
 def without_images(messages: Any) -> Any:
@@ -131,9 +127,10 @@ def _given(fields: Mapping[str, Any]) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
+def _images_in(messages: Messages) -> list[dict[str, Any] | None]:
+    """The image of each content part that is one; None if the part marks its place only."""
+    lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
 
 
 def _with_places(messages: Messages, number: int) -> Messages:
@@ -179,14 +176,24 @@ def read_image(value: Any, folder: Path, rules: ImageRules) -> RowImage:
         raise UnreadableImageError(str(error)) from None
 
 
-def with_sizes(passage: Passage, folder: Path, rules: ImageRules) -> Passage:
-    """Read the sizes of a passage's images, and write their texts for the placeholders. Raises ValueError as `read_image` and
-    `with_image_texts` do."""
-    if not passage.images:
+def with_sizes(passage: Passage, folder: Path, rules: ImageRules | None) -> Passage:
+    """Read the sizes of a passage's images, and write their texts for the placeholders. rules: needed for images. Raises ValueError
+    as `read_image` and `with_image_texts` do."""
+    if rules is None or not passage.images:
         return passage
     images = [read_image(value, folder, rules) for value in passage.images]
     texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
     return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
+
+
+def documents_of(passages: Sequence[Passage | Document], tokenizer: Tokenizer) -> list[Document]:
+    """Tokenize passages, and add the columns of their images. Documents are tokenized texts without images. Raises ValueError as
+    `with_columns` does."""
+    tokenized = starmap(Document, tokenizer.tokenize([one for one in passages if isinstance(one, Passage)]))
+    texts = [(next(tokenized), one.images) if isinstance(one, Passage) else (one, ()) for one in passages]
+    if (rules := tokenizer.image_rules) is None:
+        return [document for document, _ in texts]
+    return [with_columns(document, images, rules, tokenizer.token_id(rules.token)) for document, images in texts]
 
 
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
@@ -209,8 +216,12 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
         "image_refs": np.concatenate([np.empty(0, dtype=np.uint8), *references]),
         "image_ref_lengths": np.array(list(map(len, references)), dtype=np.int64),
     }
-    return replace(
-        document, per_token={**document.per_token, **per_token}, per_document={**document.per_document, **per_document}
+    return Document(
+        document.ids,
+        document.trained,
+        {**document.per_token, **per_token},
+        {**document.per_document, **per_document},
+        rules,
     )
 
 
@@ -236,29 +247,30 @@ def num_embeddings(columns: Mapping[str, np.ndarray], merge: int) -> np.ndarray:
     return np.diff(of_grids[np.append(0, np.cumsum(columns["image_tiles"]))])
 
 
+def num_images(columns: Columns) -> np.ndarray:
+    """(N,) images of each document."""
+    return np.diff(columns.offsets["image_tiles"])[columns.rows]
+
+
 def num_patches(columns: Columns) -> np.ndarray:
     """(N,) patches of the images of each document."""
     sums = np.append(0, np.cumsum(columns.values["image_grids"].reshape(-1, 2).prod(1)))
-    bounds = columns.offsets["image_grids"] // 2
-    return (sums[bounds[1:]] - sums[bounds[:-1]])[columns.rows]
+    return np.diff(sums[columns.offsets["image_grids"] // 2])[columns.rows]
 
 
-def cuts_an_image(document: Document, kept: slice, merge: int) -> bool:
+def cuts_an_image(document: Document, kept: slice) -> bool:
     """Whether an image has tokens inside and outside of the span `kept`."""
-    image = _image_of_tokens(document, merge)
-    inside = np.zeros(len(image), dtype=bool)
-    inside[kept] = True
-    return bool(np.isin(image[inside & (image >= 0)], image[~inside]).any())
+    return any(behind_image(document, place) != place for place in (kept.start, kept.stop))
 
 
-def shown_images(document: Document, merge: int) -> list[tuple[int, int, bytes, Size]]:
+def shown_images(document: Document) -> list[tuple[int, int, bytes, Size]]:
     """Each image that a document shows: its first token, the end of its tokens, its reference, and its size in pixels.
 
     Raises ValueError for an image that cannot be opened.
     """
     from lean_ft.images.reading import open_image, size_of
 
-    image, references, found = _image_of_tokens(document, merge), references_of(document), []
+    image, references, found = _image_of_tokens(document), references_of(document), []
     for number in np.unique(image[image >= 0]).tolist():
         places = np.flatnonzero(image == number)
         with open_image(references[number]) as opened:
@@ -266,15 +278,18 @@ def shown_images(document: Document, merge: int) -> list[tuple[int, int, bytes, 
     return found
 
 
-def _image_of_tokens(document: Document, merge: int) -> np.ndarray:
+def _image_of_tokens(document: Document) -> np.ndarray:
     """(T,) number of the image that each token shows, -1 for text."""
-    rows, ends = document.per_token[IMAGE_ROW], np.cumsum(num_embeddings(document.per_document, merge))
+    if document.image_rules is None:
+        return np.full(len(document), -1)
+    rows = document.per_token[IMAGE_ROW]
+    ends = np.cumsum(num_embeddings(document.per_document, document.image_rules.merge))
     return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
 
 
-def behind_image(document: Document, place: int, merge: int) -> int:
+def behind_image(document: Document, place: int) -> int:
     """The first place from `place` on where a cut hits no image."""
-    image = _image_of_tokens(document, merge)
+    image = _image_of_tokens(document)
     last = image[:place].max(initial=-1)
     return place if last < 0 else max(place, int(np.flatnonzero(image == last)[-1]) + 1)
 

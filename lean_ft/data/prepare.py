@@ -22,11 +22,10 @@ import numpy as np
 
 from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.arrow_rows import dataset_files
-from lean_ft.data.batch import Batch
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches, longest_batch
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, limit_images
-from lean_ft.data.images import changed_files, num_patches
+from lean_ft.data.images import changed_files, num_images, num_patches
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
@@ -102,15 +101,11 @@ def prepare_batches(
     rows, and if the settings require shared prompts and the recipe does not support them.
     """
     objective_of(config).check(config, share_prompts)
+    limit_images(tokenizer, config)
     return world().batches(
         lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
-        lambda: _longest_batch(config, tokenizer, batch_size, share_prompts),
+        lambda: longest_batch(config, batch_size, share_prompts, tokenizer.image_rules),
     )
-
-
-def _longest_batch(config: DataConfig, tokenizer: Tokenizer, batch_size: int, share_prompts: bool) -> Batch:
-    limit_images(tokenizer, config)
-    return longest_batch(config, batch_size, share_prompts, tokenizer.image_rules)
 
 
 def _read_batches(
@@ -121,7 +116,6 @@ def _read_batches(
             "data.chat_template is set, but this recipe loads its tokenizer without it. Edit the recipe: "
             "load_tokenizer(cfg.model, cfg.data.chat_template)."
         )
-    limit_images(tokenizer, config)
     folder = cache_folder(config.cache_dir)
     whole = load_documents(config, tokenizer, config.source, folder)
     weights = [source.weight for source in list_sources(config.source)]
@@ -245,7 +239,7 @@ def arranged(
         assert tokenizer.image_rules is not None
         patches = num_patches(columns)
         arrangement = replace(arrangement, patches=patches[arrangement.documents])
-        prepared.report.images = int(columns.num_values("image_tiles")[:: len(config.sides)].sum())
+        prepared.report.images = int(num_images(columns)[:: len(config.sides)].sum())
         prepared.report.image_tokens = int(patches.sum()) // tokenizer.image_rules.merge**2
     if packed:
         report_packing(prepared.report, arrangement, columns, config)
@@ -305,9 +299,8 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
     else:
         settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
         objective = [settings_class(config).__name__, without_hashes(settings)]
-        folders = (
-            [] if tokenizer.image_rules is None else _folders_of(config, source)
-        )  # paths of images are relative to them
+        # Paths of images are relative to the folder of the rows.
+        folders = [] if tokenizer.image_rules is None else _folders_of(config, source)
         key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective, *folders)}"
 
     def write(writer: EntryWriter) -> None:

@@ -34,8 +34,8 @@ class Stretch:
     trained: bool
     control: bool
     """Whether these are control tokens, such as eos."""
-    image: int | None = None
-    """Number of the image in `Preview.images` that these tokens are."""
+    image: bytes | None = None
+    """Reference of the image that these tokens are."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,6 @@ class Preview:
     """Counts of the rows that were read."""
     notes: list[str]
     """One line per truncated or dropped row."""
-    images: list[bytes] = field(default_factory=list)
-    """References of the images of `rows`."""
 
 
 def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_size: int) -> Preview:
@@ -101,9 +99,8 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
             break
     if not documents:
         raise ValueError(f"no row of {config.source} is left to show: {report.nothing_left()}.")
-    columns, images = Columns.join(documents, image_rules=tokenizer.image_rules), list[bytes]()
-    shown = list(islice(_rows(config, tokenizer, columns, origins, batch_size, images), num_rows))
-    return Preview(shown, report, notes, images)
+    shown = _rows(config, tokenizer, Columns.join(documents), origins, batch_size)
+    return Preview(list(islice(shown, num_rows)), report, notes)
 
 
 def _enough(config: DataConfig, report: DataReport, num_rows: int, batch_size: int) -> bool:
@@ -126,9 +123,7 @@ def _rows(
     columns: Columns,
     origins: list[tuple[str, dict[str, Any]]],
     batch_size: int,
-    images: list[bytes],
 ) -> Iterator[ShownRow]:
-    """Yield the rows, and add their images to `images`."""
     arrangement = arrange(columns.lengths, config, batch_size)
     offsets, worse = arrangement.offsets, tuple(f", {name}" for name in objective_of(config).worse)
     if arrangement.kind == "flat":
@@ -142,7 +137,7 @@ def _rows(
             # Nothing predicts the first token of a document, or of a row whose documents are joined.
             if (used == 0) if arrangement.joined else start == 0:
                 trained[0] = False
-            stretches = _with_images(tokenizer, document, trained, images)
+            stretches = _with_images(tokenizer, document, trained)
             place, named = origins[number]
             counts = len(document), int(trained.sum())
             shown.append(ShownDocument(place, stretches, *counts, start > 0, place.endswith(worse), named))
@@ -150,15 +145,12 @@ def _rows(
         yield ShownRow(shown, arrangement.row_tokens - used if arrangement.kind == "packed" else None)
 
 
-def _with_images(tokenizer: Tokenizer, document: Document, trained: np.ndarray, images: list[bytes]) -> list[Stretch]:
-    """Return the stretches of a document with one stretch per image; add its images to `images`."""
-    if tokenizer.image_rules is None:
-        return stretches_of(tokenizer, document.ids, trained)
+def _with_images(tokenizer: Tokenizer, document: Document, trained: np.ndarray) -> list[Stretch]:
+    """Return the stretches of a document, with one stretch per image."""
     shown, before = list[Stretch](), 0
-    for first, end, reference, size in shown_images(document, tokenizer.image_rules.merge):
+    for first, end, reference, size in shown_images(document):
         shown += stretches_of(tokenizer, document.ids[before:first], trained[before:first])
-        shown.append(Stretch(f"[image {size.width}x{size.height}, {end - first:,} tokens]", False, True, len(images)))
-        images.append(reference)
+        shown.append(Stretch(f"[image {size.width}x{size.height}, {end - first:,} tokens]", False, True, reference))
         before = end
     return shown + stretches_of(tokenizer, document.ids[before:], trained[before:])
 

@@ -31,7 +31,6 @@ from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import read_rows
-from lean_ft.images.rules import ImageRules
 from lean_ft.settings import DataConfig, PromptDataConfig, Sources
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
@@ -68,10 +67,9 @@ class Prompts:
         report: DataReport,
         fingerprint: str,
         shuffle: bool = True,
-        image_rules: ImageRules | None = None,
     ) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
-        self.report, self.fingerprint, self.image_rules = report, fingerprint, image_rules
+        self.report, self.fingerprint = report, fingerprint
         self._orders: dict[int, np.ndarray] = {}  # the current epoch only
 
     def __len__(self) -> int:
@@ -99,16 +97,13 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
     Held-out prompts come from `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError
     with the place for unreadable files and rows, and if no prompt is left.
     """
-    longest = Prompt([0] * config.max_prompt_length, "", {}, "")
-    return world().read(
-        lambda: _read_prompts(config, tokenizer, seed),
-        lambda: (
-            Prompts(
-                [longest], seed=seed, report=DataReport("prompts"), fingerprint="", image_rules=tokenizer.image_rules
-            ),
-            None,
-        ),
-    )
+
+    def longest() -> tuple[Prompts, None]:
+        document = replace(Document.of([0] * config.max_prompt_length), image_rules=tokenizer.image_rules)
+        prompt = Prompt(document.ids.tolist(), "", {}, "", document)
+        return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
+
+    return world().read(lambda: _read_prompts(config, tokenizer, seed), longest)
 
 
 def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, list[Prompt] | None]:
@@ -130,8 +125,7 @@ def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> 
     settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     settings |= {} if config.shuffle else {"shuffle": False}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
-    known = {"seed": seed, "report": report, "fingerprint": fingerprint, "image_rules": tokenizer.image_rules}
-    return Prompts(prompts, shuffle=config.shuffle, **known), held_out
+    return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
 
 
 def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:
@@ -190,12 +184,8 @@ class PromptReader(RowReader):
                 text = check_text(asked, "`prompt`") + (self.config.separator or "")
                 ids = np.array(self.tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
                 return [Document(ids, np.zeros(len(ids), dtype=bool))]
-            for name in MEDIA:
-                if (
-                    name not in IMAGE_FIELDS
-                    and is_given(fields.get(name))
-                    and f"<{name.removesuffix('s')}>" in str(asked)
-                ):
+            for name in (one for one in MEDIA if one not in IMAGE_FIELDS):
+                if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
             read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}

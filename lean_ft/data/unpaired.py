@@ -158,7 +158,6 @@ class Unpaired(PreferencePairs):
             row_tokens=arrangement.row_tokens,
             pad_id=columns.pad_id,
             batch_size=arrangement.batch_size * arrangement.most_in_a_row,
-            image_rules=columns.image_rules,
         )
         assert isinstance(batch, UnpairedBatch)
         numbers = _first_mismatched(columns) + epoch * len(columns) + placed.documents

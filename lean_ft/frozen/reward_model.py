@@ -14,7 +14,6 @@ from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.generation.decoding import Asked, as_document, padded_inputs
 from lean_ft.generation.texts import reads_images
-from lean_ft.images.rules import ImageRules
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.stored_weights import stored_dtype
@@ -60,33 +59,23 @@ def open_reward_model(
     return model, tokenizer_of(adapter, folder, chat_template=chat_template, images=images)
 
 
-def score(
-    model: Decoder,
-    sequences: Sequence[Asked],
-    tokens_at_a_time: int = TOKENS_AT_A_TIME,
-    image_rules: ImageRules | None = None,
-) -> list[list[float]]:
+def score(model: Decoder, sequences: Sequence[Asked], tokens_at_a_time: int = TOKENS_AT_A_TIME) -> list[list[float]]:
     """Return the score at every token of each sequence of ids, or document. The last score is the sequence's.
 
     Each forward pass has at most `tokens_at_a_time` positions, or one sequence. Raises ValueError for an empty
     sequence.
     """
-    return [scores[:, 0].tolist() for scores in token_scores(model, sequences, tokens_at_a_time, image_rules)]
+    return [scores[:, 0].tolist() for scores in token_scores(model, sequences, tokens_at_a_time)]
 
 
 @torch.no_grad()
-def token_scores(
-    model: Decoder,
-    sequences: Sequence[Asked],
-    tokens_at_a_time: int = TOKENS_AT_A_TIME,
-    image_rules: ImageRules | None = None,
-) -> list[Tensor]:
+def token_scores(model: Decoder, sequences: Sequence[Asked], tokens_at_a_time: int = TOKENS_AT_A_TIME) -> list[Tensor]:
     """Return C scores at each token of each sequence, (T, C) on the CPU; see `score`."""
     if not all(len(ids) for ids in sequences):
         raise ValueError("a sequence without a token has no score.")
     weight, found = model.output_weight.float(), dict[int, Tensor]()
     for rows in longest_first([len(ids) for ids in sequences], tokens_at_a_time):
-        inputs = padded_inputs([as_document(sequences[i]) for i in rows], image_rules, weight.device)
+        inputs = padded_inputs([as_document(sequences[i]) for i in rows], weight.device)
         hidden = model(**inputs, return_hidden=True)
         scores = (hidden.float() @ weight.T).cpu()
         found.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))
@@ -110,8 +99,7 @@ class JudgingModel:
         self._model.requires_grad_(False).eval()
         ids, own = range(asked_with.vocab_size), self._tokenizer
         self._reads_tokens = all(own.token_text(i) == asked_with.token_text(i) for i in ids)
-        sees = self._reads_tokens and self._model.vision is not None
-        self._rules = asked_with.image_rules if sees else None
+        self._sees = self._reads_tokens and self._model.vision is not None
 
     def __call__(
         self,
@@ -120,7 +108,7 @@ class JudgingModel:
         documents: Sequence[Document],
         completion_ids: Sequence[list[int]],
     ) -> list[float]:
-        if any(map(has_images, documents)) and self._rules is None:
+        if any(map(has_images, documents)) and not self._sees:
             raise ValueError(
                 "a reward model judges prompts with images only if it has a vision tower and the policy's tokenizer."
             )
@@ -128,7 +116,7 @@ class JudgingModel:
             texts = [asked.continued(said) for asked, said in zip(documents, completion_ids, strict=True)]
         else:
             texts = [self._written(asked, said) for asked, said in zip(prompts, completions, strict=True)]
-        return [scores[-1] for scores in score(self._model, texts, image_rules=self._rules)]
+        return [scores[-1] for scores in score(self._model, texts)]
 
     def _written(self, asked: Any, said: str) -> list[int]:
         tokenizer = self._tokenizer

@@ -77,9 +77,7 @@ def score_rows(
     sides = [f"{side}_" if side else "" for side in config.sides]
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)
-        scores = iter(
-            score(model, [one for _, documents in readable for one in documents], image_rules=tokenizer.image_rules)
-        )
+        scores = iter(score(model, [one for _, documents in readable for one in documents]))
         for row, documents in readable:
             told: dict[str, Any] = {}
             for side, document in zip(sides, documents, strict=True):
@@ -100,11 +98,7 @@ def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationData
     render, rows = renderer_of(config, tokenizer, config.source), read_rows(config.source, None, config)
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)
-        for (row, _), scores in zip(
-            readable,
-            token_scores(model, [one for _, [one] in readable], image_rules=tokenizer.image_rules),
-            strict=True,
-        ):
+        for (row, _), scores in zip(readable, token_scores(model, [one for _, [one] in readable]), strict=True):
             found = dict(
                 zip(names, (scores[-1].sigmoid() if is_multi else scores[-1].softmax(0)).tolist(), strict=True)
             )

@@ -29,12 +29,11 @@ import torch
 from torch import Tensor
 
 from lean_ft.data.collate import batch_of
-from lean_ft.data.columns import IMAGE_ROW, Document, identity
+from lean_ft.data.columns import Document, identity
 from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
-from lean_ft.images.rules import ImageRules
 from lean_ft.models import Decoder, FewRows, KVCache
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
@@ -96,7 +95,6 @@ def sample(
     *,
     numbers: Sequence[int] | None = None,
     decode: Decode | None = None,
-    image_rules: ImageRules | None = None,
     cache_gib: float | None = None,
     compile: bool = False,
 ) -> list[Sample]:
@@ -110,7 +108,6 @@ def sample(
         numbers: sample number of each prompt, so that equal prompts get different completions; None counts equal
             prompts from 0.
         decode: converts ids to text; needed for `sampling.stop_texts`.
-        image_rules: the tokenizer's; needed for documents with images, and then all prompts are documents with its columns.
         cache_gib: maximum memory of the KV cache, in GiB; rows that do not fit are generated later. None uses a quarter
             of the memory that the weights leave on the device.
         compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
@@ -120,13 +117,12 @@ def sample(
             cannot be read.
         FloatingPointError: if the model's logits are not finite.
     """
-    rows = _rows(prompts, sampling, numbers, image_rules)
+    rows = _rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
         room = _room(model, rows, sampling, cache_gib)
         packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
         packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
-        others = {"packed_bytes": packed_bytes, "image_rules": image_rules}
-        for _ in _decode_rows(model, rows, sampling, decode, room, compile, **others):
+        for _ in _decode_rows(model, rows, sampling, decode, room, compile, packed_bytes=packed_bytes):
             pass
     return [row.sample for row in rows]
 
@@ -137,7 +133,6 @@ def sample_steps(
     sampling: Sampling,
     decode: Decode | None = None,
     *,
-    image_rules: ImageRules | None = None,
     prompt_part: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield each step's tokens, one per prompt, None for rows that have ended. Arguments are those of `sample`.
@@ -145,25 +140,17 @@ def sample_steps(
     All rows run in one wave. With `prompt_part`, a single prompt is read that many tokens at a time, and each part
     except the last is a step without a token.
     """
-    rows = _rows(prompts, sampling, None, image_rules)
+    rows = _rows(prompts, sampling, None)
     if sampling.max_new_tokens and rows:
-        others = {"prompt_part": prompt_part, "image_rules": image_rules}
-        for tokens in _decode_rows(model, rows, sampling, decode, len(rows), **others):
+        for tokens in _decode_rows(model, rows, sampling, decode, len(rows), prompt_part=prompt_part):
             yield [tokens.get(row.place) for row in rows]
 
 
-def _rows(
-    prompts: Tensor | Sequence[Asked],
-    sampling: Sampling,
-    numbers: Sequence[int] | None,
-    image_rules: ImageRules | None = None,
-) -> list[_Row]:
+def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[_Row]:
     asked = [as_document(prompt) for prompt in prompts]
     for place, prompt in enumerate(asked):
         if not len(prompt):
             raise ValueError(f"prompt {place} is empty; expected at least one token, such as the tokenizer's bos_id.")
-        if image_rules is None and has_images(prompt):
-            raise ValueError(f"prompt {place} has images. Pass image_rules=tokenizer.image_rules.")
     numbers = sample_numbers(asked) if numbers is None else numbers
     keys = [RowKey(sampling.seed, _identity(prompt), number) for prompt, number in zip(asked, numbers, strict=True)]
     return [_Row(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))]
@@ -232,7 +219,6 @@ def _decode_rows(
     compile: bool = False,
     prompt_part: int | None = None,
     packed_bytes: float = 0,
-    image_rules: ImageRules | None = None,
 ) -> Iterator[dict[int, int]]:
     """Fill the rows' samples, at most `room` rows at a time. Yield each step's tokens by the rows' places; empty after a part of a
     prompt."""
@@ -242,11 +228,11 @@ def _decode_rows(
     # Equal prompts and equal lengths are together.
     waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt.ids.tolist(), _identity(row.prompt)))
     capacity = len(waiting[0].prompt) + sampling.max_new_tokens
-    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes, image_rules), waiting[room:]
+    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
     if not running:  # in a plan
         return
     caches = model.new_cache(len(running), capacity)
-    hidden = yield from _read(model, running, caches, image_rules, prompt_part)
+    hidden = yield from _read(model, running, caches, prompt_part)
     few_rows, compiled = FewRows(model, packed_bytes), CompiledLayers(model) if compile else None
 
     def chosen(hidden: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -294,12 +280,10 @@ def _decode_rows(
             if all(rope.same_frequencies(row.length - 1, row.length) for rope in model.rotary for row in running):
                 ids, answers = step(ids, keys_of(running))
             else:
-                ids, answers = chosen(
-                    (yield from _read(model, running, caches, image_rules, prompt_part)), keys_of(running)
-                )
+                ids, answers = chosen((yield from _read(model, running, caches, prompt_part)), keys_of(running))
         if new:
             part, waiting = caches.part(len(running), len(running) + len(new)), waiting[len(new) :]
-            hidden = yield from _read(model, new, part, image_rules, prompt_part)
+            hidden = yield from _read(model, new, part, prompt_part)
             caches.join(part)
             first_ids, first_answers = chosen(hidden, keys_of(new))
             ids, answers = torch.cat((ids, first_ids)), torch.cat((answers, first_answers))
@@ -347,7 +331,7 @@ def _say_too_long(context: int | None) -> None:  # once per process
 
 
 def _read(
-    model: Decoder, rows: list[_Row], caches: KVCache, image_rules: ImageRules | None, prompt_part: int | None
+    model: Decoder, rows: list[_Row], caches: KVCache, prompt_part: int | None
 ) -> Generator[dict[int, int], None, Tensor]:
     """Fill the cache with the rows' texts. Return the hidden state (B, D) of each row's last token.
 
@@ -367,28 +351,28 @@ def _read(
         if prompt_part is not None and len(texts) == 1:
             # Only if the rotary frequencies do not depend on the length of the text.
             while len(texts[0]) > prompt_part and all(rope.same_frequencies(1, longest) for rope in model.rotary):
-                end = prompt_part if image_rules is None else behind_image(texts[0], prompt_part, image_rules.merge)
+                end = behind_image(texts[0], prompt_part)
                 if end == len(texts[0]):
                     break
-                forward_as_written(model, cache=part, **padded_inputs([texts[0][:end]], image_rules, device))
+                forward_as_written(model, cache=part, **padded_inputs([texts[0][:end]], device))
                 texts = [texts[0][end:]]
                 yield {}
         is_even = len(set(map(len, texts))) == 1
         lengths = on_device([len(text) for text in texts], device)
-        inputs = padded_inputs(texts, image_rules, device)
+        inputs = padded_inputs(texts, device)
         hidden = forward_as_written(model, cache=part, lengths=None if is_even else lengths, **inputs)
         lasts.append(hidden[torch.arange(len(texts), device=device), lengths - 1])
         parts.append(part)
     return torch.cat(lasts)[caches.spread(parts, [count for _, count in groups])]
 
 
-def padded_inputs(texts: Sequence[Document], image_rules: ImageRules | None, device: torch.device) -> dict[str, Any]:
-    """Arguments of the forward pass over texts, padded on the right. image_rules: of texts with columns of images."""
+def padded_inputs(texts: Sequence[Document], device: torch.device) -> dict[str, Any]:
+    """Arguments of the forward pass over texts, padded on the right."""
     longest = max(map(len, texts))
-    if image_rules is None or IMAGE_ROW not in texts[0].per_token:
+    if texts[0].image_rules is None:
         rows = [text.ids.tolist() + [0] * (longest - len(text)) for text in texts]
         return {"input_ids": on_device(rows, device)}  # (B, T)
-    batch = batch_of(texts, kind="padded", row_tokens=longest, pad_id=0, image_rules=image_rules).to(device)
+    batch = batch_of(texts, kind="padded", row_tokens=longest, pad_id=0).to(device)
     return {name: batch.inputs[name] for name in ("input_ids", "images", "position_shift") if name in batch.inputs}
 
 

@@ -260,8 +260,7 @@ class _Answer:
         self.is_over = False  # set by either thread: complete, or no longer needed
         self.client_left = False
         self._tokenizer = tokenizer
-        others = {"image_rules": tokenizer.image_rules, "prompt_part": PROMPT_PART}
-        steps = sample_steps(model, [prompt], how, tokenizer.decode, **others)
+        steps = sample_steps(model, [prompt], how, tokenizer.decode, prompt_part=PROMPT_PART)
         self._texts = text_of(tokenizer, self._kept(steps), how.stop_texts)
         self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue[str | _End]()
 

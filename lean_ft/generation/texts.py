@@ -14,7 +14,7 @@ import torch
 from lean_ft.data.chats import read_content, read_variables
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given
-from lean_ft.data.images import IMAGE_FIELDS, images_of, read_image, with_columns, with_sizes
+from lean_ft.data.images import IMAGE_FIELDS, documents_of, images_of, read_image, with_sizes
 from lean_ft.data.sources import read_rows
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
@@ -122,10 +122,10 @@ def answers(
     Samples do not depend on the batches: equal prompts are numbered across all batches.
     """
     how, asked = asked_of(model, tokenizer, prompts, chat, sampling, folder)
-    numbers, others = sample_numbers(asked), {"decode": tokenizer.decode, "image_rules": tokenizer.image_rules}
+    numbers = sample_numbers(asked)
     for start in range(0, len(asked), batch_size):
         some = slice(start, start + batch_size)
-        for answer in sample(model, asked[some], how, numbers=numbers[some], **others):
+        for answer in sample(model, asked[some], how, numbers=numbers[some], decode=tokenizer.decode):
             yield _before(tokenizer.decode(answer.ids, skip_special_tokens=True), how.stop_texts)
 
 
@@ -172,8 +172,7 @@ def stream(
     """Yield the text of `generate` in pieces. Incomplete characters and possible beginnings of a stop text are held
     back."""
     how, asked = asked_of(model, tokenizer, [prompt], chat, sampling)
-    steps = sample_steps(model, asked, how, tokenizer.decode, image_rules=tokenizer.image_rules)
-    tokens = (token for (token,) in steps)
+    tokens = (token for (token,) in sample_steps(model, asked, how, tokenizer.decode))
     return (text for text in text_of(tokenizer, tokens, how.stop_texts) if text)
 
 
@@ -276,28 +275,25 @@ def asked_of(
 
 
 def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str, Any], folder: Path) -> Document:
-    asked, row, rules = _asked(prompt), prompt if isinstance(prompt, Mapping) else {}, tokenizer.image_rules
+    asked, row = _asked(prompt), prompt if isinstance(prompt, Mapping) else {}
     if isinstance(asked, str) and not chat:
         if any(is_given(row.get(name)) for name in IMAGE_FIELDS):
             raise ValueError(
                 "a prompt has an image, which needs a chat template. Remove chat=false, or use a chat model."
             )
-        images, document = (), Document.of(tokenizer.encode(asked, add_special_tokens=True))
+        return documents_of([Document.of(tokenizer.encode(asked, add_special_tokens=True))], tokenizer)[0]
+    messages, images = images_of(_messages(asked), row)
+    if images and tokenizer.image_rules is None:
+        raise ValueError(
+            "a prompt has an image, and the model reads texts alone. Use a vision model with model.images=frozen."
+        )
+    tools, kwargs = row.get("tools"), kwargs | read_variables(row.get("chat_template_kwargs"))
+    if messages[-1].get("role") == "assistant":
+        passage = tokenizer.continued(messages, tools, kwargs)
     else:
-        messages, values = images_of(_messages(asked), row)
-        if values and rules is None:
-            raise ValueError(
-                "a prompt has an image, and the model reads texts alone. Use a vision model with model.images=frozen."
-            )
-        tools, kwargs = row.get("tools"), kwargs | read_variables(row.get("chat_template_kwargs"))
-        if messages[-1].get("role") == "assistant":
-            passage = tokenizer.continued(messages, tools, kwargs)
-        else:
-            passage = tokenizer.passage(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)
-        if rules is not None:
-            passage = with_sizes(replace(passage, images=values), folder, rules)
-        images, document = passage.images, Document(*tokenizer.tokenize([passage])[0])
-    return document if rules is None else with_columns(document, images, rules, tokenizer.token_id(rules.token))
+        passage = tokenizer.passage(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)
+    passage = with_sizes(replace(passage, images=images), folder, tokenizer.image_rules)
+    return documents_of([passage], tokenizer)[0]
 
 
 def _messages(asked: str | Messages) -> list[dict[str, Any]]:

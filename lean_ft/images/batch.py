@@ -19,3 +19,4 @@ class Images(NamedTuple):
     grids: tuple[tuple[int, int], ...]  # rows and columns of patches of each image; on the host, where sizes are needed
     places: Tensor  # (K,) int64, positions of image tokens in the flattened batch
     rows: Tensor  # (K,) int64, the row of the tower's output that each place gets; several places may get the same row
+    embedded: list[Tensor] | None = None  # an empty list: keep the tower's output here for the next passes

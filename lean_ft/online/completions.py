@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ class Completion:
         columns = {n: np.array([0] * len(prompt) + self.of_tokens(found[n]), dtype=types[n]) for n in names}
         document = self.document(prompt)
         of_document = {**document.per_document, "prompt": np.array([len(prompt)])}
-        return Document(document.ids, document.trained, {**document.per_token, **columns}, of_document)
+        return replace(document, per_token={**document.per_token, **columns}, per_document=of_document)
 
 
 def documents_of(completions: Sequence[Completion], prompts: Sequence[Document]) -> list[Document]:

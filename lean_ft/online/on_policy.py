@@ -53,9 +53,8 @@ class OnPolicy:
             seed=int(np.random.SeedSequence([self._seed, step]).generate_state(1, np.uint32)[0]),
             stop_ids=stop_ids(self._model, self._tokenizer),
         )
-        rules = self._tokenizer.image_rules
         # All prompts of the step at once, so that micro-batches do not change the completions.
-        answers = [self._known(answer.ids) for answer in sample(self._model, prompts, sampling, image_rules=rules)]
+        answers = [self._known(answer.ids) for answer in sample(self._model, prompts, sampling)]
         texts = [(prompt, answer[:most]) for prompt, answer, most in zip(prompts, answers, room, strict=True)]
         ends_at = np.cumsum([len(of_batch) for of_batch in asked]).tolist()
         own = [texts[end - len(of_batch) : end] for of_batch, end in zip(asked, ends_at, strict=True)]
@@ -68,5 +67,4 @@ class OnPolicy:
     def _batch(self, texts: list[tuple[Document, list[int]]]) -> Batch:
         documents = [prompt.continued(answer, [True] * len(answer)) for prompt, answer in texts]
         kind = "padded" if self._data.packing == "none" else "flat"
-        own = {"pad_id": self._tokenizer.pad_id, "image_rules": self._tokenizer.image_rules}
-        return batch_of(documents, kind=kind, row_tokens=self._data.max_length, **own)
+        return batch_of(documents, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)

@@ -61,7 +61,7 @@ class Rounds(Generic[BatchT]):
             )
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
-        self._shares_prompts, self._rules = share_prompts, prompts.image_rules
+        self._shares_prompts, self.image_rules = share_prompts, prompts[0].text.image_rules
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
         self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
         if self.num_answers % generation.num_answers:
@@ -183,15 +183,15 @@ class Rounds(Generic[BatchT]):
 
     def _longest(self, build: Callable[[list[Document]], BatchT], size: int, number: int) -> BatchT:
         """Build the largest batch: `size` completions of `number` prompts, which are full of images in a run with images."""
-        rules, self._rules = self._rules, None
-        batch, self._rules = build([Document.of(self._prompts[0].ids)] * size), rules
-        if rules is None:
+        longest = self._prompts[0].ids
+        batch = build([Document.of(longest)] * size)
+        if self.image_rules is None:
             return batch
-        (rows, width), length = batch.labels.shape, len(self._prompts[0].ids)
+        (rows, width), length = batch.labels.shape, len(longest)
         if rows < number:  # one row has all prompts
             number, length = rows, length * number // rows
         number = number if rows % number == 0 else rows
-        return replace(batch, inputs=batch.inputs | longest_images(rules, (rows, width), number, length))
+        return replace(batch, inputs=batch.inputs | longest_images(self.image_rules, (rows, width), number, length))
 
     # Metrics -------------------------------------------------------------------------------------------------
 
@@ -347,7 +347,6 @@ class Rollouts(Rounds[PolicyBatch]):
             row_tokens=max(map(len, documents)) + PADDED_TO_MULTIPLE_OF,
             pad_id=self._pad_id,
             shared=np.array(shared) if self._shares_prompts else None,
-            image_rules=self._rules,
         )
         assert isinstance(batch, PolicyBatch)
         return replace(batch, answers=range(first, first + len(answers)))
@@ -429,7 +428,6 @@ class PairRollouts(Rounds[PairBatch]):
             row_tokens=2 * max(map(len, documents)) + PADDED_TO_MULTIPLE_OF,
             pad_id=self._pad_id,
             shared=np.array(shared) if self._shares_prompts else None,
-            image_rules=self._rules,
         )
         assert isinstance(batch, PairBatch)
         return batch

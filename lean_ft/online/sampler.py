@@ -76,7 +76,6 @@ class Sampler:
                     how,
                     numbers=numbers[mine],
                     decode=self._tokenizer.decode,
-                    image_rules=self._tokenizer.image_rules,
                     cache_gib=generation.cache_gib,
                     compile=generation.compile,
                 )

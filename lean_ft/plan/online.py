@@ -1,6 +1,7 @@
 """Plan rounds of sampled completions, which have no texts to score."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
     def sample(answer: Callable[[list[Prompt], int], Any], score: Any) -> None:
         if cfg.generation.engine == "vllm":  # on its own devices
             return
-        prompts = (Prompt([i] * cfg.data.max_prompt_length, "", {}, "") for i in range(rounds.num_prompts))
+        asked = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
+        prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), image_rules=rounds.image_rules)) for ids in asked)
         answer([prompt for prompt in prompts for _ in range(cfg.generation.num_answers)], 0)
 
     replaced: dict[str, Any] = {
@@ -36,14 +38,15 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
 
 
 def rehearse_generation(
-    model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, image_rules: Any, *, is_cpu: bool
+    model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, *, is_cpu: bool
 ) -> None:
-    """Run the cache, the prompts' pass, and the pass of the last token. With `image_rules`, prompts are full of images."""
+    """Run the cache, the prompts' pass, and the pass of the last token. Prompts with rules of images are full of images."""
     packed = FewRows(model, packed_bytes, pack=torch.clone) if is_cpu else None
     longest = max(map(len, prompts))
     caches = model.new_cache(len(prompts), capacity)
     texts = min(len({prompt.identity for prompt in prompts}), max(1, PROMPT_TOKENS // longest))
     shape = texts, longest
+    image_rules = prompts[0].image_rules
     images = {} if image_rules is None else longest_images(image_rules, shape, texts, longest)
     forward_as_written(model, torch.zeros(shape, dtype=torch.int64), caches.part(0, texts), **images)
     caches.filled = capacity - 1

@@ -133,7 +133,7 @@ def answer_held_out(
     together = list(longest_first(lengths, most_tokens))
     for asked in shown(together, len(together), "answering"):
         prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
-        answers = sample(model, prompts, Sampling(limit, stop_ids=ends), image_rules=tokenizer.image_rules)
+        answers = sample(model, prompts, Sampling(limit, stop_ids=ends))
         given.update(zip(asked, (answer.ids for answer in answers), strict=True))
 
     return AnswerReport(

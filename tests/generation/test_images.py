@@ -71,21 +71,21 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, loaded, model: Deco
     prompts, expected = [as_prompt(one, rules) for one in drawn], [greedy_of_transformers(case, one) for one in drawn]
     row_gib = model.cache_bytes(1, max(map(len, prompts)) + NEW) / 2**30
     for rows in (4, 2):  # with a cache of 2 rows, the others wait
-        found = sample(model, prompts, Sampling(NEW), image_rules=rules, cache_gib=rows * row_gib)
+        found = sample(model, prompts, Sampling(NEW), cache_gib=rows * row_gib)
         assert [one.ids for one in found] == expected
     # The first part would end inside of an image.
-    steps = list(sample_steps(model, prompts[:1], Sampling(NEW), image_rules=rules, prompt_part=9))
+    steps = list(sample_steps(model, prompts[:1], Sampling(NEW), prompt_part=9))
     assert [token for (token,) in steps if token is not None] == expected[0]
 
 
 def test_samples_do_not_depend_on_the_other_rows(case: Case, loaded, model: Decoder):
-    prompts, rules = [as_prompt(one, loaded[1]) for one in draw_all(case, [1, 0, 2, 1], seed=5)], loaded[1]
+    prompts = [as_prompt(one, loaded[1]) for one in draw_all(case, [1, 0, 2, 1], seed=5)]
     asked = [i for i in range(len(prompts)) for _ in range(2)]
     sampling, numbers = Sampling(NEW, temperature=1.3, seed=4), [i % 2 for i in range(len(asked))]
 
     def drawn(order: list[int]) -> dict[tuple[int, int], list[int]]:
         rows = [prompts[asked[i]] for i in order]
-        found = sample(model, rows, sampling, numbers=[numbers[i] for i in order], image_rules=rules)
+        found = sample(model, rows, sampling, numbers=[numbers[i] for i in order])
         return {(asked[i], numbers[i]): one.ids for i, one in zip(order, found, strict=True)}
 
     alone = {key: ids for i in range(len(asked)) for key, ids in drawn([i]).items()}
@@ -99,7 +99,7 @@ def test_an_image_is_encoded_once_for_all_completions_of_its_prompt(case: Case, 
     grids = []
     assert model.vision is not None
     handle = model.vision.register_forward_pre_hook(lambda tower, given: grids.append(given[1]))
-    sample(model, [as_prompt(drawn, loaded[1])] * 4, Sampling(NEW, temperature=1.0), image_rules=loaded[1])
+    sample(model, [as_prompt(drawn, loaded[1])] * 4, Sampling(NEW, temperature=1.0))
     handle.remove()
     assert [len(some) for some in grids] == [1]
 
@@ -113,24 +113,14 @@ def test_equal_ids_with_different_images_are_different_prompts(case: Case, loade
     # Even tokens of a model that ignores its input differ, because the random keys do.
     model.logits = lambda hidden: torch.zeros(len(hidden), 90)  # type: ignore[method-assign]
     first, second, third = (
-        one.ids
-        for one in sample(model, prompts, Sampling(NEW, temperature=1.0), numbers=[0, 0, 0], image_rules=loaded[1])
+        one.ids for one in sample(model, prompts, Sampling(NEW, temperature=1.0), numbers=[0, 0, 0])
     )
     assert first == third != second
     # A text has the same key with and without columns of images.
     ids = list(range(20))
     text = as_prompt(Drawn(ids, [], []), loaded[1])
-    of_text, alone = (
-        sample(model, [prompt], Sampling(NEW, temperature=1.0), image_rules=rules)[0].ids
-        for prompt, rules in ((text, loaded[1]), (ids, None))
-    )
+    of_text, alone = (sample(model, [prompt], Sampling(NEW, temperature=1.0))[0].ids for prompt in (text, ids))
     assert of_text == alone
-
-
-def test_images_need_the_rules(case: Case, loaded, model: Decoder):
-    (drawn,) = draw_all(case, [1])
-    with pytest.raises(ValueError, match="prompt 0 has images. Pass image_rules"):
-        sample(model, [as_prompt(drawn, loaded[1])], Sampling(NEW))
 
 
 def test_a_broken_processor_file_is_named_unless_the_model_reads_texts_alone(tmp_path: Path):

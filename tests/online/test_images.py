@@ -97,7 +97,7 @@ def test_a_reward_model_sees_the_images(given, tmp_path: Path):
     judged = JudgingModel(str(tmp_path), "cpu", tokenizer)([], [], documents, said)
     texts = [asked.continued(ids) for asked, ids in zip(documents, said, strict=True)]
     width = max(map(len, texts))
-    batch = batch_of(texts, kind="padded", row_tokens=width, pad_id=0, image_rules=tokenizer.image_rules)
+    batch = batch_of(texts, kind="padded", row_tokens=width, pad_id=0)
     with torch.no_grad():
         hidden = model(**batch.inputs, return_hidden=True) @ model.output_weight.T
     expected = [float(hidden[i, len(text) - 1]) for i, text in enumerate(texts)]

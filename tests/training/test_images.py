@@ -19,6 +19,7 @@ from lean_ft.data.columns import Columns
 from lean_ft.export import export_folder, export_gguf
 from lean_ft.memory import checkpoint_layers
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.vision.tower import VisionTower
 from lean_ft.peft import load_adapter, load_merged
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.regularization import add_embedding_noise
@@ -92,9 +93,7 @@ def their_logits(model: torch.nn.Module, folder: Path, family: str) -> list[torc
 
 def our_logits(model: Decoder, folder: Path, family: str) -> list[torch.Tensor]:
     columns = columns_of(folder, family)
-    batches = (
-        batch_of([one], kind="padded", row_tokens=256, pad_id=0, image_rules=columns.image_rules) for one in columns
-    )
+    batches = (batch_of([one], kind="padded", row_tokens=256, pad_id=0) for one in columns)
     lengths = columns.lengths
     return [model(**batch.inputs)[0, :length] for batch, length in zip(batches, lengths, strict=True)]
 
@@ -195,7 +194,7 @@ def test_a_projector_trains_alone_at_its_own_learning_rate(folder, train, family
 
 def test_noise_is_added_to_embeddings_of_text_alone(folder):
     model, columns = load_model(folder / "qwen3_vl", images="train"), columns_of(folder, "qwen3_vl")
-    batch = batch_of([columns[0]], kind="padded", row_tokens=256, pad_id=0, image_rules=columns.image_rules)
+    batch = batch_of([columns[0]], kind="padded", row_tokens=256, pad_id=0)
     seen: list[torch.Tensor] = []
     model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()[0]))
     model(**batch.inputs)
@@ -303,6 +302,25 @@ def test_pairs_with_equal_ids_share_nothing_but_their_own_image(folder, train, t
     # With shared prompts an image is encoded once for both sides, and counted once.
     counts = {name: (row["images"], row["patches"]) for name, (row, _) in values.items()}
     assert counts == {"both": (2, 48), "second": (1, 24), "unshared": (4, 48), "packed": (2, 48)}
+
+
+@pytest.mark.parametrize(("images", "passes"), [("frozen", 1), ("train", 2)])
+def test_a_frozen_tower_is_computed_once_for_the_policy_and_its_reference(
+    folder, train, tmp_path, monkeypatch, images, passes
+):
+    computed, forward = [], VisionTower.forward
+    monkeypatch.setattr(VisionTower, "forward", lambda tower, *given: computed.append(tower) or forward(tower, *given))
+    pairs = write_pairs(tmp_path, folder / "qwen3_vl_rows", [0, 1, 2, 3])
+    targets = "lora.targets=[q_proj,vision.blocks.*]" if images == "train" else "lora.targets=[q_proj]"
+    settings = (pairs, f"model.images={images}", "batch_size=2", "epochs=2", "lora.rank=4", targets)
+    found = {}
+    for kind in ("adapter_off", "model"):
+        computed.clear()
+        checkpoint = train("qwen3_vl", *settings, f"reference.kind={kind}", name=kind, recipe="dpo")
+        found[kind] = len(computed), digests(checkpoint)["adapter_model.safetensors"]
+    assert found["adapter_off"][0] == passes * 4
+    assert found["model"][0] == 2 * 4
+    assert found["adapter_off"][1] == found["model"][1]
 
 
 @pytest.mark.parametrize("settings", [(), ("lora.rank=4",)], ids=["full", "adapter"])

@@ -307,7 +307,10 @@ class VisionTower(nn.Module):
 
     def put(self, hidden: Tensor, images: Images) -> tuple[Tensor, list[Tensor]]:
         """Replace the decoder's embeddings (B, T, D) of image tokens. Also return what to add to them after its first layers."""
-        embeddings, *deep = (x.to(hidden.dtype)[images.rows] for x in self(images.patches, images.grids))
+        embedded = images.embedded or self(images.patches, images.grids)
+        if images.embedded is not None:
+            images.embedded[:] = embedded
+        embeddings, *deep = (x.to(hidden.dtype)[images.rows] for x in embedded)
         return hidden.flatten(0, 1).index_copy(0, images.places, embeddings).view_as(hidden), deep
 
     def _embeddings(self, patches: Tensor, grids: tuple[Grid, ...]) -> list[Tensor]:
