@@ -1,14 +1,14 @@
 """Linear layers of a few rows on a CPU in 16 bits, where PyTorch's product is several times slower than reading the weight.
 
-In generation a product has one row per sequence. Weights in the layout of oneDNN's kernels are multiplied at twice the speed, and
-not slower for many rows (4864 x 896, one core of an AMD EPYC with AVX512-BF16, in ms):
+In generation a product has one row per sequence. Weights in the layout of oneDNN's kernels are multiplied at up to twice the speed,
+and not slower for 4,096 rows (4864 x 896, one core of an AMD EPYC with AVX512-BF16, in ms):
 
-    rows                                1       2       8       32      1024
-    F.linear                            0.54    0.56    0.71    1.06    19.3
-    oneDNN's layout                     0.27    0.29    0.48    0.91    18.3
+    rows                                1       2       8       32
+    F.linear                            0.54    0.56    0.71    1.06
+    oneDNN's layout                     0.27    0.29    0.48    0.91
     the weight times transposed rows    0.57    1.29    1.36    1.05
 
-The results of the first two are the same bits there. `FewRows` makes such copies of weights, and `pack_in_place` replaces the weights
+The results of the three are the same bits there. `FewRows` makes such copies of weights, and `pack_in_place` replaces the weights
 of a model that only generates. Without them, a CPU with AMX multiplies the weight by the transposed rows, where only the order of the
 sums differs (output layer of 16,384 tokens, 8 rows, one core of a Xeon: 8.5 ms before, 1.6 ms after). The CPU's kind decides, because
 a measurement could decide otherwise in a resumed run, which would then have other bits.
@@ -55,7 +55,7 @@ class FewRows:
 
     def __init__(self, model: nn.Module, most_bytes: float = 0, pack: Callable[[Tensor], Tensor] | None = None) -> None:
         """most_bytes: the memory for copies of all weights, which exist as long as this object; pack: makes a copy."""
-        self._modules = [module for module in model.modules() if _is_plain(module)]
+        self._modules: list[Any] = [module for module in model.modules() if _plain_weight(module) is not None]
         weights = [module.weight for module in self._modules]
         embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
         if embedding is not None and getattr(model, "head", None) is None and _is_16_bits_on_cpu(embedding.weight):
@@ -69,7 +69,7 @@ class FewRows:
     def __enter__(self) -> None:
         _packed.update(self._packed)
         for module in self._modules:
-            module.forward = MethodType(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+            module.forward = MethodType(_forward, module)
 
     def __exit__(self, *_: object) -> None:
         for weight in self._packed:
@@ -86,28 +86,31 @@ def pack_in_place(model: nn.Module, most_bytes: float) -> None:
     second copy of an embedding that is tied to the output layer; its rows are needed too.
     """
     trunk: Any = model.model
-    head: Any = model.head
-    named = [*trunk.named_modules(), ("head", head)]  # not a vision tower, which no generated token passes
-    for name, module in named:
-        if name.rpartition(".")[2] not in _KEPT and _is_plain(module) and _can_pack(module.weight.dtype):
-            _keep_packed(module, module.weight)
-    embedding: Any = trunk.embed_tokens
-    if head is None and type(embedding) is nn.Embedding and _is_16_bits_on_cpu(embedding.weight):
-        if embedding.weight.nbytes <= most_bytes and _can_pack(embedding.weight.dtype):
-            model.lm_head = nn.Linear(*reversed(embedding.weight.shape), bias=False, device="meta")
-            _keep_packed(model.lm_head, embedding.weight)
+    head, embedding = model.head, trunk.embed_tokens
+    # No generated token passes a vision tower.
+    for name, module in [*trunk.named_modules(), ("head", head)]:
+        if name.rpartition(".")[2] not in _KEPT and (weight := _plain_weight(module)) is not None:
+            _keep_packed(module, weight)
+    if head is None and type(embedding) is nn.Embedding and embedding.weight.nbytes <= most_bytes:
+        num_tokens, width = embedding.weight.shape
+        output = nn.Linear(width, num_tokens, bias=False, device="meta")
+        if _is_16_bits_on_cpu(embedding.weight) and _keep_packed(output, embedding.weight):
+            model.lm_head = output
 
 
-def _keep_packed(module: nn.Linear, weight: Tensor) -> None:
-    module.weight = nn.Parameter(_pack(weight), requires_grad=False)
-    module.forward = MethodType(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+def _keep_packed(module: nn.Linear, weight: Tensor) -> bool:
+    """Give the layer a packed copy of `weight` as its weight, if the CPU can; return whether it can."""
+    if can := _can_pack(weight.dtype):
+        module.weight = nn.Parameter(_pack(weight), requires_grad=False)
+        module.forward = MethodType(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+    return can
 
 
-def _is_plain(module: nn.Module | None) -> bool:
-    """Whether the module is a linear layer of 16 bits on a CPU whose product nothing has replaced."""
-    # torchao multiplies its quantized weights itself.
-    is_linear = type(module) is nn.Linear and "forward" not in vars(module) and not hasattr(module.weight, "qdata")
-    return is_linear and _is_16_bits_on_cpu(module.weight)
+def _plain_weight(module: nn.Module | None) -> Tensor | None:
+    """The weight of a linear layer of 16 bits on a CPU whose product nothing has replaced; None for other modules."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or not _is_16_bits_on_cpu(module.weight):
+        return None
+    return None if hasattr(module.weight, "qdata") else module.weight  # torchao multiplies its quantized weights itself
 
 
 @cache
