@@ -11,6 +11,9 @@ from torch import nn
 from lean_ft import torch_private
 from lean_ft.generation import Sampling, decoding, sample
 from lean_ft.models import FewRows, few_rows, load_model, pack_in_place
+from lean_ft.peft import apply_lora
+from lean_ft.peft.layers import LoRALinear
+from lean_ft.settings import LoRAConfig
 from tests.models.conftest import make_checkpoint
 
 __all__ = ["make_checkpoint"]
@@ -50,10 +53,18 @@ def test_only_long_generation_packs_weights(make_checkpoint, monkeypatch) -> Non
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["qwen2", "llama_wide_heads_tied", "phimoe", "deepseek_v3", "gemma4_text", "bamba"])
-def test_a_model_packed_in_place_generates_the_same_and_keeps_no_second_copy(make_checkpoint, case: str) -> None:
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_packed_in_place_generates_the_same_and_keeps_no_second_copy(
+    make_checkpoint, case: str, adapter: bool
+) -> None:
     if not few_rows._can_pack(torch.bfloat16):
         pytest.skip("oneDNN cannot on a CPU with AVX2 alone")
     model: Any = load_model(make_checkpoint(case)[0], dtype=torch.bfloat16)
+    if adapter:
+        apply_lora(model, LoRAConfig(rank=2, targets=["o_proj"]))
+        for one in model.modules():
+            if isinstance(one, LoRALinear):
+                one.lora_B.normal_(generator=torch.Generator().manual_seed(0))
     prompts, ids = [[1, 5, 7, 9, 3], [2, 4]], torch.arange(1, 13).view(2, 6)
     expected, asked = model(ids), Sampling(8, temperature=0.0)
     first = sample(model, prompts, asked)
@@ -64,7 +75,8 @@ def test_a_model_packed_in_place_generates_the_same_and_keeps_no_second_copy(mak
     for before, after in zip(first, sample(model, prompts, asked), strict=True):
         assert before.log_probs[0] == pytest.approx(after.log_probs[0], abs=0.02)
     kept = {name.rpartition(".")[2] for name, weight in linear.items() if weight() is not None}
-    assert kept == ({"kv_b_proj"} if case == "deepseek_v3" else set()) and model.head.weight.is_mkldnn
+    assert kept == set(["kv_b_proj"] * (case == "deepseek_v3") + ["base_layer"] * adapter)
+    assert model.head.weight.is_mkldnn
     copies = model.head.weight.nbytes if is_tied else 0
     assert sum(weight.nbytes for weight in model.parameters()) == num_bytes + copies
     with torch.enable_grad(), pytest.raises((RuntimeError, NotImplementedError)):
