@@ -34,7 +34,7 @@ from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
-from lean_ft.models import Decoder, FewRows, KVCache
+from lean_ft.models import Decoder, FewRows, KVCache, pack_in_place
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.log import say
@@ -44,7 +44,7 @@ from lean_ft.tokenizers.loading import context_length
 PROMPT_TOKENS = 8192  # prompt positions per pass
 # The cache, and on a CPU packed weights, take at most 1 / CACHE_SHARE each of the memory that the weights leave.
 CACHE_SHARE = 4
-PACKED_TOKENS = 32  # packing takes the time of several tokens
+PACKED_TOKENS = 32  # packing takes the time that it saves in about 16 tokens, and an answer can end before its limit
 UNKNOWN_MEMORY_ROWS = 64  # at a time, if the memory size is unknown
 # Waiting rows are read when a part of this size is free, because each pass over prompts reads all weights.
 ROOM_PARTS = 8
@@ -144,6 +144,12 @@ def sample_steps(
     if sampling.max_new_tokens and rows:
         for tokens in _decode_rows(model, rows, sampling, decode, len(rows), prompt_part=prompt_part):
             yield [tokens.get(row.place) for row in rows]
+
+
+def pack_for_answers(model: Decoder, new_tokens: int) -> None:
+    """Pack a model that only generates, if it generates enough tokens in all (`pack_in_place`)."""
+    if new_tokens >= PACKED_TOKENS:
+        pack_in_place(model, _most_bytes(model, None) or 0)
 
 
 def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[_Row]:
