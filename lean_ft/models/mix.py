@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import TENSORS, Form, Frozen
-from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.layers import ACTIVATIONS
+from lean_ft.models.grouped_matmul import HAS_TRITON, add_grouped_matmul, grouped_matmul, grouped_outer
+from lean_ft.models.layers import ACTIVATIONS, is_on_cuda
 
 
 class Mix(torch.autograd.Function):
@@ -39,12 +39,14 @@ class Mix(torch.autograd.Function):
         order, ends = _sort(chosen, config.num_experts)
         gate_up, down = _stacks(config, forms, tensors)
         factors = gate_up.product(_rows(tokens, order, config), ends)  # (M, 2 * I)
-        if gate_up_bias is not None:
-            factors += gate_up_bias.to(factors.dtype).index_select(0, chosen.flatten()[order])
+        row_weights, experts, fused = weights.flatten()[order, None], chosen.flatten()[order], _is_fused(factors)
+        if gate_up_bias is not None and not fused:
+            factors += gate_up_bias.to(factors.dtype).index_select(0, experts)
         ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors)
         ctx.config, ctx.forms = config, forms
-        row_weights = weights.flatten()[order, None]
-        if config.scales_input:
+        if fused:
+            inner, _, _ = grouped_activation(factors, row_weights, gate_up_bias, experts, None, True, *_formula(config))
+        elif config.scales_input:
             inner = activation(_weighed(factors, row_weights), config)  # (M, I)
         else:
             inner = activation(factors, config).mul_(row_weights)
@@ -58,33 +60,45 @@ class Mix(torch.autograd.Function):
         gate_up, down = _stacks(config, ctx.forms, tensors)
         row_weights = weights.flatten()[order, None]  # (M, 1)
         grad_rows = _rows(grad, order, config)  # (M, D)
-        weighed = _weighed(factors, row_weights) if config.scales_input else factors
-        inner = activation(weighed, config)  # (M, I)
-        grad_inner = down.product_back(grad_rows, ends)  # without the weights of outputs
-        grad_weights = None
-        if not config.scales_input:
-            grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
-            inner.mul_(row_weights)
-            grad_inner.mul_(row_weights)
-        grads_down = down.gradients(inner, grad_rows, ends, trains=trains[-1])
-        del inner, grad_rows
-        grad_factors = activation_gradient(weighed, grad_inner, config)  # (M, 2 * I)
-        del grad_inner, weighed
-        if config.scales_input:
-            grad_weights = (factors * grad_factors).sum(-1, dtype=weights.dtype)
-            grad_factors.mul_(row_weights)
-        assert grad_weights is not None
+        thin = down.thin_back(grad_rows, ends)
+        grad_inner = down.product_back(grad_rows, thin, ends)  # without the weights of outputs
+        if _is_fused(factors):
+            experts, needs_inner = chosen.flatten()[order], trains[-1] or down.left is not None
+            rows = factors, row_weights, gate_up_bias, experts, grad_inner
+            inner, grad_factors, grad_weights = grouped_activation(*rows, needs_inner, *_formula(config))
+            del grad_inner, rows
+            grads_down = down.gradients(inner, grad_rows, thin, ends, trains=trains[-1])
+            del inner, grad_rows
+        else:
+            grad_weights = None
+            weighed = _weighed(factors, row_weights) if config.scales_input else factors
+            inner = activation(weighed, config)  # (M, I)
+            if not config.scales_input:
+                grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
+                inner.mul_(row_weights)
+                grad_inner.mul_(row_weights)
+            grads_down = down.gradients(inner, grad_rows, thin, ends, trains=trains[-1])
+            del inner, grad_rows
+            grad_factors = activation_gradient(weighed, grad_inner, config)  # (M, 2 * I)
+            del grad_inner, weighed
+            if config.scales_input:
+                grad_weights = (factors * grad_factors).sum(-1, dtype=weights.dtype)
+                grad_factors.mul_(row_weights)
+            assert grad_weights is not None
         grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
         grads_gate_up: list[Tensor | None] = [None] * (2 + len(gate_up.weight.tensors))
+        thin = gate_up.thin_back(grad_factors, ends)
         if trains[8] or gate_up.left is not None:
-            grads_gate_up = gate_up.gradients(_rows(tokens, order, config), grad_factors, ends, trains=trains[8])
+            rows = _rows(tokens, order, config)
+            grads_gate_up = gate_up.gradients(rows, grad_factors, thin, ends, trains=trains[8])
+            del rows
         grad_bias = grad_tokens = None
         if trains[3]:
             experts = torch.arange(config.num_experts, device=chosen.device)[:, None]
             is_of_expert = (chosen.flatten()[order] == experts).to(grad_factors.dtype)  # (E, M)
             grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)
         if trains[0]:
-            grad_tokens = _sum_of_choices(gate_up.product_back(grad_factors, ends), order, config)
+            grad_tokens = _sum_of_choices(gate_up.product_back(grad_factors, thin, ends), order, config)
         return grad_tokens, grad_weights, None, grad_bias, None, None, *grads_gate_up, *grads_down
 
 
@@ -98,22 +112,41 @@ class _Stack(NamedTuple):
 
     def product(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Each row (M, inputs) times its expert's matrix, plus the low-rank product if there is an adapter: (M, outputs)."""
-        weight = self.weight.whole(rows.dtype)
-        return _product(rows, weight if self.input_first else weight.mT, self.left, self.right, ends)
+        weight, own_ends = self._matrices(rows, ends, again=False)
+        projected = grouped_matmul(rows, weight if self.input_first else weight.mT, own_ends)
+        if self.left is not None and self.right is not None:
+            _add_product(projected, grouped_matmul(rows, self.left, ends), self.right, ends)
+        return projected
 
-    def product_back(self, grad: Tensor, ends: Tensor) -> Tensor:
-        """The gradient of the rows of `product`."""
-        weight = self.weight.whole(grad.dtype, again=True)
-        left, right = (None if factor is None else factor.mT for factor in (self.left, self.right))
-        return _product(grad, weight.mT if self.input_first else weight, right, left, ends)
+    def thin_back(self, grad: Tensor, ends: Tensor) -> Tensor | None:
+        """The gradient (M, R) of the rows times `left`, or None without an adapter."""
+        return None if self.right is None else grouped_matmul(grad, self.right.mT, ends)
 
-    def gradients(self, rows: Tensor, grad: Tensor, ends: Tensor, *, trains: bool) -> list[Tensor | None]:
-        """The gradients of the low-rank matrices, and of the stored tensors if the weight trains."""
+    def product_back(self, grad: Tensor, thin: Tensor | None, ends: Tensor) -> Tensor:
+        """The gradient of the rows of `product`. thin: of `thin_back`."""
+        weight, own_ends = self._matrices(grad, ends, again=True)
+        projected = grouped_matmul(grad, weight.mT if self.input_first else weight, own_ends)
+        if thin is not None and self.left is not None:
+            _add_product(projected, thin, self.left.mT, ends)
+        return projected
+
+    def _matrices(self, rows: Tensor, ends: Tensor, *, again: bool) -> tuple[Tensor, Tensor]:
+        """The dense matrices, and the ends of their rows. If a quantized stack has more experts than there are rows, each row gets
+        a copy of its expert's matrix, and the other experts are not expanded."""
+        if self.weight.form.kind == "plain" or not 0 < len(rows) < len(ends):
+            return self.weight.whole(rows.dtype, again=again), ends
+        row = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        return self.weight.whole(rows.dtype, torch.searchsorted(ends, row, right=True), again=again), row + 1
+
+    def gradients(
+        self, rows: Tensor, grad: Tensor, thin: Tensor | None, ends: Tensor, *, trains: bool
+    ) -> list[Tensor | None]:
+        """The gradients of the low-rank matrices, and of the stored tensors if the weight trains. thin: of `thin_back`."""
         found: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
         if trains:  # in the layout of the weight; autograd converts it to the dtype of the weight
             found[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
-        if self.left is not None and self.right is not None:
-            found[0] = grouped_outer(rows, grouped_matmul(grad, self.right.mT, ends), ends)
+        if self.left is not None and thin is not None:
+            found[0] = grouped_outer(rows, thin, ends)
             found[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
         return found
 
@@ -125,11 +158,11 @@ def _stacks(config: MixtureConfig, forms: tuple[Form, Form], tensors: Sequence[A
     return [_Stack(Frozen(form, tuple(own[2:])), config.input_first, *own[:2]) for form, own in pieces]
 
 
-def _product(rows: Tensor, matrices: Tensor, left: Tensor | None, right: Tensor | None, ends: Tensor) -> Tensor:
-    projected = grouped_matmul(rows, matrices, ends)
-    if left is not None and right is not None:
-        projected += grouped_matmul(grouped_matmul(rows, left, ends), right, ends)
-    return projected
+def _add_product(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    if is_on_cuda(total):
+        add_grouped_matmul(total, rows, matrices, ends)
+    else:
+        total += grouped_matmul(rows, matrices, ends)
 
 
 def _sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -153,6 +186,57 @@ def _sum_of_choices(rows: Tensor, order: Tensor, config: MixtureConfig) -> Tenso
 
 def _weighed(factors: Tensor, row_weights: Tensor) -> Tensor:
     return (factors * row_weights).to(factors.dtype)
+
+
+def _is_fused(factors: Tensor) -> bool:
+    """Whether one kernel computes the activation and its gradient: on a GPU with Triton, and in a plan of a GPU."""
+    return is_on_cuda(factors) and factors.dtype != torch.float64 and (HAS_TRITON or not factors.is_cuda)
+
+
+def _formula(config: MixtureConfig) -> tuple[Any, ...]:
+    """The last arguments of `grouped_activation`."""
+    limits = config.gate_scale, config.up_offset, config.limit
+    return config.activation, config.gated, config.gates_interleaved, *limits, config.scales_input
+
+
+def _results(
+    factors: Tensor,
+    row_weights: Tensor,
+    bias: Any,
+    experts: Any,
+    grad: Tensor | None,
+    needs_inner: bool,
+    _: Any,
+    gated: bool,
+    *__: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The empty results of `grouped_activation`."""
+    num_rows, width = factors.shape
+    num_grads = 0 if grad is None else num_rows
+    inner = factors.new_empty(num_rows if needs_inner else 0, width // 2 if gated else width)
+    return inner, factors.new_empty(num_grads, width), row_weights.new_empty(num_grads)
+
+
+@torch.library.custom_op(
+    "lean_ft::grouped_activation",
+    mutates_args=(),
+    schema="(Tensor factors, Tensor row_weights, Tensor? bias, Tensor experts, Tensor? grad_inner, bool needs_inner, str activation, "
+    "bool gated, bool interleaved, float gate_scale, float up_offset, float? limit, bool scales_input) -> (Tensor, Tensor, Tensor)",
+)
+def grouped_activation(*rows_and_formula: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted activation (M, I), and from its gradient those of the factors (M, 2 * I) and of the row weights (M,).
+
+    factors: without their bias (E, 2 * I). row_weights (M, 1). experts (M,): of each row. grad_inner (M, I): if outputs are weighed,
+    without their weights; None: the gradients are empty. If not `needs_inner`, the activation is empty.
+    """
+    from lean_ft.models.expert_activation_kernel import activate
+
+    results = _results(*rows_and_formula)
+    activate(results, *rows_and_formula)
+    return results
+
+
+grouped_activation.register_fake(_results)
 
 
 def _gate_and_up(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
