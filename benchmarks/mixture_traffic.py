@@ -24,10 +24,22 @@ from torch.utils._pytree import tree_iter
 
 from lean_ft.models import decoder_config
 from lean_ft.models.moe import Experts
+from lean_ft.system.world import World, inside
 
 PRESETS = ("gpt_oss_20b", "qwen3_30b_a3b")
 GATHERING = ("index_select", "gather", "index", "embedding_bag")  # read only the rows of their result
+PRODUCTS = ("grouped_matmul", "grouped_outer", "add_grouped_matmul")
 NUM_TOKENS, RANK = 4096, 16
+
+
+class OnDevice(World):
+    """A world in which tensors without values count as being on a device of this type."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def device_type(self, device: Any) -> str:
+        return self.device
 
 
 class Counted(TorchDispatchMode):
@@ -43,10 +55,10 @@ class Counted(TorchDispatchMode):
         name = str(func.overloadpacket).rpartition(".")[2]
         if not func.is_view and func.namespace != "prim" and not name.startswith(("empty", "new_empty")):
             read = args[1:] if name in GATHERING or name == "copy_" else args
-            written = [argument for argument in args if isinstance(argument, Tensor)] if result is None else result
+            written = args[0] if name == "add_grouped_matmul" else result  # which returns nothing
             self.moved[name] += sum(map(self._bytes, tree_iter((read, written))))
             if name in GATHERING:  # each row is read once per choice
-                self.moved[name] += self.num_rows * args[0].shape[-1] * args[0].element_size()
+                self.moved[name] += self.num_rows * (args[0].nbytes // len(args[0]))
         return result
 
     def _bytes(self, value: Any) -> int:
@@ -63,7 +75,7 @@ def moved(preset: str, device: str, rank: int) -> dict[str, Counter[str]]:
     config = next(layer.mixture for layer in decoder.layers if layer.mixture is not None)
     hidden, num_experts, inner = fields["hidden_size"], config.num_experts, config.intermediate_size
     num_rows = NUM_TOKENS * config.experts_per_token
-    with FakeTensorMode(), torch.device(device):
+    with FakeTensorMode(), inside(OnDevice(device)):
         torch.set_default_dtype(torch.bfloat16)
         experts = Experts(hidden, config).requires_grad_(False)
         torch.set_default_dtype(torch.float32)
@@ -86,7 +98,7 @@ def measure(preset: str, kernels: str, rank: int) -> list[dict[str, Any]]:
     """A row for each pass."""
     rows = []
     for name, units in moved(preset, "cuda" if kernels == "fused" else "cpu", rank).items():
-        in_products = sum(count for op, count in units.items() if op.startswith(("grouped", "add_grouped")))
+        in_products = sum(count for op, count in units.items() if op in PRODUCTS)
         row = {"preset": preset, "kernels": kernels, "rank": rank, "pass": name, "status": "ok"}
         row |= {"units": units.total(), "units_in_products": in_products}
         rows.append(row | {"by_operation": {op: round(n, 3) for op, n in units.most_common() if n > 0.001}})
