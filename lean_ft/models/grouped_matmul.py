@@ -55,8 +55,7 @@ def add_grouped_matmul(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tens
         total += grouped_matmul(rows, matrices, ends)
 
 
-@add_grouped_matmul.register_fake
-def _(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None: ...
+add_grouped_matmul.register_fake(lambda *_: None)
 
 
 @torch.library.custom_op("lean_ft::grouped_outer", mutates_args=())
@@ -82,14 +81,13 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(len(ends), left.shape[1], right.shape[1])
 
 
-@register_flop_formula([torch.ops.lean_ft.grouped_matmul, torch.ops.lean_ft.grouped_outer])
-def _num_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
+_OPS = torch.ops.lean_ft
+
+
+@register_flop_formula([_OPS.grouped_matmul, _OPS.add_grouped_matmul, _OPS.grouped_outer])
+def _num_flops(*shapes: Any, **_: Any) -> int:
+    left_shape, right_shape, _ends = shapes[-3:]
     return 2 * math.prod(left_shape) * right_shape[-1]
-
-
-@register_flop_formula(torch.ops.lean_ft.add_grouped_matmul)
-def _num_added_flops(_: Any, left_shape: Any, right_shape: Any, *__: Any, **___: Any) -> int:
-    return _num_flops(left_shape, right_shape)
 
 
 def _has_kernel(*operands: Tensor) -> bool:

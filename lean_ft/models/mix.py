@@ -199,20 +199,11 @@ def _formula(config: MixtureConfig) -> tuple[Any, ...]:
     return config.activation, config.gated, config.gates_interleaved, *limits, config.scales_input
 
 
-def _results(
-    factors: Tensor,
-    row_weights: Tensor,
-    bias: Any,
-    experts: Any,
-    grad: Tensor | None,
-    needs_inner: bool,
-    _: Any,
-    gated: bool,
-    *__: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _results(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The empty results of `grouped_activation`."""
+    factors, row_weights, _, _, grad_inner, needs_inner, _, gated, *_ = arguments
     num_rows, width = factors.shape
-    num_grads = 0 if grad is None else num_rows
+    num_grads = 0 if grad_inner is None else num_rows
     inner = factors.new_empty(num_rows if needs_inner else 0, width // 2 if gated else width)
     return inner, factors.new_empty(num_grads, width), row_weights.new_empty(num_grads)
 
@@ -223,7 +214,7 @@ def _results(
     schema="(Tensor factors, Tensor row_weights, Tensor? bias, Tensor experts, Tensor? grad_inner, bool needs_inner, str activation, "
     "bool gated, bool interleaved, float gate_scale, float up_offset, float? limit, bool scales_input) -> (Tensor, Tensor, Tensor)",
 )
-def grouped_activation(*rows_and_formula: Any) -> tuple[Tensor, Tensor, Tensor]:
+def grouped_activation(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted activation (M, I), and from its gradient those of the factors (M, 2 * I) and of the row weights (M,).
 
     factors: without their bias (E, 2 * I). row_weights (M, 1). experts (M,): of each row. grad_inner (M, I): if outputs are weighed,
@@ -231,8 +222,8 @@ def grouped_activation(*rows_and_formula: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     from lean_ft.models.expert_activation_kernel import activate
 
-    results = _results(*rows_and_formula)
-    activate(results, *rows_and_formula)
+    results = _results(*arguments)
+    activate(results, *arguments)
     return results
 
 
