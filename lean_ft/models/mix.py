@@ -7,6 +7,9 @@ The backward pass keeps the tokens (not their sorted copies) and the activation'
 activation instead of the expert's output, which is equivalent because the last projection is linear; so no output is kept for
 the weight's gradient. Weights of inputs multiply gate and up in the same way.
 
+On a GPU with Triton, one kernel computes the activation and its gradient, with the bias and the row weights. Other devices compute
+one operation at a time.
+
 Shapes: N tokens, D features, E experts, K experts per token, M = N * K rows sorted by expert, I intermediate features of
 an expert, R rank of an adapter.
 """
