@@ -54,6 +54,7 @@ BENCHMARKS = (
     "pretended_torchtune",
     "pretended_updates",
     "kernel_resources",
+    "mixture_traffic",
     "convergence",
     "saving",
     "crashes",
