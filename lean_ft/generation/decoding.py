@@ -279,7 +279,8 @@ def _decode_rows(
         if caches.experts is not None:
             for i, row in enumerate(running):
                 if i not in left and not row.sample.experts:  # a row that has ended can stay in the batch
-                    row.sample.experts = base64.b64encode(caches.experts[i, : row.length - 1].cpu().numpy()).decode()
+                    experts = caches.experts[i, : row.length - 1].cpu().numpy().tobytes()
+                    row.sample.experts = base64.b64encode(experts).decode()
         new = waiting[: room - len(left)] if len(left) <= room - room // ROOM_PARTS else []
         if new or (len(left) < len(running) and (graphs is None or should_shrink(len(left), len(running)))):
             order, remaining = caches.keep(left)

@@ -63,12 +63,12 @@ class RoutingStatistics:
 
     def add(self, layer: int, logits: Tensor, chosen: Tensor, is_token: Tensor | None) -> None:
         """logits (N, E), chosen (N, K); is_token, N values: False for padding, which is ignored."""
-        counted = torch.ones_like(logits[:, 0]) if is_token is None else is_token.flatten()
+        counted = (torch.ones_like(logits[:, 0]) if is_token is None else is_token.flatten()).float()
         if layer not in self._sums:
             self._sums[layer] = torch.zeros(2, logits.shape[1], device=logits.device)
         choices, probabilities = self._sums[layer]
-        choices.scatter_add_(0, chosen.flatten(), counted.float().repeat_interleave(chosen.shape[1]))
-        probabilities.addmv_(logits.softmax(-1, dtype=torch.float32).T, counted.float())
+        choices.scatter_add_(0, chosen.flatten(), counted.repeat_interleave(chosen.shape[1]))
+        probabilities += counted @ logits.softmax(-1, dtype=torch.float32)
 
     def take(self, ranks: Ranks) -> dict[str, Tensor]:
         """The metrics since the last call, over the tokens of all ranks, as means over the layers; empty without a pass.
