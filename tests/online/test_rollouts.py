@@ -129,6 +129,15 @@ def test_completions_that_share_a_prompt_learn_what_each_does_alone(family: str,
         assert (ours.num_prefix_tokens > 0) == (size > 1)
 
 
+def test_ranks_that_share_rows_divide_the_recorded_experts() -> None:
+    rollouts = rollouts_of(settings("batch_size=12", "gradient_accumulation_steps=1"), shortest=1, num_choices=3)
+    rollouts.begin()
+    (batch,) = rollouts.take()
+    parts = [batch.part_of_rows(place, 2).inputs["recorded_experts"] for place in range(2)]
+    assert parts[0].shape == (12, batch.labels.shape[1] // 2, 3)
+    assert torch.equal(torch.cat(parts, 1), batch.inputs["recorded_experts"])
+
+
 def test_pairs_of_a_round_share_their_prompts() -> None:
     """The texts of a pair equal those of separate rows. The loss of pairs is tested with data from files."""
     cfg = settings("batch_size=3", "gradient_accumulation_steps=1", f"generation.num_answers={GROUP}")
