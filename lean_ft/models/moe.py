@@ -38,14 +38,17 @@ class Router(nn.Module):
                 return F.linear(tokens.to(wide_dtype(self.weight)), wide(self.weight))
         return F.linear(tokens, self.weight, self.bias)  # (N, E)
 
-    def choose(self, logits: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
-        """Weights (N, K) and indices (N, K) of each token's experts, from the router's logits (N, E)."""
+    def choose(self, logits: Tensor, config: MixtureConfig, recorded: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights (N, K) and indices (N, K) of each token's experts, from the router's logits (N, E).
+
+        recorded (N, K): experts to use instead of the router's choice, counted from 1; 0 keeps the router's choice.
+        """
         logits = wide(logits)
         if config.sparsemixer_margin is not None:
-            return _sparsemixer(logits, config.experts_per_token, config.sparsemixer_margin)
+            return _sparsemixer(logits, config.experts_per_token, config.sparsemixer_margin, recorded)
         if config.score == "softmax" and not config.has_score_correction and config.weights_sum_to_one:
-            logits, chosen = logits.topk(config.experts_per_token)
-            return logits.softmax(-1) * config.weights_factor, chosen
+            best, chosen = _best(logits, config.experts_per_token, recorded)
+            return best.softmax(-1) * config.weights_factor, chosen
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
         # Logits if there is no correction: sigmoids of logits far from 0 round to the same number.
         ranks = scores.detach() if config.has_score_correction or config.num_groups > 1 else logits.detach()
@@ -56,19 +59,30 @@ class Router(nn.Module):
             best = groups.topk(2).values.sum(-1).topk(config.groups_per_token).indices
             is_open = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
             ranks = groups.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
-        chosen = ranks.topk(config.experts_per_token).indices
+        _, chosen = _best(ranks, config.experts_per_token, recorded)
         weights = scores.gather(-1, chosen)
         if config.weights_sum_to_one:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * config.weights_factor, chosen
 
 
-def _sparsemixer(logits: Tensor, experts_per_token: int, margin: float) -> tuple[Tensor, Tensor]:
+def _best(logits: Tensor, number: int, recorded: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest logits (N, K) and their experts (N, K), or those of the `recorded` experts, as in `Router.choose`."""
+    best, chosen = logits.topk(number)
+    if recorded is None:
+        return best, chosen
+    chosen = torch.where(recorded > 0, recorded.long() - 1, chosen)
+    return logits.gather(-1, chosen), chosen
+
+
+def _sparsemixer(
+    logits: Tensor, experts_per_token: int, margin: float, recorded: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Weights and experts (N, K), chosen one after another (Liu et al. 2024, https://arxiv.org/abs/2409.12136, without
     sampling)."""
     weights, chosen, left = [], [], logits
-    for _ in range(experts_per_token):
-        best, index = left.detach().max(-1, keepdim=True)
+    for k in range(experts_per_token):
+        best, index = _best(left.detach(), 1, None if recorded is None else recorded[:, k, None])
         is_far = (best - logits.detach()) / logits.detach().abs().maximum(best) > margin
         weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, index))
         chosen.append(index)
@@ -90,8 +104,8 @@ class NormedRouter(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.proj(unit_rms(tokens, self.eps) * self.scale * tokens.shape[-1] ** -0.5)  # (N, E)
 
-    def choose(self, logits: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
-        best, chosen = wide(logits).topk(config.experts_per_token)
+    def choose(self, logits: Tensor, config: MixtureConfig, recorded: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        best, chosen = _best(wide(logits), config.experts_per_token, recorded)
         return best.softmax(-1) * self.per_expert_scale[chosen], chosen
 
 
@@ -167,19 +181,26 @@ class MixtureOfExperts(nn.Module):
         if config.shared_gate:
             self.add_module(f"{config.shared_name}_gate", nn.Linear(hidden_size, 1, bias=False))
 
-    def forward(self, x: Tensor, router_input: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The experts' output (..., D) for x (..., D), and the router's logits (N, E). By default the router's input is x."""
+    def forward(
+        self, x: Tensor, router_input: Tensor | None = None, recorded: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts' output (..., D) for x (..., D), the router's logits (N, E), and the chosen experts (N, K).
+
+        By default the router's input is x. recorded (..., K): as in `Router.choose`.
+        """
         tokens = x.flatten(0, -2)
+        recorded = None if recorded is None else recorded.flatten(0, -2)
         router = getattr(self, self.config.router_name)
         logits = router(tokens if router_input is None else router_input.flatten(0, -2))
-        weights, chosen = getattr(router, "base_layer", router).choose(logits, self.config)  # an adapter may wrap it
+        choose = getattr(router, "base_layer", router).choose  # an adapter may wrap it
+        weights, chosen = choose(logits, self.config, recorded)
         mixed = self.experts(tokens, weights, chosen)
         if self.config.shared_intermediate_size:
             shared = getattr(self, self.config.shared_name)(tokens)
             if self.config.shared_gate:
                 shared = shared * getattr(self, f"{self.config.shared_name}_gate")(tokens).sigmoid()
             mixed = mixed + shared
-        return mixed.view(x.shape), logits
+        return mixed.view(x.shape), logits, chosen
 
 
 def load_balancing_loss(
