@@ -9,11 +9,8 @@ Shapes: M rows of all groups, G groups, K and N features.
 """
 
 import math
-import os
-import shutil
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -22,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from lean_ft.models.device import can_compile_kernels
 
 _GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
@@ -89,8 +88,7 @@ def _has_kernel(*operands: Tensor) -> bool:
 def _own_kernels(is_cuda: bool, dtype: torch.dtype) -> ModuleType | None:
     if not is_cuda or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
-    if compiler is None or find_spec("triton") is None:
+    if not can_compile_kernels():
         return None
     from lean_ft.models import grouped_kernels
 

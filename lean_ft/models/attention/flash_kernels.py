@@ -35,9 +35,9 @@ class _Blocks(NamedTuple):
 # The largest head (a power of two) -> blocks of the forward pass, of the queries' gradient, and of the gradients of keys and values. All
 # fit the 99 KiB of shared memory of the smallest cards since Ampere.
 _BLOCKS = {
-    64: (_Blocks(128, 64, 4), _Blocks(64, 64, 4), _Blocks(64, 64, 4)),
-    128: (_Blocks(64, 64, 4), _Blocks(64, 32, 4), _Blocks(32, 64, 8)),
-    256: (_Blocks(64, 32, 8), _Blocks(64, 32, 8), _Blocks(32, 32, 8)),
+    64: (_Blocks(128, 64, 8), _Blocks(64, 32, 4), _Blocks(32, 32, 4)),
+    128: (_Blocks(64, 32, 4), _Blocks(64, 64, 8), _Blocks(32, 32, 4)),
+    256: (_Blocks(64, 32, 8), _Blocks(32, 32, 4), _Blocks(32, 32, 8)),
     512: (_Blocks(32, 32, 8), _Blocks(32, 16, 8), _Blocks(16, 16, 8)),
 }
 
