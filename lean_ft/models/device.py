@@ -1,10 +1,5 @@
 """The device that a model computes on: find it by name, check that it can compute in a dtype, and describe it."""
 
-import os
-import shutil
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 
 from lean_ft.models.float32_products import slow_dtypes
@@ -58,10 +53,3 @@ def describe(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu, {counted(torch.get_num_threads(), 'threads')}"
     return str(device)
-
-
-@cache
-def can_compile_kernels() -> bool:
-    """Whether Triton and a C compiler, which it needs, are installed."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
-    return compiler is not None and find_spec("triton") is not None

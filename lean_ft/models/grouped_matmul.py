@@ -9,8 +9,11 @@ Shapes: M rows of all groups, G groups, K and N features.
 """
 
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -20,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lean_ft.models.device import can_compile_kernels
-
 _GROUPED_CAPABILITIES = ((9, 0), (10, 0))
+_COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
+HAS_TRITON = _COMPILER is not None and find_spec("triton") is not None
 
 
 @torch.library.custom_op("lean_ft::grouped_matmul", mutates_args=())
@@ -86,9 +89,7 @@ def _has_kernel(*operands: Tensor) -> bool:
 
 @cache
 def _own_kernels(is_cuda: bool, dtype: torch.dtype) -> ModuleType | None:
-    if not is_cuda or dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return None
-    if not can_compile_kernels():
+    if not is_cuda or not HAS_TRITON or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     from lean_ft.models import grouped_kernels
 

@@ -230,7 +230,7 @@ def attend_rows(
         return attended.transpose(1, 2)
     num_rows, num_tokens = query.shape[:2]
     device = query.device if query.is_cuda else None
-    bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=device) * num_tokens
+    bounds = torch.arange(0, num_rows * num_tokens + 1, num_tokens, dtype=torch.int32, device=device)
     return attend_documents(query, key, value, bounds, scoring, sinks, sight)
 
 

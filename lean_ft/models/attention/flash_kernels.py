@@ -35,7 +35,7 @@ class _Blocks(NamedTuple):
 # The largest head (a power of two) -> blocks of the forward pass, of the queries' gradient, and of the gradients of keys and values. All
 # fit the 99 KiB of shared memory of the smallest cards since Ampere.
 _BLOCKS = {
-    64: (_Blocks(128, 64, 8), _Blocks(64, 32, 4), _Blocks(32, 32, 4)),
+    64: (_Blocks(128, 64, 8), _Blocks(64, 32, 4), _Blocks(64, 32, 4)),
     128: (_Blocks(64, 32, 4), _Blocks(64, 64, 8), _Blocks(32, 32, 4)),
     256: (_Blocks(64, 32, 8), _Blocks(32, 32, 4), _Blocks(32, 32, 8)),
     512: (_Blocks(32, 32, 8), _Blocks(32, 16, 8), _Blocks(16, 16, 8)),
@@ -60,7 +60,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[Te
 def attend_backward(
     grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, of_rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of query, key, value and (in float32) sinks from those of `attend`'s results."""
+    """The gradients of query, key, value and sinks from those of `attend`'s results."""
     num_tokens, num_heads, head_dim = query.shape
     query, key, value, grad_out = _contiguous(query, key, value, grad_out)
     delta, grad_sinks = _deltas(grad_out, out, lse, of_rows.sinks)
@@ -88,7 +88,7 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The float32 gradients of sinks (H,) from those of attention with them, (N, H, D). lse (H, N) includes the sinks."""
+    """The gradients of sinks (H,) from those of attention with them, (N, H, D). lse (H, N) includes the sinks."""
     _, grads = _deltas(_contiguous(grad_out)[0], out, lse, sinks)
     assert grads is not None
     return grads
@@ -102,7 +102,11 @@ def _deltas(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) ->
     launch: Any = _delta
     grid = triton.cdiv(num_tokens, _TOKENS), num_heads
     launch[grid](grad_out, out, lse, sinks, delta, of_sinks, *sizes, _TOKENS, _power_of_two(head_dim))
-    return delta, None if of_sinks is None else of_sinks.sum(1)
+    if sinks is None or of_sinks is None:
+        return delta, None
+    launch, grad_sinks = _sum, torch.empty_like(sinks)
+    launch[num_heads,](of_sinks, grad_sinks, num_tokens, 1024)
+    return delta, grad_sinks
 
 
 def _blocks_of(head_dim: int) -> tuple[int, tuple[_Blocks, _Blocks, _Blocks]]:
@@ -320,6 +324,15 @@ def _delta(
         sizes = tl.load(lse + of_head, mask=q < num_tokens, other=0.0)
         weights = tl.exp2((tl.load(sinks + head).to(tl.float32) - sizes) * _LOG2_E)
         tl.store(of_sinks + of_head, -weights * deltas, mask=q < num_tokens)
+
+
+@triton.jit
+def _sum(rows, out, num_columns, COLUMNS: tl.constexpr):
+    row, total = tl.program_id(0), tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, num_columns, COLUMNS):
+        i = start + tl.arange(0, COLUMNS)
+        total += tl.load(rows + row.to(tl.int64) * num_columns + i, mask=i < num_columns, other=0.0)
+    tl.store(out + row, tl.sum(total, 0).to(out.dtype.element_ty))
 
 
 @triton.jit

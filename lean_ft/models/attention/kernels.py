@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention as torch_attention
 
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.device import can_compile_kernels
+from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.system.units import counted
 
 Kernel = Literal["flash", "own", "eager"]
@@ -65,7 +65,7 @@ def choose_kernel(
         choice: `memory.attention`; default: this process's.
     """
     choice = _choice if choice is None else choice
-    compiles = can_compile_kernels() if compiles is None else compiles
+    compiles = HAS_TRITON if compiles is None else compiles
     reason = "a soft cap, or queries that see later tokens" if not is_plain else f"heads of {head_dim} features"
     if choice == "eager":
         return "eager", "memory.attention=eager"
@@ -136,7 +136,7 @@ def _reason_against(choice: str, asked: str | None, dtype: torch.dtype, device: 
     card = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
     if capability < _CAPABILITY:
         return f"the kernel needs 8.0 (Ampere) or newer, and {card}"
-    if choice == "own" and not can_compile_kernels():
+    if choice == "own" and not HAS_TRITON:
         return "it needs Triton and a C compiler (gcc or clang), and one is missing"
     if asked is None:
         return None

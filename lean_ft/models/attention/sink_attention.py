@@ -73,7 +73,7 @@ def sink_attention_backward(
     )
     if sinks is None:
         return *grads, query.new_empty(0)
-    return *grads, flash_kernels.sink_gradients(grad_out, out, lse, sinks).to(sinks.dtype)
+    return *grads, flash_kernels.sink_gradients(grad_out, out, lse, sinks)
 
 
 @sink_attention_backward.register_fake
