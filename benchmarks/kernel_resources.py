@@ -3,7 +3,7 @@
     PRETENDED_GPU_TOUCH=65536 tests/pretended_gpu/run.sh python benchmarks/kernel_resources.py
 
 The kernels are those of one training step: one layer of each shape with its output layer and optimizer, compiled by Inductor on a
-simulated or a real card, and the kernels of mixtures of experts: grouped products and the activation. Each is compiled again for every architecture in
+simulated or a real card, the kernels of mixtures of experts (grouped products and the activation), and attention with all its rules. Each is compiled again for every architecture in
 `LIMITS`, in all configurations that Inductor would try on this card. The numbers are ptxas's, which cuobjdump reads from the binary.
 Occupancy is the share of an SM's warps that can run at once.
 
@@ -38,7 +38,7 @@ SHAPES = (
     "olmo2_7b",
     "mistral_7b",
 )
-MIXTURES = "mixtures of experts"
+MIXTURES, ATTENTION = "mixtures of experts", "attention"
 SETTINGS = (
     "model.random_init=true",
     "data.source=not-read.jsonl",
@@ -147,6 +147,27 @@ def mixture_kernels() -> list[Kernel]:
     return [Kernel(kernel.src, {"num_warps": kernel.metadata.num_warps}) for kernel in launched]
 
 
+def attention_kernels() -> list[Kernel]:
+    """Return the kernels of attention for heads of 256 and of 512 features, with sinks, a window, a soft cap and prefixes."""
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    from lean_ft.models.attention.flash_kernels import attend, attend_backward
+    from lean_ft.models.attention.row_attention import Rows
+
+    launched: list[Any] = []
+    run, num_tokens = JITFunction.run, 1024
+    ends = torch.arange(1, num_tokens + 1, dtype=torch.int32, device="cuda")
+    rows = Rows(ends[[0, -1]] - 1, torch.zeros(8, device="cuda"), None, 64, 50.0, num_tokens, ends[None, :2], ends, 64)
+    with mock.patch.object(JITFunction, "run", lambda *args, **kwargs: launched.append(run(*args, **kwargs))):
+        for head_dim in (256, 512):
+            query, key = (torch.zeros(num_tokens, n, head_dim, device="cuda").bfloat16() for n in (8, 4))
+            out, lse = attend(query, key, key, rows)
+            attend_backward(out, out, lse, query, key, key, rows)
+    options = ("num_warps", "num_stages")
+    return [Kernel(kernel.src, {name: getattr(kernel.metadata, name) for name in options}) for kernel in launched]
+
+
 def resources(kernels: list[Kernel], capability: int) -> Iterator[dict[str, Any]]:
     """Yield what each kernel takes on an architecture: registers, spilled bytes, shared memory, occupancy."""
     import triton
@@ -190,8 +211,9 @@ def measure_shapes(shapes: list[str]) -> list[dict[str, Any]]:
     """One row per shape and architecture: the worst of its kernels."""
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     rows = []
-    for shape in (*shapes, MIXTURES):
-        kernels = mixture_kernels() if shape == MIXTURES else training_kernels(shape)
+    own = {MIXTURES: mixture_kernels, ATTENTION: attention_kernels}
+    for shape in (*shapes, *own):
+        kernels = own[shape]() if shape in own else training_kernels(shape)
         for capability in LIMITS:
             found = list(resources(kernels, capability))
             row: dict[str, Any] = {"shape": shape, "capability": capability, "num_kernels": len(found), "status": "ok"}
@@ -209,7 +231,7 @@ COLUMNS = ["kernels of", "kernels", *(f"sm_{capability}" for capability in LIMIT
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
-        "Triton kernels of one training step (8-bit AdamW in backward, full checkpointing, compiled, bfloat16) and of mixtures of experts, "
+        "Triton kernels of one training step (8-bit AdamW in backward, full checkpointing, compiled, bfloat16), of mixtures of experts and of attention, "
         f"compiled by Triton {result['versions']['triton']} and its ptxas; no kernel ran"
     )
 

@@ -38,6 +38,7 @@ PYTREE_LOGGER = "torch.utils._pytree"
 
 _PLAN = "`leanft plan` and the memory estimate before a run fail"
 _SHARDING = "`leanft plan --gpus N` fails"
+_SINKS = "attention with sinks (gpt-oss) fails on a GPU in 16 bits"
 _QUANTIZED = "generation with quantized weights on a CPU is slower"
 _CUTS = "parallel.tensor, context, experts and vocabulary fail"
 
@@ -53,6 +54,12 @@ PRIVATE_NAMES = {
     ),
     "softmax_backward": PrivateName(
         "torch:ops.aten._softmax_backward_data", "the gradient of attention weights in one pass", "CPU attention fails"
+    ),
+    "flash_attention_forward": PrivateName(
+        "torch:ops.aten._flash_attention_forward", "add sinks to the flash kernel's log-sum-exp", _SINKS
+    ),
+    "flash_attention_backward": PrivateName(
+        "torch:ops.aten._flash_attention_backward", "gradients with the sinks' log-sum-exp", _SINKS
     ),
     "pack_linear": PrivateName(
         "torch:ops.mkldnn._reorder_linear_weight", "copy a weight into oneDNN's layout", "generation on a CPU is slower"

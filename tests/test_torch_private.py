@@ -65,6 +65,16 @@ def _softmax_backward() -> bool:
     return torch.allclose(torch_private.softmax_backward(grad, weights.detach(), -1, torch.float64), expected)
 
 
+def _flash_attention() -> bool:
+    """The arguments and the shapes of results; the values are tested on a GPU."""
+    query, bounds = torch.empty(10, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(2, device="meta").int()
+    sizes, windows = (bounds, bounds, 10, 10, 0.0), {"window_size_left": 3, "window_size_right": 0}
+    out, lse, *unused, _ = torch_private.flash_attention_forward(*[query] * 3, *sizes, False, False, **windows)
+    inputs = query, query, query, query, out, lse
+    grads = torch_private.flash_attention_backward(*inputs, *sizes, False, *unused, scale=None, **windows)
+    return lse.shape == (4, 10) and all(grad.shape == query.shape for grad in grads)
+
+
 @torch.no_grad()
 def _packed_linear() -> bool:
     x, weight, bias = torch.randn(3, 32).bfloat16(), torch.randn(48, 32).bfloat16(), torch.randn(48).bfloat16()
@@ -222,6 +232,7 @@ USES = {
     "fused_adamw_": _adamw_moves_against_the_gradient,
     "assert_on_device": _assert_on_device,
     "softmax_backward": _softmax_backward,
+    **dict.fromkeys(["flash_attention_forward", "flash_attention_backward"], _flash_attention),
     "graph_is_kept": _graph_is_kept,
     "is_wrapper_tensor": lambda: not torch_private.is_wrapper_tensor(torch.ones(1)),
     "dynamo": lambda: torch_private.dynamo.config.recompile_limit > 0 and torch_private.dynamo.mark_static,

@@ -9,6 +9,7 @@ import torch
 from lean_ft.memory import host_memory
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.models.attention.document_attention import num_product_shapes
+from lean_ft.models.attention.kernels import use_attention
 from lean_ft.models.device import check_dtype, describe, resolve_device
 from lean_ft.parallel import check_number, refuse_cuts
 from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
@@ -48,6 +49,8 @@ def _prepare(cfg: RecipeConfig) -> torch.device:
             )
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
+    if model is not None and (memory := cfg.group(MemoryConfig)) is not None:
+        use_attention(memory.attention, getattr(torch, model.dtype), device)
     decide_start(cfg)
     if (rank := int(os.environ.get("RANK", "0"))) > 0 and size > 1:  # rank 0 logs to the terminal
         cfg.output_dir.mkdir(parents=True, exist_ok=True)

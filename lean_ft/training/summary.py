@@ -7,16 +7,19 @@ from collections import deque
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
+from lean_ft.models.attention.kernels import describe_kernels
 from lean_ft.models.config_json import dropouts
 from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.optim import first_decay_step, num_warmup_steps
 from lean_ft.settings import (
     DataConfig,
     MemoryConfig,
+    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     ScheduleConfig,
@@ -38,6 +41,10 @@ def log_start(run: "Run") -> None:
     if run.ranks.size > 1:
         say("ranks", _describe_ranks(run))
     say("model", describe_model(run.model))
+    if run.device.type == "cuda" and isinstance(run.model, Decoder):
+        dtype = getattr(torch, cfg.needed(ModelConfig).dtype)
+        capability = torch.cuda.get_device_capability(run.device)
+        say("attention", describe_kernels(run.model.config, dtype, capability))
     say("data", str(run.batches.report))
     if (optimizer := cfg.group(OptimizerConfig)) is not None:
         _log_optimizer(run, optimizer)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.mix import activation, activation_gradient
@@ -70,7 +71,8 @@ def install() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not replaced
     torch.cuda.init()
 
-    from lean_ft.models import expert_activation_kernel, grouped_kernels  # import Triton
+    from lean_ft.models import expert_activation_kernel, grouped_kernels  # these import Triton
+    from lean_ft.models.attention import flash_kernels
 
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
@@ -95,6 +97,13 @@ def install() -> None:
     for name in ("multiply", "multiply_outer"):  # Triton kernels
         setattr(grouped_kernels, name, partial(_grouped_product, getattr(grouped_kernels, name)))
     expert_activation_kernel.activate = partial(_expert_activation, expert_activation_kernel.activate)
+    for name, values in (
+        ("attend", _attend),
+        ("attend_backward", _attend_backward),
+        ("join_sinks", _join_sinks),
+        ("sink_gradients", _sink_gradients),
+    ):
+        setattr(flash_kernels, name, partial(_with_reference, getattr(flash_kernels, name), values))
 
     import bitsandbytes  # noqa: F401
 
@@ -174,6 +183,23 @@ def _expert_activation(host_code: Callable[..., None], results: Sequence[Tensor]
             targets[0].copy_(inner if config.scales_input else inner * weights)
 
     _compute(values)
+
+
+def _with_reference(host_code: Callable[..., Any], values: Callable[..., Any], *args: Any) -> Any:
+    """Run the host code of a Triton kernel, then compute its results. `values` returns those of the host code, or the first arguments
+    if it writes in place."""
+    result = host_code(*args)
+    targets, cpu_args = _to_cpu(args if result is None else result), [_to_cpu(x) for x in args]
+    targets = [targets] if isinstance(targets, Tensor) else targets
+
+    def compute() -> None:
+        for target, wanted in zip(targets, values(*cpu_args), strict=False):
+            if target is not None:
+                target.copy_(wanted)
+
+    if not (_left_empty or getattr(_inside, "host_code", False)):
+        _compute(compute)
+    return result
 
 
 def watch_accesses(wanted: bool) -> None:
@@ -274,7 +300,8 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
     if isinstance(value, (list, tuple)):
-        return type(value)(_to_cpu(each) for each in value)
+        each = [_to_cpu(each) for each in value]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
     return value
 
 
@@ -472,16 +499,36 @@ def _flash_backward(
     num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
     grads = [torch.zeros_like(x) for x in (query, key, value)]
     for part, keys in _parts(query, cum_seq_q, cum_seq_k):
-        q, k, v, grad = _by_head(num_heads, query[part], key[keys], value[keys], grad_out[part])
+        q, k, v, grad, result = _by_head(num_heads, query[part], key[keys], value[keys], grad_out[part], out[part])
         seen = _visible(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
-        weights, _ = _weights(q, k, seen, scale)
-        grad_weights = grad @ v.mT
-        grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
+        # As the kernel: from the given log-sum-exp and output, which a sink may have joined.
+        sizes = logsumexp[:, part] if query.ndim == 3 else logsumexp[part]  # (H, T)
+        weights = (q @ k.mT * scale - sizes[..., None]).exp().masked_fill(~seen, 0.0)
+        grad_scores = weights * (grad @ v.mT - (grad * result).sum(-1, keepdim=True)) * scale
         found = [grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad]
         found[1:] = [x.unflatten(0, (num_kv_heads, -1)).sum(1) for x in found[1:]]
         for target, place, grad_part in zip(grads, (part, keys, keys), found, strict=True):
             target[place] = grad_part.transpose(0, 1).to(target.dtype)
     return tuple(grads)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[Tensor, ...]:
+    """The output alone: `_attend_backward` needs no log-sum-exp."""
+    return (attend_rows(query, key, value, of_rows),)
+
+
+def _attend_backward(grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
+    return attend_rows_backward(grad, *inputs)
+
+
+def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+    joined = torch.logaddexp(lse, sinks.float()[:, None])
+    return out * (lse - joined).exp().T[..., None], joined
+
+
+def _sink_gradients(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+    delta = (grad.float() * out.float()).sum(-1).T  # (H, N)
+    return (-((sinks.float()[:, None] - lse).exp() * delta).sum(1),)
 
 
 def _sdpa_flash(
@@ -518,7 +565,8 @@ def _sdpa_flash_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     grad, q, k, v = (x.transpose(1, 2) for x in (grad_out, query, key, value))
-    grads = _flash_backward(grad, q, k, v, out, logsumexp, None, None, 0, 0, 0.0, is_causal, None, None, scale=scale)
+    rows = out.transpose(1, 2), logsumexp
+    grads = _flash_backward(grad, q, k, v, *rows, None, None, 0, 0, 0.0, is_causal, None, None, scale=scale)
     return tuple(x.transpose(1, 2) for x in grads)
 
 
@@ -560,7 +608,8 @@ def _sdpa_efficient_backward(
     if attn_bias is not None:
         raise NotImplementedError("the reference for efficient attention has no gradients with a bias")
     grad, q, k, v = (x.transpose(1, 2) for x in (grad_out, query, key, value))
-    grads = _flash_backward(grad, q, k, v, out, logsumexp, None, None, 0, 0, 0.0, is_causal, None, None, scale=scale)
+    result, lse, *_ = _flash_forward(q, k, v, None, None, 0, 0, 0.0, is_causal, False, scale=scale)
+    grads = _flash_backward(grad, q, k, v, result, lse, None, None, 0, 0, 0.0, is_causal, None, None, scale=scale)
     return *(x.transpose(1, 2) for x in grads), None
 
 

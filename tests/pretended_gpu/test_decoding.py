@@ -88,9 +88,10 @@ def test_a_model_that_waits_for_the_device_is_not_recorded(tmp_path: Path, capsy
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_token_attends_by_its_rows_length(
-    window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    window: int | None, has_sinks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel that takes lengths and attention with a mask agree."""
     _, model = models("llama_llama3_rope", tmp_path)
@@ -98,6 +99,8 @@ def test_a_token_attends_by_its_rows_length(
     for layer in model.layers:
         mixer: Any = layer.self_attn
         mixer.scoring = replace(mixer.scoring, window=window)
+        if has_sinks:
+            mixer.sinks = torch.nn.Parameter(torch.linspace(-1, 3, model.config.num_heads).cuda().bfloat16())
     ids = torch.randint(0, 101, (4, 12), generator=torch.Generator().manual_seed(0)).cuda()
     found, calls = [], mock.Mock(wraps=attention.varlen_attn)
     monkeypatch.setattr(attention, "varlen_attn", calls)

@@ -166,6 +166,7 @@ CASES = {
     "memory.loss_chunk_tokens": Case("8", "", GPU),
     "memory.activation_offload": Case("true", "batch_size=256", GPU),
     "memory.tile_mlp": Case("2", "", GPU),
+    "memory.attention": Case("own", refused="memory.attention=own is not possible: it needs a GPU"),
     "memory.tied_gradient": Case("separate", "", GPU),
     # A plan counts the plain products.
     "memory.float8_products": Case("true", refused="" if torch.cuda.is_available() else "the model is on cpu"),

@@ -6,9 +6,10 @@ changing a document leaves the others' outputs bit-identical. A document may con
 (`Sight`), as several completions of one prompt do.
 
 On CUDA in 16 bits, on cards since Ampere, PyTorch's kernels compute it: fused attention for rows, `varlen_attn` for documents
-and windows. Everything else uses the custom op of `document_attention`: CPUs, older cards, float32, soft caps, sinks, and heads
-of more than 256 features, which PyTorch's kernels lack or compute slowly or with all scores in memory. No path keeps a (T, T)
-tensor, or copies of keys and values for each query head.
+and windows, and `sink_attention` with sinks. Everything else uses the custom op of `document_attention`: CPUs, older cards,
+float32, soft caps, queries that see later tokens, and heads of more than 256 features, which PyTorch's kernels lack or compute
+slowly or with all scores in memory. `kernels` chooses. No path keeps a (T, T) tensor, or copies of keys and values for each
+query head.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
 """
@@ -21,9 +22,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from lean_ft.models.attention.document_attention import document_attention
+from lean_ft.models.attention.kernels import choose_kernel
+from lean_ft.models.attention.sink_attention import sink_attention
 from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import RMSNorm, unit_rms
@@ -32,9 +35,6 @@ from lean_ft.models.rope import rotate, rotate_both
 # Versions of torch without this flag accept grouped heads by default.
 _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
-
-_FLASH_CAPABILITY = (8, 0)  # Ampere: the first cards whose kernels support documents, windows and grouped heads
-_FLASH_HEAD_DIM = 256  # the largest head of these kernels
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def attend_rows(
         return attended.transpose(1, 2)
     num_rows, num_tokens = query.shape[:2]
     device = query.device if query.is_cuda else None
-    bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=device) * num_tokens
+    bounds = torch.arange(0, num_rows * num_tokens + 1, num_tokens, dtype=torch.int32, device=device)
     return attend_documents(query, key, value, bounds, scoring, sinks, sight)
 
 
@@ -257,8 +257,7 @@ def attend_documents(
         cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
     sees_ahead = sight is not None and sight.ends is not None
-    # `varlen_attn` needs multiples of 8, and lets no query see ahead.
-    if has_kernels(query, scoring, sinks) and query.shape[-1] % 8 == 0 and not sees_ahead:
+    if has_kernels(query, scoring, sinks) and not sees_ahead:
         # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true length
         # would wait for the device in every layer.
         back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
@@ -268,6 +267,9 @@ def attend_documents(
             assert sight.key_index is not None and sight.key_cu_seqlens is not None
             k, v = (x.index_select(0, sight.key_index) for x in (k, v))
             key_cu_seqlens = sight.key_cu_seqlens
+        if sinks is not None:
+            sizes = cu_seqlens, key_cu_seqlens, longest
+            return sink_attention(q, k, v, sinks, *sizes, scoring.scale, scoring.window)[0].view(query.shape)
         attended: Any = varlen_attn(
             *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
             scale=scoring.scale,
@@ -312,9 +314,13 @@ def attend_filled(
             scale=scoring.scale,
             window_size=window,
             seqused_k=lengths,
+            return_aux=AuxRequest(lse=True),
             **_GROUPED,
         )
-        return attended[:, None]
+        out, lse = attended  # (B, H, D) and (H, B)
+        if sinks is not None:  # the share of the other weights in a softmax that the sink joins
+            out = (out * (lse - sinks[:, None]).sigmoid().T[..., None]).to(out.dtype)
+        return out[:, None]
     ends = None if sight is None else sight.ends
     visible = cache.owner.visible(scoring.window, scoring.chunk, ends)  # (B, T, C)
     num_kv_heads = keys.shape[2]
@@ -344,25 +350,25 @@ def attend_filled(
 
 def has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
-    return _is_plain(query, scoring, sinks) and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
+    if not query.is_cuda:
+        return False
+    capability, is_plain = torch.cuda.get_device_capability(query.device), scoring.softcap is None
+    kernel, _ = choose_kernel(query.shape[-1], query.dtype, capability, is_plain=is_plain, sinks=sinks is not None)
+    return kernel == "flash"
 
 
 def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """The same for one new token of rows whose lengths are on the device."""
-    is_plain = scoring.chunk is None and query.shape[-1] % 8 == 0 and "seqused_k" in _VARLEN_OPTIONS
-    return is_plain and has_kernels(query, scoring, sinks)
+    return scoring.chunk is None and "seqused_k" in _VARLEN_OPTIONS and has_kernels(query, scoring, sinks)
 
 
 def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """The same for rows. Kernels of older cards lack grouped heads, for which PyTorch would hold all scores."""
     is_cut = scoring.chunk is not None and scoring.chunk < query.shape[1]
-    if scoring.window is not None or is_cut or not _is_plain(query, scoring, sinks):
+    if sinks is not None or scoring.window is not None or is_cut:
         return False
-    same_heads = query.shape[2] == key.shape[2] and query.shape[3] % 8 == 0
-    return same_heads or has_kernels(query, scoring, sinks)
-
-
-def _is_plain(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
-    is_16_bits = query.dtype in (torch.float16, torch.bfloat16)
-    fits = query.shape[-1] <= _FLASH_HEAD_DIM
-    return query.is_cuda and is_16_bits and fits and scoring.softcap is None and sinks is None
+    if has_kernels(query, scoring, None):
+        return True
+    is_older = query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0)
+    same_heads = query.shape[2] == key.shape[2] and query.shape[3] % 8 == 0 and query.shape[3] <= 256
+    return is_older and same_heads and query.itemsize == 2 and scoring.softcap is None

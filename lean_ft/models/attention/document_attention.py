@@ -14,8 +14,8 @@ Blocks are padded with zeros to a few sizes, because a CPU's library compiles co
 dozen products and a third of a megabyte.
 
 With AVX512-BF16 this takes less than half the time of PyTorch's flash kernel, which does not use those instructions, at the
-same accuracy; with AMX the flash kernel takes two thirds of the time. The op is opaque to torch.compile. On a GPU it uses
-`row_attention`, because the host does not know the boundaries.
+same accuracy; with AMX the flash kernel takes two thirds of the time. The op is opaque to torch.compile. On a GPU it uses the
+kernels of `flash_kernels` where they run and `row_attention` elsewhere, because the host does not know the boundaries.
 
 Source: blocks and recomputation: FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lean_ft.models.attention.kernels import choose_kernel
 from lean_ft.models.attention.row_attention import Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import wide_dtype
@@ -43,8 +44,6 @@ _KEY_SIZES = 32  # the most distinct numbers of keys among the blocks of a long 
 _BLOCK_SCORES = 2**22
 
 
-@torch.library.custom_op("lean_ft::document_attention", mutates_args=())
-@torch.autocast("cpu", enabled=False)
 def document_attention(
     query: Tensor,
     key: Tensor,
@@ -73,11 +72,36 @@ def document_attention(
         ends: (N,) integers, the token before which each query's keys end, in the query's document; default its own + 1.
         num_ahead: the most tokens that a query sees ahead. Used on a GPU only.
 
-    Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion.
+    Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion, or they are not checked where
+    `flash_kernels` runs.
     """
+    seen = prefixes, ends, num_ahead
+    return _document_attention(query, key, value, cu_seqlens, sinks, scale, window, softcap, row_tokens, *seen)[0]
+
+
+@torch.library.custom_op("lean_ft::document_attention", mutates_args=())
+@torch.autocast("cpu", enabled=False)
+def _document_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    row_tokens: int,
+    prefixes: Tensor | None,
+    ends: Tensor | None,
+    num_ahead: int,
+) -> tuple[Tensor, Tensor]:
+    """As `document_attention`, with the log-sum-exp (H, N) of `flash_kernels`; empty without them."""
     of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead)
+    if (kernels := _own_kernels(query)) is not None:
+        return kernels.attend(query, key, value, of_rows)
+    lse = query.new_empty(0, dtype=torch.float32)
     if query.is_cuda:
-        return attend_rows(query, key, value, of_rows)
+        return attend_rows(query, key, value, of_rows), lse
     out, dtype = torch.empty_like(query, memory_format=torch.contiguous_format), product_dtype(query)
     for document, prefix in _documents(cu_seqlens, len(query), prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
@@ -89,12 +113,14 @@ def document_attention(
         for block in blocks:
             weights = softmax(block).weights.to(dtype)  # (K, R, C)
             _put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
-    return out
+    return out, lse
 
 
-@document_attention.register_fake
-def _(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+@_document_attention.register_fake
+def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    shape = (0,) if _own_kernels(query) is None else (query.shape[1], query.shape[0])
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_empty(shape, dtype=torch.float32)
 
 
 # Without a formula, a compiler that trades memory for arithmetic considers the op free.
@@ -122,14 +148,18 @@ def document_attention_backward(
     prefixes: Tensor | None,
     ends: Tensor | None,
     num_ahead: int,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and sinks (empty without sinks) from that of `document_attention`'s result `out`."""
+    """The gradients of query, key, value and sinks (empty without sinks) from that of `_document_attention`'s results."""
     of_rows, wide = (
         Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead),
         wide_dtype(query),
     )
     if query.is_cuda:
-        *grads, grad_sinks = attend_rows_backward(grad_out, query, key, value, of_rows)
+        if (kernels := _own_kernels(query)) is not None:
+            *grads, grad_sinks = kernels.attend_backward(grad_out, out, lse, query, key, value, of_rows)
+        else:
+            *grads, grad_sinks = attend_rows_backward(grad_out, query, key, value, of_rows)
         of_sinks = query.new_empty(0, dtype=wide) if sinks is None or grad_sinks is None else grad_sinks.to(sinks.dtype)
         return *grads, of_sinks  # type: ignore[return-value]
     grad_query, grad_key, grad_value = (
@@ -182,20 +212,34 @@ def _(
     return *grads, grad_sinks
 
 
-def _save_for_backward(ctx, inputs, output: Tensor) -> None:
+def _save_for_backward(ctx, inputs, output: tuple[Tensor, Tensor]) -> None:
     query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes, ends, ctx.num_ahead = inputs
-    ctx.save_for_backward(output, query, key, value, cu_seqlens, sinks, prefixes, ends)
+    out, lse = output
+    ctx.save_for_backward(out, query, key, value, cu_seqlens, sinks, prefixes, ends, lse)
     ctx.has_sinks = sinks is not None
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, prefixes, ends = ctx.saved_tensors
-    seen = prefixes, ends, ctx.num_ahead
+def _backward(ctx, grad_out: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
+    *saved, prefixes, ends, lse = ctx.saved_tensors
+    seen = prefixes, ends, ctx.num_ahead, lse
     *grads, grad_sinks = document_attention_backward(grad_out, *saved, *ctx.settings, *seen)
     return *grads, None, grad_sinks if ctx.has_sinks else None, *(None,) * 7
 
 
-document_attention.register_autograd(_backward, setup_context=_save_for_backward)
+_document_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _own_kernels(query: Tensor) -> Any:
+    """The module of Triton kernels, or None if they do not compute this."""
+    if not query.is_cuda:
+        return None
+    capability = torch.cuda.get_device_capability(query.device)
+    if choose_kernel(query.shape[-1], query.dtype, capability, is_plain=False)[0] != "own":
+        return None
+    from lean_ft.models.attention import flash_kernels
+
+    return flash_kernels
 
 
 def num_product_shapes(longest: int) -> int:

@@ -1,0 +1,131 @@
+"""The choice of attention's kernel: what runs for which layer, card and setting."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lean_ft import load_model
+from lean_ft.models.attention import kernels
+from lean_ft.models.attention.kernels import attention_kernel, describe_kernels, use_attention
+
+AMPERE, TURING = (8, 0), (7, 5)
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+SINKS, CAP = {"attention_sinks": True}, {"attention_softcap": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtype", "capability", "compiles", "choice", "expected"),
+    [
+        ({"head_dim": 64}, BF16, AMPERE, True, "auto", "flash kernel (FlashAttention 2)"),
+        ({"head_dim": 64}, BF16, AMPERE, False, "auto", "flash kernel (FlashAttention 2)"),
+        ({"head_dim": 64, **SINKS}, BF16, AMPERE, True, "auto", "flash kernel (FlashAttention 2), sinks joined afterwards"),
+        ({"head_dim": 64, **SINKS}, BF16, AMPERE, False, "auto", "slow): sinks, and Triton or a C compiler is missing"),
+        ({"head_dim": 512}, BF16, AMPERE, True, "flash2", "own Triton kernel: heads of 512 features"),
+        ({"head_dim": 20}, torch.float16, (12, 0), True, "auto", "own Triton kernel: heads of 20 features"),
+        ({"head_dim": 256, **CAP}, BF16, (8, 9), True, "auto", "own Triton kernel: soft cap"),
+        ({"head_dim": 1024}, BF16, AMPERE, True, "auto", "blocks of eager operations (slow): heads of 1024 features"),
+        ({"head_dim": 64}, FLOAT32, AMPERE, True, "auto", "blocks of eager operations (slow): float32"),
+        ({"head_dim": 64}, torch.float16, TURING, True, "auto", "(slow): compute capability 7.5 is below 8.0"),
+        ({"head_dim": 64}, BF16, AMPERE, True, "own", "own Triton kernel: memory.attention=own"),
+        ({"head_dim": 64}, BF16, AMPERE, True, "eager", "blocks of eager operations (slow): memory.attention=eager"),
+    ],
+)  # fmt: skip
+def test_a_layer_has_the_fastest_kernel_that_computes_it(facts, dtype, capability, compiles, choice, expected):
+    config = replace(load_model("tiny").config, **facts)
+    found = attention_kernel(config, 0, dtype, capability, compiles=compiles, choice=choice)
+    assert found.endswith(expected)
+
+
+def test_flash_attention_4_leaves_wide_heads_to_the_own_kernels(monkeypatch):
+    monkeypatch.setattr(kernels, "_active", lambda: "FA4")
+    config = load_model("tiny").config
+    for head_dim, expected in (
+        (128, "flash kernel (FlashAttention 4)"),
+        (256, "own Triton kernel: heads of 256 features"),
+    ):
+        assert attention_kernel(replace(config, head_dim=head_dim), 0, BF16, (10, 0), compiles=True) == expected
+
+
+def test_layers_of_different_kernels_are_counted(monkeypatch):
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    config = replace(load_model("tiny").config, head_dim=256)
+    layers = tuple(replace(layer, head_dim=512 if i == 1 else None) for i, layer in enumerate(config.layers))
+    flash, own = "flash kernel (FlashAttention 2)", "own Triton kernel: heads of 512 features"
+    counts = f"{flash} in {len(layers) - 1} layer{'s' * (len(layers) > 2)}; {own} in 1 layer"
+    assert describe_kernels(replace(config, layers=layers), BF16, AMPERE) == counts
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU as the choice sees it: its capability and the kernels that PyTorch offers and activates."""
+    activated = []
+
+    def set_card(capability, offered=(), installed=(), breaks=False):
+        def activate(name):
+            if breaks:
+                raise ImportError("libcudart.so.12 is missing")
+            activated.append(name)
+
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "the card")
+        monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: list(offered))
+        monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+        monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name in installed else None)
+        return activated
+
+    monkeypatch.setattr(kernels, "_choice", "auto")
+    return set_card
+
+
+BOTH, PACKAGES = ("FA3", "FA4"), tuple(kernels._PACKAGES.values())
+HOPPER, BLACKWELL, GPU = (9, 0), (10, 0), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("choice", "card_facts", "activated"),
+    [
+        ("auto", (HOPPER, BOTH, PACKAGES), ["FA3"]),
+        ("auto", (BLACKWELL, BOTH, PACKAGES), ["FA4"]),
+        ("auto", (HOPPER, BOTH, ()), []),
+        ("auto", (HOPPER, (), PACKAGES), []),
+        ("auto", (AMPERE, BOTH, PACKAGES), []),
+        ("auto", (HOPPER, BOTH, PACKAGES, True), []),
+        ("flash2", (HOPPER, BOTH, PACKAGES), []),
+        ("flash4", (HOPPER, BOTH, PACKAGES), ["FA4"]),
+    ],
+)
+def test_newer_flash_kernels_are_activated_where_pytorch_offers_them(card, choice, card_facts, activated):
+    found = card(*card_facts)
+    use_attention(choice, BF16, GPU)
+    assert found == activated
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype", "card_facts", "reason"),
+    [
+        (
+            "flash3",
+            BF16,
+            (AMPERE, BOTH, PACKAGES),
+            r"FA3 needs 9.0 \(Hopper\), and the card has compute capability 8.0",
+        ),
+        ("flash3", BF16, (HOPPER, BOTH, ()), "the module flash_attn_interface is not installed"),
+        ("flash3", BF16, (HOPPER, BOTH, PACKAGES, True), "libcudart.so.12 is missing"),
+        ("flash4", BF16, (BLACKWELL, ("FA3",), PACKAGES), "does not offer FA4"),
+        ("own", FLOAT32, (HOPPER,), "the kernel computes in 16 bits, and model.dtype=float32"),
+        ("flash2", torch.float16, (TURING,), r"the kernel needs 8.0 \(Ampere\) or newer"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused_with_the_reason(card, choice, dtype, card_facts, reason):
+    card(*card_facts)
+    with pytest.raises(
+        ValueError, match=rf"memory.attention={choice} is not possible: .*{reason}.* Set memory.attention=auto"
+    ):
+        use_attention(choice, dtype, GPU)
+
+
+def test_a_cpu_has_no_choice():
+    use_attention("auto", BF16, torch.device("cpu"))
+    with pytest.raises(ValueError, match="it needs a GPU, and device=cpu"):
+        use_attention("eager", BF16, torch.device("cpu"))
