@@ -151,7 +151,7 @@ class _Kernels:
         tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])
         moved = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
         name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
-        return Cost(Kernel(0.0, moved), f"fused {name}", _module(node))
+        return Cost({f"fused {name}": self._trace.time.launches(Kernel(0.0, moved))}, _module(node))
 
 
 class _Known:
