@@ -122,15 +122,20 @@ class _LowRankLinear(torch.autograd.Function):
 
 def _in_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Both factors rounded to `dtype`; on a GPU, compiled, in one kernel."""
-    if a.dtype == dtype or not (torch.compiler.is_compiling() and a.is_cuda):
+    if a.dtype == dtype or not (torch.compiler.is_compiling() and _is_on_cuda(a)):
         return a.to(dtype), b.to(dtype)
     both = torch.cat((a.to(dtype).flatten(), b.to(dtype).flatten()))
     return both[: a.numel()].view(a.shape), both[a.numel() :].view(b.shape)
 
 
 def _is_on_cuda(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU, or would be in a plan. Plans run layers without the compiler, which cannot trace the question."""
-    return x.is_cuda if torch.compiler.is_compiling() else device_type(x.device) == "cuda"
+    """Whether a tensor is on a GPU, or would be in a plan."""
+    return x.is_cuda or _plans_a_gpu()
+
+
+@torch.compiler.assume_constant_result  # the compiler cannot trace the question
+def _plans_a_gpu() -> bool:
+    return device_type(torch.device("cpu")) == "cuda"
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

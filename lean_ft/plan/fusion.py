@@ -83,6 +83,8 @@ class _Kernels:
         together = {} if trace.device.is_cpu else _together(self._nodes, self._stored)
         self._dead_after = _dead_after(self._nodes, self._stored, together)
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
+        self._kernel = {node: together.get(node, node) for node in self._nodes if node in self._stored}
+        self._read_first = _read_first(self._kernel, self._reads)
         inputs = [node for node in self._nodes if node.op == "placeholder"]
         own = self._stored - returned | {inputs[i] for i in donated}
         self._written_over = {} if trace.device.is_cpu else _written_over(self._dead_after, self._reads, own, together)
@@ -148,10 +150,12 @@ class _Kernels:
             return self._trace.cost(node.target, args, kwargs, values[node], _module(node))
         if getattr(node.target, "is_view", False):
             return None
-        tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])
+        sources = [values[source] for source in self._read_first[node] if source in values]
+        tensors = tree_iter([*sources, values[node]])
         moved = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
         name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
-        return Cost({f"fused {name}": self._trace.time.launches(Kernel(0.0, moved))}, _module(node))
+        kernel = Kernel(0.0, moved, number=int(self._kernel[node] is node))
+        return Cost({f"fused {name}": self._trace.time.launches(kernel)}, _module(node))
 
 
 class _Known:
@@ -234,6 +238,19 @@ def _sources(node: fx.Node, stored: set[fx.Node]) -> dict[fx.Node, None]:
         else:
             sources |= _sources(source, stored)
     return sources
+
+
+def _read_first(
+    kernel: dict[fx.Node, fx.Node], reads: dict[fx.Node, dict[fx.Node, None]]
+) -> dict[fx.Node, set[fx.Node]]:
+    """For each stored value, the values that its kernel reads for it and for none of the kernel's earlier outputs."""
+    seen: dict[fx.Node, set[fx.Node]] = {}
+    first = {}
+    for node, last in kernel.items():
+        known = seen.setdefault(last, set())
+        first[node] = reads[node].keys() - known
+        known |= first[node]
+    return first
 
 
 def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -9,6 +9,7 @@ With several ranks, rank 0 is traced.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +84,10 @@ class Trace(TorchDispatchMode):
                 self._known[key] = self._cost_of_parts(slow.run, args, result)
             return self._known[key]._replace(module=module)
         name, kernel = self.time.kernel(func, args, kwargs, result)
-        launches = {} if kernel is None else {name: self.time.launches(kernel)}
-        return Cost(launches, module, self.memory.inside(func, args))
+        temporary = self.memory.inside(func, args)
+        if kernel is not None and not self.device.is_cpu:  # each temporary tensor is written and read
+            kernel = replace(kernel, moved_bytes=kernel.moved_bytes + 2 * sum(temporary))
+        return Cost({} if kernel is None else {name: self.time.launches(kernel)}, module, temporary)
 
     def _cost_of_parts(self, run: Callable[[], Any], args: Any, result: Any) -> Cost:
         """The launches of the operations that `run` calls, and the most memory that they take beside arguments and result."""
