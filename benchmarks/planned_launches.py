@@ -70,7 +70,9 @@ def write_small_model(row: dict[str, Any], folder: Path) -> int:
         text["num_hidden_layers"] = NUM_LAYERS + text["num_kv_shared_layers"]
     else:
         text["num_hidden_layers"] = NUM_LAYERS
-    text.update({name: text[name][: text["num_hidden_layers"]] for name in _LISTS if isinstance(text.get(name), list)})
+    for name in _LISTS:  # the last layer stays what it is
+        if isinstance(text.get(name), list):
+            text[name] = [*text[name][: text["num_hidden_layers"] - 1], text[name][-1]]
     (folder / "config.json").write_text(json.dumps(config))
     return text["num_hidden_layers"]
 

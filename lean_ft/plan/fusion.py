@@ -260,17 +260,18 @@ def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.No
     """
     kernels: list[list[fx.Node]] = []
     needs: dict[fx.Node, set[fx.Node]] = {}  # the stored values that each stored value depends on
+    read: dict[fx.Node, set[fx.Node]] = {}
     for node in nodes:
         if node not in stored:
             continue
-        sources = _sources(node, stored).keys()
+        sources = read[node] = set(_sources(node, stored))
         needs[node] = set().union(sources & stored, *(needs[source] for source in sources & stored))
         if _is_opaque(node) or not isinstance(value := node.meta.get("val"), Tensor) or _is_view(node):
             continue
         for kernel in kernels:
-            alike = kernel[0].meta["val"].numel() == value.numel()
-            later = any(needs[between] & set(kernel) for between in needs[node] - set(kernel))
-            if alike and not later and any(sources & _sources(member, stored).keys() for member in kernel):
+            if kernel[0].meta["val"].numel() != value.numel() or all(sources.isdisjoint(read[n]) for n in kernel):
+                continue
+            if not any(needs[between] & set(kernel) for between in needs[node] - set(kernel)):
                 kernel.append(node)
                 break
         else:
