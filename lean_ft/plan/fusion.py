@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from lean_ft.plan.devices import Kernel
+from lean_ft.plan.memory import num_bytes
 from lean_ft.plan.time import short_name
 from lean_ft.plan.trace import Cost, Trace
 from lean_ft.torch_private import (
@@ -85,6 +86,7 @@ class _Kernels:
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
         self._kernel = {node: together.get(node, node) for node in self._nodes if node in self._stored}
         self._read_first = _read_first(self._kernel, self._reads)
+        self._writes = {} if trace.device.is_cpu else _writes(self._nodes, self._stored)
         inputs = [node for node in self._nodes if node.op == "placeholder"]
         own = self._stored - returned | {inputs[i] for i in donated}
         self._written_over = {} if trace.device.is_cpu else _written_over(self._dead_after, self._reads, own, together)
@@ -138,6 +140,11 @@ class _Kernels:
                         if is_new:
                             known.costs[node] = self._cost(node, args, kwargs, values)
                         trace.pay(known.costs[node])
+                elif node in self._writes:
+                    if is_new:
+                        kernel = Kernel(0.0, 2 * num_bytes(values[node]), number=self._writes[node])
+                        known.costs[node] = Cost({"fused copy_": trace.time.launches(kernel)}, _module(node))
+                    trace.pay(known.costs[node])
             for dead in self._dead_after.get(node, ()):
                 values.pop(dead, None)
         self._is_tuned = True
@@ -238,6 +245,19 @@ def _sources(node: fx.Node, stored: set[fx.Node]) -> dict[fx.Node, None]:
         else:
             sources |= _sources(source, stored)
     return sources
+
+
+def _writes(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, int]:
+    """Values that are only written into the graph's inputs, and the launches of each. Those of one size share a launch."""
+    writes: dict[fx.Node, int] = {}
+    sizes = set[str]()
+    for node in nodes:
+        is_write = node.op == "call_function" and getattr(node.target, "__name__", "").startswith("copy_.")
+        if is_write and node not in stored and node.args[1] not in stored:
+            size = f"{node.meta['val'].numel()}"
+            writes[node] = int(size not in sizes)
+            sizes.add(size)
+    return writes
 
 
 def _read_first(

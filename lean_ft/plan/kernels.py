@@ -68,7 +68,9 @@ def _attention_in_blocks(given: dict[str, Any], device: Device) -> SlowPath | No
     given.pop("out", None)
     rows = Rows(**given | {"num_tokens": row_tokens})
     run = attend_rows if grad_out is None else partial(attend_rows_backward, grad_out)
-    return SlowPath(partial(run, query, key, value, rows), f"attention runs in blocks of plain operations (slow): {why}")
+    return SlowPath(
+        partial(run, query, key, value, rows), f"attention runs in blocks of plain operations (slow): {why}"
+    )
 
 
 def _why_no_flash(given: dict[str, Any], device: Device) -> str | None:
@@ -78,6 +80,8 @@ def _why_no_flash(given: dict[str, Any], device: Device) -> str | None:
     if device.before_ampere:
         return "flash attention needs a card since Ampere"
     if query.shape[-1] > _LARGEST_FLASH_HEAD:
-        return f"flash attention has heads of at most {_LARGEST_FLASH_HEAD} features, and the model has {query.shape[-1]}"
+        return (
+            f"flash attention has heads of at most {_LARGEST_FLASH_HEAD} features, and the model has {query.shape[-1]}"
+        )
     found = [words for name, words in _NO_FLASH.items() if given.get(name) is not None]
     return f"flash attention has no {found[0]}" if found else None

@@ -46,7 +46,7 @@ class Trace(TorchDispatchMode):
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
         self.slow_paths: dict[str, None] = {}  # why operations run without a kernel, and what would mend it
         self._known: dict[Any, Cost] = {}  # of those operations
-        self._counting = True
+        self._counting, self._decomposes = True, False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -56,6 +56,10 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is read_scalar and self._counting and isinstance(args[0], FakeTensor):
             return _READ_VALUES.get(args[0].dtype, 1)
+        if self._decomposes and func.namespace == "aten":
+            with self:
+                if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                    return result
         result = func(*args, **(kwargs or {}))
         if self._counting and func.namespace != "prim":  # queries of a device or layout move no data
             is_empty = func.__name__.startswith(("empty", "new_empty"))
@@ -92,6 +96,7 @@ class Trace(TorchDispatchMode):
     def _cost_of_parts(self, run: Callable[[], Any], args: Any, result: Any) -> Cost:
         """The launches of the operations that `run` calls, and the most memory that they take beside arguments and result."""
         apart = Trace(self.device)
+        apart._decomposes = True  # inside an operation autograd does not, and `flatten` would hide a copy
         apart.time, before = self.time, self.time.spent
         self.time.spent = Spent()
         apart.memory.note(args)
