@@ -56,8 +56,9 @@ def settings() -> list[dict[str, Any]]:
 def write_small_model(row: dict[str, Any], folder: Path) -> int:
     """Write the row's model with few layers, and return their number."""
     if row["preset"] is None:
-        from tests.models.family_cases import CASES, SIZES
         from transformers import CONFIG_MAPPING
+
+        from tests.models.family_cases import CASES, SIZES
 
         model_type, fields = CASES[row["label"]]
         CONFIG_MAPPING[model_type](**{**SIZES, "vocab_size": 8192, **fields}).save_pretrained(folder)

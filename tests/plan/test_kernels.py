@@ -108,7 +108,7 @@ def test_recurrent_layers_without_their_kernels_grow_with_the_row() -> None:
             linear_attention(query, key, value, decay, decay, torch.empty(3, dtype=torch.int32), None)
 
         trace, found = planned(work, find_device("H100"))
-        assert [*trace.slow_paths][0].startswith("recurrent layers run without their CUDA kernels")
+        assert next(iter(trace.slow_paths)).startswith("recurrent layers run without their CUDA kernels")
         return sum(launches.number for launches in found.values())
 
     assert 1.8 < launches(2048) / launches(1024) < 2.2
