@@ -65,9 +65,9 @@ def _attention_in_blocks(given: dict[str, Any], device: Device) -> SlowPath | No
     defaults: dict[str, Any] = dict.fromkeys(Rows._fields) | {"num_ahead": 0}
     given = defaults | given
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
-    grad_out, row_tokens = given.pop("grad_out", None), given.pop("row_tokens", 0) or len(query)
+    grad_out, given["num_tokens"] = given.pop("grad_out", None), given.pop("row_tokens", 0) or len(query)
     given.pop("out", None)
-    rows = Rows(**given | {"num_tokens": row_tokens})
+    rows = Rows(**given)
     run = attend_rows if grad_out is None else partial(attend_rows_backward, grad_out)
     return SlowPath(
         partial(run, query, key, value, rows), f"attention runs in blocks of plain operations (slow): {why}"
