@@ -3,7 +3,7 @@
     PRETENDED_GPU_TOUCH=65536 tests/pretended_gpu/run.sh python benchmarks/kernel_resources.py
 
 The kernels are those of one training step: one layer of each shape with its output layer and optimizer, compiled by Inductor on a
-simulated or a real card, and the two grouped products of mixtures of experts. Each is compiled again for every architecture in
+simulated or a real card, and the kernels of mixtures of experts: grouped products and the activation. Each is compiled again for every architecture in
 `LIMITS`, in all configurations that Inductor would try on this card. The numbers are ptxas's, which cuobjdump reads from the binary.
 Occupancy is the share of an SM's warps that can run at once.
 
@@ -38,7 +38,7 @@ SHAPES = (
     "olmo2_7b",
     "mistral_7b",
 )
-GROUPED = "grouped products"
+MIXTURES = "mixtures of experts"
 SETTINGS = (
     "model.random_init=true",
     "data.source=not-read.jsonl",
@@ -119,12 +119,14 @@ class _compiled:
         self._patch.stop()
 
 
-def grouped_kernels() -> list[Kernel]:
-    """Return the kernels of grouped products, for the thin matrices of a rank-16 adapter on 64 experts."""
+def mixture_kernels() -> list[Kernel]:
+    """Return the kernels of mixtures: grouped products with the thin matrices of a rank-16 adapter on 64 experts, and the activation
+    and its gradient as in gpt-oss, Qwen3 and Gemma 4."""
     import torch
     from triton.runtime.jit import JITFunction
 
     from lean_ft.models.grouped_kernels import multiply, multiply_outer
+    from lean_ft.models.mix import grouped_activation
 
     launched: list[Any] = []
     run = JITFunction.run
@@ -133,7 +135,15 @@ def grouped_kernels() -> list[Kernel]:
         rows, right = (torch.zeros(4096, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 16))
         multiply(rows, torch.zeros(64, 2048, 16, device="cuda", dtype=torch.bfloat16), ends)
         multiply(right, torch.zeros(64, 16, 2048, device="cuda", dtype=torch.bfloat16), ends)
+        multiply(right, torch.zeros(64, 16, 2048, device="cuda", dtype=torch.bfloat16), ends, rows)
         multiply_outer(rows, right, ends)
+        inner, weights, bias = rows[:, :1024].contiguous(), torch.zeros(4096, 1, device="cuda"), rows[:64]
+        clamped, silu = ("silu", True, True, 1.702, 1.0, 7.0, False), ("silu", True, False, 1.0, 0.0, None, False)
+        for own_bias, formula in ((bias, clamped), (None, silu), (None, ("gelu_tanh", *silu[1:]))):
+            for grad in (None, inner):
+                grouped_activation(
+                    rows, weights, own_bias, torch.zeros_like(ends).repeat(64).long(), grad, True, *formula
+                )
     return [Kernel(kernel.src, {"num_warps": kernel.metadata.num_warps}) for kernel in launched]
 
 
@@ -180,8 +190,8 @@ def measure_shapes(shapes: list[str]) -> list[dict[str, Any]]:
     """One row per shape and architecture: the worst of its kernels."""
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     rows = []
-    for shape in (*shapes, GROUPED):
-        kernels = grouped_kernels() if shape == GROUPED else training_kernels(shape)
+    for shape in (*shapes, MIXTURES):
+        kernels = mixture_kernels() if shape == MIXTURES else training_kernels(shape)
         for capability in LIMITS:
             found = list(resources(kernels, capability))
             row: dict[str, Any] = {"shape": shape, "capability": capability, "num_kernels": len(found), "status": "ok"}
@@ -199,7 +209,7 @@ COLUMNS = ["kernels of", "kernels", *(f"sm_{capability}" for capability in LIMIT
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
-        "Triton kernels of one training step (8-bit AdamW in backward, full checkpointing, compiled, bfloat16) and of grouped products, "
+        "Triton kernels of one training step (8-bit AdamW in backward, full checkpointing, compiled, bfloat16) and of mixtures of experts, "
         f"compiled by Triton {result['versions']['triton']} and its ptxas; no kernel ran"
     )
 

@@ -55,6 +55,7 @@ BENCHMARKS = (
     "pretended_torchtune",
     "pretended_updates",
     "kernel_resources",
+    "mixture_traffic",
     "convergence",
     "saving",
     "crashes",

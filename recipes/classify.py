@@ -108,6 +108,7 @@ def main(cfg: Config) -> None:
             loss = losses.sum() / num_texts  # sums, divided once by the texts of the whole step
             if router_loss is not None:  # mixture of experts
                 loss = loss + router_loss * (batch.num_texts / num_texts)
+                statistics.add(router_aux_loss=router_loss * batch.num_texts)
             statistics.add(loss=loss * num_texts)
             optimizer.scale(loss, last=is_last).backward()
 

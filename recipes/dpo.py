@@ -86,6 +86,7 @@ def main(cfg: Config) -> None:
                 loss = loss + cfg.loss.sft_weight * answers.chosen_loss / num_chosen
             if answers.router_loss is not None:  # mixture of experts
                 loss = loss + answers.router_loss * (batch.num_pairs / num_pairs)
+                pairs.add(router_aux_loss=answers.router_loss * batch.num_pairs)
             pairs.add(loss=loss * num_pairs, nll=answers.chosen_loss * (num_pairs / num_chosen))
             # If the loss is not finite, the step is skipped and its batch is saved.
             optimizer.scale(loss, last=is_last).backward()

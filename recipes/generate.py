@@ -53,9 +53,8 @@ def main(cfg: Config) -> list[str]:
         ([row], Path()) if cfg.prompts_file is None else (read_prompts(cfg.prompts_file), cfg.prompts_file.parent)
     )
     tower = cfg.model.images if any(map(shows_images, rows)) else "none"
-    model, tokenizer = open_model(
-        cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
-    )
+    opened = cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
+    model, tokenizer = open_model(*opened, new_tokens=-(-len(rows) // cfg.batch_size) * cfg.max_new_tokens)
     sampling = {**cfg.sampling, "chat": cfg.chat}
 
     if cfg.prompt is not None and cfg.output is None:

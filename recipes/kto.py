@@ -92,6 +92,7 @@ def main(cfg: Config) -> None:
             loss = losses.sum() / num_answers
             if answers.router_loss is not None:  # mixture of experts
                 loss = loss + answers.router_loss * (batch.num_pairs / num_answers)
+                statistics.add(router_aux_loss=answers.router_loss * batch.num_pairs)
             statistics.add(loss=loss * num_answers)
             # If the loss is not finite, the step is skipped and its batch is saved.
             optimizer.scale(loss, last=is_last).backward()

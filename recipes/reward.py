@@ -100,6 +100,7 @@ def main(cfg: Config) -> None:
             loss = losses.sum() / num_pairs
             if router_loss is not None:  # mixture of experts
                 loss = loss + router_loss * (batch.num_pairs / num_pairs)
+                pairs.add(router_aux_loss=router_loss * batch.num_pairs)
             pairs.add(loss=loss * num_pairs)
             # If the loss is not finite, the step is skipped and its batch is saved.
             optimizer.scale(loss, last=is_last).backward()

@@ -61,7 +61,8 @@ def serve(
         raise ValueError(f"leanft serve needs the package {error.name}. Run {install_command('serve')}") from None
     from lean_ft.system.log import say
 
-    model, tokenizer = open_model(checkpoint, adapter or (), device, dtype, images="auto" if images else "none")
+    tower = "auto" if images else "none"
+    model, tokenizer = open_model(checkpoint, adapter or (), device, dtype, images=tower, new_tokens=max_new_tokens)
     server = ChatServer(
         model,
         tokenizer,

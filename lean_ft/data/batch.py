@@ -113,7 +113,8 @@ class Batch:
         def own(values: Tensor) -> Tensor:
             return values[:, place * width : (place + 1) * width].contiguous()
 
-        per_token = [name for name, value in self.inputs.items() if getattr(value, "shape", 0) == self.labels.shape]
+        shape = self.labels.shape
+        per_token = [name for name, value in self.inputs.items() if getattr(value, "shape", ())[:2] == shape]
         inputs = {**self.inputs, **{name: own(self.inputs[name]) for name in per_token if name != "positions"}}
         if self.labels_whole_rows:
             parts = {n: one.part_of_rows(place, number) for n, one in vars(self).items() if isinstance(one, Batch)}
@@ -141,8 +142,11 @@ class Batch:
                 yield prompt, labels[first : last + 1]  # labels are shifted
 
     def without_targets(self) -> Self:
-        """Return a copy without labels, for a pass that only keeps ranks synchronized."""
-        return replace(self, labels=self.labels.new_full(self.labels.shape, IGNORED), num_targets=0)
+        """Return a copy without labels, for a pass that only keeps ranks synchronized. Its tokens do not count in metrics."""
+        no_token = {} if self.is_token is None else {"is_token": self.is_token.new_zeros(self.is_token.shape)}
+        return replace(
+            self, inputs=self.inputs | no_token, labels=self.labels.new_full(self.labels.shape, IGNORED), num_targets=0
+        )
 
 
 def rounded_up(lengths: np.ndarray) -> np.ndarray:

@@ -114,9 +114,9 @@ def collate(
     own, num_tokens = placed.is_own, placed.shape[0] * placed.shape[1]
 
     def filled(places: np.ndarray, values: Any, fill: int, dtype: Any) -> np.ndarray:  # (B, T)
-        grid = np.full(num_tokens, fill, dtype=dtype)
+        grid = np.full((num_tokens, *np.shape(values)[1:]), fill, dtype=dtype)
         grid[places] = values
-        return grid.reshape(placed.shape)
+        return grid.reshape(*placed.shape, *grid.shape[1:])
 
     inputs: dict[str, Any] = placed.bounds() | {"is_token": filled(placed.place[own], True, False, bool)}
     if images := images_of_batch(columns, placed):

@@ -31,7 +31,7 @@ class Document:
     ids: np.ndarray  # (T,) int32
     trained: np.ndarray  # (T,) bool: the token is a label
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Further columns, (T,) each."""
+    """Further columns, (T,) or (T, numbers) each."""
     per_document: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns with any number of values, such as a label, or the sizes of images. Truncation keeps them whole."""
     image_rules: ImageRules | None = None

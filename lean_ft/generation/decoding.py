@@ -18,6 +18,7 @@ Source: our own; a preallocated cache and shared prompts as in vLLM (Kwon et al.
 Shapes: B running rows, T tokens of the longest prompt, V vocabulary.
 """
 
+import base64
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
-from lean_ft.models import Decoder, FewRows, KVCache
+from lean_ft.models import Decoder, FewRows, KVCache, pack_in_place
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.log import say
@@ -44,7 +45,7 @@ from lean_ft.tokenizers.loading import context_length
 PROMPT_TOKENS = 8192  # prompt positions per pass
 # The cache, and on a CPU packed weights, take at most 1 / CACHE_SHARE each of the memory that the weights leave.
 CACHE_SHARE = 4
-PACKED_TOKENS = 32  # packing takes the time of several tokens
+PACKED_TOKENS = 32  # packing takes the time that it saves in about 16 tokens, and an answer can end before its limit
 UNKNOWN_MEMORY_ROWS = 64  # at a time, if the memory size is unknown
 # Waiting rows are read when a part of this size is free, because each pass over prompts reads all weights.
 ROOM_PARTS = 8
@@ -64,6 +65,9 @@ class Sample:
     """Log-probability of each token in the sampled distribution."""
     ended: bool = False
     """True if a stop id or a stop text ended it, False if it reached the maximum length."""
+    experts: str = ""
+    """With `records_experts`: the experts of all tokens except the last, from the first token of the prompt on, as base64 text of
+    (tokens, choices) int16 (`KVCache.experts`)."""
 
 
 @dataclass
@@ -97,6 +101,7 @@ def sample(
     decode: Decode | None = None,
     cache_gib: float | None = None,
     compile: bool = False,
+    records_experts: bool = False,
 ) -> list[Sample]:
     """Return a completion of each prompt, in order.
 
@@ -111,6 +116,7 @@ def sample(
         cache_gib: maximum memory of the KV cache, in GiB; rows that do not fit are generated later. None uses a quarter
             of the memory that the weights leave on the device.
         compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
+        records_experts: record the experts that the tokens choose in a mixture (`Sample.experts`).
 
     Raises:
         ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, or for an image that
@@ -122,7 +128,7 @@ def sample(
         room = _room(model, rows, sampling, cache_gib)
         packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
         packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
-        for _ in _decode_rows(model, rows, sampling, decode, room, compile, packed_bytes=packed_bytes):
+        for _ in _decode_rows(model, rows, sampling, decode, room, compile, None, packed_bytes, records_experts):
             pass
     return [row.sample for row in rows]
 
@@ -144,6 +150,12 @@ def sample_steps(
     if sampling.max_new_tokens and rows:
         for tokens in _decode_rows(model, rows, sampling, decode, len(rows), prompt_part=prompt_part):
             yield [tokens.get(row.place) for row in rows]
+
+
+def pack_for_answers(model: Decoder, new_tokens: int) -> None:
+    """Pack a model that only generates, if it generates enough tokens in all (`pack_in_place`)."""
+    if new_tokens >= PACKED_TOKENS:
+        pack_in_place(model, _most_bytes(model, None) or 0)
 
 
 def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[_Row]:
@@ -219,6 +231,7 @@ def _decode_rows(
     compile: bool = False,
     prompt_part: int | None = None,
     packed_bytes: float = 0,
+    records_experts: bool = False,
 ) -> Iterator[dict[int, int]]:
     """Fill the rows' samples, at most `room` rows at a time. Yield each step's tokens by the rows' places; empty after a part of a
     prompt."""
@@ -231,7 +244,7 @@ def _decode_rows(
     running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
     if not running:  # in a plan
         return
-    caches = model.new_cache(len(running), capacity)
+    caches = model.new_cache(len(running), capacity, records_experts)
     hidden = yield from _read(model, running, caches, prompt_part)
     few_rows, compiled = FewRows(model, packed_bytes), CompiledLayers(model) if compile else None
 
@@ -269,6 +282,11 @@ def _decode_rows(
             _take(row, *one, sampling, decode)
         yield {row.place: row.sample.ids[-1] for row, _ in now}
         left = [i for i, row in enumerate(running) if row.continues(sampling)]
+        if caches.experts is not None:
+            for i, row in enumerate(running):
+                if i not in left and not row.sample.experts:  # a row that has ended can stay in the batch
+                    experts = caches.experts[i, : row.length - 1].cpu().numpy().tobytes()
+                    row.sample.experts = base64.b64encode(experts).decode()
         new = waiting[: room - len(left)] if len(left) <= room - room // ROOM_PARTS else []
         if new or (len(left) < len(running) and (graphs is None or should_shrink(len(left), len(running)))):
             order, remaining = caches.keep(left)

@@ -17,7 +17,7 @@ from lean_ft.data.foreign_fields import is_given
 from lean_ft.data.images import IMAGE_FIELDS, documents_of, images_of, read_image, with_sizes
 from lean_ft.data.sources import read_rows
 from lean_ft.generation.choosing import Sampling
-from lean_ft.generation.decoding import sample, sample_numbers, sample_steps
+from lean_ft.generation.decoding import pack_for_answers, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder, load_model
@@ -53,13 +53,15 @@ def open_model(
     dtype: str | torch.dtype = "bfloat16",
     random_init: bool = False,
     images: Images = "auto",
+    new_tokens: int = 0,
 ) -> tuple[Decoder, Tokenizer]:
     """Return a model for generation, and its tokenizer.
 
     path: a model folder, a checkpoint, a run (its newest complete checkpoint), a Hub repository, `tiny`, or an adapter
     or a run that trained one, which is loaded on its base model; `auto` is the base model of the first adapter. Several
     adapters add up. A folder of `leanft quantize` is opened on a CPU. images: whether the vision tower is loaded (`frozen`);
-    `auto`: if the folder has one that lean_ft knows, and a file of its image processor. Raises ValueError if a folder is
+    `auto`: if the folder has one that lean_ft knows, and a file of its image processor. new_tokens: the most tokens that the model
+    will generate; from `PACKED_TOKENS` on, a 16-bit model on a CPU is packed (`pack_in_place`), so it cannot be trained or saved. Raises ValueError if a folder is
     missing or incomplete, if that file is broken, or for an invalid device.
     """
     adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
@@ -86,6 +88,7 @@ def open_model(
         model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters), images=tower)
     if adapters:
         load_adapter(model, *adapters)
+    pack_for_answers(model, new_tokens)
     return model, tokenizer_of(*adapters[:1], folder, images=None if model.vision is None else folder)
 
 
@@ -153,7 +156,7 @@ def generate(
     `Sampling`. Raises ValueError as `open_model` and `Sampling` do, and for an invalid prompt.
     """
     if not isinstance(model, Decoder):
-        model, own = open_model(model)
+        model, own = open_model(model, new_tokens=max_new_tokens)
         tokenizer = tokenizer or own
     if tokenizer is None:
         if model.source.folder is None:

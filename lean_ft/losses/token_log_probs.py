@@ -64,4 +64,6 @@ class TokenLogProbs:
         tokens = AnswerTokens(on_grid(log_probs, batch), on_grid(entropies, batch), router_loss, hidden)
         if statistics is not None:
             statistics.add(entropy=(tokens.entropies * batch.counts).sum())
+            if router_loss is not None:
+                statistics.add(router_aux_loss=router_loss * batch.num_targets)
         return tokens

@@ -4,7 +4,7 @@ from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import decoder_config
 from lean_ft.models.decoder import Decoder
-from lean_ft.models.few_rows import FewRows
+from lean_ft.models.few_rows import FewRows, pack_in_place
 from lean_ft.models.hf_format import empty_model, load_model, read_weights
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.new_model import build_decoder
@@ -24,6 +24,7 @@ __all__ = [
     "decoder_config",
     "empty_model",
     "load_model",
+    "pack_in_place",
     "parts_on_disk",
     "read_weights",
     "save_model",

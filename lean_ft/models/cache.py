@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lean_ft.models.config import DecoderConfig, MixerConfig
 
+_EXPERTS = -1  # the place of the recorded experts among the layers' keys
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -78,8 +80,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_head_parts: int = 1,
+        records_experts: bool = False,
     ) -> None:
-        """num_head_parts: the number of ranks over which heads are sharded."""
+        """num_head_parts: the number of ranks over which heads are sharded. records_experts: keep the experts of each token."""
         self._sources = [
             i if layer.kv_from_layer is None else layer.kv_from_layer for i, layer in enumerate(config.layers)
         ]
@@ -93,6 +96,9 @@ class KVCache:
             for i in range(config.num_layers)
             if (shapes := config.cached_shapes(i))
         }
+        if records_experts and config.mixture is not None:  # moves with the rows, as the keys do
+            shape = batch_size, capacity, sum(config.choices_of_mixtures)
+            self.keys[_EXPERTS] = (torch.zeros(shape, dtype=torch.int16, device=device),)
         # Per recurrent layer: the last inputs and the state.
         self.states = {
             i: _state(layer.mixer, batch_size, dtype, device) for i, layer in enumerate(config.layers) if layer.mixer
@@ -121,6 +127,11 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._key_tensors(), *self._state_tensors()))
+
+    @property
+    def experts(self) -> Tensor | None:
+        """The experts that each token chose, counted from 1, (B, C, choices of all layers); None if they are not recorded."""
+        return self.keys[_EXPERTS][0] if _EXPERTS in self.keys else None
 
     def layer(self, i: int) -> tuple[LayerCache | None, StateCache | None]:
         """Layer i's caches. They are made anew for each pass; stored, they would form a reference cycle that keeps the memory
@@ -185,8 +196,12 @@ class KVCache:
             seen &= indices >= positions - positions % chunk
         return seen if window is None else seen & (indices > positions - window)
 
-    def advance(self) -> None:
-        """Add the tokens of the current pass to the rows' lengths."""
+    def advance(self, chosen: Sequence[Tensor] = ()) -> None:
+        """Add the tokens of the current pass to the rows' lengths. chosen: their experts in each mixture, (B * T, K) each, if
+        they are recorded."""
+        if chosen and self.experts is not None:
+            choices = (torch.cat(list(chosen), -1) + 1).short().view(*self.positions.shape, -1)
+            LayerCache(self.experts, self.experts, self).store(choices, choices)
         self.lengths = self.next_lengths
 
     def part(self, start: int, end: int) -> "KVCache":

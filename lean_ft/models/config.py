@@ -214,6 +214,11 @@ class DecoderConfig:
         """The mixture of experts of the layers that have one."""
         return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
 
+    @property
+    def choices_of_mixtures(self) -> list[int]:
+        """The number of experts that a token chooses in each layer with a mixture."""
+        return [layer.mixture.experts_per_token for layer in self.layers if layer.mixture is not None]
+
     def num_kv_heads_of(self, layer: int) -> int:
         return self.layers[layer].num_kv_heads or self.num_kv_heads
 

@@ -20,9 +20,10 @@ from lean_ft.models.cache import KVCache, LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.layers import MLP, RMSNorm, gated
-from lean_ft.models.moe import MixtureOfExperts, load_balancing_loss
+from lean_ft.models.moe import MixtureOfExperts
 from lean_ft.models.positions import lengths_of_documents, positions_of
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
+from lean_ft.models.routing import Routes, RoutingStatistics
 from lean_ft.models.source import Sharding, Source
 from lean_ft.models.state.convolution import ShortConvolution
 from lean_ft.models.state.delta_rule import GatedDeltaRule
@@ -108,29 +109,34 @@ class Block(nn.Module):
         sight: Sight | None = None,
         shared: KeysAndValues | None = None,
         layer_input: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | None, KeysAndValues | None]:
+        recorded: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...] | None, KeysAndValues | None]:
         """Compute hidden states (B, T, D) from `hidden` (B, T, D).
 
         cos and sin: (B or 1, T, rotated features), or None. shared: keys and values of an earlier layer that this layer
-        attends to. layer_input: (B, T, inputs).
+        attends to. layer_input: (B, T, inputs). recorded: (B, T, K) experts, as in `Router.choose`.
 
         With a mixture of experts, or if other layers use this layer's keys and values, returns (hidden states, router logits
-        (B * T, experts) or None, keys and values or None). These are results rather than attributes, so that compilation and
-        checkpointing handle them.
+        (B * T, experts) and chosen experts (B * T, K) or None, keys and values or None). These are results rather than
+        attributes, so that compilation and checkpointing handle them.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        normed, router_logits, given = hidden, None, None
+        normed, given = hidden, None
+        routes: tuple[Tensor, ...] | None = None
         if self.mixer_names:
             normed = self._normed(into_attention, hidden)
             added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, sight, shared)
             hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         if self.mlp is not None:
-            added = self.mlp(normed if self.is_parallel else self._normed(into_mlp, hidden))
+            read = normed if self.is_parallel else self._normed(into_mlp, hidden)
+            added = self.mlp(read) if recorded is None or self.mixture is not None else self.mlp(read, read, recorded)
             if isinstance(added, tuple):
-                added, router_logits = added
+                added, routes = added[0], added[1:]
             if self.mixture is not None:
                 after_mlp, before_experts, after_experts = _BESIDE_MLP
-                mixed, router_logits = self.mixture(self._normed(before_experts, hidden), hidden)
+                others = () if recorded is None else (recorded,)
+                mixed, *decided = self.mixture(self._normed(before_experts, hidden), hidden, *others)
+                routes = tuple(decided)
                 added = self._normed(after_mlp, added) + self._normed(after_experts, mixed)
             hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
         if self.has_input:
@@ -139,7 +145,7 @@ class Block(nn.Module):
             hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(inner))
         if self.layer_scalar is not None:
             hidden = hidden * self.layer_scalar
-        return hidden if router_logits is None and given is None else (hidden, router_logits, given)
+        return hidden if routes is None and given is None else (hidden, routes, given)
 
     def _mixed(
         self, normed: Tensor, context: Any, cache: Any, sight: Sight | None, shared: KeysAndValues | None
@@ -188,7 +194,7 @@ class Decoder(nn.Module):
     """A decoder-only language model. It keeps no state between calls.
 
     `source` describes the folder that the model was read from, `sharding` how ranks share it. `router_aux_loss_coef` is the
-    weight of the router's load-balancing loss; at 0 the loss is not computed.
+    weight of the router's load-balancing loss; at 0 the loss is not computed. `routing` gets the routers' choices in training.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -209,6 +215,7 @@ class Decoder(nn.Module):
         self.sharding = Sharding()
         self.mixture = config.mixture
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
+        self.routing: RoutingStatistics | None = None
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -257,6 +264,7 @@ class Decoder(nn.Module):
         num_prefix_tokens: int = 0,
         images: Images | None = None,
         position_shift: Tensor | None = None,
+        recorded_experts: Tensor | None = None,
     ) -> Any:
         """Compute logits (B, T, V), or with `return_hidden` the hidden states from which `logits` computes them, of the width
         of `output_weight`.
@@ -278,6 +286,8 @@ class Decoder(nn.Module):
             images: their embeddings replace those of image tokens.
             position_shift: (B, T) int32, what the rotary position of each token adds to its position, in families in which an
                 image takes fewer positions than tokens. For an image's tokens the sum is the image's first position.
+            recorded_experts: (B, T, choices) integers, the experts that a cache recorded for the tokens (`KVCache.experts`). They
+                replace the routers' choices; their weights are those of the present logits. 0: the router chooses.
 
         If ranks share a row, input_ids, is_token and the result are this rank's tokens; positions (required), cu_seqlens and
         prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be sharded.
@@ -299,11 +309,12 @@ class Decoder(nn.Module):
         )
         if position_shift is not None and cache is None:
             positions = positions + position_shift
-        hidden, all_router_logits = self._through_layers(input_ids, positions, cu_seqlens, cache, sight, images)
+        routes = Routes(self, is_token, cache, recorded_experts)
+        hidden = self._through_layers(input_ids, positions, cu_seqlens, cache, sight, images, routes)
         if cache is not None:
-            cache.advance()
+            cache.advance(routes.chosen)
         result = hidden if return_hidden else self.logits(hidden)
-        return (result, self._router_loss(all_router_logits, is_token)) if return_router_loss else result
+        return (result, routes.loss()) if return_router_loss else result
 
     def _sight(
         self, shape: torch.Size, cu_seqlens: Tensor | None, prefixes: Tensor | None, num_prefix_tokens: int
@@ -344,8 +355,9 @@ class Decoder(nn.Module):
         cache: KVCache | None,
         sight: Sight | None,
         images: Images | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states of the width of `output_weight`, and the router logits (B * T, experts) of each mixture."""
+        routes: Routes,
+    ) -> Tensor:
+        """Hidden states of the width of `output_weight`."""
         hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
         deep, wider, tower = [], sight, self.vision  # wider: the sight of layers that see images
         if images is not None and tower is not None:
@@ -356,8 +368,6 @@ class Decoder(nn.Module):
                 input_ids = input_ids.flatten().index_fill(0, images.places, tower.config.pad_id).view_as(input_ids)
             positions = positions.expand(input_ids.shape)
         rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
-        needs_router_logits = self.router_aux_loss_coef > 0 and torch.is_grad_enabled()
-        all_router_logits: list[Tensor] = []
         inputs, keys_and_values = self._layer_inputs(input_ids, hidden), {}
         for i, layer in enumerate(self.model.layers):
             rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
@@ -365,13 +375,15 @@ class Decoder(nn.Module):
             others = {} if kv_from_layer is None else {"shared": keys_and_values[kv_from_layer]}
             if inputs:
                 others["layer_input"] = inputs[i]
+            if self.config.layers[i].mixture is not None:
+                others |= routes.arguments()
             layer_cache = (None, None) if cache is None else cache.layer(i)
             seen = wider if self.config.sees_images(i) else sight
             hidden = layer(hidden, cos, sin, cu_seqlens, layer_cache, seen, **others)
             if isinstance(hidden, tuple):
-                hidden, router_logits, keys_and_values[i] = hidden
-                if needs_router_logits and router_logits is not None:
-                    all_router_logits.append(router_logits)
+                hidden, routed, keys_and_values[i] = hidden
+                if routed is not None:
+                    routes.add(i, *routed)
             if images is not None and i < len(deep):
                 hidden = hidden.flatten(0, 1).index_add(0, images.places, deep[i]).view_as(hidden)
         hidden = self.model.norm(hidden)
@@ -379,16 +391,7 @@ class Decoder(nn.Module):
             hidden = hidden / self.config.logits_divisor
         if self.config.head_bias:  # the factors of the bias and of the zero columns of `output_weight`
             hidden = torch.cat((hidden, F.pad(torch.ones_like(hidden[..., :1]), (0, _BIAS_COLUMNS - 1))), -1)
-        return hidden, all_router_logits
-
-    def _router_loss(self, all_router_logits: list[Tensor], is_token: Tensor | None) -> Tensor | None:
-        if not all_router_logits:
-            return None
-        assert self.mixture is not None
-        tokens = self.sharding.row_tokens
-        over_row = (lambda values: values) if tokens is None else tokens.sum
-        balance = load_balancing_loss(all_router_logits, self.mixture.experts_per_token, is_token, over_row)
-        return self.router_aux_loss_coef * balance
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits (..., V) of hidden states (..., D) that `forward` returned with `return_hidden`."""
@@ -429,15 +432,15 @@ class Decoder(nn.Module):
         projected = trunk.per_layer_projection_norm(projected.unflatten(-1, (-1, dim)))
         return ((projected + of_token) * 2**-0.5).unbind(-2)
 
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """An empty cache for `batch_size` rows of up to `capacity` positions."""
-        return self._cache(batch_size, capacity, self.device)
+    def new_cache(self, batch_size: int, capacity: int, records_experts: bool = False) -> KVCache:
+        """An empty cache for `batch_size` rows of up to `capacity` positions, and of their experts with `records_experts`."""
+        return self._cache(batch_size, capacity, self.device, records_experts)
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:
         """The size of such a cache."""
         return self._cache(batch_size, capacity, torch.device("meta")).num_bytes
 
-    def _cache(self, batch_size: int, capacity: int, device: torch.device) -> KVCache:
+    def _cache(self, batch_size: int, capacity: int, device: torch.device, records_experts: bool = False) -> KVCache:
         row_tokens = self.sharding.row_tokens
         num_head_parts = 1 if row_tokens is None else row_tokens.num_head_parts
-        return KVCache(self.config, batch_size, capacity, self.dtype, device, num_head_parts)
+        return KVCache(self.config, batch_size, capacity, self.dtype, device, num_head_parts, records_experts)

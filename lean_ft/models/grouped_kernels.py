@@ -18,17 +18,17 @@ from torch import Tensor
 _ROWS, _COLUMNS, _SUMMED = 64, 128, 32
 
 
-def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Each group's rows (M, K) times its matrix (G, K, N): (M, N). ends (G,) int32."""
+def multiply(rows: Tensor, matrices: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
+    """Each group's rows (M, K) times its matrix (G, K, N), added to `total` (M, N) in place if it is given. ends (G,) int32."""
     num_rows, num_summed = rows.shape
     num_groups, _, num_columns = matrices.shape
-    out = rows.new_empty(num_rows, num_columns)
+    out = rows.new_empty(num_rows, num_columns) if total is None else total
     columns, summed = (_block(n, most) for n, most in ((num_columns, _COLUMNS), (num_summed, _SUMMED)))
     grid = (triton.cdiv(num_rows, _ROWS) + num_groups, triton.cdiv(num_columns, columns))
     launch: Any = _multiply
-    sizes, strides = (num_groups, num_columns, num_summed), (*rows.stride(), *matrices.stride())
+    sizes, strides = (num_groups, num_columns, num_summed), (*rows.stride(), *matrices.stride(), out.stride(0))
     tile = {"GROUPS": triton.next_power_of_2(num_groups), "ROWS": _ROWS, "COLUMNS": columns, "SUMMED": summed}
-    launch[grid](rows, matrices, ends, out, *sizes, *strides, **tile)
+    launch[grid](rows, matrices, ends, out, *sizes, *strides, ADDS=total is not None, **tile)
     return out
 
 
@@ -66,7 +66,7 @@ def _store(start, tile, i, i_stride, is_i, j, is_j):
 @triton.jit
 def _multiply(
     rows, matrices, ends, out, num_groups, num_columns, num_summed,
-    row_stride, row_feature_stride, group_stride, summed_stride, column_stride,
+    row_stride, row_feature_stride, group_stride, summed_stride, column_stride, out_stride, ADDS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -95,7 +95,9 @@ def _multiply(
         left = _load(rows, m, row_stride, is_row, k, row_feature_stride, is_summed)
         right = _load(matrix, k, summed_stride, is_summed, n, column_stride, is_column)
         total = tl.dot(left, right, total, input_precision="ieee")
-    _store(out, total, m, num_columns, is_row, n, is_column)
+    if ADDS:
+        total += _load(out, m, out_stride, is_row, n, 1, is_column).to(tl.float32)
+    _store(out, total, m, out_stride, is_row, n, is_column)
 
 
 @triton.jit

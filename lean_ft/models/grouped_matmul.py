@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 _GROUPED_CAPABILITIES = ((9, 0), (10, 0))
+_COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
+HAS_TRITON = _COMPILER is not None and find_spec("triton") is not None
 
 
 @torch.library.custom_op("lean_ft::grouped_matmul", mutates_args=())
@@ -42,6 +44,18 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 @grouped_matmul.register_fake
 def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+
+@torch.library.custom_op("lean_ft::add_grouped_matmul", mutates_args=("total",))
+def add_grouped_matmul(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    """Add `grouped_matmul` to `total` (M, N), which the own kernel reads and writes once, without another (M, N)."""
+    if (kernels := _own_kernels(rows.is_cuda, rows.dtype)) is not None:
+        kernels.multiply(rows, matrices, ends, total)
+    else:
+        total += grouped_matmul(rows, matrices, ends)
+
+
+add_grouped_matmul.register_fake(lambda *_: None)
 
 
 @torch.library.custom_op("lean_ft::grouped_outer", mutates_args=())
@@ -67,8 +81,12 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(len(ends), left.shape[1], right.shape[1])
 
 
-@register_flop_formula([torch.ops.lean_ft.grouped_matmul, torch.ops.lean_ft.grouped_outer])
-def _num_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
+_OPS = torch.ops.lean_ft
+
+
+@register_flop_formula([_OPS.grouped_matmul, _OPS.add_grouped_matmul, _OPS.grouped_outer])
+def _num_flops(*shapes: Any, **_: Any) -> int:
+    left_shape, right_shape, _ends = shapes[-3:]
     return 2 * math.prod(left_shape) * right_shape[-1]
 
 
@@ -88,10 +106,7 @@ def _has_kernel(*operands: Tensor) -> bool:
 
 @cache
 def _own_kernels(is_cuda: bool, dtype: torch.dtype) -> ModuleType | None:
-    if not is_cuda or dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return None
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
-    if compiler is None or find_spec("triton") is None:
+    if not is_cuda or not HAS_TRITON or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     from lean_ft.models import grouped_kernels
 

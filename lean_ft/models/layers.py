@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.system.world import device_type
 from lean_ft.torch_private import graph_is_kept
 
 
@@ -90,6 +91,16 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 def wide(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x))
+
+
+def is_on_cuda(x: Tensor) -> bool:
+    """Whether a tensor is on a GPU, or would be in a plan."""
+    return x.is_cuda or _plans_a_gpu()
+
+
+@torch.compiler.assume_constant_result  # the compiler cannot trace the question
+def _plans_a_gpu() -> bool:
+    return device_type(torch.device("cpu")) == "cuda"
 
 
 class _Activation(NamedTuple):

@@ -1,5 +1,6 @@
 """Completions of a round, and what a round of them tells: its metrics, and why it may train nothing."""
 
+import base64
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ class Completion:
     advantages: list[float] = field(default_factory=list)  # one per token, or one for all
     # Whether the policy sampled a token; others, such as a tool's result, are given. Empty: it sampled all.
     trained: list[bool] = field(default_factory=list)
+    experts: str = ""  # with generation.router_replay, as in `Sample`
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [True] * len(self.ids)
@@ -68,8 +70,15 @@ class Completion:
         return row | {f"extra/{name}" if name in row else name: self.extras.get(name) for name in columns}
 
     def document(self, prompt: Document) -> Document:
-        """The prompt and the completion, of which the sampled tokens are trained."""
-        return prompt.continued(self.ids, self.trained)
+        """The prompt and the completion, of which the sampled tokens are trained, with their recorded experts."""
+        document = prompt.continued(self.ids, self.trained)
+        if not self.experts:
+            return document
+        experts = np.frombuffer(base64.b64decode(self.experts), np.int16).reshape(len(document) - 1, -1)
+        experts = np.pad(
+            experts, ((0, 1), (0, 0))
+        )  # the router chooses for the last token, which sampling does not compute
+        return replace(document, per_token={**document.per_token, "recorded_experts": experts})
 
     def document_with_values(self, prompt: Document, names: Sequence[str]) -> Document:
         """The document with the values of its tokens, by the names of `PolicyBatch`."""

@@ -144,6 +144,7 @@ class Rounds(Generic[BatchT]):
         ]
         for i, answer in enumerate(answers):
             answer.extras = {column: values[i] for column, values in scores.extras.items()}
+            answer.experts = samples[i].experts
         self._place += len(asked)
         even = []
         for start in range(0, len(answers), size):

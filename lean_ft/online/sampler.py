@@ -41,6 +41,11 @@ class Sampler:
         if ranks.size > 1 and (cfg.generation.compile or uses_vllm):
             setting = "compile=true" if cfg.generation.compile else "engine=vllm"
             raise ValueError(f"generation.{setting} needs a single process, but there are several. Remove the setting.")
+        if cfg.generation.router_replay and model.mixture is None:
+            raise ValueError(
+                "generation.router_replay=true repeats the choices of a mixture's routers, and this model has no experts. "
+                "Remove generation.router_replay."
+            )
         self._server_folder = cfg.output_dir / "engine"
 
     @cached_property
@@ -78,6 +83,7 @@ class Sampler:
                     decode=self._tokenizer.decode,
                     cache_gib=generation.cache_gib,
                     compile=generation.compile,
+                    records_experts=generation.router_replay,
                 )
 
         return [one for answers in self._ranks.on_every_rank(answer)[::alike] for one in answers]

@@ -7,6 +7,7 @@ its loss also trains the adapter. It is sharded as the policy is.
 Shapes: G completions, A tokens of the longest, N tokens of all, D hidden size.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ class ValueModel(nn.Module):
         hidden = now.hidden
         if self.own is not None:
             with torch.autocast(hidden.device.type, torch.float16, enabled=self._is_float16):
-                hidden, _ = hidden_states(self.own, batch, of_rows=True)
+                inputs = {name: value for name, value in batch.inputs.items() if name != "recorded_experts"}
+                hidden, _ = hidden_states(self.own, replace(batch, inputs=inputs), of_rows=True)
         read = hidden.flatten(0, 1).index_select(0, batch.index).float()  # (N, D): before each token
         values = self.score(read) if self.own is None else read @ self.output_weight.float().T  # (N, 1)
         return on_grid(values[:, 0], batch)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.frozen_weight import Form, Frozen, product_dtype
+from lean_ft.models.layers import is_on_cuda
 from lean_ft.system.gpu_products import multiplies_into_float32
-from lean_ft.system.world import device_type
 
 
 def low_rank_linear(
@@ -99,7 +99,7 @@ class _LowRankLinear(torch.autograd.Function):
         grad_inner = grad_y @ scaled  # (N, R)
         grad_a = grad_b = grad_x = None
         if ctx.needs_input_grad[3]:
-            if _is_on_cuda(x):
+            if is_on_cuda(x):
                 grad_b = _product(grad_y.T, inner, b.dtype)
             else:  # as a transpose: summing the long dimension over contiguous rows takes half the time
                 # In float16 without the scaling, which would let the product overflow earlier.
@@ -122,25 +122,15 @@ class _LowRankLinear(torch.autograd.Function):
 
 def _in_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Both factors rounded to `dtype`; on a GPU, compiled, in one kernel."""
-    if a.dtype == dtype or not (torch.compiler.is_compiling() and _is_on_cuda(a)):
+    if a.dtype == dtype or not (torch.compiler.is_compiling() and is_on_cuda(a)):
         return a.to(dtype), b.to(dtype)
     both = torch.cat((a.to(dtype).flatten(), b.to(dtype).flatten()))
     return both[: a.numel()].view(a.shape), both[a.numel() :].view(b.shape)
 
 
-def _is_on_cuda(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU, or would be in a plan."""
-    return x.is_cuda or _plans_a_gpu()
-
-
-@torch.compiler.assume_constant_result  # the compiler cannot trace the question
-def _plans_a_gpu() -> bool:
-    return device_type(torch.device("cpu")) == "cuda"
-
-
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right in `dtype`. On a GPU the product is not rounded to the factors' dtype first."""
-    if _is_on_cuda(left) and left.itemsize < dtype.itemsize and multiplies_into_float32(left.dtype):
+    if is_on_cuda(left) and left.itemsize < dtype.itemsize and multiplies_into_float32(left.dtype):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 

@@ -56,6 +56,9 @@ class GenerationConfig(Settings):
     """With a sharded model: gather the weights one `layer` at a time for every token, or the `whole` model once per
     round, which is faster and must fit in memory."""
 
+    router_replay: bool = False
+    """Mixture of experts: record the experts that every token chooses while sampling, and use them in training too, with
+    weights from the present router. Rounding then changes no expert between sampling and training (R3, Ma et al. 2025)."""
     engine: Literal["own", "vllm"] = "own"
     """What samples the completions: the model that trains (`own`), or a vLLM server beside it (see docs/online.md)."""
     engine_url: str = "http://127.0.0.1:8000"

@@ -312,6 +312,11 @@ CONFLICTS = [
         "each with its expected value. Set it to 1.",
     ),
     Conflict(
+        lambda generation: generation.router_replay and generation.engine != "own",
+        "generation.router_replay=true needs the experts that tokens choose while sampling, which generation.engine="
+        "{generation.engine} does not return. Set generation.engine=own, or remove generation.router_replay.",
+    ),
+    Conflict(
         lambda generation, optimizer: (
             generation.offload_training_state and (optimizer.state != "device" or optimizer.name == "paged_adamw_8bit")
         ),

@@ -48,8 +48,7 @@ def describe_environment() -> dict[str, Any]:
     facts["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     facts["compiler"] = _compiler()
     facts["cpu"] = _cpu_info("model name") or platform.processor() or platform.machine()
-    present = _cpu_info("flags", "Features").split()
-    features = [feature for feature in _CPU_FEATURES if feature in present]
+    features = [feature for feature in _CPU_FEATURES if feature in cpu_features()]
     facts["cpu features"] = features or "none of those that lean_ft uses"
     facts["cores"] = f"{usable_cores()}"
     facts["threads"] = f"{torch.get_num_threads()}"
@@ -114,6 +113,11 @@ def _cpu_info(*fields: str) -> str:
         if field.strip() in fields:
             return value.strip()
     return ""
+
+
+def cpu_features() -> list[str]:
+    """Return the CPU's features as Linux names them; none on other systems."""
+    return _cpu_info("flags", "Features").split()
 
 
 def usable_cores() -> int:

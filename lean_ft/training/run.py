@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lean_ft.data import Batch, Batches
 from lean_ft.memory.host_memory import trim_heap
 from lean_ft.models import Decoder
+from lean_ft.models.routing import RoutingStatistics
 from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig
@@ -112,6 +113,9 @@ class Run:
         self._signals = StopSignals()
         self._progress: ProgressBar | None = None
         self._lock: DirectoryLock | None = None  # held by rank 0
+
+        if isinstance(model, Decoder) and model.mixture is not None:
+            model.routing = RoutingStatistics()
 
         check_recipe(cfg, model, tokenizer)
         world().begin_run(self, self._enter)
@@ -274,6 +278,8 @@ class Run:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line per step.")
         self._logged = True
         micro_batches = list(micro_batches)
+        routing = getattr(self.model, "routing", None)
+        more |= {} if routing is None else routing.take(self.ranks)
         self._bad_steps.keep(self._step, micro_batches)
         self._metrics.record(
             self._step,

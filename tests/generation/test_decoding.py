@@ -1,13 +1,16 @@
 """Generation compared with transformers' greedy search, alone and in batches, and with reference draws."""
 
+import base64
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from lean_ft.generation import Sampling, decoding, sample, sample_steps
 from lean_ft.models import build_decoder, load_model
+from lean_ft.models.moe import MixtureOfExperts
 from lean_ft.peft import apply_lora
 from lean_ft.quantize import torchao_config
 from lean_ft.settings import LoRAConfig
@@ -72,11 +75,35 @@ def test_what_is_drawn_depends_on_seed_prompt_sample_and_position_alone(make_che
     assert sample(model, PROMPTS, Sampling(16, 1.4, seed=8)) != sample(model, PROMPTS, Sampling(16, 1.4, seed=7))
 
 
+@pytest.mark.parametrize("case", ["qwen3_moe_some_layers", "gpt_oss", "gemma4_text_experts"])
+def test_recorded_experts_are_those_of_a_pass_over_the_whole_text(make_checkpoint, case):
+    """Also for rows that wait, that end early, and that move to other places of the cache."""
+    model = load_model(make_checkpoint(case)[0]).double()
+    prompts, sampling = [*PROMPTS, *PROMPTS], Sampling(9, 1.4, seed=7, stop_ids=frozenset(range(0, 101, 9)))
+    answers = sample(model, prompts, sampling, cache_gib=2.5 * model.cache_bytes(1, 16) / 2**30, records_experts=True)
+    assert len({len(answer.ids) for answer in answers}) > 2
+    routers = [layer.mixture or layer.mlp for layer in model.layers]
+    routers = [getattr(one, one.config.router_name) for one in routers if isinstance(one, MixtureOfExperts)]
+    logits: list[torch.Tensor] = []
+    for router in routers:
+        router.register_forward_hook(lambda router, args, found: logits.append(found))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits.clear()
+        with torch.no_grad():
+            model(torch.tensor([prompt + answer.ids[:-1]]))
+        expected = torch.cat([found.topk(model.mixture.experts_per_token).indices + 1 for found in logits], -1)
+        recorded = np.frombuffer(base64.b64decode(answer.experts), np.int16).reshape(
+            len(prompt) + len(answer.ids) - 1, -1
+        )
+        assert recorded.tolist() == expected.tolist()
+    assert sample(model, prompts[:1], sampling)[0].experts == ""
+
+
 def test_a_prompt_is_read_once_for_all_its_samples_and_rows_that_wait_take_the_place_of_those_that_end(make_checkpoint):
     model, read, caches = load_model(make_checkpoint("llama")[0]), [], []
     model.register_forward_pre_hook(lambda model, args: read.append(args[0].shape))
     made = model.new_cache
-    model.new_cache = lambda *shape: caches.append(shape) or made(*shape)
+    model.new_cache = lambda *shape: caches.append(shape[:2]) or made(*shape)
     prompts = [PROMPTS[2]] * 5 + [PROMPTS[0]] * 2 + [PROMPTS[3]]
     whole = sample(model, prompts, Sampling(4, 1.0))
     assert (read.pop(0), caches.pop(0)) == ((3, 7), (8, 11)) and set(read) == {(8, 1)}

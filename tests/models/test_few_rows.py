@@ -1,14 +1,19 @@
 """Products of few rows on a CPU in 16 bits, with and without packed weights."""
 
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lean_ft import torch_private
 from lean_ft.generation import Sampling, decoding, sample
-from lean_ft.models import FewRows, few_rows, load_model
+from lean_ft.models import FewRows, few_rows, load_model, pack_in_place
+from lean_ft.peft import apply_lora
+from lean_ft.peft.layers import LoRALinear
+from lean_ft.settings import LoRAConfig
 from tests.models.conftest import make_checkpoint
 
 __all__ = ["make_checkpoint"]
@@ -44,3 +49,60 @@ def test_only_long_generation_packs_weights(make_checkpoint, monkeypatch) -> Non
         monkeypatch.setattr(decoding, "CompiledLayers", lambda model: nullcontext())
         sample(model, [[1, 2], [3]], Sampling(tokens), compile=compile)
     assert [most > 2**20 for most in asked] == [False, True, False]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["qwen2", "llama_wide_heads_tied", "phimoe", "deepseek_v3", "gemma4_text", "bamba"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_packed_in_place_generates_the_same_and_keeps_no_second_copy(
+    make_checkpoint, case: str, adapter: bool
+) -> None:
+    if not few_rows._can_pack(torch.bfloat16):
+        pytest.skip("oneDNN cannot on a CPU with AVX2 alone")
+    model: Any = load_model(make_checkpoint(case)[0], dtype=torch.bfloat16)
+    if adapter:
+        apply_lora(model, LoRAConfig(rank=2, targets=["o_proj"]))
+        for one in model.modules():
+            if isinstance(one, LoRALinear):
+                one.lora_B.normal_(generator=torch.Generator().manual_seed(0))
+    prompts, ids = [[1, 5, 7, 9, 3], [2, 4]], torch.arange(1, 13).view(2, 6)
+    expected, asked = model(ids), Sampling(8, temperature=0.0)
+    first = sample(model, prompts, asked)
+    linear = {name: weakref.ref(m.weight) for name, m in model.model.named_modules() if type(m) is nn.Linear}
+    is_tied, num_bytes = model.head is None, sum(weight.nbytes for weight in model.parameters())
+    pack_in_place(model, 1e9)
+    torch.testing.assert_close(model(ids), expected, atol=0.02, rtol=0.02)
+    for before, after in zip(first, sample(model, prompts, asked), strict=True):
+        assert before.log_probs[0] == pytest.approx(after.log_probs[0], abs=0.02)
+    kept = {name.rpartition(".")[2] for name, weight in linear.items() if weight() is not None}
+    assert kept == set(["kv_b_proj"] * (case == "deepseek_v3") + ["base_layer"] * adapter)
+    assert model.head.weight.is_mkldnn
+    copies = model.head.weight.nbytes if is_tied else 0
+    assert sum(weight.nbytes for weight in model.parameters()) == num_bytes + copies
+    with torch.enable_grad(), pytest.raises((RuntimeError, NotImplementedError)):
+        model(ids)
+
+
+def test_a_tied_embedding_is_copied_only_if_memory_allows(make_checkpoint) -> None:
+    model: Any = load_model(make_checkpoint("llama_wide_heads_tied")[0], dtype=torch.bfloat16)
+    pack_in_place(model, model.output_weight.nbytes - 1)
+    assert model.head is None and not model.output_weight.is_mkldnn
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", few_rows.DTYPES)
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_only_a_cpu_with_amx_multiplies_by_transposed_rows(monkeypatch, has_amx: bool, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(few_rows, "cpu_features", lambda: ["avx512_bf16", *["amx_bf16"] * has_amx])
+    few_rows._has_amx.cache_clear()
+    weight, bias = torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype)
+    plain, shapes = nn.functional.linear, list[int]()
+    monkeypatch.setattr(few_rows.F, "linear", lambda x, *rest: shapes.append(x.shape[0]) or plain(x, *rest))
+    try:
+        for rows in (1, 2, 8, 32, 33):
+            x = torch.randn(rows, 32).to(dtype)
+            found = few_rows.few_rows_linear(x, weight, bias)
+            torch.testing.assert_close(found, plain(x, weight, bias), atol=0.05, rtol=0.05)
+    finally:
+        few_rows._has_amx.cache_clear()
+    assert shapes == ([1, 33] if has_amx else [1, 2, 8, 32, 33])

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import Form, Frozen, FrozenParameter, as_frozen
@@ -43,10 +44,25 @@ def test_some_experts_are_those_of_the_whole_stack(kind):
         assert (frozen.whole() - weight).norm() < 0.1 * weight.norm()
 
 
+class Expanded(TorchDispatchMode):
+    """Counts the dequantized numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.bitsandbytes.dequantize_4bit.default:
+            self.count += result.numel()
+        return result
+
+
+@pytest.mark.parametrize(("num_tokens", "num_expanded"), [(30, 4), (1, 2)])  # fewer rows than experts: one each
 @pytest.mark.parametrize("input_first", [False, True])
-def test_a_mixture_multiplies_quantized_stacks_and_keeps_nothing_dense(input_first):
+def test_a_mixture_multiplies_quantized_stacks_and_keeps_nothing_dense(input_first, num_tokens, num_expanded):
     torch.manual_seed(0)
-    config = MixtureConfig(4, 2, 32, weights_sum_to_one=True, input_first=input_first)
+    config = MixtureConfig(4, 2, 64, weights_sum_to_one=True, input_first=input_first)
     mixture = MixtureOfExperts(64, config)
     for parameter in mixture.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
@@ -59,8 +75,10 @@ def test_a_mixture_multiplies_quantized_stacks_and_keeps_nothing_dense(input_fir
         setattr(mixture.experts, name, FrozenParameter(frozen))
     results = []
     for module in (reference, mixture):
-        x = torch.randn(30, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        out, _ = module(x)
+        x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with Expanded() as expanded:
+            out, _ = module(x)
+        assert expanded.count == (module is mixture) * num_expanded * (128 * 64 + 64 * 64)
         results.append([out, *torch.autograd.grad(out.square().sum(), [x, module.gate.weight])])
     for found, expected in zip(results[1], results[0], strict=True):
         assert torch.equal(found, expected)

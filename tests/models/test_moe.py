@@ -1,6 +1,7 @@
 """Mixtures of experts: against each expert computed by itself, against transformers' loss of the router, and under
 every technique that runs a layer twice or hands its gradients over early."""
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from lean_ft.models.config import MixtureConfig
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.moe import MixtureOfExperts
+from lean_ft.models.routing import RoutingStatistics
 from lean_ft.settings import MemoryConfig
+from lean_ft.system.shards import ALONE
 from lean_ft.system.whole_files import read_json
 from tests.models.conftest import kept_bytes
 
@@ -54,11 +57,11 @@ def tokens(*shape: int) -> Tensor:
     return x.requires_grad_()
 
 
-def each_expert_by_itself(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+def each_expert_by_itself(mixture: MixtureOfExperts, x: Tensor, chosen: Tensor | None = None) -> Tensor:
     """Every expert computes every token; experts that were not chosen have weight 0."""
     config, experts, rows = mixture.config, mixture.experts, x.flatten(0, -2)
     logits = F.linear(rows, mixture.gate.weight, mixture.gate.bias)
-    chosen = logits.topk(config.experts_per_token).indices
+    chosen = logits.topk(config.experts_per_token).indices if chosen is None else chosen.flatten(0, -2)
     is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
     if config.weights_sum_to_one:
         weights = logits.masked_fill(~is_chosen, float("-inf")).softmax(-1)
@@ -98,6 +101,18 @@ def test_it_equals_each_expert_by_itself(mixture, shape):
     expected = with_gradients(lambda x: each_expert_by_itself(mixture, x), mixture, x)
     # A token's weights sum in float32.
     torch.testing.assert_close(with_gradients(mixture, mixture, x), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_recorded_experts_replace_the_routers_choice(mixture):
+    """Weights and gradients are those of a router that chose the recorded experts. The first row has no records."""
+    config, x = mixture.config, tokens(3, 8)
+    others = torch.rand(3, 8, config.num_experts, generator=torch.Generator().manual_seed(2))
+    chosen = others.topk(config.experts_per_token).indices
+    recorded = torch.cat((torch.zeros_like(chosen[:1]), chosen[1:] + 1)).short()
+    chosen[0] = F.linear(x[0], mixture.gate.weight, mixture.gate.bias).topk(config.experts_per_token).indices
+    expected = with_gradients(lambda x: each_expert_by_itself(mixture, x, chosen), mixture, x)
+    found = with_gradients(lambda x: mixture(x, x, recorded), mixture, x)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_compiled_it_is_one_graph_with_the_same_numbers(mixture):
@@ -141,9 +156,9 @@ def test_it_keeps_only_tokens_gate_and_up_for_backward(mixture, num_tokens, auto
 def test_autocast_computes_the_experts_in_its_dtype(mixture):
     x = tokens(3, 8).detach().float()
     mixture.float()
-    expected, _ = mixture(x)
+    expected, *_ = mixture(x)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = mixture(x.clone().requires_grad_())
+        out, *_ = mixture(x.clone().requires_grad_())
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16
     assert 0 < (out - expected).norm() / expected.norm() < 0.02
@@ -223,6 +238,44 @@ def test_a_routers_loss_without_a_softmax_router_is_refused(make_checkpoint):
     with pytest.raises(ValueError, match=r"a softmax over experts, and .* scores experts by sigmoid"):
         load_model(sigmoids, router_aux_loss_coef=0.1)
     assert load_model(folder, router_aux_loss_coef=0.0)(torch.tensor([[1, 2]]), return_router_loss=True)[1] is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": "full"}, {"tile_mlp": 2}], ids=str)
+@pytest.mark.parametrize("case", ["qwen3_moe_some_layers", "gpt_oss", "glm4_moe", "gemma4_text_experts"])
+def test_routing_metrics_count_each_token_of_two_micro_batches_once(make_checkpoint, batch, case, settings):
+    """Against the routers' outputs in separate passes over each row without padding."""
+    model = load_model(make_checkpoint(case)[0])
+    routers = [layer.mixture or layer.mlp for layer in model.layers]
+    routers = [getattr(one, one.config.router_name) for one in routers if isinstance(one, MixtureOfExperts)]
+    seen = [[] for _ in routers]
+    hooks = [
+        router.register_forward_hook(lambda router, _, logits, i=i: seen[i].append((router, logits)))
+        for i, router in enumerate(routers)
+    ]
+    ids, is_token, _ = batch
+    with torch.no_grad():
+        for row, mask in zip(ids, is_token, strict=True):
+            model(row[mask][None])
+    for hook in hooks:
+        hook.remove()
+    loads, unused, entropies = [], [], []
+    for of_layer in seen:
+        router, logits = of_layer[0][0], torch.cat([one for _, one in of_layer])
+        counts = Counter(router.choose(logits, model.mixture)[1].flatten().tolist())
+        num_experts, mean = logits.shape[1], logits.softmax(-1).mean(0)
+        loads.append(max(counts.values()) / (sum(counts.values()) / num_experts))
+        unused.append(1 - len(counts) / num_experts)
+        entropies.append(float(-(mean * mean.log()).sum() / math.log(num_experts)))
+    model.routing = RoutingStatistics()
+    apply_memory(model, MemoryConfig(**settings), compile=False)
+    for rows in (slice(0, 2), slice(2, 3)):
+        model(ids[rows], is_token=is_token[rows]).sum().backward()
+        with torch.no_grad():
+            model(ids[rows])  # an evaluation does not count
+    found = {name: value.item() for name, value in model.routing.take(ALONE).items()}
+    expected = {"expert_load": loads, "unused_experts": unused, "router_entropy": entropies}
+    assert found == pytest.approx({name: sum(of) / len(of) for name, of in expected.items()}, rel=1e-4)
+    assert model.routing.take(ALONE) == {}
 
 
 @pytest.mark.parametrize(

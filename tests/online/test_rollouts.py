@@ -1,9 +1,11 @@
 """Batches of sampled completions: sharing a prompt gives the same training as repeating the prompt."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,8 +48,9 @@ def random_model(case: str, cfg: Any) -> Decoder:
     return model
 
 
-def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, **sharing: bool) -> Any:
-    """A sampled round whose second completion is truncated and whose last completion has no reward."""
+def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, num_choices: int = 0, **sharing: bool) -> Any:
+    """A sampled round whose second completion is truncated and whose last completion has no reward. With `num_choices`, its tokens
+    have recorded experts, which are equal in equal prompts."""
     prompts = Prompts(
         [Prompt(ids, "", {}, "") for ids in PROMPTS], seed=0, report=DataReport("prompts"), fingerprint=""
     )
@@ -58,13 +61,25 @@ def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, **sharing: b
     ]
     rewards = [*torch.rand(11, generator=generator).tolist(), None]
     rollouts = kind(cfg, prompts, 0, **sharing)
-    rollouts.sample(lambda *_: samples, lambda *_: Scores(rewards, [[]] * 12, [""] * 12))
+    # The first of some consecutive experts, by position and token.
+    first = np.random.default_rng(0).integers(0, 4, (20, 101, 1))
+
+    def answer(asked: list[Prompt], seed: int) -> list[Sample]:
+        for prompt, one in zip(asked, samples if num_choices else (), strict=False):
+            ids = [*prompt.ids, *one.ids][:-1]
+            experts = (first[range(len(ids)), ids] + np.arange(num_choices)) % 4 + 1
+            one.experts = base64.b64encode(experts.astype(np.int16).tobytes()).decode()
+        return samples
+
+    rollouts.sample(answer, lambda *_: Scores(rewards, [[]] * 12, [""] * 12))
     return rollouts
 
 
 def learned(cfg: Any, model: Decoder, frozen: Decoder, share: bool) -> tuple[list[Any], list[PolicyBatch]]:
     """Losses, log-probabilities, metrics and gradients of two passes over a round, and the batches of the last pass."""
-    rollouts, log_probs, found = rollouts_of(cfg, share_prompts=share), TokenLogProbs(model, cfg), list[Any]()
+    num_choices = sum(model.config.choices_of_mixtures)
+    rollouts = rollouts_of(cfg, shortest=min(num_choices, 1), num_choices=num_choices, share_prompts=share)
+    log_probs, found = TokenLogProbs(model, cfg), list[Any]()
     with torch.no_grad():
         for batch in rollouts.to_remember():
             rollouts.remember(batch, log_probs(model, batch), None)
@@ -104,8 +119,7 @@ def test_completions_that_share_a_prompt_learn_what_each_does_alone(family: str,
     ]
     cfg = settings(*given)
     (alone, repeated), (shared, once) = (
-        learned(cfg, random_model(family, cfg), random_model("llama_biases", settings()), share)
-        for share in (False, True)
+        learned(cfg, *(random_model(family, one) for one in (cfg, settings())), share) for share in (False, True)
     )
     for ours, theirs in zip(shared, alone, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -113,6 +127,15 @@ def test_completions_that_share_a_prompt_learn_what_each_does_alone(family: str,
         assert (ours.num_targets, theirs.num_prefix_tokens) == (theirs.num_targets, 0)
         assert int(theirs.is_token.sum()) - int(ours.is_token.sum()) == ours.num_prefix_tokens
         assert (ours.num_prefix_tokens > 0) == (size > 1)
+
+
+def test_ranks_that_share_rows_divide_the_recorded_experts() -> None:
+    rollouts = rollouts_of(settings("batch_size=12", "gradient_accumulation_steps=1"), shortest=1, num_choices=3)
+    rollouts.begin()
+    (batch,) = rollouts.take()
+    parts = [batch.part_of_rows(place, 2).inputs["recorded_experts"] for place in range(2)]
+    assert parts[0].shape == (12, batch.labels.shape[1] // 2, 3)
+    assert torch.equal(torch.cat(parts, 1), batch.inputs["recorded_experts"])
 
 
 def test_pairs_of_a_round_share_their_prompts() -> None:

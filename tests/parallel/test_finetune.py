@@ -94,6 +94,7 @@ def work(folder: Path) -> dict[str, Any]:
     for name in ON_REPLICAS:
         run(folder / f"{name} on replicas", *SAME_BITS[name], "parallel.replicate=2")
     run(folder / "close", *CLOSE)
+    run(folder / "close mixture", *CLOSE, "model.path=MIXTURE")
     run(folder / "one then two", "max_steps=3")
     result: dict[str, Any] = {"held": {name: held_bytes(name) for name in ADAPTERS}}
     result["settings"] = refusal(run, folder / "different", f"optimizer.lr={1e-3 * (1 + rank)}")
@@ -156,9 +157,10 @@ def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
         assert_close(numbers(folder), numbers(tmp_path / "one"))
 
 
-def test_an_uneven_end_of_an_epoch_equals_one_process(on_two, tmp_path):
-    run(tmp_path / "one", *CLOSE)
-    ours, theirs = numbers(tmp_path / "one"), numbers(on_two[0] / "close")
+@pytest.mark.parametrize(("name", "more"), [("close", ()), ("close mixture", ("model.path=MIXTURE",))])
+def test_an_uneven_end_of_an_epoch_equals_one_process(on_two, tmp_path, name, more):
+    run(tmp_path / "one", *CLOSE, *more)
+    ours, theirs = numbers(tmp_path / "one"), numbers(on_two[0] / name)
     assert_close(theirs, ours)
     assert len({row["tokens"] for row in ours if "tokens" in row}) > 1
     assert ours[-1]["eval_loss"] is not None

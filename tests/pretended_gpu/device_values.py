@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+from lean_ft.models.mix import activation, activation_gradient
 
 # Operations whose result shape depends on values, or whose host code reads values. Their host code does not run, because an empty
 # kernel has not written the values.
@@ -68,7 +70,7 @@ def install() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not replaced
     torch.cuda.init()
 
-    from lean_ft.models import grouped_kernels  # imports Triton
+    from lean_ft.models import expert_activation_kernel, grouped_kernels  # import Triton
 
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
@@ -92,6 +94,7 @@ def install() -> None:
     torch.cuda._sleep = sleep
     for name in ("multiply", "multiply_outer"):  # Triton kernels
         setattr(grouped_kernels, name, partial(_grouped_product, getattr(grouped_kernels, name)))
+    expert_activation_kernel.activate = partial(_expert_activation, expert_activation_kernel.activate)
 
     import bitsandbytes  # noqa: F401
 
@@ -140,12 +143,37 @@ def _compute_in_graph(number: int) -> None:
         _in_graphs[number]()
 
 
-def _grouped_product(host_code: Callable[..., Tensor], left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    out = host_code(left, right, ends)
+def _grouped_product(
+    host_code: Callable[..., Tensor], left: Tensor, right: Tensor, ends: Tensor, *total: Tensor | None
+) -> Tensor:
+    out = host_code(left, right, ends, *total)
     product = grouped_matmul if right.ndim == 3 else grouped_outer
     target, *factors = map(on_cpu, (out, left, right, ends))
-    _compute(lambda: target.copy_(product(*factors)))
+    write = target.add_ if total else target.copy_
+    _compute(lambda: write(product(*factors)))
     return out
+
+
+def _expert_activation(host_code: Callable[..., None], results: Sequence[Tensor], *args: Any) -> None:
+    host_code(results, *args)
+    factors, weights, bias, experts, grad, needs_inner = (on_cpu(x) if isinstance(x, Tensor) else x for x in args[:6])
+    names = ("activation", "gated", "gates_interleaved", "gate_scale", "up_offset", "limit", "scales_input")
+    config = MixtureConfig(1, 1, 1, weights_sum_to_one=True, **dict(zip(names, args[6:], strict=True)))
+    targets = [on_cpu(result) for result in results]
+
+    def values() -> None:
+        given = factors.float() if bias is None else factors.float() + bias[experts].float()
+        weighed = given * weights if config.scales_input else given
+        inner = activation(weighed, config)
+        if grad is not None:
+            grad_factors = activation_gradient(weighed, grad.float(), config)
+            products = given * grad_factors if config.scales_input else inner * grad.float()
+            targets[1].copy_(grad_factors * weights)
+            targets[2].copy_(products.sum(-1))
+        if needs_inner:
+            targets[0].copy_(inner if config.scales_input else inner * weights)
+
+    _compute(values)
 
 
 def watch_accesses(wanted: bool) -> None:

@@ -1,5 +1,7 @@
-"""The Triton kernels of grouped products: values in Triton's interpreter, the arithmetic generated for each card, and no waits."""
+"""The Triton kernels of mixtures (grouped products, and the activation of experts): values in Triton's interpreter, the arithmetic
+generated for each card, no waits, and a mixture's gradients against the CPU's."""
 
+import copy
 import os
 import re
 import subprocess
@@ -9,15 +11,23 @@ import pytest
 import torch
 
 from lean_ft.models import grouped_kernels
+from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
+from lean_ft.models.moe import Experts
+from tests.models.test_moe import KINDS
 
 # Triton's interpreter multiplies bfloat16 bits as integers and truncates instead of rounding. This code does both as PTX's mma and
 # cvt.rn do, so that the test sees the kernels' products and roundings.
-VALUES = """
+ARITHMETIC = """
 import itertools, numpy, torch
+from dataclasses import replace
+from torch.nn import functional as F
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from lean_ft.models.config import MixtureConfig
+from lean_ft.models.expert_activation_kernel import activate
 from lean_ft.models.grouped_kernels import multiply, multiply_outer
+from lean_ft.models.mix import _formula, _results
 
 def wide(tile):
     return (tile.data.astype(numpy.uint32) << 16).view(numpy.float32) if tile.dtype.scalar == tl.bfloat16 else tile.data
@@ -34,6 +44,9 @@ def cast(self, source, to, *_, original=InterpreterBuilder.cast_impl):
 
 InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast
 torch.manual_seed(0)
+"""
+
+PRODUCTS_VALUES = """
 bounds = [0, 0, 70, 70, 100, 229]  # groups with no rows, less than a block, several blocks
 ends = torch.tensor(bounds[1:], dtype=torch.int32)
 parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
@@ -48,16 +61,59 @@ for dtype, tolerance in ((torch.float32, 3e-7), (torch.float16, 4e-4), (torch.bf
             (multiply(rows, matrices, ends), exact),
             (multiply(rows, transposed, ends), exact),
             (multiply_outer(rows, right, ends), exact_outer),
+            (multiply(rows, matrices, ends, right.clone()), right + exact),  # added
         ):
             assert found.dtype == dtype and (found - true).norm() < tolerance * true.norm(), (dtype, inputs, outputs)
 print("right")
 """
 
 
+ACTIVATION_VALUES = """
+silu = MixtureConfig(5, 2, 6, weights_sum_to_one=True)
+clamped = replace(silu, gates_interleaved=True, gate_scale=1.7, up_offset=1.0, limit=0.7)
+relu2 = replace(silu, activation="relu2", gated=False)
+kinds = [silu, clamped, relu2, replace(clamped, gates_interleaved=False)]
+kinds += [replace(silu, activation="gelu"), replace(silu, activation="gelu_tanh"), replace(clamped, expert_bias=True)]
+kinds += [replace(kind, scales_input=True) for kind in (silu, clamped, relu2)]
+functions = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+def plain(factors, weights, bias, experts, config):
+    factors = factors if bias is None else factors + bias[experts]
+    factors = factors * weights if config.scales_input else factors
+    if config.gated:
+        gate, up = (factors[:, ::2], factors[:, 1::2]) if config.gates_interleaved else factors.chunk(2, -1)
+        if config.limit is not None:
+            gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+        scale = config.gate_scale
+        inner = functions[config.activation](gate * scale) / scale * (up + config.up_offset)
+    else:
+        inner = F.relu(factors).square()
+    return inner if config.scales_input else inner * weights
+
+tolerances = ((torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 6e-3))
+for config, width, (dtype, tolerance) in itertools.product(kinds, (6, 1500), tolerances):
+    factors, grad = torch.randn(9, 2 * width if config.gated else width).to(dtype), torch.randn(9, width).to(dtype)
+    weights, experts = torch.rand(9, 1), torch.randint(5, (9,))
+    bias = torch.randn(5, factors.shape[1]).to(dtype) if config.expert_bias else None
+    exact = [tensor.double().requires_grad_() for tensor in (factors, weights)]
+    inner = plain(*exact, None if bias is None else bias.double(), experts, config)
+    grads = torch.autograd.grad(inner, exact, grad.double())
+    for given, needs_inner in ((None, True), (grad, True), (grad, False)):
+        found = _results(factors, weights, bias, experts, given, needs_inner, *_formula(config))
+        activate(found, factors, weights, bias, experts, given, needs_inner, *_formula(config))
+        true = (inner if needs_inner else inner[:0], *(grads if given is not None else (x[:0] for x in grads)))
+        for one, other, name in zip(found, true, ("activation", "factors", "weights")):
+            error = (one - other.view(one.shape)).norm()
+            assert error <= tolerance * other.norm(), (name, config, dtype, width, error / other.norm())
+print("right")
+"""
+
+
 @pytest.mark.cards("H100")
-def test_the_kernels_values_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize("values", [PRODUCTS_VALUES, ACTIVATION_VALUES], ids=["products", "activation"])
+def test_the_kernels_values_in_tritons_interpreter(values: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", VALUES]
+    command = [sys.executable, "-W", "ignore", "-c", ARITHMETIC + values]
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "right\n"
 
 
@@ -131,3 +187,35 @@ def test_what_is_generated_multiplies_this_type_sums_float32_and_rounds_to_neare
         # All matrix products are of one kind, and no sum is rounded to the narrow dtype in between.
         products = set(re.findall(r"w?g?mma\.(?:sync|mma_async)\S*", code))
         assert all(".f32." in product for product in products), products
+
+
+@pytest.mark.cards("A100", "H100")
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("adapts", [False, True], ids=["trained", "adapters"])
+def test_a_mixtures_fused_kernels_give_the_cpus_gradients_without_waits(kind: MixtureConfig, adapts: bool) -> None:
+    torch.manual_seed(0)
+    experts, size, inner, rank = Experts(16, kind), 16, kind.intermediate_size, 4
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    experts.requires_grad_(not adapts)
+    shapes = (size, rank), (rank, 2 * inner), (inner, rank), (rank, size)
+    thin = [torch.randn(kind.num_experts, *shape, requires_grad=True) for shape in shapes] if adapts else []
+    scores = torch.randn(12, kind.num_experts)
+    chosen = scores.topk(kind.experts_per_token).indices
+    inputs = [torch.randn(12, size, requires_grad=True), scores.gather(1, chosen).requires_grad_()]
+    grad, found = torch.randn(12, size), []
+    for device in ("cpu", "cuda"):
+        layer = copy.deepcopy(experts).to(device)
+        tokens, weights, *pairs = (tensor.detach().to(device).requires_grad_() for tensor in (*inputs, *thin))
+        own, own_grad = chosen.to(device), grad.to(device)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = layer(tokens, weights, own, *((pairs[:2], pairs[2:]) if adapts else ()))
+            out.backward(own_grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append([out.detach(), *(tensor.grad for tensor in (tokens, weights, *pairs, *layer.parameters()))])
+    for expected, one in zip(*found, strict=True):
+        assert (one is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(one.cpu(), expected, atol=2e-5, rtol=1e-4)

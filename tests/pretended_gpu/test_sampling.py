@@ -50,9 +50,10 @@ def test_what_is_drawn_is_drawn_on_the_cpu_too(case: str, compile: bool, tmp_pat
         model = load_model(tmp_path, device="cpu", dtype=torch.float32, random_init=True).to(device)
         prompts = [[5, 6, 7], [8], list(range(3, 30))]
         sampling = Sampling(max_new_tokens=10, temperature=1.0, top_p=0.9)
-        found[device] = sample(model, prompts, sampling, cache_gib=0.1, compile=compile and device == "cuda")
+        more = {"cache_gib": 0.1, "records_experts": True, "compile": compile and device == "cuda"}
+        found[device] = sample(model, prompts, sampling, **more)
     for own, expected in zip(found["cuda"], found["cpu"], strict=True):
-        assert own.ids == expected.ids
+        assert (own.ids, own.experts) == (expected.ids, expected.experts)
         assert own.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
 
 

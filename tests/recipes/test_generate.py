@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lean_ft import torch_private
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model, save_model
+from lean_ft.models.few_rows import _can_pack
 from lean_ft.tokenizers import load_tokenizer
 from tests.recipes.conftest import TINY, config_of, recipe_module, run_recipe
 
@@ -44,6 +46,30 @@ def test_greedy_equals_transformers(generate) -> None:
     assert generate(*TINY_ASKED) == generate(*TINY_ASKED, "chat=true") == transformers_says(chat)
     plain = tokenizer("The capital of").input_ids
     assert generate("model.path=tiny", "prompt=The capital of", "chat=false") == transformers_says(plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "packs"),
+    [
+        (["max_new_tokens=31"], False),
+        (["max_new_tokens=32"], True),
+        (["max_new_tokens=32", "model.dtype=float32"], False),
+        (["max_new_tokens=10", "prompts_file=TMP", "batch_size=2"], False),
+        (["max_new_tokens=10", "prompts_file=TMP", "batch_size=1"], True),  # 4 passes of 10 tokens
+    ],
+)
+def test_many_tokens_of_a_16_bit_model_use_packed_weights(
+    generate, monkeypatch, tmp_path: Path, settings: list[str], packs: bool
+) -> None:
+    calls, packed_linear = [], torch_private.packed_linear
+    monkeypatch.setattr(torch_private, "packed_linear", lambda *args: calls.append(args) or packed_linear(*args))
+    packs = packs and _can_pack(torch.bfloat16)  # oneDNN cannot on a CPU with AVX2 alone
+    calls.clear()
+    (tmp_path / "prompts.txt").write_text("a\nb\nc\nd\n")
+    prompts = [] if any("prompts_file" in one for one in settings) else [f"prompt={QUESTION}"]
+    given = [one.replace("TMP", str(tmp_path / "prompts.txt")) for one in settings]
+    assert generate("model.path=tiny", "model.dtype=bfloat16", *prompts, *given)
+    assert bool(calls) == packs
 
 
 def test_the_seed_decides_the_samples(generate) -> None:

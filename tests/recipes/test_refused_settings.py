@@ -62,6 +62,7 @@ REFUSED = {
             "generation.num_answers=3",
         ): "16 completions, which is not a multiple of generation.num_answers=3. Set gradient_accumulation_steps=3",
         ("generation.offload_training_state=true",): "to host memory, but the model is on cpu",
+        ("generation.router_replay=true",): "this model has no experts",
         ("loss.name=cispo", "loss.epsilon=0.1"): "epsilon=0.1 has no effect with the loss cispo",
         ("data.max_prompt_length=2",): "no prompt of .* is left: 800 rows, 800 dropped .longer",
         ("data.columns.prompt=question",): "data.columns.prompt=question: the row has prompt, answer",

@@ -59,6 +59,7 @@ REFUSED = [
     ("online_dpo", "generation.num_answers=1", "makes no pair"),
     ("grpo", "generation.top_k=1", "set loss.correction=token_truncate"),
     ("grpo", "generation.engine=vllm", "generation.engine=vllm rounds differently"),
+    ("ppo", "generation.router_replay=true generation.engine=vllm", "generation.engine=vllm does not return"),
     ("ppo", "generation.engine=vllm", "this recipe does not correct"),
     ("ppo", "generation.most_attempts=2", "generation.most_attempts=2 compares"),
     ("grpo", "generation.offload_training_state=true optimizer.state=streamed", "is always in host memory"),

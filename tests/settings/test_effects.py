@@ -210,6 +210,9 @@ CASES = {
     "generation.compile": Case("true", counts=("compiler",)),
     "generation.offload_training_state": Case("true", "", GPU),
     "generation.gather": Case("whole", "", TWO_GPUS),
+    "generation.router_replay": Case(
+        "true", "model.path=IN/experts model.random_init=true generation.passes=2 optimizer.lr=0.1"
+    ),
     "generation.engine_url": Case(
         "http://127.0.0.1:2", "generation.engine=vllm loss.correction=token_truncate", counts=("error",)
     ),
