@@ -62,7 +62,7 @@ def _attention_in_blocks(given: dict[str, Any], device: Device) -> SlowPath | No
     """Attention that PyTorch's flash kernels do not compute. given: arguments of `document_attention` or its backward."""
     if (why := _why_no_flash(given, device)) is None:
         return None
-    defaults: dict[str, Any] = dict.fromkeys(Rows._fields) | {"num_ahead": 0}
+    defaults: dict[str, Any] = {**dict.fromkeys(Rows._fields), "num_ahead": 0}
     given = defaults | given
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
     grad_out, given["num_tokens"] = given.pop("grad_out", None), given.pop("row_tokens", 0) or len(query)

@@ -224,7 +224,7 @@ class PlannedWorld(World):
                 update(list(new.values()))
         now = self.trace.time.spent
         number = now.num_launches - spent.num_launches
-        self._update_launches |= {kind: number / len(new) for kind in new}
+        self._update_launches |= {kind: max(1.0, number / len(new)) for kind in new}
         now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
         for state in states:
             kept = [state.param, *state.tensors.values()]
