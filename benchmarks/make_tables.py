@@ -47,6 +47,7 @@ BENCHMARKS = (
     "tokenizers_gsm8k",
     "planner_accuracy",
     "planned_distributed",
+    "planned_launches",
     "published_speed",
     "roofline",
     "cpu_step",

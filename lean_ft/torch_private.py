@@ -224,6 +224,11 @@ def storage_key(storage: "torch.UntypedStorage") -> int:
     return storage._cdata
 
 
+def python_function(operator: Any) -> Callable[..., Any]:
+    """Return the function that computes an operator of `torch.library.custom_op`."""
+    return operator._init_fn
+
+
 def local_rows(tensor: "Tensor") -> "Tensor":
     """Return the rows of a sharded tensor that are on this rank, on the same memory; a plain tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -255,6 +255,8 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
         console.print(f"reserved by the allocator: {reserved}, plus the driver's context")
     else:
         console.print("plus about 0.5 GiB for the process and its libraries")
+    for slow_path in rehearsal.slow_paths:
+        console.print(slow_path, markup=False, soft_wrap=True)
     if rehearsal.pinned_bytes:
         console.print(f"pinned host memory: {gibibytes(rehearsal.pinned_bytes)}")
     if not is_alone:

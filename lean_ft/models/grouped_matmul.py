@@ -91,13 +91,14 @@ def _num_flops(*shapes: Any, **_: Any) -> int:
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """PyTorch's kernel needs bfloat16 on Hopper or Blackwell, and strides in multiples of 16 bytes. For other operands
-    `F.grouped_mm` reads the ends and loops."""
+    """PyTorch's kernel needs bfloat16 on Hopper or Blackwell, strides in multiples of 16 bytes, and rows or columns that are
+    contiguous. A compiler may lay out an adapter's matrices otherwise. For other operands `F.grouped_mm` reads the ends and loops."""
     return all(
         x.is_cuda
         and x.dtype == torch.bfloat16
         and x.data_ptr() % 16 == 0
         and all(s == 1 or s % 8 == 0 for s in x.stride())
+        and 1 in x.stride()[-2:]
         and torch.cuda.get_device_capability(x.device) in _GROUPED_CAPABILITIES
         for x in operands
     )

@@ -94,8 +94,13 @@ def wide(x: Tensor) -> Tensor:
 
 
 def is_on_cuda(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU, or would be in a plan. Plans run layers without the compiler, which cannot trace the question."""
-    return x.is_cuda if torch.compiler.is_compiling() else device_type(x.device) == "cuda"
+    """Whether a tensor is on a GPU, or would be in a plan."""
+    return x.is_cuda or _plans_a_gpu()
+
+
+@torch.compiler.assume_constant_result  # the compiler cannot trace the question
+def _plans_a_gpu() -> bool:
+    return device_type(torch.device("cpu")) == "cuda"
 
 
 class _Activation(NamedTuple):

@@ -122,7 +122,7 @@ class _LowRankLinear(torch.autograd.Function):
 
 def _in_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Both factors rounded to `dtype`; on a GPU, compiled, in one kernel."""
-    if a.dtype == dtype or not (torch.compiler.is_compiling() and a.is_cuda):
+    if a.dtype == dtype or not (torch.compiler.is_compiling() and is_on_cuda(a)):
         return a.to(dtype), b.to(dtype)
     both = torch.cat((a.to(dtype).flatten(), b.to(dtype).flatten()))
     return both[: a.numel()].view(a.shape), both[a.numel() :].view(b.shape)

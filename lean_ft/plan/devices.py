@@ -45,6 +45,7 @@ class Device:
     attention_share: float = 1.0
     memory_share: float = 1.0
     num_processors: int = 0  # streaming multiprocessors; 0: no tiles are counted
+    before_ampere: bool = False  # without flash attention, and with bfloat16 products in 16 bits only
 
     @property
     def is_cpu(self) -> bool:
@@ -61,7 +62,7 @@ class Device:
         idle_flops = self.num_processors * rows * columns * kernel.shape[2]  # half of 2 FLOPs per element
         arithmetic = (kernel.flops + min(idle_flops, kernel.flops)) / (self._peak(kernel) * share)
         traffic = kernel.moved_bytes / (self.bytes_per_second * self.memory_share)
-        return max(arithmetic, traffic) + self.fixed_seconds
+        return max(arithmetic, traffic) + self.fixed_seconds * kernel.number
 
     def _peak(self, kernel: "Kernel") -> float:
         return self.flops_16bit if kernel.itemsize <= 2 else self.flops_32bit
@@ -69,13 +70,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A launch: its arithmetic and memory traffic. shape: (M, N, K) of a matrix product."""
+    """An operation: its arithmetic, memory traffic and number of launches. shape: (M, N, K) of a matrix product."""
 
     flops: float
     moved_bytes: float
     itemsize: int = 2
     is_attention: bool = False
     shape: tuple[int, int, int] = (0, 0, 0)
+    number: float = 1
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
         attention_share=_ATTENTION_SHARES.get(name, 0.4),
         memory_share=0.75,
         num_processors=_PROCESSORS.get(name, 0),
+        before_ampere=name in ("T4", "V100"),
         host_bytes_per_second=link_gb_s * 1e9 * _LINKS,
         peer_bytes_per_second=peer_gb_s * 1e9 * _LINKS,
         network_bytes_per_second=network_gb_s * 1e9 * _LINKS,
@@ -249,7 +252,13 @@ def choose_device(name: str | None, setting: str) -> Device:
             key=lambda card: len(card.name),
             default=DEVICES["A100 80GB"],
         )
-        return replace(known, name=here.name, memory_bytes=here.total_memory, l2_cache_bytes=here.L2_cache_size)
+        return replace(
+            known,
+            name=here.name,
+            memory_bytes=here.total_memory,
+            l2_cache_bytes=here.L2_cache_size,
+            before_ampere=here.major < 8,
+        )
     if setting == "cuda":
         return DEVICES["A100 80GB"]
     return CPU

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from lean_ft.plan.devices import Kernel
+from lean_ft.plan.memory import num_bytes
 from lean_ft.plan.time import short_name
 from lean_ft.plan.trace import Cost, Trace
 from lean_ft.torch_private import (
@@ -83,6 +84,9 @@ class _Kernels:
         together = {} if trace.device.is_cpu else _together(self._nodes, self._stored)
         self._dead_after = _dead_after(self._nodes, self._stored, together)
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
+        self._kernel = {node: together.get(node, node) for node in self._nodes if node in self._stored}
+        self._read_first = _read_first(self._kernel, self._reads)
+        self._writes = {} if trace.device.is_cpu else _writes(self._nodes, self._stored)
         inputs = [node for node in self._nodes if node.op == "placeholder"]
         own = self._stored - returned | {inputs[i] for i in donated}
         self._written_over = {} if trace.device.is_cpu else _written_over(self._dead_after, self._reads, own, together)
@@ -136,6 +140,11 @@ class _Kernels:
                         if is_new:
                             known.costs[node] = self._cost(node, args, kwargs, values)
                         trace.pay(known.costs[node])
+                elif node in self._writes:
+                    if is_new:
+                        kernel = Kernel(0.0, 2 * num_bytes(values[node]), number=self._writes[node])
+                        known.costs[node] = Cost({"fused copy_": trace.time.launches(kernel)}, _module(node))
+                    trace.pay(known.costs[node])
             for dead in self._dead_after.get(node, ()):
                 values.pop(dead, None)
         self._is_tuned = True
@@ -148,10 +157,12 @@ class _Kernels:
             return self._trace.cost(node.target, args, kwargs, values[node], _module(node))
         if getattr(node.target, "is_view", False):
             return None
-        tensors = tree_iter([values[source] for source in self._reads[node] if source in values] + [values[node]])
+        sources = [values[source] for source in self._read_first[node] if source in values]
+        tensors = tree_iter([*sources, values[node]])
         moved = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
         name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
-        return Cost(Kernel(0.0, moved), f"fused {name}", _module(node))
+        kernel = Kernel(0.0, moved, number=int(self._kernel[node] is node))
+        return Cost({f"fused {name}": self._trace.time.launches(kernel)}, _module(node))
 
 
 class _Known:
@@ -236,6 +247,32 @@ def _sources(node: fx.Node, stored: set[fx.Node]) -> dict[fx.Node, None]:
     return sources
 
 
+def _writes(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, int]:
+    """Values that are only written into the graph's inputs, and the launches of each. Those of one size share a launch."""
+    writes: dict[fx.Node, int] = {}
+    sizes = set[str]()
+    for node in nodes:
+        is_write = node.op == "call_function" and getattr(node.target, "__name__", "").startswith("copy_.")
+        if is_write and node not in stored and node.args[1] not in stored:
+            size = f"{node.meta['val'].numel()}"
+            writes[node] = int(size not in sizes)
+            sizes.add(size)
+    return writes
+
+
+def _read_first(
+    kernel: dict[fx.Node, fx.Node], reads: dict[fx.Node, dict[fx.Node, None]]
+) -> dict[fx.Node, set[fx.Node]]:
+    """For each stored value, the values that its kernel reads for it and for none of the kernel's earlier outputs."""
+    seen: dict[fx.Node, set[fx.Node]] = {}
+    first = {}
+    for node, last in kernel.items():
+        known = seen.setdefault(last, set())
+        first[node] = reads[node].keys() - known
+        known |= first[node]
+    return first
+
+
 def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each stored value of a kernel with several outputs, the last output. Until then all outputs and inputs are alive.
 
@@ -243,17 +280,18 @@ def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.No
     """
     kernels: list[list[fx.Node]] = []
     needs: dict[fx.Node, set[fx.Node]] = {}  # the stored values that each stored value depends on
+    read: dict[fx.Node, set[fx.Node]] = {}
     for node in nodes:
         if node not in stored:
             continue
-        sources = _sources(node, stored).keys()
+        sources = read[node] = set(_sources(node, stored))
         needs[node] = set().union(sources & stored, *(needs[source] for source in sources & stored))
         if _is_opaque(node) or not isinstance(value := node.meta.get("val"), Tensor) or _is_view(node):
             continue
         for kernel in kernels:
-            alike = kernel[0].meta["val"].numel() == value.numel()
-            later = any(needs[between] & set(kernel) for between in needs[node] - set(kernel))
-            if alike and not later and any(sources & _sources(member, stored).keys() for member in kernel):
+            if kernel[0].meta["val"].numel() != value.numel() or all(sources.isdisjoint(read[n]) for n in kernel):
+                continue
+            if not any(needs[between] & set(kernel) for between in needs[node] - set(kernel)):
                 kernel.append(node)
                 break
         else:

@@ -90,6 +90,7 @@ def rehearse(
         sent_away_bytes=int(trace.time.spent.sent_away_bytes),
         exchange_seconds=trace.time.spent.exchange_seconds,
         ledger=trace.time.spent.ledger,
+        slow_paths=list(trace.slow_paths),
         model_files=planned.model_files,
     )
 

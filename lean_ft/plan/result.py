@@ -50,6 +50,9 @@ class Rehearsal:
     tower_bytes: int = 0  # of the weights of vision towers
     num_patches: int = 0  # of the images of a micro-batch
     ledger: dict[tuple[str, str], Launches] = field(default_factory=dict, repr=False)  # by module and operation
+    slow_paths: list[str] = field(
+        default_factory=list
+    )  # operations without their kernels: which, why, and what would mend it
     model_files: list[str] = field(default_factory=list, repr=False)  # config.json and settings of images of each model
 
     @property

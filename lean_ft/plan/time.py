@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lean_ft.models.float32_products import slow_dtypes
 from lean_ft.plan.devices import Device, Kernel
+from lean_ft.plan.kernels import launches_of
 from lean_ft.plan.labels import label_of_caller
 from lean_ft.plan.memory import FIRST_FACTOR, num_bytes
 from lean_ft.plan.result import Launches
@@ -52,6 +53,10 @@ class Spent:
             new = launches.plus(before.ledger.get(place, Launches()), -1)
             self.ledger[place] = launches.plus(new, times)
 
+    @property
+    def num_launches(self) -> float:
+        return sum(launches.number for launches in self.ledger.values())
+
     def copy(self) -> "Spent":
         return replace(self, ledger=dict(self.ledger))
 
@@ -81,17 +86,20 @@ class Time:
             rows, inner = factors[0].shape[-2:]
             shape = (rows, int(flops / (2 * rows * inner)) if rows * inner else 0, inner)
             product = factors[0] if _has_dtype(args) else result
-        kernel = Kernel(flops, moved, self._product_itemsize(product), is_attention, shape)
-        return name, kernel
+        number = 1 if self.device.is_cpu else launches_of(name, args)
+        return name, Kernel(flops, moved, self._product_itemsize(product), is_attention, shape, number)
 
-    def spend(self, kernel: Kernel, name: str, module: str | None = None) -> None:
-        """Add a kernel's time. The ledger lists it under `name` and `module`; the default is the module that runs now."""
-        seconds, launches = self.device.kernel_seconds(kernel), self.spent.ledger
-        self.spent.seconds += seconds
-        self.spent.launch_seconds += self.device.launch_seconds
+    def launches(self, kernel: Kernel) -> Launches:
+        """The launches of an operation, and their time."""
+        seconds = self.device.kernel_seconds(kernel)
+        return Launches(kernel.number, kernel.flops, kernel.moved_bytes, seconds, self.device.limit_seconds(kernel))
+
+    def spend(self, launches: Launches, name: str, module: str | None = None) -> None:
+        """Add launches. The ledger lists them under `name` and `module`; the default is the module that runs now."""
+        self.spent.seconds += launches.seconds
+        self.spent.launch_seconds += self.device.launch_seconds * launches.number
         place = (self.current_module() if module is None else module, name)
-        new = Launches(1, kernel.flops, kernel.moved_bytes, seconds, self.device.limit_seconds(kernel))
-        launches[place] = launches.get(place, Launches()).plus(new)
+        self.spent.ledger[place] = self.spent.ledger.get(place, Launches()).plus(launches)
 
     def current_module(self) -> str:
         """Return the name of the module whose `forward` runs now. In backward: of the module whose forward made this gradient's node."""

@@ -8,27 +8,30 @@ With several ranks, rank 0 is traced.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
+from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
+from lean_ft.plan.kernels import plain_operations
 from lean_ft.plan.labels import LOSS
-from lean_ft.plan.memory import Memory
+from lean_ft.plan.memory import Memory, num_bytes
+from lean_ft.plan.result import Launches
 from lean_ft.plan.time import Spent, Time
 from lean_ft.plan.traffic import sent_by
-from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar
+from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar, tree_iter
 
 _READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
 WAITS_FOR_OTHERS = LOSS  # collectives under this label do not overlap with computation
 
 
 class Cost(NamedTuple):
-    """A launch, and the sizes of temporary tensors inside it. module: None for the one that runs now."""
+    """The launches of an operation by name, and the sizes of temporary tensors inside it. module: None for the one that runs now."""
 
-    kernel: Kernel | None
-    name: str
+    launches: dict[str, Launches]
     module: str | None
     temporary: Sequence[int] = ()
 
@@ -41,7 +44,9 @@ class Trace(TorchDispatchMode):
         self.device, self.machines = device, machines
         self.memory, self.time = Memory(device, host_pool), Time(device)
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
-        self._counting = True
+        self.slow_paths: dict[str, None] = {}  # why operations run without a kernel, and what would mend it
+        self._known: dict[Any, Cost] = {}  # of those operations
+        self._counting, self._decomposes = True, False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -51,6 +56,10 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is read_scalar and self._counting and isinstance(args[0], FakeTensor):
             return _READ_VALUES.get(args[0].dtype, 1)
+        if self._decomposes and func.namespace == "aten":
+            with self:
+                if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                    return result
         result = func(*args, **(kwargs or {}))
         if self._counting and func.namespace != "prim":  # queries of a device or layout move no data
             is_empty = func.__name__.startswith(("empty", "new_empty"))
@@ -67,17 +76,44 @@ class Trace(TorchDispatchMode):
         """Add the time and the temporary memory of one operation."""
         if cost is not None:
             self.memory.occupy(cost.temporary)
-            if cost.kernel is not None:
-                self.spend(cost.kernel, cost.name, cost.module)
+            for name, launches in cost.launches.items():
+                self.spend(launches, name, cost.module)
 
     def cost(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> Cost:
-        """The kernel and the temporary memory of one operation."""
+        """The launches and the temporary memory of one operation."""
+        if not self.device.is_cpu and (slow := plain_operations(func, args, self.device)) is not None:
+            self.slow_paths[slow.why] = None
+            key = (func, *(_description(argument) for argument in args))
+            if key not in self._known:
+                self._known[key] = self._cost_of_parts(slow.run, args, result)
+            return self._known[key]._replace(module=module)
         name, kernel = self.time.kernel(func, args, kwargs, result)
-        return Cost(kernel, name, module, self.memory.inside(func, args))
+        temporary = self.memory.inside(func, args)
+        if kernel is not None and not self.device.is_cpu:  # each temporary tensor is written and read
+            kernel = replace(kernel, moved_bytes=kernel.moved_bytes + 2 * sum(temporary))
+        return Cost({} if kernel is None else {name: self.time.launches(kernel)}, module, temporary)
 
-    def spend(self, kernel: Kernel, name: str, module: str | None = None) -> None:
-        """Add a kernel's time to the step and to its timeline."""
-        self.time.spend(kernel, name, module)
+    def _cost_of_parts(self, run: Callable[[], Any], args: Any, result: Any) -> Cost:
+        """The launches of the operations that `run` calls, and the most memory that they take beside arguments and result."""
+        apart = Trace(self.device)
+        apart._decomposes = True  # inside an operation autograd does not, and `flatten` would hide a copy
+        apart.time, before = self.time, self.time.spent
+        self.time.spent = Spent()
+        apart.memory.note(args)
+        given_bytes = apart.memory.live_bytes + sum(num_bytes(t) for t in tree_iter(result) if isinstance(t, Tensor))
+        try:
+            with self.uncounted(), apart:
+                run()
+            launches = dict[str, Launches]()
+            for (_, name), found in self.time.spent.ledger.items():
+                launches[name] = launches.get(name, Launches()).plus(found)
+        finally:
+            self.time.spent = before
+        return Cost(launches, None, [max(0, apart.memory.peak.total_bytes - given_bytes)])
+
+    def spend(self, launches: Launches, name: str, module: str | None = None) -> None:
+        """Add launches to the step and to its timeline."""
+        self.time.spend(launches, name, module)
         self.timeline.append((self.time.spent.seconds, dict(self.memory.live)))
 
     def exchange(self, func: Any, args: Any) -> None:
@@ -98,6 +134,10 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self._counting = counting
+
+
+def _description(argument: Any) -> Any:
+    return (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, Tensor) else argument
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

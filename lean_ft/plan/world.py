@@ -84,7 +84,7 @@ class PlannedWorld(World):
         self._memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
         self._in_flight: Tensor | None = None
         self._cublas_workspaces: list[Tensor] = []
-        self._updated: set[tuple] = set()  # shapes and dtypes of parameters
+        self._update_launches: dict[tuple, float] = {}  # by shape and dtype of a parameter
 
     # What a recipe begins with ----------------------------------------------------------------------------------------
 
@@ -102,6 +102,9 @@ class PlannedWorld(World):
 
     def device_type(self, device: Any) -> str:
         return "cpu" if self.trace.device.is_cpu else "cuda"
+
+    def before_ampere(self, device: Any) -> bool:
+        return self.trace.device.before_ampere
 
     def memory_bytes(self, measure: Callable[[], int | None]) -> int | None:
         return self._memory_bytes
@@ -208,26 +211,29 @@ class PlannedWorld(World):
             self.trace.memory.relabel(state.whole.grad, GRADIENTS)
 
     def _update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:
-        """Rehearse the update of the first parameter of each shape and dtype, and charge the time of all.
+        """Rehearse the update of the first parameter of each shape and dtype, and charge the launches and the time of all.
 
         The time is that of memory traffic: gradients are read, states and weights are read and written.
         """
         new = {(state.param.shape, state.param.dtype): state for state in states}
-        new = {kind: state for kind, state in new.items() if kind not in self._updated}
-        self._updated.update(new)
+        new = {kind: state for kind, state in new.items() if kind not in self._update_launches}
         spent = self.trace.time.spent.copy()
         if new:
             first = next(iter(new.values()))
             with self.trace.memory.labelled(WORKSPACE, f"optimizer step of {first.name}"):
                 update(list(new.values()))
         now = self.trace.time.spent
+        number = now.num_launches - spent.num_launches
+        self._update_launches |= {kind: max(1.0, number / len(new)) for kind in new}
         now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
         for state in states:
             kept = [state.param, *state.tensors.values()]
             if self._in_flight is not None:
                 self.trace.time.travel(2 * sum(t.nbytes for t in state.tensors.values()))
             moved = 2 * sum(t.nbytes for t in kept) + state.grad.nbytes
-            self.trace.spend(Kernel(0.0, moved), "optimizer step", short_name(state.name.rpartition(".")[0]))
+            kernel = Kernel(0.0, moved, number=self._update_launches[state.param.shape, state.param.dtype])
+            launches = self.trace.time.launches(kernel)
+            self.trace.spend(launches, "optimizer step", short_name(state.name.rpartition(".")[0]))
 
 
 class _LazyTokenizer:

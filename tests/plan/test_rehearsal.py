@@ -71,7 +71,7 @@ def test_a_plan_for_a_gpu_counts_the_launches_of_a_gpu(tmp_path: Path, tiny_mode
         counts[operation] += int(launches.number)
     num_gradients = len(list(tiny_model.parameters()))
     assert counts["linalg_vector_norm"] == num_gradients + 1  # and the norm over all
-    assert counts["le"] == counts["optimizer step"] == num_gradients
+    assert counts["le"] == num_gradients <= counts["optimizer step"]
     assert not counts["dot"], "a CPU sums the squares slice by slice"
 
 

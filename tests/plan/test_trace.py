@@ -253,7 +253,8 @@ def test_what_the_compiler_tunes_with_is_reserved_and_no_part_of_the_peak():
 
 @pytest.mark.parametrize(("heads", "softcap", "expanded"), [(2, None, 0), (6, None, 2), (6, 30.0, None)])
 def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_head(heads, softcap, expanded):
-    """Two documents, each padded by up to 128 tokens, and heads of 40 features padded to 64."""
+    """Two documents, each padded by up to 128 tokens, and heads of 40 features padded to 64. With a soft cap there is no flash
+    kernel: at least the float32 weights of a block and their gradient exist."""
 
     def work(trace):
         query, grad, out = (torch.empty(256, heads, 40, dtype=torch.bfloat16) for _ in range(3))
@@ -262,8 +263,11 @@ def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_h
         backward = torch.ops.lean_ft.document_attention_backward
         rules = None, None, None, softcap, 128, None, None, 0
         grads = backward(grad, out, query, key, value, bounds, *rules, torch.empty(0))
-        inside = 0 if expanded is None else 4 * (256 + 2 * 128) * heads * 64 + expanded * query.nbytes
-        assert trace.memory.peak.total_bytes == trace.memory.live_bytes + inside
+        inside = trace.memory.peak.total_bytes - trace.memory.live_bytes
+        if expanded is None:
+            assert inside >= 2 * 4 * 256 * 128 * heads
+        else:
+            assert inside == 4 * (256 + 2 * 128) * heads * 64 + expanded * query.nbytes
         del grads
 
     traced(work)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.layers import wide_dtype
+from lean_ft.system.world import device_type, world
 from lean_ft.torch_private import assert_on_device, softmax_backward
 
 BLOCK_SCORES = 2**23  # scores of a block over all rows and heads, 32 MiB in float32; two to four copies exist at once
@@ -161,7 +162,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype == wide:
         return torch.bmm(left, right)
     # Cards before Ampere support this for float16 only.
-    if left.is_cuda and (left.dtype == torch.float16 or torch.cuda.get_device_capability(left.device) >= (8, 0)):
+    device = left.device
+    if device_type(device) == "cuda" and (left.dtype == torch.float16 or not world().before_ampere(device)):
         return torch.bmm(left, right, out_dtype=wide)
     return torch.bmm(left.to(wide), right.to(wide))
 

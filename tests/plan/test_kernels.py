@@ -1,0 +1,114 @@
+"""Launches that a plan counts for attention and recurrent layers, compared with the operations that a GPU runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lean_ft.models.attention.document_attention import document_attention
+from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
+from lean_ft.models.state.linear_attention import linear_attention
+from lean_ft.plan.devices import Device, find_device
+from lean_ft.plan.trace import Trace
+from lean_ft.plan.world import PlannedWorld
+from lean_ft.system.world import inside
+
+NUM_ROWS, NUM_TOKENS = 2, 512
+
+
+class Operations(TorchDispatchMode):
+    """The operations that are no views and allocate more than memory, and the bytes of their arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        moved = sum(t.numel() * t.element_size() for t in _tensors((args, result)))
+        if moved and func.namespace == "aten" and not func.is_view and not func.__name__.startswith(("empty", "new_")):
+            self.number += 1
+            self.num_bytes += moved
+        return result
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    if isinstance(nested, list | tuple):
+        return [tensor for part in nested for tensor in _tensors(part)]
+    return [nested] if isinstance(nested, Tensor) else []
+
+
+def given(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, sinks: bool = False) -> tuple[Any, ...]:
+    query = torch.empty(NUM_ROWS * NUM_TOKENS, 8, head_dim, dtype=dtype)
+    key, value = (torch.empty(NUM_ROWS * NUM_TOKENS, 2, head_dim, dtype=dtype) for _ in range(2))
+    cu_seqlens = torch.empty(5, dtype=torch.int32)
+    return query, key, value, cu_seqlens, torch.empty(8, dtype=dtype) if sinks else None
+
+
+def planned(work: Any, device: Device) -> tuple[Trace, dict[str, Any]]:
+    trace = Trace(device)
+    world = PlannedWorld(trace)
+    with inside(world), world.fake_mode, trace:
+        work()
+    return trace, {name: launches for (_, name), launches in trace.time.spent.ledger.items()}
+
+
+@pytest.mark.parametrize(
+    ("card", "kind", "rules", "why"),
+    [
+        ("H100", {"sinks": True}, {"window": 128}, "no sinks"),
+        ("H100", {}, {"softcap": 30.0}, "no soft cap"),
+        ("A100 80GB", {"head_dim": 512}, {}, "at most 256 features"),
+        ("A100 80GB", {"dtype": torch.float32}, {}, "model.dtype=bfloat16"),
+        ("T4", {"dtype": torch.float16}, {}, "since Ampere"),
+    ],
+)
+def test_attention_without_a_flash_kernel_counts_the_operations_of_its_blocks(card, kind, rules, why) -> None:
+    def work() -> None:
+        query, key, value, cu_seqlens, sinks = given(**kind)
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        out = document_attention(*leaves, cu_seqlens, sinks, **rules, row_tokens=NUM_TOKENS)
+        torch.autograd.grad(out, leaves, torch.empty_like(out))
+
+    trace, found = planned(work, find_device(card))
+    operations = Operations()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value, cu_seqlens, sinks = given(**kind)
+    with query.fake_mode, operations:
+        rows = Rows(cu_seqlens, sinks, None, rules.get("window"), rules.get("softcap"), NUM_TOKENS)
+        attend_rows(query, key, value, rows)
+        attend_rows_backward(query, query, key, value, rows)
+    if kind.get("dtype") == torch.float32:
+        moved = sum(launches.moved_bytes for launches in found.values())
+        assert moved == pytest.approx(operations.num_bytes, rel=1e-3)  # lookups read only some rows
+    # Five of seven products of 16 bits are float32. They convert both factors on a CPU, and none on a GPU.
+    converted = 0 if kind.get("dtype") == torch.float32 else 2 * 5 * found["bmm"].number / 7
+    assert sum(launches.number for launches in found.values()) == operations.number - converted
+    assert [why in slow for slow in trace.slow_paths] == [True]
+
+
+def test_flash_attention_is_a_few_launches() -> None:
+    def work() -> None:
+        query, key, value, cu_seqlens, _ = given()
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        torch.autograd.grad(document_attention(*leaves, cu_seqlens), leaves, torch.empty_like(query))
+
+    trace, found = planned(work, find_device("H100"))
+    assert sum(launches.number for launches in found.values()) == 2 + 6 and not trace.slow_paths
+
+
+def test_recurrent_layers_without_their_kernels_grow_with_the_row() -> None:
+    def launches(num_tokens: int) -> float:
+        def work() -> None:
+            query, key, value = (torch.empty(1, num_tokens, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+            decay = torch.empty(1, num_tokens, 2)
+            linear_attention(query, key, value, decay, decay, torch.empty(3, dtype=torch.int32), None)
+
+        trace, found = planned(work, find_device("H100"))
+        assert next(iter(trace.slow_paths)).startswith("recurrent layers run without their CUDA kernels")
+        return sum(launches.number for launches in found.values())
+
+    assert 1.8 < launches(2048) / launches(1024) < 2.2
