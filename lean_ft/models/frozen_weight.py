@@ -114,14 +114,15 @@ def _from_float8(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Two numbers per byte of blocks (..., groups, 16), the lower 4 bits first, times powers of two (..., groups), biased by 127.
 
-    The sign, exponent and mantissa of a 4-bit number become those of a float16, which is 2**14 times smaller. A 16-bit result
-    is computed in the memory of these numbers.
+    The sign, exponent and mantissa of a 4-bit number become those of a float16, which is 2**14 times smaller. All steps work in
+    the memory of these float16 numbers, also the product if it has 16 bits.
     """
-    halves = torch.empty(*blocks.shape, 2, dtype=torch.int16, device=blocks.device)
-    halves[..., 0] = (blocks << 4).view(torch.int8)  # the sign is extended to 16 bits
-    halves[..., 1] = (blocks & 0xF0).view(torch.int8)
-    values = halves.bitwise_left_shift_(5).bitwise_and_(-0x7200).view(torch.float16).flatten(-2)  # (..., groups, 32)
-    scales = torch.exp2(exponents.float() - (127 - 14))[..., None]
+    halves = blocks[..., None].expand(*blocks.shape, 2).to(torch.int16)
+    halves <<= torch.arange(12, 4, -4, dtype=torch.int16, device=blocks.device)  # 12 and 8: the number is in the upper 4 bits
+    halves >>= 3  # extends the sign
+    halves &= -0x7200  # the sign, 2 bits of the exponent, and 1 of the mantissa
+    values = halves.view(torch.float16).flatten(-2)  # (..., groups, 32)
+    scales = ((exponents.clamp(max=241).int() + 14) << 23).view(torch.float32)[..., None]  # the exponent of a float32
     if dtype.itemsize == 2:
         return torch.mul(values, scales, out=values.view(dtype))
     return (values * scales).to(dtype)
