@@ -157,6 +157,11 @@ def form_in_folder(name: str, tensors: Sequence[Readable], shape: Sequence[int],
 def empty_mxfp4(shape: Sequence[int], dtype: torch.dtype) -> Frozen:
     """A stack (experts, columns, rows) of transposed matrices on the meta device, as `FourBitStack` has them."""
     num_experts, num_columns, num_rows = shape
+    if num_columns % 32:
+        raise ValueError(
+            f"MXFP4 has groups of 32 values, which do not divide this model's experts of shape {tuple(shape[1:])}. Set "
+            "lora.quantize=none or float8."
+        )
     groups = num_experts, num_rows, num_columns // 32
     blocks, exponents = (torch.empty(size, dtype=torch.uint8, device="meta") for size in ((*groups, 16), groups))
     return Frozen(Form("mxfp4", tuple(shape), dtype, is_transposed=True), (blocks, exponents))
