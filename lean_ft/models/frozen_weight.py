@@ -83,6 +83,8 @@ class Frozen(NamedTuple):
         is_distinct = again and not stays_whole
         if kind in ("float8", "mxfp4"):
             expand = _from_float8 if kind == "float8" else _from_mxfp4
+            if torch.compiler.is_compiling():
+                expand = _expand
             return expand(*(tensor[None] if is_distinct else tensor for tensor in tensors), dtype).view(shape)
         call_shape = (1, *shape) if is_distinct else shape
         # The compiler supports these operators, but not the library's functions around them.
@@ -118,7 +120,9 @@ def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     the memory of these float16 numbers, also the product if it has 16 bits.
     """
     halves = blocks[..., None].expand(*blocks.shape, 2).to(torch.int16)
-    halves <<= torch.arange(12, 4, -4, dtype=torch.int16, device=blocks.device)  # 12 and 8: the number is in the upper 4 bits
+    halves <<= torch.arange(
+        12, 4, -4, dtype=torch.int16, device=blocks.device
+    )  # 12 and 8: the number is in the upper 4 bits
     halves >>= 3  # extends the sign
     halves &= -0x7200  # the sign, 2 bits of the exponent, and 1 of the mantissa
     values = halves.view(torch.float16).flatten(-2)  # (..., groups, 32)
@@ -126,6 +130,19 @@ def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     if dtype.itemsize == 2:
         return torch.mul(values, scales, out=values.view(dtype))
     return (values * scales).to(dtype)
+
+
+@torch.library.custom_op("lean_ft::expand", mutates_args=())
+def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The dense weight, as one operation to the compiler: it would compute the steps again for every use of the weight, or keep
+    their results."""
+    return (_from_mxfp4 if numbers.dtype == torch.uint8 else _from_float8)(numbers, scales, dtype)
+
+
+@_expand.register_fake
+def _(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    is_mxfp4 = numbers.dtype == torch.uint8
+    return numbers.new_empty((*scales.shape, 32) if is_mxfp4 else numbers.shape, dtype=dtype)
 
 
 @torch.no_grad()

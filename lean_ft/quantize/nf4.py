@@ -17,6 +17,7 @@ from lean_ft.torch_private import without_modes
 
 _STRIP_NUMBERS = 2**26  # a multiple of the block; on a CPU the library takes 16 bytes per number
 
+
 def to_nf4(weight: Tensor) -> Frozen:
     """Quantize a weight (O, I), or a stack of them, with double quantization. On `meta`, only shapes are made."""
     form = Form("nf4", tuple(weight.shape), weight.dtype)

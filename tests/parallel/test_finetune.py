@@ -72,8 +72,20 @@ def make_mixture(folder: Path) -> None:
 
 def make_four_bits(folder: Path) -> None:
     """A gpt-oss whose experts are stored in MXFP4, an odd number of them."""
-    sizes = {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
-    sizes |= {"vocab_size": 768, "hidden_size": 64, "intermediate_size": 32, "swiglu_limit": 7.0, "attention_bias": True}
+    sizes = {
+        "model_type": "gpt_oss",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+    }
+    sizes |= {
+        "vocab_size": 768,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+    }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**QWEN, **sizes, "architectures": ["GptOssForCausalLM"]}))
     save_model(load_model(folder, dtype=torch.bfloat16, random_init=True), folder)

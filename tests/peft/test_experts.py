@@ -137,7 +137,9 @@ def test_quantized_weights_compute_what_dequantized_ones_do(
     cfg = LoRAConfig(rank=3, quantize=quantize)
     model = load_model(folder, dtype=dtype, after_module=quantize_as_loaded(cfg))
     weights = quantized_weights(model)
-    of_experts, of_layers = ({w.form.kind for n, w in weights.items() if ("experts" in n) is is_of} for is_of in (True, False))
+    of_experts, of_layers = (
+        {w.form.kind for n, w in weights.items() if ("experts" in n) is is_of} for is_of in (True, False)
+    )
     assert (*of_experts, *of_layers) == forms
     reference = load_model(folder, dtype=dtype)
     for name, weight in weights.items():
