@@ -305,6 +305,8 @@ def has_images(document: Document) -> bool:
 
 def references_of(document: Document) -> list[bytes]:
     """The reference of each image of a document."""
+    if not has_images(document):
+        return []
     references = document.per_document["image_refs"].tobytes()
     ends = np.cumsum(document.per_document["image_ref_lengths"]).tolist()
     return [references[start:end] for start, end in pairwise([0, *ends])]

@@ -82,10 +82,9 @@ class Frozen(NamedTuple):
         # Other arguments make it a distinct call for the compiler.
         is_distinct = again and not stays_whole
         if kind in ("float8", "mxfp4"):
-            expand = _from_float8 if kind == "float8" else _from_mxfp4
-            if torch.compiler.is_compiling():
-                expand = _expand
-            return expand(*(tensor[None] if is_distinct else tensor for tensor in tensors), dtype).view(shape)
+            numbers, scales = (tensor[None] if is_distinct else tensor for tensor in tensors)
+            expand = _expand if torch.compiler.is_compiling() else _expand_stepwise
+            return expand(numbers, scales, dtype).view(shape)
         call_shape = (1, *shape) if is_distinct else shape
         # The compiler supports these operators, but not the library's functions around them.
         expand = torch.ops.bitsandbytes.dequantize_4bit
@@ -104,6 +103,10 @@ def _nf4_scales(scales: Tensor, scale_scales: Tensor, mean_scale: Tensor, levels
         return levels[scales.int()] * scale_scales[block] + mean_scale
     decode = torch.ops.bitsandbytes.dequantize_blockwise
     return decode(scales, scale_scales, levels, NF4_SCALE_BLOCK, torch.float32) + mean_scale
+
+
+def _expand_stepwise(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (_from_mxfp4 if numbers.dtype == torch.uint8 else _from_float8)(numbers, scales, dtype)
 
 
 def _from_float8(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,7 +139,7 @@ def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
 def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The dense weight, as one operation to the compiler: it would compute the steps again for every use of the weight, or keep
     their results."""
-    return (_from_mxfp4 if numbers.dtype == torch.uint8 else _from_float8)(numbers, scales, dtype)
+    return _expand_stepwise(numbers, scales, dtype)
 
 
 @_expand.register_fake

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.dequantized import empty_mxfp4
@@ -212,14 +212,15 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
                 if (frozen := _frozen(model, f"{name}.{own}", getattr(module, own), cfg.quantize)) is not None:
                     delattr(module, own)
                     setattr(module, own, frozen)
-        elif isinstance(module, nn.Linear) and name not in (OUTPUT, SCORE) and not name.startswith(TOWER):
-            if (frozen := _frozen(model, f"{name}.weight", module.weight, cfg.quantize)) is not None:
-                model.set_submodule(name, FrozenLinear(frozen, module.bias))
+        elif not isinstance(module, nn.Linear) or name in (OUTPUT, SCORE) or name.startswith(TOWER):
+            return
+        elif (frozen := _frozen(model, f"{name}.weight", module.weight, cfg.quantize)) is not None:
+            model.set_submodule(name, FrozenLinear(frozen, module.bias))
 
     return quantize_module
 
 
-def _frozen(model: Decoder, name: str, weight: nn.Parameter, quantize: str) -> FrozenParameter | None:
+def _frozen(model: Decoder, name: str, weight: Tensor, quantize: str) -> FrozenParameter | None:
     """The weight on the meta device in fewer bits; None if it stays dense."""
     source = model.source
     method = source.quantization.get("quant_method")
