@@ -84,3 +84,32 @@ def test_a_mixture_multiplies_quantized_stacks_and_keeps_nothing_dense(input_fir
         assert torch.equal(found, expected)
     kept = [kept_bytes(lambda module=module: module(x), module, x) for module in (reference, mixture)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("kind", ["float8", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_compiled_code_expands_the_same_numbers(kind, dtype):
+    """In forward and again in backward, as one operation each."""
+    torch.manual_seed(0)
+    form, tensors = stored(kind, torch.randn(SHAPE))
+    frozen = Frozen(form._replace(is_transposed=True, shape=(5, 64, 12)), tensors)
+
+    def both(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        weight = Frozen(frozen.form, tensors)
+        return weight.whole(dtype), weight.whole(dtype, again=True)
+
+    for found in torch.compile(both, fullgraph=True, backend="aot_eager")(*tensors):
+        assert torch.equal(found, frozen.whole(dtype)) and found.shape == (5, 64, 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["float8", "mxfp4"])
+def test_on_a_gpu_expanding_takes_little_more_than_the_dense_weight(kind):
+    form, tensors = stored(kind, torch.randn(SHAPE))
+    large = tuple(tensor.cuda().repeat(1, 2000, *[1] * (tensor.dim() - 2)) for tensor in tensors)
+    frozen = Frozen(form._replace(shape=(5, 24_000, 64), dtype=torch.bfloat16), large)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    whole = frozen.whole()
+    assert torch.cuda.max_memory_allocated() - before <= 1.25 * whole.nbytes
+    assert torch.equal(whole[:, :12].cpu(), Frozen(form, tensors).whole(torch.bfloat16))
