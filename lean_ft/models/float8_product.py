@@ -88,4 +88,5 @@ def _(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dt
 
 @register_flop_formula(torch.ops.lean_ft.sum_of_float8_products)
 def _num_flops(left: Any, left_scales: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * left[0] * right[0] * left[1]
+    thin_left = args[3]
+    return 2 * left[0] * right[0] * (left[1] + (thin_left[1] if thin_left else 0))
