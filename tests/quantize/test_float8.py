@@ -85,12 +85,8 @@ def test_a_frozen_weight_multiplies_rounded_rows(adapter: bool, stored: str, dty
         nn.Parameter(torch.randn(48, dtype=dtype), False),
     )
     numbers = weight.data.to(torch.float8_e4m3fn)
-    if stored == "rows":
-        scales = torch.rand(48, 1) + 0.1
-        frozen = Frozen(Form("float8", (48, 32), dtype), (numbers, scales))
-    else:
-        blocks, scales = numbers.view(3, 16, 2, 16), torch.rand(3, 1, 2, 1) + 0.1
-        frozen = weight if stored == "plain" else Frozen(Form("float8", (48, 32), dtype), (blocks, scales))
+    scales = torch.rand(48, 1 if stored == "rows" else 2) + 0.1
+    frozen = weight if stored == "plain" else Frozen(Form("float8", (48, 32), dtype), (numbers, scales))
     layer: nn.Module = FrozenLinear(frozen, bias)
     x, grad = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True), torch.randn(2, 5, 48, dtype=dtype)
     if adapter:
@@ -113,7 +109,7 @@ def test_a_frozen_weight_multiplies_rounded_rows(adapter: bool, stored: str, dty
         exact += 2.0 * x.detach().double() @ a.double().T @ b.double().T
         exact_grad += 2.0 * grad.double() @ b.double() @ a.double()
     for ours, theirs in ((out, exact), (x.grad, exact_grad)):
-        assert ours.dtype == dtype and relative_error({"": ours.detach()}, {"": theirs.detach()}) < 6e-3
+        assert ours.dtype == dtype and relative_error({"": ours.detach()}, {"": theirs.detach()}) < 1e-2
 
 
 def test_gradients_of_adapters_are_near_those_of_plain_products() -> None:
