@@ -78,7 +78,9 @@ def sum_of_float8_products(
     total = total.to(dtype)  # some cards' kernels write bfloat16 only
     if bias is not None:
         total.add_(bias)
-    return total if thin_left is None or not thin_left.shape[1] else total.addmm_(thin_left, thin_right)
+    if thin_left is None or thin_right is None or not thin_left.shape[1]:
+        return total
+    return total.addmm_(thin_left, thin_right)
 
 
 @sum_of_float8_products.register_fake
