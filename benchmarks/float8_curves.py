@@ -31,7 +31,7 @@ from lean_ft.models import Decoder
 from lean_ft.peft.lora import load_with_adapter
 from lean_ft.settings import LoRAConfig, ModelConfig
 
-ROWS, TOKENS, LAST_STEPS = 4, 128, 20
+ROWS, TOKENS, LAST_STEPS = 4, 64, 20
 COLUMNS = [
     "model",
     "frozen weights",
@@ -59,13 +59,7 @@ _SIZES = {
     "eos_token_id": 2,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 4,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "head_dim": 64,
-    },
+    "qwen3": {"model_type": "qwen3", "num_hidden_layers": 4},
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         "num_experts": 8,
@@ -102,7 +96,7 @@ def train(model: Decoder, texts: str, seed: int, steps: int, lr: float) -> list[
     optimizer, losses = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0), []
     for batch, _ in zip(batches(texts, seed), range(steps), strict=False):
         hidden = model(batch[:, :-1], return_hidden=True)
-        loss = linear_cross_entropy(hidden, model.output_weight, batch[:, 1:])
+        loss = linear_cross_entropy(hidden, model.output_weight, batch[:, 1:]) / (ROWS * TOKENS)
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
