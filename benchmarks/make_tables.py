@@ -48,6 +48,8 @@ BENCHMARKS = (
     "planner_accuracy",
     "planned_distributed",
     "published_speed",
+    "published_memory",
+    "float8_curves",
     "roofline",
     "cpu_step",
     "pretended_ladder",
