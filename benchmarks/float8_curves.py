@@ -8,7 +8,7 @@ seed and row of the table. A seed draws the adapter and the order of the data, a
 steps. The noise is the standard deviation of bfloat16's loss over the seeds. On a CPU, float8 products have a GPU's rounding of the factors,
 and sums in float32.
 
-Writes `results/float8_curves_<hardware>.json`.
+Writes `results/float8_curves_<hardware>.json` after each model; other models keep their numbers.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from results import console, describe_hardware, print_result, write_result
+from results import RESULTS, console, describe_hardware, print_result, write_result
 from shapes import EMBEDDED_MODEL, TOKENIZER_FILES
 from torch import Tensor, nn
 
@@ -175,17 +175,20 @@ def main(
     base_steps: Annotated[int, typer.Option(help="Steps of the base model.")] = 100,
 ) -> None:
     """Train LoRA on frozen weights in bfloat16 and in float8, and compare the losses."""
-    rows = []
+    hardware = describe_hardware("cpu")
+    path = RESULTS / f"float8_curves_{hardware.slug}.json"
     for name in [name.strip() for name in only.split(",") if name.strip()] or MODELS:
         with tempfile.TemporaryDirectory(prefix="lean_ft_float8_") as folder:
-            rows += compare(name, write_base(name, Path(folder), base_steps), seeds, steps)
-    path = write_result(
-        "float8_curves",
-        benchmark="float8_curves",
-        hardware=describe_hardware("cpu"),
-        settings={"steps": steps, "seeds": seeds, "base_steps": base_steps},
-        rows=rows,
-    )
+            rows = compare(name, write_base(name, Path(folder), base_steps), seeds, steps)
+        before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+        others = [row for row in before if row["model"] != name]
+        write_result(
+            "float8_curves",
+            benchmark="float8_curves",
+            hardware=hardware,
+            settings={"steps": steps, "seeds": seeds, "base_steps": base_steps},
+            rows=sorted([*others, *rows], key=lambda row: [*MODELS].index(row["model"])),
+        )
     print_result(path, describe, COLUMNS, table_cells)
 
 
