@@ -123,7 +123,7 @@ def write_base(name: str, folder: Path, steps: int) -> Path:
 
 def compare(name: str, base: Path, seeds: int, steps: int) -> list[dict[str, Any]]:
     """The rows of one model: LoRA's losses of each kind, by seed."""
-    rows = []
+    rows, sizes = [], set[int]()
     for kind, (quantize, in_float8) in KINDS.items():
         curves = []
         for seed in range(seeds):
@@ -133,6 +133,8 @@ def compare(name: str, base: Path, seeds: int, steps: int) -> list[dict[str, Any
             model = load_with_adapter(settings, lora)
             if in_float8:
                 float8_products(model, emulate=True)
+            sizes.add(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
+            assert len(sizes) == 1, f"{kind} trains other adapters"
             curves.append([round(loss, 5) for loss in train(model, "problems_train.jsonl", seed, steps, lr=2e-3)])
         last = statistics.fmean(statistics.fmean(curve[-LAST_STEPS:]) for curve in curves)
         console.print(f"{name} {kind}: {last:.4f}")
