@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.system.shards import part_of
 
 NF4_BLOCK = 64  # values that share a scale
@@ -50,6 +51,8 @@ class Form(NamedTuple):
     two."""
     is_transposed: bool = False
     """Whether the transposes of the matrices are stored. The dense weight is then a view of them, which is not contiguous."""
+    in_float8: bool = False
+    """Whether products are computed in float8 (`lean_ft.models.float8_product`)."""
 
 
 class Frozen(NamedTuple):
@@ -67,7 +70,7 @@ class Frozen(NamedTuple):
         again: expand again in backward. Otherwise a compiler that recomputes a layer would recognize the same values and keep
         every dense weight of the layer from forward to backward.
         """
-        (kind, shape, own_dtype, stays_whole, is_transposed), tensors = self
+        (kind, shape, own_dtype, stays_whole, is_transposed, _), tensors = self
         dtype = own_dtype if dtype is None else dtype
         if is_transposed:
             stored = self._replace(form=Form(kind, (*shape[:-2], shape[-1], shape[-2]), own_dtype, stays_whole))
@@ -203,11 +206,13 @@ class FrozenParameter(nn.Module):
             here.values.view(-1).copy_(tensor.view(-1)[here.first : here.first + here.values.numel()])
 
 
-def as_frozen(weight: Tensor | FrozenParameter) -> Frozen:
-    """A layer's weight, quantized or not."""
+def as_frozen(weight: Tensor | FrozenParameter, *, in_float8: bool = False) -> Frozen:
+    """A layer's weight, quantized or not. in_float8: compute its products in float8."""
     if isinstance(weight, FrozenParameter):
-        return weight.frozen
-    return Frozen(Form("plain", tuple(weight.shape), weight.dtype), (weight,))
+        form, tensors = weight.frozen
+    else:
+        form, tensors = Form("plain", tuple(weight.shape), weight.dtype), (weight,)
+    return Frozen(form._replace(in_float8=in_float8), tensors)
 
 
 def quantized_weights(model: nn.Module) -> dict[str, FrozenParameter]:
@@ -222,19 +227,20 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer with a frozen, quantized weight."""
+    """A linear layer with a frozen weight, quantized or not."""
 
-    weight: FrozenParameter  # pyright: ignore[reportIncompatibleVariableOverride]
+    weight: FrozenParameter | Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    in_float8 = False  # `float8_products` sets True
 
-    def __init__(self, weight: Frozen | FrozenParameter, bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: Frozen | FrozenParameter | Tensor, bias: nn.Parameter | None) -> None:
         nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.form.shape
         weight = FrozenParameter(weight) if isinstance(weight, Frozen) else weight
+        self.out_features, self.in_features = as_frozen(weight).form.shape
         self.weight = weight  # pyright: ignore[reportIncompatibleVariableOverride]
         self.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        form, tensors = self.weight.frozen
+        form, tensors = as_frozen(self.weight, in_float8=self.in_float8)
         return _FrozenProduct.apply(x.to(product_dtype(x)), self.bias, form, *tensors)
 
 
@@ -243,11 +249,15 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, form: Form, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.form = form
+        if form.in_float8:
+            return float8_forward(x.flatten(0, -2), Frozen(form, tensors), bias).view(*x.shape[:-1], -1)
         return F.linear(x, Frozen(form, tensors).whole(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         tensors = ctx.saved_tensors  # read once, because checkpointing refuses a second access
-        weight = Frozen(ctx.form, tensors).whole(grad.dtype, again=True)
-        return grad @ weight, None, None, *(None for _ in tensors)
+        frozen, ignored = Frozen(ctx.form, tensors), (None for _ in tensors)
+        if ctx.form.in_float8:
+            return float8_backward(grad.flatten(0, -2), frozen).view(*grad.shape[:-1], -1), None, None, *ignored
+        return grad @ frozen.whole(grad.dtype, again=True), None, None, *ignored

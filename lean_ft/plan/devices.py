@@ -23,6 +23,8 @@ _CACHES = {
     "T4": 4, "V100": 6, "RTX 3060": 3, "RTX 3090": 6, "RTX 4060 Ti": 32, "RTX 4090": 72, "RTX 5090": 96, "RTX A6000": 6,
     "A10G": 6, "L4": 48, "L40S": 96, "A100 40GB": 40, "A100 80GB": 40, "H100": 50, "H200": 50, "B200": 126, "MI300X": 4,
 }  # fmt: skip
+# Their float8 products are refused when the run starts; other cards compute them at twice the 16-bit rate.
+_WITHOUT_FLOAT8 = ("T4", "V100", "RTX 3060", "RTX 3090", "RTX A6000", "A10G", "A100 40GB", "A100 80GB")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Device:
         return max(arithmetic, traffic) + self.fixed_seconds * kernel.number
 
     def _peak(self, kernel: "Kernel") -> float:
+        if kernel.itemsize == 1 and self.name not in _WITHOUT_FLOAT8:
+            return 2 * self.flops_16bit
         return self.flops_16bit if kernel.itemsize <= 2 else self.flops_32bit
 
 
