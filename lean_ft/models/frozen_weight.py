@@ -88,7 +88,11 @@ class Frozen(NamedTuple):
             numbers, scales = (tensor[None] if is_distinct else tensor for tensor in tensors)
             expand = _expand if torch.compiler.is_compiling() else _expand_stepwise
             return expand(numbers, scales, dtype).view(shape)
-        call_shape = (1, *shape) if is_distinct else shape
+        # The kernel for CPUs is wrong if a block of scales crosses the end of a row.
+        numel = math.prod(shape)
+        width = NF4_BLOCK if numel % NF4_BLOCK == 0 else numel
+        width = shape[-1] if shape[-1] % NF4_BLOCK == 0 else width
+        call_shape = (1, numel // width, width) if is_distinct else (numel // width, width)
         # The compiler supports these operators, but not the library's functions around them.
         expand = torch.ops.bitsandbytes.dequantize_4bit
         levels, scales = tensors[0].view(-1, 1), tensors[1].flatten()
