@@ -31,6 +31,7 @@ from lean_ft.system.environment import cpu_features
 MOST_ROWS = 32
 DTYPES = (torch.bfloat16, torch.float16)
 _PACKED_FOR = 8  # rows; oneDNN's layout hardly depends on it
+_HAS_AMX = "amx_bf16" in cpu_features()  # read once, since the compiler cannot read files
 _KEPT = ("kv_b_proj", "base_layer")  # linear layers whose weights other modules multiply themselves
 
 _packed: dict[int, Tensor] = {}  # by the id of the weight
@@ -42,9 +43,10 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     is_16_bits_on_cpu = weight.device.type == "cpu" and weight.dtype in DTYPES and x.dtype == weight.dtype
     if not is_16_bits_on_cpu or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    if (packed := weight if weight.is_mkldnn else _packed.get(id(weight))) is not None:
+    packed = weight if weight.is_mkldnn else _packed.get(id(weight)) if _packed else None
+    if packed is not None:
         return torch_private.packed_linear(x, packed, bias, "none", [], "")
-    if not 1 < num_rows <= MOST_ROWS or not _has_amx():
+    if not 1 < num_rows <= MOST_ROWS or not _HAS_AMX:
         return F.linear(x, weight, bias)
     out = (weight @ x.reshape(num_rows, -1).T).T.contiguous()  # (N, O)
     return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
@@ -111,11 +113,6 @@ def _plain_weight(module: nn.Module | None) -> Tensor | None:
     if type(module) is not nn.Linear or "forward" in vars(module) or not _is_16_bits_on_cpu(module.weight):
         return None
     return None if hasattr(module.weight, "qdata") else module.weight  # torchao multiplies its quantized weights itself
-
-
-@cache
-def _has_amx() -> bool:
-    return "amx_bf16" in cpu_features()
 
 
 def _is_16_bits_on_cpu(weight: Tensor) -> bool:
