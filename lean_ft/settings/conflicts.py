@@ -219,6 +219,20 @@ CONFLICTS = [
         "memory.frozen_embeddings=host is for embeddings that are not trained, and memory.tied_gradient=host is for their "
         "gradient. Remove one of them.",
     ),
+    Conflict(
+        lambda memory: (
+            memory.experts == "streamed"
+            and memory.activation_checkpointing not in ("full", "selective")
+            and not memory.tile_mlp
+        ),
+        "memory.experts=streamed needs layers that are recomputed, because the backward pass would otherwise keep the copied "
+        "experts of all layers. Set memory.activation_checkpointing=full, or memory.experts=device.",
+    ),
+    Conflict(
+        lambda recipe, memory: memory.experts == "streamed" and recipe.compile,
+        "memory.experts=streamed copies experts between the operations of a layer, which a compiled layer does not support. Set "
+        "compile=false, or memory.experts=device.",
+    ),
     *(
         Conflict(
             lambda memory, score_loss, name=name, default=default: getattr(memory, name) != default,
