@@ -47,7 +47,9 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
     if memory.float8_products:
         float8_products(model)
     if memory.experts == "streamed":
-        stream_experts(model, open_link(next(model.parameters()).device, "memory.experts=streamed", "memory.experts=device"))
+        stream_experts(
+            model, open_link(next(model.parameters()).device, "memory.experts=streamed", "memory.experts=device")
+        )
     if memory.tile_mlp:
         tile_mlp(model, memory.tile_mlp)
     if kind in ("full", "every_n", "selective"):

@@ -50,8 +50,8 @@ def fill_model(model: Decoder, device: str | torch.device, fill: Fill, memory: M
     that `memory` keeps on the host, embeddings are read into host memory, and each stack of experts is moved there."""
     host_embeddings = memory is not None and memory.frozen_embeddings == "host"
     streams_experts = memory is not None and memory.experts == "streamed"
-    setting = "memory.frozen_embeddings=host" if host_embeddings else "memory.experts=streamed"
-    instead = f"{setting.partition('=')[0]}=device"
+    name, value = ("frozen_embeddings", "host") if host_embeddings else ("experts", "streamed")
+    setting, instead = f"memory.{name}={value}", f"memory.{name}=device"
     link = open_link(torch.device(device), setting, instead) if host_embeddings or streams_experts else None
     for name, module in list(model.named_modules()):
         if isinstance(module, FrozenParameter):

@@ -220,18 +220,12 @@ CONFLICTS = [
         "gradient. Remove one of them.",
     ),
     Conflict(
-        lambda memory: (
-            memory.experts == "streamed"
-            and memory.activation_checkpointing not in ("full", "selective")
-            and not memory.tile_mlp
+        lambda recipe, memory: (
+            memory.experts == "streamed" and (memory.activation_checkpointing != "full" or recipe.compile)
         ),
-        "memory.experts=streamed needs layers that are recomputed, because the backward pass would otherwise keep the copied "
-        "experts of all layers. Set memory.activation_checkpointing=full, or memory.experts=device.",
-    ),
-    Conflict(
-        lambda recipe, memory: memory.experts == "streamed" and recipe.compile,
-        "memory.experts=streamed copies experts between the operations of a layer, which a compiled layer does not support. Set "
-        "compile=false, or memory.experts=device.",
+        "memory.experts=streamed copies experts again when a layer is recomputed for its backward pass, and only between the "
+        "operations of a layer that is not compiled. Set memory.activation_checkpointing=full and compile=false, or "
+        "memory.experts=device.",
     ),
     *(
         Conflict(

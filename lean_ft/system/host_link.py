@@ -172,7 +172,7 @@ class HostLink:
         return Sent(host)
 
     def weight_on_host(self, empty: Tensor, fill: Callable[[Tensor], object]) -> torch.nn.Parameter:
-        """Return a weight like `empty`, which may be on the meta device, filled in pinned host memory."""
+        """Return a weight like `empty` of any device, filled in pinned host memory."""
         host = self._host_memory(empty.detach(), new=True)
         fill(host)
         weight = torch.nn.Parameter(self.seen_from_device(host), requires_grad=empty.requires_grad)

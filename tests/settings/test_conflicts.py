@@ -27,6 +27,8 @@ REFUSED = [
     ("reward", "memory.loss_chunk_tokens=8", "memory.loss_chunk_tokens=8 is for the logits"),
     ("reward", "memory.loss_accumulation_dtype=weight", "memory.loss_accumulation_dtype=weight is for"),
     ("reward", "memory.tied_gradient=separate", "memory.tied_gradient=separate is for"),
+    ("finetune", "memory.experts=streamed", "Set memory.activation_checkpointing=full"),
+    ("finetune", "memory.experts=streamed memory.activation_checkpointing=full compile=true", "and compile=false"),
     ("finetune", "memory.frozen_embeddings=host memory.tied_gradient=host", "embeddings that are not trained"),
     ("classify", "data.chat=false", "data.chat=False is for chats"),
     ("classify", "data.chat_template=x", "data.chat_template=x is for chats"),
