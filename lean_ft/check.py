@@ -349,7 +349,7 @@ class Check:
 
     def _prepared(self, cfg: CheckedConfig) -> tuple[Decoder, list[tuple[Any, bool]]]:
         """Return the model as a recipe prepares it, and its batches, each with a flag for the last."""
-        model = load_with_adapter(cfg.model, cfg.lora, self.device)
+        model = load_with_adapter(cfg.model, cfg.lora, self.device, memory=cfg.memory)
         apply_memory(model, cfg.memory, compile=cfg.compile)
         arrangement, objective = arrange(self.documents.lengths, cfg.data, cfg.batch_size), objective_of(cfg.data)
         batches = [collate(arrangement, self.documents, objective, rows) for rows in arrangement.plan(None)]

@@ -62,7 +62,8 @@ def main(cfg: Config) -> None:
     data = with_labels(cfg.data)  # those that the rows have, if `data.labels` names none
     names = data.labels or []
     batches, held_out = prepare_batches(data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
-    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores=label_fields(names, data.multi_label is True))
+    scores = label_fields(names, data.multi_label is True)
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores, cfg.memory)
     set_padding_apart(model, tokenizer, batches, held_out)
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     cut(model, cfg.parallel, ranks)  # tensor, context, expert and vocabulary parallelism

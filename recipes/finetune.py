@@ -48,7 +48,7 @@ def main(cfg: Config) -> None:
     ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
-    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # frozen weights are quantized while loading
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     fake_quantize(model, cfg)  # quantization-aware training, if `quantize.train` is set
     cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them

@@ -33,7 +33,7 @@ def main(cfg: Config) -> None:
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed)
     score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
-    model = load_with_adapter(cfg.model, cfg.lora, device, ranks)  # frozen weights are quantized while loading
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them
     apply_memory(model, cfg.memory, compile=cfg.compile)

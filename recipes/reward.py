@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
         cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=share_prompts
     )
     # A language model's output layer is replaced by zeros, so every score starts at 0.
-    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores=True)
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores=True, memory=cfg.memory)
     set_padding_apart(model, tokenizer, batches, held_out)
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them

@@ -24,7 +24,7 @@ class LateLink(HostLink):
         pass
 
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
-        return torch.empty_like(like)
+        return torch.empty_like(like, device="cpu")
 
     def seen_from_device(self, host: Tensor) -> Tensor:
         return host

@@ -38,7 +38,7 @@ def load_frozen(
     frozen = load_model(model, first, dtype, after_module=quantize, images=tower).requires_grad_(False).eval()
     # Checkpointing and offload only serve a backward pass.
     for_forward = {"activation_checkpointing": "none", "activation_offload": False}
-    for_forward |= {"tied_gradient": "separate", "frozen_embeddings": "device"}
+    for_forward |= {"tied_gradient": "separate", "frozen_embeddings": "device", "experts": "device"}
     if parallel is not None:
         cut(frozen, parallel, ranks)
     apply_memory(frozen, memory.model_copy(update=for_forward), compile=compile)

@@ -7,6 +7,7 @@ from lean_ft.memory.compiling import compile_layers
 from lean_ft.memory.frozen_embeddings import keep_embeddings_on_host
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
 from lean_ft.memory.offload import offload_activations
+from lean_ft.memory.streamed_experts import stream_experts
 from lean_ft.memory.streamed_weights import stream_weights
 from lean_ft.memory.tied_gradient import fuse_tied_gradient
 from lean_ft.memory.tiling import tile_mlp
@@ -24,6 +25,7 @@ __all__ = [
     "keep_embeddings_on_host",
     "offload_activations",
     "pool_host_memory",
+    "stream_experts",
     "stream_weights",
     "tile_mlp",
     "wants_host_pool",
@@ -31,7 +33,7 @@ __all__ = [
 
 
 def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> None:
-    """Apply the settings in the only order that works: float8, tile, checkpoint, compile, embeddings, offload.
+    """Apply the settings in the only order that works: float8, experts, tile, checkpoint, compile, embeddings, offload.
 
     The compiler then sees what is recomputed, and offloading sees what compiled layers keep. Raises ValueError for
     settings that contradict each other, the model or its device.
@@ -44,6 +46,10 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
         )
     if memory.float8_products:
         float8_products(model)
+    if memory.experts == "streamed":
+        stream_experts(
+            model, open_link(next(model.parameters()).device, "memory.experts=streamed", "memory.experts=device")
+        )
     if memory.tile_mlp:
         tile_mlp(model, memory.tile_mlp)
     if kind in ("full", "every_n", "selective"):

@@ -28,8 +28,7 @@ def keep_embeddings_on_host(model: Any, link: HostLink) -> None:
                 f"memory.frozen_embeddings=host needs a frozen embedding, but model.{name} is trained. Set "
                 "memory.frozen_embeddings=device."
             )
-        sent = Sent(link.host_copy(embedding.weight.detach()))
-        embedding.weight.data = link.seen_from_device(sent.host)
+        sent = link.keep_on_host(embedding.weight)
         if name == "embed_tokens" and model.head is None:
             model.tied_output_weight = lambda sent=sent: whole_weight(link, sent)
 

@@ -37,7 +37,7 @@ from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.models.source import Source, all_tensors, name_in_language_model, parts_on_disk, tensors_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
 from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
-from lean_ft.settings import ModelConfig, spelled_out
+from lean_ft.settings import MemoryConfig, ModelConfig, spelled_out
 from lean_ft.system.shards import Part, part_of, remember_cuts
 from lean_ft.system.whole_files import read_json
 from lean_ft.system.world import world
@@ -75,6 +75,7 @@ def load_model(
     new_ids: Sequence[int] = (),
     may_score: bool = False,
     images: Literal["none", "frozen", "train"] = "none",
+    memory: MemoryConfig | None = None,
 ) -> Decoder:
     """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model, with parameters in `dtype`.
 
@@ -93,6 +94,7 @@ def load_model(
         new_ids: ids of added tokens. Their rows are the mean of the rows before the first new id.
         may_score: whether a reward model or classifier is accepted without `scores`.
         images: of a multimodal model, load the language model alone, or also the vision tower, frozen or to train.
+        memory: frozen weights that these settings keep on the host are loaded there; None loads all to the device.
 
     Raises:
         ValueError: if config.json or the weights are not as expected; nothing is allocated before this check.
@@ -126,7 +128,7 @@ def load_model(
         if torch.device(device).type == "meta":
             model.source.unread = Unread(weights)
         else:
-            fill_model(model, device, weights)
+            fill_model(model, device, weights, memory)
 
     return _from_folder(path, build, fill, weights=not random_init)
 

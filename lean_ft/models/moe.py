@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.config import MixtureConfig
-from lean_ft.models.frozen_weight import as_frozen, product_dtype
+from lean_ft.models.frozen_weight import Frozen, as_frozen, product_dtype
 from lean_ft.models.layers import MLP, unit_rms, wide, wide_dtype
 from lean_ft.models.mix import Mix, activation
 
@@ -142,7 +142,7 @@ class Experts(nn.Module):
         projection, (E, I, R) and (E, R, D) to the down projection.
         """
         tokens = tokens.to(product_dtype(tokens))
-        gate_up, down = as_frozen(self.gate_up_proj), as_frozen(self.down_proj)
+        gate_up, down = self.stacks()
         tensors = (*(gate_up_adapter or (None, None)), *gate_up.tensors, *(down_adapter or (None, None)), *down.tensors)
         forms = gate_up.form, down.form
         mixed = Mix.apply(tokens, weights, chosen, self.gate_up_proj_bias, self.config, forms, *tensors)
@@ -150,6 +150,10 @@ class Experts(nn.Module):
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
         return mixed
+
+    def stacks(self) -> tuple[Frozen, Frozen]:
+        """The stored weights of both projections."""
+        return as_frozen(self.gate_up_proj), as_frozen(self.down_proj)
 
     def inner(self, tokens: Tensor, expert: int) -> Tensor:
         """The inputs (N, I) of the down projection of one expert, for tokens (N, D)."""

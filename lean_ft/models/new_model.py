@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,10 @@ from torch import Tensor, nn
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.frozen_weight import FrozenParameter
+from lean_ft.models.moe import Experts
 from lean_ft.models.source import all_tensors, own_tensors
+from lean_ft.settings import MemoryConfig
+from lean_ft.system.host_link import open_link
 from lean_ft.system.shards import part_of
 from lean_ft.torch_private import without_modes
 
@@ -41,15 +45,28 @@ def empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
 
 
 @torch.no_grad()
-def fill_model(model: Decoder, device: str | torch.device, fill: Fill) -> None:
-    """Allocate and fill the parameters of a meta model, one module at a time, and one quantized weight at a time."""
+def fill_model(model: Decoder, device: str | torch.device, fill: Fill, memory: MemoryConfig | None = None) -> None:
+    """Allocate and fill the parameters of a meta model, one module at a time, and one quantized weight at a time. Of the weights
+    that `memory` keeps on the host, embeddings are read into host memory, and each stack of experts is moved there."""
+    host_embeddings = memory is not None and memory.frozen_embeddings == "host"
+    streams_experts = memory is not None and memory.experts == "streamed"
+    name, value = ("frozen_embeddings", "host") if host_embeddings else ("experts", "streamed")
+    setting, instead = f"memory.{name}={value}", f"memory.{name}=device"
+    link = open_link(torch.device(device), setting, instead) if host_embeddings or streams_experts else None
     for name, module in list(model.named_modules()):
         if isinstance(module, FrozenParameter):
             model.set_submodule(name, FrozenParameter(module.load(name, device, fill)))
-            continue
-        module.to_empty(device=device, recurse=False)
-        for own_name, tensor in own_tensors(module):
-            fill(f"{name}.{own_name}" if name else own_name, tensor)
+            name = name.rpartition(".")[0]
+        elif link is not None and host_embeddings and name.startswith("model.embed_tokens"):
+            assert isinstance(module, nn.Embedding)
+            module.weight = link.weight_on_host(module.weight, partial(fill, f"{name}.weight"))
+        else:
+            module.to_empty(device=device, recurse=False)
+            for own_name, tensor in own_tensors(module):
+                fill(f"{name}.{own_name}" if name else own_name, tensor)
+        if link is not None and streams_experts and isinstance(experts := model.get_submodule(name), Experts):
+            for tensor in (tensor for frozen in experts.stacks() for tensor in frozen.tensors if not tensor.is_meta):
+                link.keep_on_host(tensor)
 
 
 def random_weights(model: Decoder) -> Fill:

@@ -23,7 +23,7 @@ from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRAL
 from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows, trained_rows
 from lean_ft.peft.targets import TOWER, find_targets, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.quantize.nf4 import check_available, to_nf4
-from lean_ft.settings import LoRAConfig, ModelConfig
+from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig
 from lean_ft.system.shards import ALONE, Ranks
 
 OUTPUT = "lm_head"
@@ -36,13 +36,14 @@ def load_with_adapter(
     device: str | torch.device = "cpu",
     ranks: Ranks = ALONE,
     scores: bool | dict[str, Any] = False,
+    memory: MemoryConfig | None = None,
 ) -> Decoder:
     """Load the model of the settings and add an adapter to it; without `lora`, just load it.
 
     With several `ranks`, the model is on the meta device until it is sharded (`cut_loading`). Weights are quantized one by
     one while loading, so the unquantized model is never in memory. With `model.dtype=float16`, frozen weights are float16.
-    `scores` loads a reward model, whose output layer is trained in addition to an adapter. Raises the errors of
-    `load_model` and `apply_lora`.
+    `scores` loads a reward model, whose output layer is trained in addition to an adapter. Frozen weights
+    that `memory` keeps on the host are loaded there. Raises the errors of `load_model` and `apply_lora`.
     """
     if lora is None:
         return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)
@@ -56,6 +57,7 @@ def load_with_adapter(
         scores=scores,
         new_ids=new_token_ids(model_cfg),
         images=model_cfg.images,
+        memory=memory,
     )
     apply_lora(model, lora)
     if model.source.unread is not None:

@@ -8,6 +8,7 @@ from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.losses.linear_distillation import linear_distillation, top_log_probs
 from lean_ft.losses.linear_log_probs import linear_log_probs, recomputed_log_probs
 from lean_ft.memory.frozen_embeddings import whole_weight
+from lean_ft.memory.streamed_experts import StreamedStacks
 from lean_ft.models.hf_format import load_model, read_weights
 from lean_ft.optim.build import build_optimizer
 from lean_ft.peft.lora import apply_lora
@@ -19,7 +20,7 @@ GENERATION = "generation"
 LABELS = (WEIGHTS, STATES, GRADIENTS, ACTIVATIONS, LOSS, WORKSPACE, BATCH)
 
 _FUNCTIONS = {
-    WEIGHTS: (load_model, read_weights, apply_lora, whole_weight),
+    WEIGHTS: (load_model, read_weights, apply_lora, whole_weight, StreamedStacks.bring),
     STATES: (build_optimizer,),
     LOSS: (linear_cross_entropy, linear_log_probs, recomputed_log_probs, linear_distillation, top_log_probs),
     GENERATION: (rehearse_generation,),

@@ -308,7 +308,7 @@ class _PlannedLink(HostLink):
 
     def _host_memory(self, like: Tensor, *, new: bool = False) -> Tensor:
         with self._trace.uncounted():
-            host = torch.empty_like(like)
+            host = torch.empty_like(like, device=self.device)
         self._trace.memory.pin(host)
         return host
 

@@ -219,6 +219,14 @@ CONFLICTS = [
         "memory.frozen_embeddings=host is for embeddings that are not trained, and memory.tied_gradient=host is for their "
         "gradient. Remove one of them.",
     ),
+    Conflict(
+        lambda recipe, memory: (
+            memory.experts == "streamed" and (memory.activation_checkpointing != "full" or recipe.compile)
+        ),
+        "memory.experts=streamed copies experts again when a layer is recomputed for its backward pass, and only between the "
+        "operations of a layer that is not compiled. Set memory.activation_checkpointing=full and compile=false, or "
+        "memory.experts=device.",
+    ),
     *(
         Conflict(
             lambda memory, score_loss, name=name, default=default: getattr(memory, name) != default,

@@ -36,6 +36,9 @@ class MemoryConfig(Settings):
     frozen_embeddings: Literal["device", "host"] = "device"
     """Embeddings that are not trained: `host` keeps them in pinned host memory, from which the GPU reads the rows of a
     batch. An output layer with the same weight is copied to the GPU for each loss."""
+    experts: Literal["device", "streamed"] = "device"
+    """Frozen experts of a mixture on a GPU: `streamed` keeps them in pinned host memory and copies them to the GPU layer by
+    layer, in both passes. Needs activation_checkpointing=full and compile=false."""
     float8_products: bool = False
     """GPU with float8: compute the layers' linear projections in 8 bits. Faster and less exact; best with compile=true.
     With adapters, the frozen weights multiply in 8 bits."""

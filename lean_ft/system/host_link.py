@@ -24,6 +24,7 @@ import ctypes
 import itertools
 import mmap
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,8 +101,8 @@ def _pin(num_bytes: int) -> mmap.mmap:
     if error != runtime.cudaError.success:
         raise RuntimeError(
             f"cannot pin {num_bytes:,} bytes of host memory ({error}), which optimizer.state=streamed, "
-            "memory.activation_offload=true, memory.tied_gradient=host and memory.frozen_embeddings=host need. Free host memory, "
-            "raise the limit of locked memory (`ulimit -l`), or unset one of these settings."
+            "memory.activation_offload=true, memory.tied_gradient=host, memory.frozen_embeddings=host and "
+            "memory.experts=streamed need. Free host memory, raise the limit of locked memory (`ulimit -l`), or unset one of these settings."
         )
     return block
 
@@ -161,6 +162,22 @@ class HostLink:
     def host_copy(self, tensor: Tensor) -> Tensor:
         """Return a copy in pinned host memory, which is complete on return."""
         return self._host_memory(tensor, new=True).copy_(tensor)
+
+    def keep_on_host(self, weight: Tensor) -> Sent:
+        """Move a frozen weight to pinned host memory, which kernels then read over the link. Does not move it again."""
+        if (host := getattr(weight, "host", None)) is None:
+            host = self.host_copy(weight.detach())
+            weight.data = self.seen_from_device(host)
+            weight.host = host  # pyright: ignore[reportAttributeAccessIssue]
+        return Sent(host)
+
+    def weight_on_host(self, empty: Tensor, fill: Callable[[Tensor], object]) -> torch.nn.Parameter:
+        """Return a weight like `empty` of any device, filled in pinned host memory."""
+        host = self._host_memory(empty.detach(), new=True)
+        fill(host)
+        weight = torch.nn.Parameter(self.seen_from_device(host), requires_grad=empty.requires_grad)
+        weight.host = host  # pyright: ignore[reportAttributeAccessIssue]
+        return weight
 
     def bring_back(self, host: Tensor) -> Tensor:
         """Return the tensor on the device, copied on the compute stream, for use when nothing else is computed."""

@@ -116,6 +116,7 @@ def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
         "memory.activation_offload=true": memory is not None and memory.activation_offload,
         "memory.tied_gradient=host": memory is not None and memory.tied_gradient == "host",
         "memory.frozen_embeddings=host": memory is not None and memory.frozen_embeddings == "host",
+        "memory.experts=streamed": memory is not None and memory.experts == "streamed",
         "memory.float8_products=true": memory is not None and memory.float8_products,
         "lora.init=pissa": lora is not None and lora.init == "pissa",
     }

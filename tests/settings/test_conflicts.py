@@ -28,6 +28,7 @@ REFUSED = [
     ("reward", "memory.loss_accumulation_dtype=weight", "memory.loss_accumulation_dtype=weight is for"),
     ("reward", "memory.tied_gradient=separate", "memory.tied_gradient=separate is for"),
     ("finetune", "memory.frozen_embeddings=host memory.tied_gradient=host", "embeddings that are not trained"),
+    ("finetune", "memory.experts=streamed compile=true", "Set memory.activation_checkpointing=full and compile=false"),
     ("classify", "data.chat=false", "data.chat=False is for chats"),
     ("classify", "data.chat_template=x", "data.chat_template=x is for chats"),
     ("classify", "data.system=x", "data.system=x is for chats"),

@@ -76,6 +76,7 @@ class Case:
 GPU, TWO_GPUS = "1 x A100 80GB", "2 x A100 80GB"
 SAMPLED = "temperature=2 seed=3"
 SEES = "model.path=IN/sees model.images=frozen data.source=IN/photos.jsonl data.validation_source=null data.chat=auto"
+MIXTURE = "model.path=IN/experts model.random_init=true"
 # Settings whose type does not imply a test value, or whose effect needs another setting.
 CASES = {
     "model.path": Case("IN/other"),
@@ -171,6 +172,7 @@ CASES = {
     # A plan counts the plain products.
     "memory.float8_products": Case("true", refused="" if torch.cuda.is_available() else "the model is on cpu"),
     "memory.frozen_embeddings": Case("host", "lora.rank=4", GPU),
+    "memory.experts": Case("streamed", f"{MIXTURE} lora.rank=4 memory.activation_checkpointing=full", GPU),
     "memory.loss_accumulation_dtype": Case("weight", "model.dtype=bfloat16 memory.loss_chunk_tokens=8"),
     "memory.host_pool": Case("false", "", "cpu"),
     "parallel.replicate": Case("2", "", TWO_GPUS),
@@ -250,6 +252,9 @@ OF_RECIPE: dict[str, Case | None] = {
     **{f"{recipe} data.columns": Case("{prompt: chosen}") for recipe in ("dpo", "kto", "reward")},
     **{f"{recipe} data.format": Case("text", refused="the rows are text") for recipe in ("dpo", "kto", "reward")},
     "full_finetune_single_device memory.frozen_embeddings": Case("host", "", GPU, refused="needs a frozen embedding"),
+    "full_finetune_single_device memory.experts": Case(
+        "streamed", f"{MIXTURE} memory.activation_checkpointing=full", GPU, refused="needs frozen experts"
+    ),
     "classify data.format": Case("text", refused="no field `label`"),
     "evaluate data.format": Case("text", "data.columns={text: completion}", refused="trained from its first token"),
     "grpo batch_size": Case("2"),
