@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
-from lean_ft.plan.kernels import plain_operations
+from lean_ft.plan.kernels import attention_on, plain_operations
 from lean_ft.plan.labels import LOSS
 from lean_ft.plan.memory import Memory, num_bytes
 from lean_ft.plan.result import Launches
@@ -66,7 +66,7 @@ class Trace(TorchDispatchMode):
             self.memory.note(result, written=not (is_empty and self.memory.fills_pages))
             if func.namespace in ("c10d", "_c10d_functional"):
                 self.exchange(func, args)
-            elif not func.is_view:
+            elif not (func.is_view or func.__name__.startswith("_unsafe_view")):
                 self.memory.write(_written(func, args, kwargs or {}))
                 if not is_empty:
                     self.pay(self.cost(func, args, kwargs or {}, result))
@@ -81,14 +81,15 @@ class Trace(TorchDispatchMode):
 
     def cost(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> Cost:
         """The launches and the temporary memory of one operation."""
-        if not self.device.is_cpu and (slow := plain_operations(func, args, self.device)) is not None:
+        attention = attention_on(self.device, func, args)
+        if not self.device.is_cpu and (slow := plain_operations(func, args, attention)) is not None:
             self.slow_paths[slow.why] = None
             key = (func, *(_description(argument) for argument in args))
             if key not in self._known:
                 self._known[key] = self._cost_of_parts(slow.run, args, result)
             return self._known[key]._replace(module=module)
-        name, kernel = self.time.kernel(func, args, kwargs, result)
-        temporary = self.memory.inside(func, args)
+        name, kernel = self.time.kernel(func, args, kwargs, result, attention)
+        temporary = self.memory.inside(func, args) if attention is None else attention.temporary()
         if kernel is not None and not self.device.is_cpu:  # each temporary tensor is written and read
             kernel = replace(kernel, moved_bytes=kernel.moved_bytes + 2 * sum(temporary))
         return Cost({} if kernel is None else {name: self.time.launches(kernel)}, module, temporary)
