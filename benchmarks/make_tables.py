@@ -49,6 +49,8 @@ BENCHMARKS = (
     "planned_distributed",
     "planned_launches",
     "published_speed",
+    "published_memory",
+    "float8_curves",
     "roofline",
     "cpu_step",
     "pretended_ladder",

@@ -248,22 +248,22 @@ class Check:
     def _technique(self, name: str, overrides: Sequence[str]) -> Iterator[Row]:
         cfg = self.configure(*overrides)
         if cfg.lora is not None:
-            yield self._adapter(name, self.configure(*overrides, "lora.dropout=0"), cfg.lora.quantize != "none")
+            yield self._adapter(name, self.configure(*overrides, "lora.dropout=0"))
         elif any(override.startswith("optimizer.") for override in overrides):
             yield self._update(name, overrides)
         else:
             yield self._compared(name, "gradients, with the plain step", self._gradients(cfg)[1], self.gradients)
 
-    def _adapter(self, name: str, cfg: CheckedConfig, quantizes: bool) -> Row:
+    def _adapter(self, name: str, cfg: CheckedConfig) -> Row:
         model, gradients = self._gradients(cfg)
         layers = {n: layer for n, layer in adapted_layers(model).items() if f"{n}.weight" in self.gradients}
         plain, what = self.gradients, "gradients of lora_B, with the plain step"
-        if quantizes:
+        if quantized := quantized_weights(model):
             whole = load_model(self.cfg.model, self.device)
-            for n, weight in quantized_weights(model).items():
+            for n, weight in quantized.items():
                 whole.get_parameter(n.replace(".base_layer", "")).data = weight.frozen.whole().float()
             logits, plain, _ = self._results(whole)
-            what += f" on 4-bit weights (logits {_relative(logits, self.logits):.0%} off)"
+            what += f" on quantized weights (logits {_relative(logits, self.logits):.0%} off)"
         factors = {f"{n}.lora_B": layer.shape.scaling * layer.lora_A.detach().float() for n, layer in layers.items()}
         of_weight = {n: n.replace("lora_B", "weight") for n in factors}
         expected = {n: plain[of_weight[n]] @ factor.T for n, factor in factors.items()}

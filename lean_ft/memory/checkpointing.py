@@ -26,7 +26,7 @@ KEPT_OPERATIONS = {
     "nothing": (),
     "attention": ("attention", "attn"),
     "products": (
-        *("attention", "attn", "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.linear.", "lean_ft.sum_of_products."),
+        *("attention", "attn", "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.linear.", "lean_ft.sum_of_"),
         *("_scaled_mm", "grouped_m"),
     ),
 }

@@ -373,7 +373,7 @@ def _check_architecture(config: Mapping[str, Any], where: str) -> None:
         if not isinstance(quantization, dict) or method not in READABLE or quantization.get("fmt", "e4m3") != "e4m3":
             raise ValueError(
                 f"{where}: quantization_config says the weights are quantized ({method}); expected {' or '.join(READABLE)}, or "
-                "weights in float32, float16 or bfloat16. Use the unquantized model."
+                "weights in float32, float16 or bfloat16. Use the unquantized model; lora.quantize=nf4 quantizes it to 4 bits."
             )
 
 

@@ -1,4 +1,4 @@
-"""Read quantized weights of published checkpoints as dequantized numbers.
+"""Read quantized weights of published checkpoints, as dequantized numbers or as they are stored.
 
 Matrices are dequantized in strips of a few MiB, so there is no second copy in memory. Two formats are supported:
 
@@ -8,7 +8,7 @@ Matrices are dequantized in strips of a few MiB, so there is no second copy in m
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,14 @@ class ScaledTensor:
                 flat[done : done + numbers.numel()].view(num_rows, width).copy_(rows.whole())
                 first, length, done = first + numbers.numel(), length - numbers.numel(), done + numbers.numel()
 
+    def read_stored(self, key: str, part: Part) -> None:
+        """Fill this rank's part of the `numbers`, or of the `scales`, one per row and block of columns."""
+        if key == "numbers":
+            self.numbers.read_part(part)
+            return
+        scales = self.scales.read().float().view(-(-self.shape[0] // self.block[0]), -1)
+        part.values.copy_(part.within(scales.repeat_interleave(self.block[0], 0)[: self.shape[0]].contiguous()))
+
 
 @dataclass(frozen=True)
 class FourBitStack:
@@ -94,6 +102,10 @@ class FourBitStack:
                 rows = Frozen(Form("mxfp4", (size, 32 * num_groups), torch.float32), (blocks, exponents))
                 matrix[:, row : row + size] = rows.whole().T
 
+    def read_stored(self, key: str, part: Part) -> None:
+        """Fill this rank's part of the `blocks` or `exponents`."""
+        (self.blocks if key == "blocks" else self.exponents).read_part(part)
+
 
 Readable = StoredTensor | ScaledTensor | FourBitStack
 
@@ -117,6 +129,42 @@ def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
     else:
         return dict(stored)
     return {**{name: tensor for name, tensor in stored.items() if name not in pieces}, **made}
+
+
+def form_in_folder(name: str, tensors: Sequence[Readable], shape: Sequence[int], dtype: torch.dtype) -> Frozen | None:
+    """The form of a parameter whose pieces a folder stores as `tensors`, on the meta device; None if it is not quantized there.
+
+    Raises ValueError if blocks of scales do not divide the columns.
+    """
+    first = tensors[0]
+    if isinstance(first, FourBitStack):
+        return empty_mxfp4(shape, dtype)
+    widths = {tensor.block[1] if isinstance(tensor, ScaledTensor) else None for tensor in tensors}
+    if None in widths:
+        return None
+    *rows, num_columns = shape
+    width = widths.pop() or num_columns
+    if widths or num_columns % width:
+        raise ValueError(
+            f"{first.file}: {name} has {num_columns} columns, which its blocks of {width} columns do not divide, so it cannot be "
+            "kept in float8. Set lora.quantize=none or nf4."
+        )
+    numbers = torch.empty(*rows, num_columns, dtype=torch.float8_e4m3fn, device="meta")
+    scales = torch.empty(*rows, num_columns // width, device="meta")
+    return Frozen(Form("float8", tuple(shape), dtype), (numbers, scales))
+
+
+def empty_mxfp4(shape: Sequence[int], dtype: torch.dtype) -> Frozen:
+    """A stack (experts, columns, rows) of transposed matrices on the meta device, as `FourBitStack` has them."""
+    num_experts, num_columns, num_rows = shape
+    if num_columns % 32:
+        raise ValueError(
+            f"MXFP4 has groups of 32 values, which do not divide this model's experts of shape {tuple(shape[1:])}. Set "
+            "lora.quantize=none or float8."
+        )
+    groups = num_experts, num_rows, num_columns // 32
+    blocks, exponents = (torch.empty(size, dtype=torch.uint8, device="meta") for size in ((*groups, 16), groups))
+    return Frozen(Form("mxfp4", tuple(shape), dtype, is_transposed=True), (blocks, exponents))
 
 
 def _scaled(name: str, stored: Mapping[str, StoredTensor], block: Any) -> ScaledTensor:

@@ -4,7 +4,7 @@
     nf4      4-bit levels of a normal distribution, a scale per 64 values; the scales minus their mean are quantized to 8
              bits in blocks of 256 ("double quantization"). The format and kernels are those of bitsandbytes on every device;
              on CPUs they are faster than torchao's, which are PyTorch operations
-    float8   e4m3 numbers and float32 scales that broadcast against them: per matrix, row or block
+    float8   e4m3 numbers, and float32 scales of every row: one, or one per block of neighboring columns
     mxfp4    4-bit numbers with a power of two per 32
 
 An autograd function keeps `tensors` for backward and calls `whole` in both passes, so that no dense weight is in memory between
@@ -16,12 +16,15 @@ section 3.3 (float8); OCP Microscaling Formats 1.0, 2023 (mxfp4).
 Shapes: E experts, O outputs, I inputs.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.system.shards import part_of
 
 NF4_BLOCK = 64  # values that share a scale
@@ -33,10 +36,8 @@ TENSORS = {
     "mxfp4": ("blocks", "exponents"),
 }
 _OF_ALL_RANKS = ("mean_scale", "scale_levels")  # do not grow with the weight
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_LEVELS = torch.cat((_E2M1, -_E2M1))
-# The two numbers of each byte, (256, 2); the lower 4 bits are the first.
-_BYTE_VALUES = torch.stack((_LEVELS.repeat(16), _LEVELS.repeat_interleave(16)), 1)
+_LARGEST_FLOAT8 = 448.0
+_STRIP_NUMBERS = 2**24  # quantized at a time
 
 
 class Form(NamedTuple):
@@ -48,6 +49,10 @@ class Form(NamedTuple):
     stays_whole: bool = False
     """Whether a compiler may keep the dense weight from forward to backward. Tiles keep it anyway, and one copy is less than
     two."""
+    is_transposed: bool = False
+    """Whether the transposes of the matrices are stored. The dense weight is then a view of them, which is not contiguous."""
+    in_float8: bool = False
+    """Whether products are computed in float8 (`lean_ft.models.float8_product`)."""
 
 
 class Frozen(NamedTuple):
@@ -65,8 +70,11 @@ class Frozen(NamedTuple):
         again: expand again in backward. Otherwise a compiler that recomputes a layer would recognize the same values and keep
         every dense weight of the layer from forward to backward.
         """
-        (kind, shape, own_dtype, stays_whole), tensors = self
+        (kind, shape, own_dtype, stays_whole, is_transposed, _), tensors = self
         dtype = own_dtype if dtype is None else dtype
+        if is_transposed:
+            stored = self._replace(form=Form(kind, (*shape[:-2], shape[-1], shape[-2]), own_dtype, stays_whole))
+            return stored.whole(dtype, experts, again=again).mT
         if kind == "nf4":
             tensors = tensors[0], _nf4_scales(*tensors[1:])
         if experts is not None:  # a stack's experts follow one another in every tensor
@@ -74,15 +82,17 @@ class Frozen(NamedTuple):
             shape = shape[1:] if isinstance(experts, int) else (len(tensors[0]), *shape[1:])
         if kind == "plain":
             return (tensors[0] if experts is None else tensors[0].view(shape)).to(dtype)
-        if kind == "float8":
-            numbers, scales = tensors
-            return (numbers.float() * scales).view(shape).to(dtype)
-        if kind == "mxfp4":
-            blocks, exponents = tensors  # (..., groups, 16): two numbers per byte; (..., groups), biased by 127
-            values = _BYTE_VALUES.to(blocks.device)[blocks.int()].flatten(-2)  # (..., groups, 32)
-            return torch.ldexp(values, exponents.int()[..., None] - 127).view(shape).to(dtype)
         # Other arguments make it a distinct call for the compiler.
-        call_shape = (1, *shape) if again and not stays_whole else shape
+        is_distinct = again and not stays_whole
+        if kind in ("float8", "mxfp4"):
+            numbers, scales = (tensor[None] if is_distinct else tensor for tensor in tensors)
+            expand = _expand if torch.compiler.is_compiling() else _expand_stepwise
+            return expand(numbers, scales, dtype).view(shape)
+        # The kernel for CPUs is wrong if a block of scales crosses the end of a row.
+        numel = math.prod(shape)
+        width = NF4_BLOCK if numel % NF4_BLOCK == 0 else numel
+        width = shape[-1] if shape[-1] % NF4_BLOCK == 0 else width
+        call_shape = (1, numel // width, width) if is_distinct else (numel // width, width)
         # The compiler supports these operators, but not the library's functions around them.
         expand = torch.ops.bitsandbytes.dequantize_4bit
         levels, scales = tensors[0].view(-1, 1), tensors[1].flatten()
@@ -102,15 +112,73 @@ def _nf4_scales(scales: Tensor, scale_scales: Tensor, mean_scale: Tensor, levels
     return decode(scales, scale_scales, levels, NF4_SCALE_BLOCK, torch.float32) + mean_scale
 
 
+def _expand_stepwise(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (_from_mxfp4 if numbers.dtype == torch.uint8 else _from_float8)(numbers, scales, dtype)
+
+
+def _from_float8(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """numbers (..., O, I) times scales (..., O, blocks), rounded once from float32."""
+    dense = numbers.to(dtype)  # exact in 16 bits too
+    dense.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
+    return dense
+
+
+def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two numbers per byte of blocks (..., groups, 16), the lower 4 bits first, times powers of two (..., groups), biased by 127.
+
+    The sign, exponent and mantissa of a 4-bit number become those of a float16, which is 2**14 times smaller. All steps work in
+    the memory of these float16 numbers, also the product if it has 16 bits.
+    """
+    halves = blocks[..., None].expand(*blocks.shape, 2).to(torch.int16)
+    halves <<= torch.arange(
+        12, 4, -4, dtype=torch.int16, device=blocks.device
+    )  # 12 and 8: the number is in the upper 4 bits
+    halves >>= 3  # extends the sign
+    halves &= -0x7200  # the sign, 2 bits of the exponent, and 1 of the mantissa
+    values = halves.view(torch.float16).flatten(-2)  # (..., groups, 32)
+    scales = ((exponents.clamp(max=241).int() + 14) << 23).view(torch.float32)[..., None]  # the exponent of a float32
+    if dtype.itemsize == 2:
+        return torch.mul(values, scales, out=values.view(dtype))
+    return (values * scales).to(dtype)
+
+
+@torch.library.custom_op("lean_ft::expand", mutates_args=())
+def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The dense weight, as one operation to the compiler: it would compute the steps again for every use of the weight, or keep
+    their results."""
+    return _expand_stepwise(numbers, scales, dtype)
+
+
+@_expand.register_fake
+def _(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    is_mxfp4 = numbers.dtype == torch.uint8
+    return numbers.new_empty((*scales.shape, 32) if is_mxfp4 else numbers.shape, dtype=dtype)
+
+
+@torch.no_grad()
+def to_float8(weight: Tensor) -> Frozen:
+    """Round a weight (O, I), or a stack of them, to e4m3 numbers with a scale per row. On `meta`, only shapes are made."""
+    numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    scales = torch.linalg.vector_norm(weight, math.inf, -1, keepdim=True, dtype=torch.float32) / _LARGEST_FLOAT8
+    scales.clamp_(min=torch.finfo(torch.float32).tiny)
+    if not weight.is_meta:
+        rows = max(1, _STRIP_NUMBERS // weight.shape[-1])
+        parts = (tensor.flatten(0, -2).split(rows) for tensor in (numbers, weight, scales))
+        for target, values, scale in zip(*parts, strict=True):
+            target.copy_(values / scale)
+    return Frozen(Form("float8", tuple(weight.shape), weight.dtype), (numbers, scales))
+
+
 class FrozenParameter(nn.Module):
     """A quantized weight in a model, with the name of the parameter that it replaces.
 
-    If it is created on `meta`, tensors that grow with the weight are parameters, so that they can be sharded.
+    If it is created on `meta`, tensors that grow with the weight are parameters, so that they can be sharded. `quantize` makes
+    the weight while the model loads; None reads it as the folder stores it.
     """
 
-    def __init__(self, frozen: Frozen) -> None:
+    def __init__(self, frozen: Frozen, quantize: Callable[[Tensor], Frozen] | None = None) -> None:
         super().__init__()
-        self.form = frozen.form
+        self.form, self.quantize = frozen.form, quantize
         for name, tensor in zip(TENSORS[self.form.kind], frozen.tensors, strict=True):
             if tensor.is_meta and name not in _OF_ALL_RANKS:
                 self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -122,6 +190,19 @@ class FrozenParameter(nn.Module):
         return Frozen(self.form, tuple(getattr(self, name) for name in TENSORS[self.form.kind]))
 
     @torch.no_grad()
+    def load(self, name: str, device: str | torch.device, fill: Callable[[str, Tensor], None]) -> Frozen:
+        """The whole weight on a device. `fill` sets the values of the dense parameter `name`, or of `name.blocks` and the like."""
+        if self.quantize is not None:
+            weight = torch.empty(self.form.shape, dtype=self.form.dtype, device=device)
+            fill(name, weight)
+            return self.quantize(weight)
+        own = {key: getattr(self, key) for key in TENSORS[self.form.kind]}
+        tensors = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for key, tensor in own.items()}
+        for key, tensor in tensors.items():
+            fill(f"{name}.{key}", tensor)
+        return Frozen(self.form, tuple(tensors.values()))
+
+    @torch.no_grad()
     def take(self, frozen: Frozen) -> None:
         """Copy the tensors of `frozen`; if this weight is sharded, this rank's part."""
         for own, tensor in zip(self.frozen.tensors, frozen.tensors, strict=True):
@@ -129,11 +210,13 @@ class FrozenParameter(nn.Module):
             here.values.view(-1).copy_(tensor.view(-1)[here.first : here.first + here.values.numel()])
 
 
-def as_frozen(weight: Tensor | FrozenParameter) -> Frozen:
-    """A layer's weight, quantized or not."""
+def as_frozen(weight: Tensor | FrozenParameter, *, in_float8: bool = False) -> Frozen:
+    """A layer's weight, quantized or not. in_float8: compute its products in float8."""
     if isinstance(weight, FrozenParameter):
-        return weight.frozen
-    return Frozen(Form("plain", tuple(weight.shape), weight.dtype), (weight,))
+        form, tensors = weight.frozen
+    else:
+        form, tensors = Form("plain", tuple(weight.shape), weight.dtype), (weight,)
+    return Frozen(form._replace(in_float8=in_float8), tensors)
 
 
 def quantized_weights(model: nn.Module) -> dict[str, FrozenParameter]:
@@ -148,18 +231,20 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer with a frozen, quantized weight."""
+    """A linear layer with a frozen weight, quantized or not."""
 
-    weight: FrozenParameter  # pyright: ignore[reportIncompatibleVariableOverride]
+    weight: FrozenParameter | Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    in_float8 = False  # `float8_products` sets True
 
-    def __init__(self, weight: Frozen, bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: Frozen | FrozenParameter | Tensor, bias: nn.Parameter | None) -> None:
         nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.form.shape
-        self.weight = FrozenParameter(weight)  # pyright: ignore[reportIncompatibleVariableOverride]
+        weight = FrozenParameter(weight) if isinstance(weight, Frozen) else weight
+        self.out_features, self.in_features = as_frozen(weight).form.shape
+        self.weight = weight  # pyright: ignore[reportIncompatibleVariableOverride]
         self.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        form, tensors = self.weight.frozen
+        form, tensors = as_frozen(self.weight, in_float8=self.in_float8)
         return _FrozenProduct.apply(x.to(product_dtype(x)), self.bias, form, *tensors)
 
 
@@ -168,11 +253,15 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, form: Form, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.form = form
+        if form.in_float8:
+            return float8_forward(x.flatten(0, -2), Frozen(form, tensors), bias).view(*x.shape[:-1], -1)
         return F.linear(x, Frozen(form, tensors).whole(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         tensors = ctx.saved_tensors  # read once, because checkpointing refuses a second access
-        weight = Frozen(ctx.form, tensors).whole(grad.dtype, again=True)
-        return grad @ weight, None, None, *(None for _ in tensors)
+        frozen, ignored = Frozen(ctx.form, tensors), (None for _ in tensors)
+        if ctx.form.in_float8:
+            return float8_backward(grad.flatten(0, -2), frozen).view(*grad.shape[:-1], -1), None, None, *ignored
+        return grad @ frozen.whole(grad.dtype, again=True), None, None, *ignored

@@ -27,9 +27,10 @@ from lean_ft.models.config_json import (
     score_config,
 )
 from lean_ft.models.decoder import Decoder
-from lean_ft.models.dequantized import Readable, dequantized
+from lean_ft.models.dequantized import Readable, dequantized, form_in_folder
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.float32_products import use_float32_products
+from lean_ft.models.frozen_weight import TENSORS, Frozen
 from lean_ft.models.moe import experts_of
 from lean_ft.models.new_model import AfterModule, Fill, empty_decoder, fill_model, random_weights
 from lean_ft.models.safetensors_file import StoredTensor
@@ -85,8 +86,8 @@ def load_model(
             its float16 means mixed precision with float32 parameters.
         random_init: draw weights as transformers does; only config.json is needed.
         router_aux_loss_coef: None uses config.json's coefficient if `output_router_logits` is true there.
-        after_module: called with the model and each module's name once the module has its weights. It may replace the
-            module by a smaller one before the next module takes memory.
+        after_module: called with the model and each module's name while the model is on the meta device. It may replace
+            weights by quantized ones, so that the others never take memory.
         scores: True loads a reward model, or adds a zero-initialized score layer to a language model. A dict loads or adds a
             classifier with these label fields of config.json. False loads the model as it is.
         new_ids: ids of added tokens. Their rows are the mean of the rows before the first new id.
@@ -119,13 +120,13 @@ def load_model(
             use_float32_products()
             assert model.source.folder is not None
             weights = random_weights(model) if random_init else _stored_weights(model.source.folder, model)
+        if after_module is not None:
+            for name in [name for name, _ in model.named_modules()]:
+                after_module(model, name)
         if torch.device(device).type == "meta":
             model.source.unread = Unread(weights)
-            if after_module is not None:
-                for name in [name for name, _ in model.named_modules()]:
-                    after_module(model, name)
         else:
-            fill_model(model, device, weights, after_module)
+            fill_model(model, device, weights)
 
     return _from_folder(path, build, fill, weights=not random_init)
 
@@ -265,7 +266,19 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
         has = {*stored, *(["score.weight"] if model.source.score_is_new else [])}
         model.source.names = {name: own if own in has else None for name, own in names.items()}
 
+    def form(name: str) -> Frozen | None:
+        parameter = model.get_parameter(name)
+        pieces = [stored[place] for place, _ in model.source.stored(name, parameter, as_read=True) if place in stored]
+        return form_in_folder(name, pieces, parameter.shape, parameter.dtype) if pieces else None
+
+    model.source.form_in_folder = form
+
     def read(name: str, parameter: Tensor) -> None:
+        owner, _, key = name.rpartition(".")
+        if key in (*TENSORS["float8"], *TENSORS["mxfp4"]):  # of a weight that keeps its form
+            for place, part in model.source.stored(owner, parameter, as_read=True):
+                stored[place].read_stored(key, part)  # pyright: ignore[reportAttributeAccessIssue]
+            return
         if model.source.score_is_new and name == "score.weight":
             part_of(parameter).values.zero_()
             return

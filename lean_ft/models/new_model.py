@@ -1,5 +1,6 @@
 """A decoder without stored weights: on the meta device, or with random weights."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.decoder import Decoder
+from lean_ft.models.frozen_weight import FrozenParameter
 from lean_ft.models.source import all_tensors, own_tensors
 from lean_ft.system.shards import part_of
 from lean_ft.torch_private import without_modes
@@ -39,17 +41,15 @@ def empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
 
 
 @torch.no_grad()
-def fill_model(model: Decoder, device: str | torch.device, fill: Fill, after_module: AfterModule | None = None) -> None:
-    """Allocate and fill the parameters of a meta model, one module at a time."""
-    # A list of names, not of modules, so that modules replaced by `after_module` are freed.
-    for name in [name for name, _ in model.named_modules()]:
-        module = model.get_submodule(name)
+def fill_model(model: Decoder, device: str | torch.device, fill: Fill) -> None:
+    """Allocate and fill the parameters of a meta model, one module at a time, and one quantized weight at a time."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, FrozenParameter):
+            model.set_submodule(name, FrozenParameter(module.load(name, device, fill)))
+            continue
         module.to_empty(device=device, recurse=False)
         for own_name, tensor in own_tensors(module):
             fill(f"{name}.{own_name}" if name else own_name, tensor)
-        del module
-        if after_module is not None:
-            after_module(model, name)
 
 
 def random_weights(model: Decoder) -> Fill:
@@ -69,6 +69,10 @@ def random_weights(model: Decoder) -> Fill:
             value(here.values)
         elif value is not None or name.endswith("bias"):
             here.values.fill_(value or 0.0)
+        elif name.endswith(".blocks"):  # all 4-bit numbers, whose root mean square is 2.9
+            here.values.random_()
+        elif name.endswith(".exponents"):
+            here.values.fill_(127 + round(math.log2(model.config.initializer_range / 2.9)))
         else:
             here.values.normal_(0.0, model.config.initializer_range)
 

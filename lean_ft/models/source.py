@@ -1,7 +1,7 @@
 """Where a decoder was read from, under which names its tensors are there, and how ranks share it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.system.shards import Cut, Part, part_of
 
 if TYPE_CHECKING:
+    from lean_ft.models.frozen_weight import Frozen
     from lean_ft.models.hf_format import Unread
     from lean_ft.parallel.context import RowTokens
     from lean_ft.parallel.vocabulary import CutVocabulary
@@ -45,7 +46,10 @@ class Source:
     new_ids: list[int] = field(default_factory=list)
     """Ids of added tokens, whose rows the folder does not have."""
     quantization: dict[str, Any] = field(default_factory=dict)
-    """The quantization of the folder's weights, if they were dequantized while loading."""
+    """The quantization of the folder's weights, which are dequantized while loading unless an adapter keeps them."""
+    form_in_folder: "Callable[[str], Frozen | None] | None" = None
+    """The form in which the folder has a parameter, on the meta device, or None if it is not quantized. None for random weights
+    and in plans."""
     generation_config: bytes | None = None
     score_is_new: bool = False
     """Whether the score layer of a reward model was added to a language model's folder."""

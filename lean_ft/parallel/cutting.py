@@ -10,6 +10,7 @@ from typing import Any
 
 from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.models import Decoder
+from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.parallel import context, experts, tensor
 from lean_ft.parallel.ranks import CONTEXT, TENSOR, ManyRanks
 from lean_ft.settings import (
@@ -33,6 +34,12 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
     """
     if not isinstance(ranks, ManyRanks):
         return
+    if (cfg.tensor > 1 or cfg.experts > 1) and (quantized := quantized_weights(model)):
+        form = next(iter(quantized.values())).form.kind
+        raise ValueError(
+            "parallel.tensor and parallel.experts divide matrices and stacks of experts, and quantized weights are not divided; "
+            f"this model has weights in {form}. Set lora.quantize=none, or parallel.tensor=1 and parallel.experts=1."
+        )
     ranks.layers_are_cut.add(model)
     if cfg.tensor > 1:
         tensor.check_divides(model, cfg.tensor)

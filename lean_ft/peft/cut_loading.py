@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
-from lean_ft.models.frozen_weight import FrozenParameter, quantized_weights
+from lean_ft.models.frozen_weight import FrozenParameter
 from lean_ft.models.hf_format import Unread
 from lean_ft.models.source import own_tensors
 from lean_ft.peft.layers import AdaptedLayer, adapted_layers, base_modules, row_norms
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
-from lean_ft.quantize.nf4 import check_available, to_nf4
 from lean_ft.system.shards import Part, local, part_of, whole_shape
 
 BASE = ".base_layer"
@@ -27,14 +26,17 @@ class UnreadBesideAdapter(Unread):
     """Weights of a model on the meta device whose adapters are in place."""
 
     def into(self, model: Decoder) -> None:
-        adapters, quantized = adapted_layers(model), quantized_weights(model)
+        adapters = adapted_layers(model)
         below_dora = {layer.base_layer: layer for layer in adapters.values() if layer.shape.dora}
         below_rows: dict[nn.Module, TrainedRows] = {layer.base_layer: layer for layer in trained_rows(model).values()}
         for name, module in base_modules(model):
             own_name = name.replace(BASE, "")
-            if name in quantized:
+            if isinstance(module, FrozenParameter):
                 layer = model.get_submodule(name.rpartition(".")[0])
-                self._quantize(quantized[name], own_name, below_dora.get(layer))
+                frozen = module.load(own_name, local(module.frozen.tensors[0]).device, self.fill)
+                module.take(frozen)
+                if layer in below_dora:
+                    _measure(below_dora[layer], frozen.whole())
                 continue
             for key, parameter in own_tensors(module):
                 if key == "weight" and module in below_dora | below_rows:
@@ -49,16 +51,6 @@ class UnreadBesideAdapter(Unread):
                     self.fill(f"{own_name}.{key}" if own_name else key, parameter)
         for layer in adapters.values():
             _draw(layer)
-
-    def _quantize(self, place: FrozenParameter, name: str, adapter: AdaptedLayer | None) -> None:
-        device = local(place.frozen.tensors[0]).device
-        check_available(on_gpu=device.type == "cuda")
-        weight = torch.empty(place.form.shape, dtype=place.form.dtype, device=device)
-        self.fill(name, weight)
-        frozen = to_nf4(weight)
-        place.take(frozen)
-        if adapter is not None:
-            _measure(adapter, frozen.whole())
 
 
 def _keep(part: Part, whole: Tensor) -> None:

@@ -22,6 +22,7 @@ outputs whose weight is stored transposed.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,7 @@ class AdaptedLayer(nn.Module):
     square_norms: Tensor  # of the frozen weight's rows; only for DoRA
     is_on = True  # `adapter_off` sets False: the layer then computes what the frozen layer does
     is_transposed = False  # whether the frozen weight is stored as (I, O)
+    in_float8 = False  # whether the frozen weight multiplies in float8; `float8_products` sets True
 
     def __init__(self, base_layer: nn.Module, shape: AdapterShape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -80,7 +82,8 @@ class AdaptedLayer(nn.Module):
     @property
     def frozen(self) -> Frozen:
         """The frozen weight as it is stored."""
-        return as_frozen(self.base_layer.weight)  # pyright: ignore[reportArgumentType]
+        weight: Any = self.base_layer.weight
+        return as_frozen(weight, in_float8=self.in_float8)
 
     def linear_weight(self) -> Tensor:
         """The frozen weight as a linear map (O, I)."""

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.frozen_weight import FrozenLinear
+from lean_ft.models.dequantized import empty_mxfp4
+from lean_ft.models.frozen_weight import FrozenLinear, FrozenParameter, to_float8
 from lean_ft.models.hf_format import new_token_ids
+from lean_ft.models.moe import Experts
 from lean_ft.models.new_model import AfterModule
 from lean_ft.peft.cut_loading import UnreadBesideAdapter
-from lean_ft.peft.experts import put_experts_adapter
+from lean_ft.peft.experts import PROJECTIONS, put_experts_adapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput, adapted_layers
 from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows, trained_rows
 from lean_ft.peft.targets import TOWER, find_targets, is_parameter_to_peft, is_projection_of_experts
@@ -37,7 +39,7 @@ def load_with_adapter(
 ) -> Decoder:
     """Load the model of the settings and add an adapter to it; without `lora`, just load it.
 
-    With several `ranks`, the model is on the meta device until it is sharded (`cut_loading`). Layers are quantized one by
+    With several `ranks`, the model is on the meta device until it is sharded (`cut_loading`). Weights are quantized one by
     one while loading, so the unquantized model is never in memory. With `model.dtype=float16`, frozen weights are float16.
     `scores` loads a reward model, whose output layer is trained in addition to an adapter. Raises the errors of
     `load_model` and `apply_lora`.
@@ -187,21 +189,49 @@ def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
 
 
 def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
-    """A function for `load_model` to call after each module, which quantizes linear layers; None without quantization.
+    """A function for `load_model` to call for each module, which quantizes linear layers and experts; None if `cfg` quantizes
+    nothing.
 
-    The embedding, the output layer and the vision tower are not quantized. Raises ValueError if bitsandbytes cannot be used (on a GPU: at
-    the first module), or for a mixture of experts.
+    The embedding, the output layer and the vision tower are not quantized. Raises ValueError if bitsandbytes cannot be used (on a
+    GPU: at the first module), or if the model's folder or sizes do not suit `cfg.quantize`.
     """
     if cfg.quantize == "none":
         return None
-    check_available(on_gpu=False)
+    if cfg.quantize == "nf4":
+        check_available(on_gpu=False)
 
     def quantize_module(model: Decoder, name: str) -> None:
-        if model.mixture is not None:
-            raise ValueError("lora.quantize=nf4 does not support this model's stacked experts. Set lora.quantize=none.")
+        if cfg.quantize == "as_stored" and not model.source.quantization:
+            raise ValueError(
+                "lora.quantize=as_stored keeps the quantized weights of a folder, and quantization_config of this model's "
+                "config.json is absent. Set lora.quantize=nf4, float8 or none."
+            )
         module = model.get_submodule(name)
-        if isinstance(module, nn.Linear) and name not in (OUTPUT, SCORE) and not name.startswith(TOWER):
-            check_available(on_gpu=module.weight.is_cuda)
-            model.set_submodule(name, FrozenLinear(to_nf4(module.weight.detach()), module.bias))
+        if isinstance(module, Experts):
+            for own in PROJECTIONS:
+                if (frozen := _frozen(model, f"{name}.{own}", getattr(module, own), cfg.quantize)) is not None:
+                    delattr(module, own)
+                    setattr(module, own, frozen)
+        elif not isinstance(module, nn.Linear) or name in (OUTPUT, SCORE) or name.startswith(TOWER):
+            return
+        elif (frozen := _frozen(model, f"{name}.weight", module.weight, cfg.quantize)) is not None:
+            model.set_submodule(name, FrozenLinear(frozen, module.bias))
 
     return quantize_module
+
+
+def _frozen(model: Decoder, name: str, weight: Tensor, quantize: str) -> FrozenParameter | None:
+    """The weight on the meta device in fewer bits; None if it stays dense."""
+    source = model.source
+    method = source.quantization.get("quant_method")
+    if method and (quantize != "nf4" or method == "mxfp4"):  # also with nf4: in 4 bits already
+        if source.form_in_folder is not None:
+            stored = source.form_in_folder(name)
+        elif method == "mxfp4":
+            stored = empty_mxfp4(weight.shape, weight.dtype) if weight.dim() == 3 else None
+        else:
+            stored, quantize = None, "float8"
+        if stored is not None:
+            return FrozenParameter(stored)
+    to_form = {"nf4": to_nf4, "float8": to_float8}.get(quantize)
+    return None if to_form is None else FrozenParameter(to_form(weight.detach()), to_form)

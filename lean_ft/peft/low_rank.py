@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.frozen_weight import Form, Frozen, product_dtype
 from lean_ft.models.layers import is_on_cuda
 from lean_ft.system.gpu_products import multiplies_into_float32
@@ -84,8 +85,11 @@ class _LowRankLinear(torch.autograd.Function):
         rows = x.flatten(0, -2)  # (N, I)
         scaled, narrow = _in_dtype(a * scaling, b, x.dtype)
         inner = (rows if dropped is None else dropped.flatten(0, -2)) @ scaled.T  # (N, R)
-        weight = Frozen(form, tensors).whole(x.dtype)
-        y = sum_of_products(rows, weight.T, bias, inner, narrow.T)  # (N, O)
+        frozen = Frozen(form, tensors)
+        if form.in_float8:
+            y = float8_forward(rows, frozen, bias, inner, narrow.T)
+        else:
+            y = sum_of_products(rows, frozen.whole(x.dtype).T, bias, inner, narrow.T)  # (N, O)
         ctx.save_for_backward(x, a, b, inner, mask, *tensors)
         ctx.scaling, ctx.dropout, ctx.form = scaling, dropout, form
         return y.view(*x.shape[:-1], -1)
@@ -110,12 +114,15 @@ class _LowRankLinear(torch.autograd.Function):
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
             grad_a = _product(grad_inner.T, dropped.flatten(0, -2), a.dtype)
         if ctx.needs_input_grad[0]:
-            weight = Frozen(ctx.form, tuple(tensors)).whole(x.dtype, again=True)
-            if mask is None:
-                grad_x = sum_of_products(grad_y, weight, None, grad_inner, thin)  # (N, I)
+            frozen = Frozen(ctx.form, tuple(tensors))
+            if ctx.form.in_float8:
+                grad_x = float8_backward(grad_y, frozen, *((grad_inner, thin) if mask is None else ()))  # (N, I)
+            elif mask is None:
+                grad_x = sum_of_products(grad_y, frozen.whole(x.dtype, again=True), None, grad_inner, thin)
             else:
-                dropped = _drop((grad_inner @ thin).mul_(mask.flatten(0, -2)), ctx.dropout)
-                grad_x = torch.mm(grad_y, weight).add_(dropped)
+                grad_x = torch.mm(grad_y, frozen.whole(x.dtype, again=True))
+            if mask is not None:
+                grad_x.add_(_drop((grad_inner @ thin).mul_(mask.flatten(0, -2)), ctx.dropout))
             grad_x = grad_x.view(x.shape)
         return grad_x, None, grad_a, grad_b, None, None, None, None, None, *(None for _ in tensors)
 

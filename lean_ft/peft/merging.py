@@ -99,5 +99,5 @@ def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
     for name, layer in layers.items():
         if layer.frozen.form.kind != "plain":
             quantized = f"{name} is quantized, and an adapter can be merged only into unquantized weights"
-            raise ValueError(f"{quantized}. Load the model without lora.quantize, then the saved adapter.")
+            raise ValueError(f"{quantized}. Load the model with lora.quantize=none, then the saved adapter.")
     return layers

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lean_ft.models import Decoder
+from lean_ft.models.frozen_weight import FrozenParameter
 from lean_ft.models.moe import Experts, Router, experts_of
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.system.parameter_names import matches_name
@@ -78,7 +79,7 @@ def _layers(model: Decoder) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if name in stacks:
             layers |= {f"{name}.{projection}": module for projection in PROJECTIONS}
-        elif name:
+        elif name and not isinstance(module, FrozenParameter):
             layers[name] = module
     return layers
 

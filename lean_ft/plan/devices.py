@@ -65,6 +65,11 @@ class Device:
         return max(arithmetic, traffic) + self.fixed_seconds * kernel.number
 
     def _peak(self, kernel: "Kernel") -> float:
+        if kernel.itemsize == 1 and self.capability >= (
+            8,
+            9,
+        ):  # float8; on other cards it is refused when the run starts
+            return 2 * self.flops_16bit
         return self.flops_16bit if kernel.itemsize <= 2 else self.flops_32bit
 
 

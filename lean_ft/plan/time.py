@@ -86,10 +86,12 @@ class Time:
             return name, None
         is_attention = any(part in name for part in ("attention", "flash"))
         shape, product = (0, 0, 0), result
-        if flops and not is_attention and (factors := [t for t in args if isinstance(t, Tensor) and t.ndim >= 2][-2:]):
+        matrices = [t for t in args if isinstance(t, Tensor) and t.ndim >= 2]
+        in_float8 = [t for t in matrices if t.is_floating_point() and t.itemsize == 1]
+        if flops and not is_attention and (factors := in_float8 or matrices[-2:]):
             rows, inner = factors[0].shape[-2:]
             shape = (rows, int(flops / (2 * rows * inner)) if rows * inner else 0, inner)
-            product = factors[0] if _has_dtype(args) else result
+            product = factors[0] if in_float8 or _has_dtype(args) else result
         number = 1 if self.device.is_cpu else launches_of(name, attention)
         return name, Kernel(flops, moved, self._product_itemsize(product), is_attention, shape, number)
 

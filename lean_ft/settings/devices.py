@@ -38,7 +38,7 @@ class MemoryConfig(Settings):
     batch. An output layer with the same weight is copied to the GPU for each loss."""
     float8_products: bool = False
     """GPU with float8: compute the layers' linear projections in 8 bits. Faster and less exact; best with compile=true.
-    Not with adapters."""
+    With adapters, the frozen weights multiply in 8 bits."""
     loss_accumulation_dtype: Literal["float32", "weight"] = "float32"
     """Dtype that accumulates the output weight's gradient over chunks: `float32`, or the weight's own dtype, which
     takes half the memory and rounds once per chunk."""

@@ -57,9 +57,11 @@ class LoRAConfig(Settings):
     """LoRA+: learning rate of the second matrix (B), as a multiple of optimizer.lr. The paper advises 16."""
     dtype: Annotated[Literal["float32", "model"], BeforeValidator(spelled_out)] = "float32"
     """Dtype in which the adapter is stored and updated. Products use the model's dtype."""
-    quantize: Literal["none", "nf4"] = "none"
-    """QLoRA: store the frozen weights of linear layers in 4 bits (NF4 with double quantization). Each weight is
-    dequantized for its product."""
+    quantize: Literal["auto", "none", "nf4", "as_stored", "float8"] = "auto"
+    """How the frozen weights of linear layers and experts are stored. Each weight is dequantized for its product. `nf4` (QLoRA):
+    4 bits, NF4 with double quantization; experts that the folder has in MXFP4 stay so. `float8`: 8 bits, a scale per row.
+    `as_stored`: as the folder has them, in MXFP4 (gpt-oss) or fp8. `none`: in model.dtype. `auto`: as_stored for folders with
+    quantized weights, and none for others."""
 
 
 # torchao's kinds that lean_ft does not support -> reason.

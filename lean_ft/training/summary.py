@@ -184,7 +184,9 @@ def describe_model(model: nn.Module) -> str:
         tower = "without its image encoder" if model.vision is None else _describe_tower(model.vision)
         text += f"; the language model of {source.part_of}, {tower}"
     if source.quantization:
-        text += f"; loaded from {source.quantization['quant_method']} weights and saved in {dtypes[0]}"
+        method = source.quantization["quant_method"]
+        is_kept = {"mxfp4": "mxfp4", "fp8": "float8"}[method] in {weight.form.kind for weight in quantized}
+        text += f"; loaded from {method} weights and " + ("kept so" if is_kept else f"saved in {dtypes[0]}")
     if ignored := dropouts(source.config):
         text += f"; dropout is ignored ({', '.join(ignored)} in config.json)"
     return text

@@ -1,6 +1,7 @@
 """Weights in fp8 and mxfp4, whole and in parts, equal those that transformers dequantizes."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -82,17 +83,19 @@ def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_
     assert not load_model(tmp_path).source.quantization
 
 
+def in_4_bits(name, weight, low=115, high=123):
+    """For `edit`: experts in mxfp4, with exponents from `low` to `high`."""
+    if not name.endswith(("gate_up_proj", "down_proj")):
+        return {}, None
+    num_experts, size, num_rows = weight.shape
+    blocks = bytes_of_4_bits(num_experts, num_rows, size // 32, 16, seed=len(name))
+    scales = bytes_of_4_bits(num_experts, num_rows, size // 32, low=low, high=high)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
+
+
 def test_mxfp4_is_read_as_transformers_reads_it(make_checkpoint, strips):
     folder, _ = make_checkpoint("gpt_oss", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
-
-    def replace(name, weight):
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            return {}, None
-        num_experts, size, num_rows = weight.shape
-        blocks = bytes_of_4_bits(num_experts, num_rows, size // 32, 16, seed=len(name))
-        scales = bytes_of_4_bits(num_experts, num_rows, size // 32, low=110, high=135)
-        return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
-
+    replace = partial(in_4_bits, low=0, high=230)
     expected = edit(folder, replace, {"quant_method": "mxfp4", "modules_to_not_convert": []})
     model = load_model(folder, dtype=torch.bfloat16)
     for name, meant in expected.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -19,6 +20,7 @@ from lean_ft.settings import LoRAConfig, ModelConfig, ParallelConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.system.shards import local
+from tests.models.test_dequantized import edit, in_4_bits
 from tests.parallel.processes import SHARDS_PARTS, on_ranks, refusal, supported
 from tests.recipes.conftest import TINY
 from tests.training.toy_runs import QWEN, TIMES, digests, metrics
@@ -38,6 +40,8 @@ SAME_BITS = supported(
         "float16, evaluated": FLOAT16,
         "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
         "4-bit base": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
+        "experts in nf4": ("model.path=MIXTURE", "lora.rank=4", "lora.quantize=nf4", "optimizer.in_backward=true"),
+        "experts in mxfp4": ("model.path=FOUR_BITS", "lora.rank=4", "lora.quantize=nf4"),
     }
 )
 ON_REPLICAS = SAME_BITS.keys() & {"8 bits in backward", "4-bit base"}  # also with parallel.replicate=2
@@ -47,7 +51,7 @@ CLOSE = ("gradient_accumulation_steps=3", "max_steps=3", "optimizer.name=sgd", "
 
 def run(folder: Path, *settings: str, recipe_name: str = "finetune") -> None:
     recipe = load_recipe(find_recipe(recipe_name))
-    given = [setting.replace("MIXTURE", os.environ.get("MIXTURE", "")) for setting in settings]
+    given = [re.sub("MIXTURE|FOUR_BITS", lambda name: os.environ.get(name[0], ""), setting) for setting in settings]
     recipe.main(load_config(recipe.Config, None, [*SETTINGS, f"output_dir={folder}", *given]))
 
 
@@ -62,6 +66,30 @@ def make_mixture(folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**QWEN, **mixture}))
     save_model(load_model(folder, random_init=True), folder)
+    for file in resolve_model_path("tiny").glob("*token*"):
+        shutil.copy(file, folder)
+
+
+def make_four_bits(folder: Path) -> None:
+    """A gpt-oss whose experts are stored in MXFP4, an odd number of them."""
+    sizes = {
+        "model_type": "gpt_oss",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+    }
+    sizes |= {
+        "vocab_size": 768,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**QWEN, **sizes, "architectures": ["GptOssForCausalLM"]}))
+    save_model(load_model(folder, dtype=torch.bfloat16, random_init=True), folder)
+    edit(folder, in_4_bits, {"quant_method": "mxfp4"})
     for file in resolve_model_path("tiny").glob("*token*"):
         shutil.copy(file, folder)
 
@@ -128,7 +156,8 @@ def work(folder: Path) -> dict[str, Any]:
 def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
     make_mixture(folder / "mixture")
-    os.environ["MIXTURE"] = str(folder / "mixture")
+    make_four_bits(folder / "four_bits")
+    os.environ |= {"MIXTURE": str(folder / "mixture"), "FOUR_BITS": str(folder / "four_bits")}
     run(folder / "one then two", "max_steps=2")
     return folder, on_ranks(2, work, folder)
 
@@ -155,6 +184,13 @@ def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
     for folder in theirs:
         assert digests(folder / "step_00000003") == digests(tmp_path / "one" / "step_00000003")
         assert_close(numbers(folder), numbers(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("name", ["experts in nf4", "experts in mxfp4"])
+def test_a_run_with_experts_in_4_bits_resumes_bitwise(on_two, tmp_path, name):
+    run(tmp_path / "parts", *SAME_BITS[name], "max_steps=1")
+    run(tmp_path / "parts", *SAME_BITS[name])
+    assert digests(tmp_path / "parts" / "step_00000003") == digests(on_two[0] / name / "step_00000003")
 
 
 @pytest.mark.parametrize(("name", "more"), [("close", ()), ("close mixture", ("model.path=MIXTURE",))])

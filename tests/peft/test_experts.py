@@ -1,14 +1,18 @@
 """Adapters of a mixture's experts equal PEFT's `target_parameters`, when read, written and merged."""
 
+import copy
+import shutil
 from itertools import cycle
 
 import pytest
 import torch
 
 from lean_ft import load_model
-from lean_ft.peft import adapted_layers, apply_lora, load_merged, quantize_as_loaded
+from lean_ft.models.frozen_weight import quantized_weights
+from lean_ft.peft import adapted_layers, apply_lora, load_adapter, load_merged, quantize_as_loaded
 from lean_ft.settings import LoRAConfig
 from tests.models.family_cases import with_all_experts
+from tests.models.test_dequantized import BLOCK, edit, in_4_bits, in_8_bits
 from tests.peft.conftest import IDS, MIXTURES, assert_peft_computes_it, from_peft, loss_of, randomize
 
 peft = pytest.importorskip("peft")
@@ -97,7 +101,102 @@ def test_what_pefts_format_lacks_is_refused(family, settings, message, make_chec
     apply_lora(model, LoRAConfig(**{**settings, "targets": ATTENTION}))
 
 
-def test_stacks_are_not_quantized(make_checkpoint):
-    folder, _ = make_checkpoint("mixtral")
-    with pytest.raises(ValueError, match="does not support this model.s stacked experts"):
-        load_model(folder, after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))
+# The case, the quantization of its folder, lora.quantize, and the forms of the weights: of experts, of linear layers.
+QUANTIZED = [
+    ("qwen3_moe", None, "nf4", ("nf4", "nf4")),
+    ("mixtral", None, "float8", ("float8", "float8")),
+    ("llama4_text", None, "nf4", ("nf4", "nf4")),
+    ("gpt_oss", "mxfp4", "auto", ("mxfp4",)),
+    ("gpt_oss", "mxfp4", "nf4", ("mxfp4", "nf4")),
+    ("gpt_oss", "mxfp4", "none", ()),
+    ("qwen3_moe", "fp8", "as_stored", ("float8", "float8")),
+    ("qwen3_moe", "fp8", "nf4", ("nf4", "nf4")),
+]
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+def quantized_folder(make_checkpoint, case, method, destination):
+    """A copy of a case's folder with quantized weights, and transformers' model with the dequantized weights in float32."""
+    folder, base = make_checkpoint(case, dtype=torch.bfloat16, **SIZES)
+    shutil.copytree(folder, destination)
+    if method == "mxfp4":
+        expected = edit(destination, in_4_bits, {"quant_method": "mxfp4"})
+        base.load_state_dict(expected, strict=False)
+    elif method == "fp8":
+        edit(destination, in_8_bits(BLOCK), {"quant_method": "fp8", "weight_block_size": BLOCK})
+    return destination, base.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("case", "method", "quantize", "forms"), QUANTIZED, ids=str)
+def test_quantized_weights_compute_what_dequantized_ones_do(
+    case, method, quantize, forms, dtype, make_checkpoint, tmp_path
+):
+    """Outputs and all gradients bitwise, with adapters on experts and linear layers."""
+    folder, _ = quantized_folder(make_checkpoint, case, method, tmp_path / "base")
+    cfg = LoRAConfig(rank=3, quantize=quantize)
+    model = load_model(folder, dtype=dtype, after_module=quantize_as_loaded(cfg))
+    weights = quantized_weights(model)
+    of_experts, of_layers = (
+        {w.form.kind for n, w in weights.items() if ("experts" in n) is is_of} for is_of in (True, False)
+    )
+    assert (*of_experts, *of_layers) == forms
+    reference = load_model(folder, dtype=dtype)
+    for name, weight in weights.items():
+        whole = weight.frozen.whole()
+        if method is not None and weight.form.kind in ("mxfp4", "float8"):
+            assert torch.equal(whole, reference.get_parameter(name)), name
+        reference.get_parameter(name).data = whole
+    for each in (model, reference):
+        apply_lora(each, cfg)
+        randomize(each)
+    results = []
+    for each in (model, reference):
+        logits = each(IDS)
+        loss_of(logits).backward()
+        results.append({"": logits} | {n: p.grad for n, p in each.named_parameters() if p.requires_grad})
+    assert results[0].keys() == results[1].keys() and len(results[0]) > 8
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def test_gpt_oss_in_4_bits_trains_as_transformers_and_peft_do(make_checkpoint, tmp_path):
+    """With dequantized weights there: logits, and 20 steps. PEFT opens the trained adapter, and a merge computes the same."""
+    folder, base = quantized_folder(make_checkpoint, "gpt_oss", "mxfp4", tmp_path / "base")
+    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=ATTENTION, target_parameters=EXPERTS)
+    reference = peft.get_peft_model(copy.deepcopy(base), config)
+    randomize(reference)
+    reference.save_pretrained(tmp_path / "start")
+    model = load_model(folder, after_module=quantize_as_loaded(LoRAConfig()))
+    assert {w.form.kind for w in quantized_weights(model).values()} == {"mxfp4"}
+    load_adapter(model, tmp_path / "start")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    courses = []
+    for each, logits_of in ((model, lambda m: m(IDS)), (reference, lambda m: m(IDS).logits)):
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3)
+        courses.append([])
+        for _ in range(20):
+            loss = loss_of(logits_of(each))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            courses[-1].append(loss.item())
+    assert courses[0] == pytest.approx(courses[1], rel=1e-4)
+    assert courses[0][-1] < courses[0][0] - 0.1
+    assert_peft_computes_it(model, base, tmp_path / "trained", 2e-3)
+    merged, _ = load_merged(tmp_path / "trained", folder, dtype=torch.float32)
+    torch.testing.assert_close(merged(IDS), model(IDS), atol=5e-4, rtol=5e-4)
+
+
+REFUSED_SIZES = [
+    ("mixtral", {"hidden_size": 24, "intermediate_size": 6}, "nf4", "blocks of 64 values, .* Set lora.quantize=float8"),
+    ("mixtral", {}, "as_stored", "config.json is absent. Set lora.quantize=nf4, float8 or none"),
+]
+
+
+@pytest.mark.parametrize(("case", "sizes", "quantize", "message"), REFUSED_SIZES, ids=str)
+def test_experts_that_cannot_be_quantized_are_refused(case, sizes, quantize, message, make_checkpoint):
+    folder, _ = make_checkpoint(case, **sizes)
+    with pytest.raises(ValueError, match=message):
+        load_model(folder, after_module=quantize_as_loaded(LoRAConfig(quantize=quantize)))

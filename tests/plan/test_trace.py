@@ -8,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lean_ft.memory.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
+from lean_ft.models.float8_product import float8_forward
+from lean_ft.models.frozen_weight import as_frozen
 from lean_ft.plan.devices import CPU, DEVICES, Kernel, find_device
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.memory import FREED
@@ -148,6 +150,21 @@ def test_arithmetic_takes_its_time():
         assert trace.time.spent.launch_seconds == pytest.approx(2 * CARD.launch_seconds)
 
     traced(product)
+
+
+@pytest.mark.parametrize(("card", "times"), [("H100", 2), ("L4", 2), ("A100 80GB", 1)])
+def test_a_frozen_weight_multiplies_in_float8_at_twice_the_rate(card, times):
+    """Only on cards with float8, and only the product: rounding is memory traffic."""
+
+    def work(trace):
+        x, weight = torch.empty(8192, 4096, dtype=torch.bfloat16), torch.empty(8192, 4096, dtype=torch.bfloat16)
+        float8_forward(x, as_frozen(weight, in_float8=True), None)
+        x @ weight.T
+
+    ledger = {name: launches for (_, name), launches in traced(work, DEVICES[card]).time.spent.ledger.items()}
+    in_float8, plain = ledger["lean_ft.sum_of_float8_products"], ledger["mm"]
+    assert in_float8.flops == plain.flops and in_float8.number == plain.number == 1
+    assert plain.seconds / in_float8.seconds == pytest.approx(times, rel=0.01)
 
 
 @pytest.mark.parametrize("card", DEVICES.values(), ids=DEVICES)
