@@ -84,7 +84,7 @@ class _Kernels:
         together = {} if trace.device.is_cpu else _together(self._nodes, self._stored)
         self._dead_after = _dead_after(self._nodes, self._stored, together)
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
-        self._kernel: dict[fx.Node, fx.Node] = {node: together.get(node, node) for node in self._nodes if node in self._stored}
+        self._kernel = {node: together.get(node, node) for node in self._nodes if node in self._stored}
         self._read_first = _read_first(self._kernel, self._reads)
         self._writes = {} if trace.device.is_cpu else _writes(self._nodes, self._stored)
         inputs = [node for node in self._nodes if node.op == "placeholder"]
