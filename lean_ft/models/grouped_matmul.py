@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-_GROUPED_CAPABILITIES = ((9, 0), (10, 0))
+GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 _COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
 HAS_TRITON = _COMPILER is not None and find_spec("triton") is not None
 
@@ -99,7 +99,7 @@ def _has_kernel(*operands: Tensor) -> bool:
         and x.data_ptr() % 16 == 0
         and all(s == 1 or s % 8 == 0 for s in x.stride())
         and 1 in x.stride()[-2:]
-        and torch.cuda.get_device_capability(x.device) in _GROUPED_CAPABILITIES
+        and torch.cuda.get_device_capability(x.device) in GROUPED_CAPABILITIES
         for x in operands
     )
 

@@ -36,14 +36,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.num_groups > 1:
             x, weight = (part.unflatten(-1, (self.num_groups, -1)) for part in (x, self.weight))
-            return _RMSNorm.apply(x, weight, self.eps, self.weight_offset).flatten(-2)
+            return RMSNormFunction.apply(x, weight, self.eps, self.weight_offset).flatten(-2)
         # On CUDA PyTorch's fused kernel keeps as little; with two dtypes it would copy to the wider one and return that.
         if x.is_cuda and self.weight_offset == 0.0 and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps, self.weight_offset)
+        return RMSNormFunction.apply(x, self.weight, self.eps, self.weight_offset)
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
+    """RMSNorm with a hand-written backward pass."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
         values = wide(x)
@@ -77,7 +79,7 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:
     """RMSNorm without a weight."""
     if x.is_cuda:  # under autocast it comes in float32
         return F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
-    return _RMSNorm.apply(x, x.new_ones(()), eps, 0.0)
+    return RMSNormFunction.apply(x, x.new_ones(()), eps, 0.0)
 
 
 def _with_offset(weight: Tensor, offset: float) -> Tensor:

@@ -23,8 +23,6 @@ _CACHES = {
     "T4": 4, "V100": 6, "RTX 3060": 3, "RTX 3090": 6, "RTX 4060 Ti": 32, "RTX 4090": 72, "RTX 5090": 96, "RTX A6000": 6,
     "A10G": 6, "L4": 48, "L40S": 96, "A100 40GB": 40, "A100 80GB": 40, "H100": 50, "H200": 50, "B200": 126, "MI300X": 4,
 }  # fmt: skip
-# Their float8 products are refused when the run starts; other cards compute them at twice the 16-bit rate.
-_WITHOUT_FLOAT8 = ("T4", "V100", "RTX 3060", "RTX 3090", "RTX A6000", "A10G", "A100 40GB", "A100 80GB")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Device:
     attention_share: float = 1.0
     memory_share: float = 1.0
     num_processors: int = 0  # streaming multiprocessors; 0: no tiles are counted
-    before_ampere: bool = False  # without flash attention, and with bfloat16 products in 16 bits only
+    capability: tuple[int, int] = (8, 0)  # compute capability, which decides the kernels that run
 
     @property
     def is_cpu(self) -> bool:
@@ -67,7 +65,10 @@ class Device:
         return max(arithmetic, traffic) + self.fixed_seconds * kernel.number
 
     def _peak(self, kernel: "Kernel") -> float:
-        if kernel.itemsize == 1 and self.name not in _WITHOUT_FLOAT8:
+        if kernel.itemsize == 1 and self.capability >= (
+            8,
+            9,
+        ):  # float8; on other cards it is refused when the run starts
             return 2 * self.flops_16bit
         return self.flops_16bit if kernel.itemsize <= 2 else self.flops_32bit
 
@@ -116,6 +117,12 @@ _PROCESSORS = {
     "A10G": 80, "L4": 58, "L40S": 142, "A100 40GB": 108, "A100 80GB": 108, "H100": 132, "H200": 132, "B200": 148, "MI300X": 304,
 }  # fmt: skip
 _TILE = (128, 128)
+# Compute capabilities; other cards are planned as an A100, 8.0.
+_CAPABILITIES = {
+    "T4": (7, 5), "V100": (7, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0), "MI300X": (9, 4),
+    **dict.fromkeys(("RTX 3060", "RTX 3090", "RTX A6000", "A10G"), (8, 6)),
+    **dict.fromkeys(("RTX 4060 Ti", "RTX 4090", "L4", "L40S"), (8, 9)),
+}  # fmt: skip
 _MEASURED = 1024  # rows and columns of the products that measure a CPU
 # Large products: cards with half-rate float32 accumulation reach almost all of their rate. Cards that the power limit slows down
 # reach less. Attention reaches less than products, the least on the cards with the fastest products.
@@ -140,7 +147,7 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
         attention_share=_ATTENTION_SHARES.get(name, 0.4),
         memory_share=0.75,
         num_processors=_PROCESSORS.get(name, 0),
-        before_ampere=name in ("T4", "V100"),
+        capability=_CAPABILITIES.get(name, (8, 0)),
         host_bytes_per_second=link_gb_s * 1e9 * _LINKS,
         peer_bytes_per_second=peer_gb_s * 1e9 * _LINKS,
         network_bytes_per_second=network_gb_s * 1e9 * _LINKS,
@@ -261,7 +268,7 @@ def choose_device(name: str | None, setting: str) -> Device:
             name=here.name,
             memory_bytes=here.total_memory,
             l2_cache_bytes=here.L2_cache_size,
-            before_ampere=here.major < 8,
+            capability=(here.major, here.minor),
         )
     if setting == "cuda":
         return DEVICES["A100 80GB"]

@@ -155,7 +155,7 @@ class _Kernels:
     def _cost(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> Cost | None:
         if _is_opaque(node):
             return self._trace.cost(node.target, args, kwargs, values[node], _module(node))
-        if getattr(node.target, "is_view", False):
+        if _is_view(node):
             return None
         sources = [values[source] for source in self._read_first[node] if source in values]
         tensors = tree_iter([*sources, values[node]])

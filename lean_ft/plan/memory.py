@@ -3,8 +3,8 @@
 A storage counts from the operation that allocates it until the last reference of Python and autograd is gone, when an allocator
 would free it. Each storage has a label for its purpose; the sums by label explain the peak.
 
-Memory that a kernel allocates and frees inside itself cannot be seen. That is small for the kernels here, except for flash
-attention's backward pass on a GPU, which is computed from its shapes.
+Memory that a kernel allocates and frees inside itself cannot be seen. That is small for the kernels here, except for attention's
+backward pass on a GPU, which is computed from its shapes.
 
 On a CPU, resident memory is counted. A page becomes resident at the first write to it, so an empty tensor counts as it is
 filled. Freed heap memory of small tensors stays resident until enough of it is free at the top of the heap (see
@@ -176,29 +176,13 @@ class Memory:
             allocator.free(storage.block)
 
     def inside(self, func: Any, args: Any) -> list[int]:
-        """Sizes of the temporary tensors inside an operation, in bytes.
-
-        PyTorch's flash attention sums the queries' gradient in float32, with each document padded to 128 tokens and each head to
-        32 or 64 features, and expands the gradients of keys and values to the query heads. A CPU that computes 16-bit products in
-        float32 converts the operands in blocks.
-        """
-        if self.device.is_cpu:
-            first = FIRST_FACTOR.get(str(func.overloadpacket))
-            if first is None or args[first].dtype not in self._converted:
-                return []
-            left, right = args[first : first + 2]
-            return block_bytes(left, right if left.ndim == right.ndim else right[0])  # grouped: one group's matrix
-        if str(func.overloadpacket) != "lean_ft.document_attention_backward":
+        """Sizes of the temporary tensors inside an operation, in bytes: a CPU that computes 16-bit products in float32 converts the
+        operands in blocks."""
+        first = FIRST_FACTOR.get(str(func.overloadpacket)) if self.device.is_cpu else None
+        if first is None or args[first].dtype not in self._converted:
             return []
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        query, key, cu_seqlens = named["query"], named["key"], named["cu_seqlens"]
-        if query.itemsize != 2 or any(named.get(other) is not None for other in ("sinks", "softcap", "ends")):
-            return []  # not flash attention
-        num_tokens, num_heads, head_dim = query.shape
-        filled_tokens = num_tokens + 128 * (len(cu_seqlens) - 1)
-        multiple = 32 if head_dim <= 128 else 64
-        expanded = [query.nbytes] * 2 if key.shape[1] < num_heads else []
-        return [*expanded, 4 * filled_tokens * num_heads * -(-head_dim // multiple) * multiple]
+        left, right = args[first : first + 2]
+        return block_bytes(left, right if left.ndim == right.ndim else right[0])  # grouped: one group's matrix
 
     def tune(self) -> None:
         """Reserve the memory that the compiler uses on a GPU to clear the L2 cache while it tunes kernels at their first call. It is

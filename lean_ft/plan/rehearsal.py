@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 
 from lean_ft.memory import wants_host_pool
+from lean_ft.models.attention.kernels import planned_attention
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.ranks import pretended_ranks
@@ -51,9 +52,11 @@ def rehearse(
         with (
             pretended_ranks(trace),
             inside(planned),
+            planned_attention("auto" if memory is None else memory.attention),
             _quiet(),
             functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
             torch.compiler.set_stance("default", force_backend=fusing_backend(trace)),
+            trace.fused_norms(),
             planned.fake_mode,
             trace,
         ):

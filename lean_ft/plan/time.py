@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lean_ft.models.float32_products import slow_dtypes
 from lean_ft.plan.devices import Device, Kernel
-from lean_ft.plan.kernels import launches_of
+from lean_ft.plan.kernels import Launched
 from lean_ft.plan.labels import label_of_caller
 from lean_ft.plan.memory import FIRST_FACTOR, num_bytes
 from lean_ft.plan.result import Launches
@@ -72,11 +72,12 @@ class Time:
         self.module_names: dict[int, str] = {}  # by id
         self._module_of_node: dict[int, str] = {}  # by the sequence number of autograd
 
-    def kernel(self, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, Kernel | None]:
+    def kernel(self, func: Any, args: Any, kwargs: Any, result: Any, found: Launched) -> tuple[str, Kernel | None]:
         """The name of an operation and its kernel; None if it neither computes nor moves data."""
         name = str(func.overloadpacket).removeprefix("aten.")
         read = args[1:] if name in _GATHERING else args
-        moved = sum(num_bytes(tensor) for tensor in tree_iter((read, result)) if isinstance(tensor, Tensor))
+        written = args[:1] if result is None else result
+        moved = sum(num_bytes(tensor) for tensor in tree_iter((read, written)) if isinstance(tensor, Tensor))
         flops = self._flops(func, args, kwargs, result)
         if not moved and not flops:
             return name, None
@@ -88,8 +89,8 @@ class Time:
             rows, inner = factors[0].shape[-2:]
             shape = (rows, int(flops / (2 * rows * inner)) if rows * inner else 0, inner)
             product = factors[0] if in_float8 or _has_dtype(args) else result
-        number = 1 if self.device.is_cpu else launches_of(name, args)
-        return name, Kernel(flops, moved, self._product_itemsize(product), is_attention, shape, number)
+        itemsize, moved = self._product_itemsize(product), moved + found.repeated_bytes
+        return name, Kernel(flops, moved, itemsize, is_attention, shape, found.number)
 
     def launches(self, kernel: Kernel) -> Launches:
         """The launches of an operation, and their time."""

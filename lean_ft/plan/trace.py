@@ -9,14 +9,14 @@ With several ranks, rank 0 is traced.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
-from lean_ft.plan.kernels import plain_operations
+from lean_ft.models.layers import RMSNormFunction
+from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
+from lean_ft.plan.kernels import Launched, SlowPath, on_gpu
 from lean_ft.plan.labels import LOSS
 from lean_ft.plan.memory import Memory, num_bytes
 from lean_ft.plan.result import Launches
@@ -66,7 +66,7 @@ class Trace(TorchDispatchMode):
             self.memory.note(result, written=not (is_empty and self.memory.fills_pages))
             if func.namespace in ("c10d", "_c10d_functional"):
                 self.exchange(func, args)
-            elif not func.is_view:
+            elif not (func.is_view or func.__name__.startswith("_unsafe_view")):
                 self.memory.write(_written(func, args, kwargs or {}))
                 if not is_empty:
                     self.pay(self.cost(func, args, kwargs or {}, result))
@@ -81,17 +81,19 @@ class Trace(TorchDispatchMode):
 
     def cost(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> Cost:
         """The launches and the temporary memory of one operation."""
-        if not self.device.is_cpu and (slow := plain_operations(func, args, self.device)) is not None:
-            self.slow_paths[slow.why] = None
+        found = Launched() if self.device.is_cpu else on_gpu(func, args, self.device)
+        if isinstance(found, SlowPath):
+            self.slow_paths[found.why] = None
             key = (func, *(_description(argument) for argument in args))
             if key not in self._known:
-                self._known[key] = self._cost_of_parts(slow.run, args, result)
+                self._known[key] = self._cost_of_parts(found.run, args, result)
             return self._known[key]._replace(module=module)
-        name, kernel = self.time.kernel(func, args, kwargs, result)
-        temporary = self.memory.inside(func, args)
-        if kernel is not None and not self.device.is_cpu:  # each temporary tensor is written and read
-            kernel = replace(kernel, moved_bytes=kernel.moved_bytes + 2 * sum(temporary))
-        return Cost({} if kernel is None else {name: self.time.launches(kernel)}, module, temporary)
+        if self.device.is_cpu:
+            found = Launched(temporary=self.memory.inside(func, args))
+        else:  # each temporary tensor is written and read
+            found = found._replace(repeated_bytes=found.repeated_bytes + 2 * sum(found.temporary))
+        name, kernel = self.time.kernel(func, args, kwargs, result, found)
+        return Cost({} if kernel is None else {name: self.time.launches(kernel)}, module, found.temporary)
 
     def _cost_of_parts(self, run: Callable[[], Any], args: Any, result: Any) -> Cost:
         """The launches of the operations that `run` calls, and the most memory that they take beside arguments and result."""
@@ -125,6 +127,41 @@ class Trace(TorchDispatchMode):
         """Reset time and timeline."""
         self.time.spent = Spent()
         self.timeline.clear()
+
+    @contextlib.contextmanager
+    def fused_norms(self) -> Iterator[None]:
+        """Context manager in which an uncompiled RMSNorm is one kernel on a GPU, as PyTorch's, and backward another one or two."""
+        norm: Any = RMSNormFunction
+
+        def counted(compute: Callable, ctx: Any, args: Any, number: int) -> Any:
+            with self.uncounted():
+                result = compute(ctx, *args)
+            self.memory.note(result)
+            moved = sum(num_bytes(t) for t in (*args, *tree_iter(result)) if isinstance(t, Tensor))
+            self.spend(self.time.launches(Kernel(0.0, moved, number=number)), "rms_norm")
+            return result
+
+        def forward(ctx: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return before[0](ctx, x, weight, *rest)
+            ctx.is_fused = not (self.device.is_cpu or rest[-1]) and x.dtype == weight.dtype
+            args = x, weight, *rest
+            return counted(before[0], ctx, args, 1) if ctx.is_fused else before[0](ctx, *args)
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            if torch.compiler.is_compiling() or not ctx.is_fused:
+                return before[1](ctx, *grads)
+            return counted(before[1], ctx, grads, 1 + ctx.needs_input_grad[1])
+
+        before, norm.forward, norm.backward = (
+            (norm.forward, norm.backward),
+            staticmethod(forward),
+            staticmethod(backward),
+        )
+        try:
+            yield
+        finally:
+            norm.forward, norm.backward = map(staticmethod, before)
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

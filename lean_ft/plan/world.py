@@ -103,8 +103,8 @@ class PlannedWorld(World):
     def device_type(self, device: Any) -> str:
         return "cpu" if self.trace.device.is_cpu else "cuda"
 
-    def before_ampere(self, device: Any) -> bool:
-        return self.trace.device.before_ampere
+    def capability(self, device: Any) -> tuple[int, int]:
+        return self.trace.device.capability
 
     def memory_bytes(self, measure: Callable[[], int | None]) -> int | None:
         return self._memory_bytes
@@ -221,10 +221,12 @@ class PlannedWorld(World):
         if new:
             first = next(iter(new.values()))
             with self.trace.memory.labelled(WORKSPACE, f"optimizer step of {first.name}"):
+                update(list(new.values()))  # also makes tables that later updates read
+                before = self.trace.time.spent.num_launches
                 update(list(new.values()))
+                number = self.trace.time.spent.num_launches - before
+            self._update_launches |= {kind: max(1.0, number / len(new)) for kind in new}
         now = self.trace.time.spent
-        number = now.num_launches - spent.num_launches
-        self._update_launches |= {kind: max(1.0, number / len(new)) for kind in new}
         now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
         for state in states:
             kept = [state.param, *state.tensors.values()]

@@ -72,11 +72,11 @@ class World:
         """The type of a tensor's device. In a plan, the tensors are on the CPU, and the planned device may be a GPU."""
         return device.type
 
-    def before_ampere(self, device: Any) -> bool:
-        """Whether a CUDA device is older than Ampere."""
+    def capability(self, device: Any) -> tuple[int, int]:
+        """The compute capability of a CUDA device."""
         import torch
 
-        return torch.cuda.get_device_capability(device) < (8, 0)
+        return torch.cuda.get_device_capability(device)
 
     def memory_bytes(self, measure: Callable[[], int | None]) -> int | None:
         """Total memory of the device."""

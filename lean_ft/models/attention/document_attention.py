@@ -35,7 +35,8 @@ from torch.utils.flop_counter import register_flop_formula
 from lean_ft.models.attention.kernels import choose_kernel
 from lean_ft.models.attention.row_attention import Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
-from lean_ft.models.layers import wide_dtype
+from lean_ft.models.layers import is_on_cuda, wide_dtype
+from lean_ft.system.world import world
 
 _BLOCK_QUERIES = 64
 _SHORTEST_BLOCK = 16  # queries per block of shorter documents
@@ -118,7 +119,7 @@ def _document_attention(
 
 @_document_attention.register_fake
 def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    shape = (0,) if _own_kernels(query) is None else (query.shape[1], query.shape[0])
+    shape = (query.shape[1], query.shape[0]) if _has_kernels(query) else (0,)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty(shape, dtype=torch.float32)
 
@@ -232,14 +233,19 @@ _document_attention.register_autograd(_backward, setup_context=_save_for_backwar
 
 def _own_kernels(query: Tensor) -> Any:
     """The module of Triton kernels, or None if they do not compute this."""
-    if not query.is_cuda:
-        return None
-    capability = torch.cuda.get_device_capability(query.device)
-    if choose_kernel(query.shape[-1], query.dtype, capability, is_plain=False)[0] != "own":
+    if not query.is_cuda or not _has_kernels(query):
         return None
     from lean_ft.models.attention import flash_kernels
 
     return flash_kernels
+
+
+def _has_kernels(query: Tensor) -> bool:
+    """Whether `flash_kernels` computes this; in a plan of a GPU, whether a kernel does, which is one that keeps the log-sum-exp."""
+    if not is_on_cuda(query):
+        return False
+    capability, compiles = world().capability(query.device), None if query.is_cuda else True
+    return choose_kernel(query.shape[-1], query.dtype, capability, is_plain=False, compiles=compiles)[0] == "own"
 
 
 def num_product_shapes(longest: int) -> int:

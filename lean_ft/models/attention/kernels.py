@@ -4,6 +4,8 @@ operations (`row_attention`), which run everywhere and are slow.
 `use_attention` sets the choice for this process, because PyTorch replaces its flash kernels for a whole process, too.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Literal
 
@@ -45,6 +47,17 @@ def use_attention(choice: str, dtype: torch.dtype, device: torch.device) -> None
             raise ValueError(
                 f"memory.attention={choice} is not possible: {error}. Set memory.attention=auto."
             ) from None
+
+
+@contextmanager
+def planned_attention(choice: str) -> Iterator[None]:
+    """Context manager in which `choose_kernel` follows this `memory.attention`, which may be impossible on this machine."""
+    global _choice
+    before, _choice = _choice, choice
+    try:
+        yield
+    finally:
+        _choice = before
 
 
 def choose_kernel(

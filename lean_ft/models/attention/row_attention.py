@@ -163,7 +163,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
         return torch.bmm(left, right)
     # Cards before Ampere support this for float16 only.
     device = left.device
-    if device_type(device) == "cuda" and (left.dtype == torch.float16 or not world().before_ampere(device)):
+    if device_type(device) == "cuda" and (left.dtype == torch.float16 or world().capability(device) >= (8, 0)):
         return torch.bmm(left, right, out_dtype=wide)
     return torch.bmm(left.to(wide), right.to(wide))
 
