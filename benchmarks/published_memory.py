@@ -32,6 +32,7 @@ TORCHTUNE = "https://github.com/pytorch/torchtune/blob/0031bfb080bd/README.md"
 UNSLOTH = "https://github.com/unslothai/unsloth/blob/000252c947fe/README.md"
 UNSLOTH_SIZES = "https://unsloth.ai/docs/get-started/fine-tuning-for-beginners/unsloth-requirements"
 UNSLOTH_QWEN = "https://unsloth.ai/docs/models/qwen3.5/fine-tune"
+UNSLOTH_MIXTURES = "https://unsloth.ai/docs/new/faster-moe"
 FACTORY = "https://github.com/hiyouga/LLaMA-Factory/blob/00409ff28a30/README.md"
 FACTORY_WIKI = "https://github.com/hiyouga/LLaMA-Factory/wiki/Performance-comparison"
 AXOLOTL = "https://github.com/axolotl-ai-cloud/axolotl/blob/15f7910d33b4/examples/llama-3/README.md"
@@ -114,6 +115,15 @@ def figures() -> list[Figure]:
     for shape, name, published in (("qwen3_5_2b", "2B", 5), ("qwen3_5_4b", "4B", 10), ("qwen3_5_9b", "9B", 22)):
         settings = adapter(16, 1, 2048)
         found.append(Figure(f"Qwen3.5 {name} LoRA", "not stated", published, UNSLOTH_QWEN, shape, settings))
+    attention = {"lora.targets": "[q_proj, k_proj, v_proj, o_proj]", "memory.frozen_embeddings": "host"}
+    attention |= adapter(16, 1, 2048)
+    lean = {"memory.activation_offload": True, "memory.tile_mlp": 4}
+    found += [
+        Figure("gpt-oss 20B QLoRA", "not stated", 12.8, UNSLOTH_MIXTURES, "gpt_oss_20b", attention | four_bits | lean),
+        Figure("Qwen3 30B-A3B QLoRA", "not stated", 17.5, UNSLOTH, "qwen3_30b_a3b", attention | four_bits),
+        Figure("Qwen3 30B-A3B LoRA", "not stated", 63, UNSLOTH_MIXTURES, "qwen3_30b_a3b", attention),
+        Figure("Qwen3.5 35B-A3B LoRA", "not stated", 74, UNSLOTH_QWEN, "qwen3_5_35b_a3b", attention),
+    ]
     return sorted(found, key=lambda figure: "memory.tile_mlp" in figure.settings)  # their plans take longest
 
 
@@ -135,8 +145,8 @@ def planned(figure: Figure) -> dict[str, int]:
 def describe(result: dict[str, Any]) -> str:
     return (
         "memory that other projects publish, next to lean_ft's planned memory for an A100 without compilation; ours has "
-        "checkpointing and 8-bit AdamW, full fine-tuning also steps in backward, and adapters on rows of 16,384 tokens and more offload activations and tile "
-        "the MLP; with driver: reserved by the allocator, plus 0.5 GiB. Nothing is measured here: planned"
+        "checkpointing and 8-bit AdamW, full fine-tuning also steps in backward, and adapters on rows of 16,384 tokens and more, and on gpt-oss, offload "
+        "activations and tile the MLP; mixtures have adapters on attention and embeddings on the host; with driver: reserved by the allocator, plus 0.5 GiB. Nothing is measured here: planned"
     )
 
 
