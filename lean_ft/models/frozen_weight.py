@@ -142,11 +142,8 @@ def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     return (values * scales).to(dtype)
 
 
-@torch.library.custom_op("lean_ft::expand", mutates_args=())
-def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dense weight, as one operation to the compiler: it would compute the steps again for every use of the weight, or keep
-    their results."""
-    return _expand_stepwise(numbers, scales, dtype)
+# One operation to the compiler, which would compute the steps again for every use of the weight, or keep their results.
+_expand = torch.library.custom_op("lean_ft::expand", _expand_stepwise, mutates_args=())
 
 
 @_expand.register_fake

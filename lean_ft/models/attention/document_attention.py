@@ -7,8 +7,9 @@ outlives a block. The heads of a group are stacked as rows of one product, which
 Three options change the softmax: a window (keys outside it are not multiplied), a soft cap (scores become
 cap * tanh(score / cap)), and sinks (a learned logit per head that joins the softmax and has no value).
 
-A query may see later tokens of its document, as tokens of one image see each other. A document may continue a prefix, a stretch of an earlier document: its queries see the prefix's keys before its own. So a
-prompt is computed once for several completions, and the gradients of its keys add up.
+A query may see later tokens of its document, as tokens of one image see each other. A document may continue a prefix, a stretch
+of an earlier document: its queries see the prefix's keys before its own. So a prompt is computed once for several completions, and
+the gradients of its keys add up.
 
 Blocks are padded with zeros to a few sizes, because a CPU's library compiles code for each new shape, which takes as long as a
 dozen products and a third of a megabyte.
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lean_ft.models.attention.kernels import choose_kernel
+from lean_ft.models.attention.kernels import kernel_of
 from lean_ft.models.attention.row_attention import Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import wide_dtype
@@ -57,6 +58,7 @@ def document_attention(
     prefixes: Tensor | None = None,
     ends: Tensor | None = None,
     num_ahead: int = 0,
+    key_bounds: Tensor | None = None,
 ) -> Tensor:
     """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
 
@@ -71,11 +73,14 @@ def document_attention(
             continues; equal for no prefix.
         ends: (N,) integers, the token before which each query's keys end, in the query's document; default its own + 1.
         num_ahead: the most tokens that a query sees ahead. Used on a GPU only.
+        key_bounds: use PyTorch's flash kernel, which needs `sinks` here and no soft cap, `prefixes` or `ends`: (documents + 1,)
+            int32, the boundaries of the documents' keys, where key and value have other tokens than the query. A document's last
+            query is aligned with its last key.
 
     Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion, or they are not checked where
     `flash_kernels` runs.
     """
-    seen = prefixes, ends, num_ahead
+    seen = prefixes, ends, num_ahead, key_bounds
     return _document_attention(query, key, value, cu_seqlens, sinks, scale, window, softcap, row_tokens, *seen)[0]
 
 
@@ -94,11 +99,14 @@ def _document_attention(
     prefixes: Tensor | None,
     ends: Tensor | None,
     num_ahead: int,
+    key_bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `document_attention`, with the log-sum-exp (H, N) of `flash_kernels`; empty without them."""
-    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead)
-    if (kernels := _own_kernels(query)) is not None:
-        return kernels.attend(query, key, value, of_rows)
+    seen = prefixes, ends, num_ahead, key_bounds
+    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), *seen)
+    if (kernels := _kernels(query, key_bounds)) is not None:
+        attend = kernels.attend if key_bounds is None else kernels.attend_with_sinks
+        return attend(query, key, value, of_rows)
     lse = query.new_empty(0, dtype=torch.float32)
     if query.is_cuda:
         return attend_rows(query, key, value, of_rows), lse
@@ -118,7 +126,7 @@ def _document_attention(
 
 @_document_attention.register_fake
 def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    shape = (0,) if _own_kernels(query) is None else (query.shape[1], query.shape[0])
+    shape = (0,) if _kernels(query, key_bounds=args[-1]) is None else (query.shape[1], query.shape[0])
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty(shape, dtype=torch.float32)
 
@@ -148,16 +156,16 @@ def document_attention_backward(
     prefixes: Tensor | None,
     ends: Tensor | None,
     num_ahead: int,
+    key_bounds: Tensor | None,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and sinks (empty without sinks) from that of `_document_attention`'s results."""
-    of_rows, wide = (
-        Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead),
-        wide_dtype(query),
-    )
+    wide, seen = wide_dtype(query), (prefixes, ends, num_ahead, key_bounds)
+    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), *seen)
     if query.is_cuda:
-        if (kernels := _own_kernels(query)) is not None:
-            *grads, grad_sinks = kernels.attend_backward(grad_out, out, lse, query, key, value, of_rows)
+        if (kernels := _kernels(query, key_bounds)) is not None:
+            backward = kernels.attend_backward if key_bounds is None else kernels.attend_with_sinks_backward
+            *grads, grad_sinks = backward(grad_out, out, lse, query, key, value, of_rows)
         else:
             *grads, grad_sinks = attend_rows_backward(grad_out, query, key, value, of_rows)
         of_sinks = query.new_empty(0, dtype=wide) if sinks is None or grad_sinks is None else grad_sinks.to(sinks.dtype)
@@ -213,29 +221,28 @@ def _(
 
 
 def _save_for_backward(ctx, inputs, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes, ends, ctx.num_ahead = inputs
+    query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes, ends, ctx.num_ahead, key_bounds = inputs
     out, lse = output
-    ctx.save_for_backward(out, query, key, value, cu_seqlens, sinks, prefixes, ends, lse)
-    ctx.has_sinks = sinks is not None
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(out, query, key, value, cu_seqlens, sinks, prefixes, ends, key_bounds, lse)
+    ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx, grad_out: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
-    *saved, prefixes, ends, lse = ctx.saved_tensors
-    seen = prefixes, ends, ctx.num_ahead, lse
-    *grads, grad_sinks = document_attention_backward(grad_out, *saved, *ctx.settings, *seen)
-    return *grads, None, grad_sinks if ctx.has_sinks else None, *(None,) * 7
+    *saved, sinks, prefixes, ends, key_bounds, lse = ctx.saved_tensors
+    trains_sinks = ctx.needs_input_grad[4]
+    if key_bounds is not None and not trains_sinks:
+        sinks = None  # the log-sum-exp has them
+    seen = prefixes, ends, ctx.num_ahead, key_bounds, lse
+    *grads, grad_sinks = document_attention_backward(grad_out, *saved, sinks, *ctx.settings, *seen)
+    return *grads, None, grad_sinks if trains_sinks else None, *(None,) * 8
 
 
 _document_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _own_kernels(query: Tensor) -> Any:
-    """The module of Triton kernels, or None if they do not compute this."""
-    if not query.is_cuda:
-        return None
-    capability = torch.cuda.get_device_capability(query.device)
-    if choose_kernel(query.shape[-1], query.dtype, capability, is_plain=False)[0] != "own":
+def _kernels(query: Tensor, key_bounds: Tensor | None) -> Any:
+    """The module of Triton kernels, or None if none of them computes this."""
+    if key_bounds is None and kernel_of(query, is_plain=False) != "own":
         return None
     from lean_ft.models.attention import flash_kernels
 

@@ -39,6 +39,7 @@ class Rows(NamedTuple):
     prefixes: Tensor | None = None
     ends: Tensor | None = None
     num_ahead: int = 0
+    key_bounds: Tensor | None = None
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> Tensor:
