@@ -73,49 +73,44 @@ def document_attention(
             continues; equal for no prefix.
         ends: (N,) integers, the token before which each query's keys end, in the query's document; default its own + 1.
         num_ahead: the most tokens that a query sees ahead. Used on a GPU only.
-        key_bounds: use PyTorch's flash kernel, which needs `sinks` here and no soft cap, `prefixes` or `ends`: (documents + 1,)
-            int32, the boundaries of the documents' keys, where key and value have other tokens than the query. A document's last
-            query is aligned with its last key.
+        key_bounds: (documents + 1,) integers, the boundaries of the documents' keys, if key and value have other tokens than the
+            query; a document's last query is aligned with its last key. PyTorch's flash kernel computes this, on a GPU, with
+            `sinks`, and without a soft cap, `prefixes` and `ends`.
 
     Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion, or they are not checked where
     `flash_kernels` runs.
     """
-    seen = prefixes, ends, num_ahead, key_bounds
-    return _document_attention(query, key, value, cu_seqlens, sinks, scale, window, softcap, row_tokens, *seen)[0]
+    rules = sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead, key_bounds
+    return _document_attention(query, key, value, cu_seqlens, *rules)[0]
 
 
-@torch.library.custom_op("lean_ft::document_attention", mutates_args=())
+_ROWS = (
+    "Tensor cu_seqlens, Tensor? sinks, float? scale, SymInt? window, float? softcap, SymInt row_tokens, Tensor? prefixes, "
+    "Tensor? ends, SymInt num_ahead, Tensor? key_bounds"
+)
+
+
+@torch.library.custom_op(
+    "lean_ft::document_attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_ROWS}) -> (Tensor, Tensor)",
+)
 @torch.autocast("cpu", enabled=False)
-def _document_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    sinks: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    row_tokens: int,
-    prefixes: Tensor | None,
-    ends: Tensor | None,
-    num_ahead: int,
-    key_bounds: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As `document_attention`, with the log-sum-exp (H, N) of `flash_kernels`; empty without them."""
-    seen = prefixes, ends, num_ahead, key_bounds
-    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), *seen)
-    if (kernels := _kernels(query, key_bounds)) is not None:
-        attend = kernels.attend if key_bounds is None else kernels.attend_with_sinks
+def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: Any) -> tuple[Tensor, Tensor]:
+    """The result of `document_attention`, and the log-sum-exp (H, N) of `flash_kernels`, empty without them. rows: as `Rows`."""
+    of_rows = Rows(*rows)
+    if (kernels := _kernels(query, of_rows.key_bounds)) is not None:
+        attend = kernels.attend if of_rows.key_bounds is None else kernels.attend_with_sinks
         return attend(query, key, value, of_rows)
     lse = query.new_empty(0, dtype=torch.float32)
     if query.is_cuda:
         return attend_rows(query, key, value, of_rows), lse
     out, dtype = torch.empty_like(query, memory_format=torch.contiguous_format), product_dtype(query)
-    for document, prefix in _documents(cu_seqlens, len(query), prefixes):
+    for document, prefix in _documents(of_rows.cu_seqlens, len(query), of_rows.prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
         num_before = prefix.stop - prefix.start
-        own_ends = _ends(ends, document, num_before)
-        blocks = _blocks(query.shape[1], queries.shape[2], window, num_before, own_ends)
+        own_ends = _ends(of_rows.ends, document, num_before)
+        blocks = _blocks(query.shape[1], queries.shape[2], of_rows.window, num_before, own_ends)
         keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
         softmax, values = _Softmax(queries, keys, of_rows, own_ends), values.to(dtype)
         for block in blocks:
@@ -139,29 +134,20 @@ def _num_flops(query_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 4 * num_tokens * num_tokens * num_heads * head_dim
 
 
-@torch.library.custom_op("lean_ft::document_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "lean_ft::document_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, {_ROWS}, Tensor lse) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
 @torch.autocast("cpu", enabled=False)
 def document_attention_backward(
-    grad_out: Tensor,
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    sinks: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    row_tokens: int,
-    prefixes: Tensor | None,
-    ends: Tensor | None,
-    num_ahead: int,
-    key_bounds: Tensor | None,
-    lse: Tensor,
+    grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rows_and_lse: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and sinks (empty without sinks) from that of `_document_attention`'s results."""
-    wide, seen = wide_dtype(query), (prefixes, ends, num_ahead, key_bounds)
-    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), *seen)
+    *rows, lse = rows_and_lse
+    of_rows, wide = Rows(*rows), wide_dtype(query)
+    sinks, key_bounds = of_rows.sinks, of_rows.key_bounds
     if query.is_cuda:
         if (kernels := _kernels(query, key_bounds)) is not None:
             backward = kernels.attend_backward if key_bounds is None else kernels.attend_with_sinks_backward
@@ -175,11 +161,11 @@ def document_attention_backward(
     )
     dtype = product_dtype(query)
     grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=wide)  # (H,)
-    for document, prefix in _documents(cu_seqlens, len(query), prefixes):
+    for document, prefix in _documents(of_rows.cu_seqlens, len(query), of_rows.prefixes):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
         num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
-        own_ends = _ends(ends, document, num_before)
-        blocks = _blocks(query.shape[1], num_tokens, window, num_before, own_ends)
+        own_ends = _ends(of_rows.ends, document, num_before)
+        blocks = _blocks(query.shape[1], num_tokens, of_rows.window, num_before, own_ends)
         keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
         softmax = _Softmax(queries, keys, of_rows, own_ends)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta per query.
