@@ -42,7 +42,10 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     is_16_bits_on_cpu = weight.device.type == "cpu" and weight.dtype in DTYPES and x.dtype == weight.dtype
     if not is_16_bits_on_cpu or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    if (packed := weight if weight.is_mkldnn else _packed.get(id(weight))) is not None:
+    packed = weight if weight.is_mkldnn else None
+    if _packed:  # otherwise the compiler would compile again for each weight
+        packed = _packed.get(id(weight), packed)
+    if packed is not None:
         return torch_private.packed_linear(x, packed, bias, "none", [], "")
     if not 1 < num_rows <= MOST_ROWS or not _has_amx():
         return F.linear(x, weight, bias)
@@ -113,7 +116,7 @@ def _plain_weight(module: nn.Module | None) -> Tensor | None:
     return None if hasattr(module.weight, "qdata") else module.weight  # torchao multiplies its quantized weights itself
 
 
-@cache
+@torch.compiler.assume_constant_result  # the compiler cannot trace the reading of files
 def _has_amx() -> bool:
     return "amx_bf16" in cpu_features()
 
