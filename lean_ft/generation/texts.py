@@ -60,9 +60,9 @@ def open_model(
     path: a model folder, a checkpoint, a run (its newest complete checkpoint), a Hub repository, `tiny`, or an adapter
     or a run that trained one, which is loaded on its base model; `auto` is the base model of the first adapter. Several
     adapters add up. A folder of `leanft quantize` is opened on a CPU. images: whether the vision tower is loaded (`frozen`);
-    `auto`: if the folder has one that lean_ft knows, and a file of its image processor. new_tokens: the most tokens that the model
-    will generate; from `PACKED_TOKENS` on, a 16-bit model on a CPU is packed (`pack_in_place`), so it cannot be trained or saved. Raises ValueError if a folder is
-    missing or incomplete, if that file is broken, or for an invalid device.
+    `auto`: if the folder has one that lean_ft knows, and a file of its image processor. new_tokens: the most tokens that the
+    model will generate. From 32 on, the layers of a 16-bit model on a CPU are packed (`pack_in_place`): the model then cannot be
+    trained or saved. Raises ValueError if a folder is missing or incomplete, if that file is broken, or for an invalid device.
     """
     adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:

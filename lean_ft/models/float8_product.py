@@ -46,12 +46,9 @@ def float8_backward(
     """Return grad (N, O) W + thin_left (N, R) @ thin_right (R, I), shape (N, I), in the dtype of grad."""
     dtype = grad.dtype
     if _has_row_scales(weight):
-        numbers, scales = weight.tensors
-        grad = grad * scales.T
-        numbers, scales = (
-            numbers.T.contiguous(),
-            scales.new_ones(numbers.shape[1], 1),
-        )  # kernels read factors row by row
+        stored, of_rows = weight.tensors
+        grad, numbers = grad * of_rows.T, stored.T.contiguous()  # kernels read factors row by row
+        scales = of_rows.new_ones(len(numbers), 1)
     else:
         numbers, scales = rounded(weight.whole(dtype, again=True).T.contiguous())
     return sum_of_float8_products(*rounded(grad), numbers, scales, dtype, None, thin_left, thin_right)

@@ -130,9 +130,8 @@ def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     the memory of these float16 numbers, also the product if it has 16 bits.
     """
     halves = blocks[..., None].expand(*blocks.shape, 2).to(torch.int16)
-    halves <<= torch.arange(
-        12, 4, -4, dtype=torch.int16, device=blocks.device
-    )  # 12 and 8: the number is in the upper 4 bits
+    # By 12 and 8: each number is in the upper 4 bits.
+    halves <<= torch.arange(12, 4, -4, dtype=torch.int16, device=blocks.device)
     halves >>= 3  # extends the sign
     halves &= -0x7200  # the sign, 2 bits of the exponent, and 1 of the mantissa
     values = halves.view(torch.float16).flatten(-2)  # (..., groups, 32)
@@ -142,11 +141,8 @@ def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     return (values * scales).to(dtype)
 
 
-@torch.library.custom_op("lean_ft::expand", mutates_args=())
-def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dense weight, as one operation to the compiler: it would compute the steps again for every use of the weight, or keep
-    their results."""
-    return _expand_stepwise(numbers, scales, dtype)
+# One operation to the compiler, which would compute the steps again for every use of the weight, or keep their results.
+_expand = torch.library.custom_op("lean_ft::expand", _expand_stepwise, mutates_args=())
 
 
 @_expand.register_fake

@@ -49,14 +49,14 @@ def _block(length: int, most: int) -> int:
 
 
 @triton.jit
-def _load(start, i, i_stride, is_i, j, j_stride, is_j):
+def load_tile(start, i, i_stride, is_i, j, j_stride, is_j):
     """A tile (i, j) of a matrix, with zeros beyond its edges."""
     places = start + i[:, None] * i_stride + j[None, :] * j_stride
     return tl.load(places, mask=is_i[:, None] & is_j[None, :], other=0.0)
 
 
 @triton.jit
-def _store(start, tile, i, i_stride, is_i, j, is_j):
+def store_tile(start, tile, i, i_stride, is_i, j, is_j):
     """Write the part of a tile within the matrix's edges."""
     places = start + i[:, None] * i_stride + j[None, :]
     tl.store(places, tile.to(start.dtype.element_ty), mask=is_i[:, None] & is_j[None, :])
@@ -92,12 +92,12 @@ def _multiply(
     for first in range(0, num_summed, SUMMED):
         k = first + tl.arange(0, SUMMED)
         is_summed = k < num_summed
-        left = _load(rows, m, row_stride, is_row, k, row_feature_stride, is_summed)
-        right = _load(matrix, k, summed_stride, is_summed, n, column_stride, is_column)
+        left = load_tile(rows, m, row_stride, is_row, k, row_feature_stride, is_summed)
+        right = load_tile(matrix, k, summed_stride, is_summed, n, column_stride, is_column)
         total = tl.dot(left, right, total, input_precision="ieee")
     if ADDS:
-        total += _load(out, m, out_stride, is_row, n, 1, is_column).to(tl.float32)
-    _store(out, total, m, out_stride, is_row, n, is_column)
+        total += load_tile(out, m, out_stride, is_row, n, 1, is_column).to(tl.float32)
+    store_tile(out, total, m, out_stride, is_row, n, is_column)
 
 
 @triton.jit
@@ -116,8 +116,8 @@ def _multiply_outer(
     for first in range(start, end, SUMMED):
         m = (first + tl.arange(0, SUMMED)).to(tl.int64)
         is_summed = m < end
-        lefts = _load(left, k, left_feature_stride, is_row, m, left_stride, is_summed)
-        rights = _load(right, m, right_stride, is_summed, n, right_feature_stride, is_column)
+        lefts = load_tile(left, k, left_feature_stride, is_row, m, left_stride, is_summed)
+        rights = load_tile(right, m, right_stride, is_summed, n, right_feature_stride, is_column)
         total = tl.dot(lefts, rights, total, input_precision="ieee")
-    _store(out + group * num_rows * num_columns, total, k, num_columns, is_row, n, is_column)
+    store_tile(out + group * num_rows * num_columns, total, k, num_columns, is_row, n, is_column)
 # fmt: on

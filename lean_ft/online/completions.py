@@ -75,9 +75,8 @@ class Completion:
         if not self.experts:
             return document
         experts = np.frombuffer(base64.b64decode(self.experts), np.int16).reshape(len(document) - 1, -1)
-        experts = np.pad(
-            experts, ((0, 1), (0, 0))
-        )  # the router chooses for the last token, which sampling does not compute
+        # Sampling does not compute the last token. 0: its experts are the router's choice.
+        experts = np.pad(experts, ((0, 1), (0, 0)))
         return replace(document, per_token={**document.per_token, "recorded_experts": experts})
 
     def document_with_values(self, prompt: Document, names: Sequence[str]) -> Document:

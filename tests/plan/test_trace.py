@@ -278,7 +278,7 @@ def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_h
         key, value = (torch.empty(256, 2, 40, dtype=torch.bfloat16) for _ in range(2))
         bounds = torch.empty(3, dtype=torch.int32)
         backward = torch.ops.lean_ft.document_attention_backward
-        rules = None, None, None, softcap, 128, None, None, 0
+        rules = None, None, None, softcap, 128, None, None, 0, None
         grads = backward(grad, out, query, key, value, bounds, *rules, torch.empty(0))
         inside = trace.memory.peak.total_bytes - trace.memory.live_bytes
         if expanded is None:

@@ -6,9 +6,9 @@ changing a document leaves the others' outputs bit-identical. A document may con
 (`Sight`), as several completions of one prompt do.
 
 On CUDA in 16 bits, on cards since Ampere, PyTorch's kernels compute it: fused attention for rows, `varlen_attn` for documents
-and windows, and `sink_attention` with sinks. Everything else uses the custom op of `document_attention`: CPUs, older cards,
-float32, soft caps, queries that see later tokens, and heads of more than 256 features, which PyTorch's kernels lack or compute
-slowly or with all scores in memory. `kernels` chooses. No path keeps a (T, T) tensor, or copies of keys and values for each
+and windows. Everything else uses the custom op of `document_attention`: sinks, CPUs, older cards, float32, soft caps, queries that
+see later tokens, and heads of more than 256 features, which PyTorch's kernels lack or compute slowly or with all scores in memory.
+`kernels` chooses. No path keeps a (T, T) tensor, or copies of keys and values for each
 query head.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from lean_ft.models.attention.document_attention import document_attention
-from lean_ft.models.attention.kernels import choose_kernel
-from lean_ft.models.attention.sink_attention import sink_attention
+from lean_ft.models.attention.kernels import kernel_of
 from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import RMSNorm, unit_rms
@@ -260,7 +259,6 @@ def attend_documents(
     if has_kernels(query, scoring, sinks) and not sees_ahead:
         # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true length
         # would wait for the device in every layer.
-        back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
         key_cu_seqlens = cu_seqlens
         if sight is not None:
             # With more keys than queries the kernel aligns the last query with the last key.
@@ -268,14 +266,16 @@ def attend_documents(
             k, v = (x.index_select(0, sight.key_index) for x in (k, v))
             key_cu_seqlens = sight.key_cu_seqlens
         if sinks is not None:
-            sizes = cu_seqlens, key_cu_seqlens, longest
-            return sink_attention(q, k, v, sinks, *sizes, scoring.scale, scoring.window)[0].view(query.shape)
-        attended: Any = varlen_attn(
-            *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
-            scale=scoring.scale,
-            window_size=(back, 0),
-            **_GROUPED,
-        )
+            rules = sinks, scoring.scale, scoring.window, None, longest
+            attended: Any = document_attention(q, k, v, cu_seqlens, *rules, key_bounds=key_cu_seqlens)
+        else:
+            back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
+            attended = varlen_attn(
+                *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
+                scale=scoring.scale,
+                window_size=(back, 0),
+                **_GROUPED,
+            )
     else:
         rules = scoring.scale, scoring.window, scoring.softcap
         sight = sight or Sight()
@@ -350,11 +350,7 @@ def attend_filled(
 
 def has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
-    if not query.is_cuda:
-        return False
-    capability, is_plain = torch.cuda.get_device_capability(query.device), scoring.softcap is None
-    kernel, _ = choose_kernel(query.shape[-1], query.dtype, capability, is_plain=is_plain, sinks=sinks is not None)
-    return kernel == "flash"
+    return kernel_of(query, is_plain=scoring.softcap is None, sinks=sinks is not None) == "flash"
 
 
 def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:

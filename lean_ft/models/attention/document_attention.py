@@ -7,8 +7,9 @@ outlives a block. The heads of a group are stacked as rows of one product, which
 Three options change the softmax: a window (keys outside it are not multiplied), a soft cap (scores become
 cap * tanh(score / cap)), and sinks (a learned logit per head that joins the softmax and has no value).
 
-A query may see later tokens of its document, as tokens of one image see each other. A document may continue a prefix, a stretch of an earlier document: its queries see the prefix's keys before its own. So a
-prompt is computed once for several completions, and the gradients of its keys add up.
+A query may see later tokens of its document, as tokens of one image see each other. A document may continue a prefix, a stretch
+of an earlier document: its queries see the prefix's keys before its own. So a prompt is computed once for several completions, and
+the gradients of its keys add up.
 
 Blocks are padded with zeros to a few sizes, because a CPU's library compiles code for each new shape, which takes as long as a
 dozen products and a third of a megabyte.
@@ -58,6 +59,7 @@ def document_attention(
     prefixes: Tensor | None = None,
     ends: Tensor | None = None,
     num_ahead: int = 0,
+    key_bounds: Tensor | None = None,
 ) -> Tensor:
     """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D).
 
@@ -72,43 +74,44 @@ def document_attention(
             continues; equal for no prefix.
         ends: (N,) integers, the token before which each query's keys end, in the query's document; default its own + 1.
         num_ahead: the most tokens that a query sees ahead. Used on a GPU only.
+        key_bounds: (documents + 1,) integers, the boundaries of the documents' keys, if key and value have other tokens than the
+            query; a document's last query is aligned with its last key. PyTorch's flash kernel computes this, on a GPU, with
+            `sinks`, and without a soft cap, `prefixes` and `ends`.
 
     Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion, or they are not checked where
     `flash_kernels` runs.
     """
-    seen = prefixes, ends, num_ahead
-    return _document_attention(query, key, value, cu_seqlens, sinks, scale, window, softcap, row_tokens, *seen)[0]
+    rules = sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead, key_bounds
+    return _document_attention(query, key, value, cu_seqlens, *rules)[0]
 
 
-@torch.library.custom_op("lean_ft::document_attention", mutates_args=())
+_ROWS = (
+    "Tensor cu_seqlens, Tensor? sinks, float? scale, SymInt? window, float? softcap, SymInt row_tokens, Tensor? prefixes, "
+    "Tensor? ends, SymInt num_ahead, Tensor? key_bounds"
+)
+
+
+@torch.library.custom_op(
+    "lean_ft::document_attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_ROWS}) -> (Tensor, Tensor)",
+)
 @torch.autocast("cpu", enabled=False)
-def _document_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    sinks: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    row_tokens: int,
-    prefixes: Tensor | None,
-    ends: Tensor | None,
-    num_ahead: int,
-) -> tuple[Tensor, Tensor]:
-    """As `document_attention`, with the log-sum-exp (H, N) of `flash_kernels`; empty without them."""
-    of_rows = Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead)
-    if (kernels := _own_kernels(query)) is not None:
-        return kernels.attend(query, key, value, of_rows)
+def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: Any) -> tuple[Tensor, Tensor]:
+    """The result of `document_attention`, and the log-sum-exp (H, N) of `flash_kernels`, empty without them. rows: as `Rows`."""
+    of_rows = Rows(*rows)
+    if (kernels := _kernels(query, of_rows.key_bounds)) is not None:
+        attend = kernels.attend if of_rows.key_bounds is None else kernels.attend_with_sinks
+        return attend(query, key, value, of_rows)
     lse = query.new_empty(0, dtype=torch.float32)
     if query.is_cuda:
         return attend_rows(query, key, value, of_rows), lse
     out, dtype = torch.empty_like(query, memory_format=torch.contiguous_format), product_dtype(query)
-    for document, prefix in _documents(cu_seqlens, len(query), prefixes):
+    for document, prefix in _documents(of_rows.cu_seqlens, len(query), of_rows.prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
         num_before = prefix.stop - prefix.start
-        own_ends = _ends(ends, document, num_before)
-        blocks = _blocks(query.shape[1], queries.shape[2], window, num_before, own_ends)
+        own_ends = _ends(of_rows.ends, document, num_before)
+        blocks = _blocks(query.shape[1], queries.shape[2], of_rows.window, num_before, own_ends)
         keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
         softmax, values = _Softmax(queries, keys, of_rows, own_ends), values.to(dtype)
         for block in blocks:
@@ -119,7 +122,7 @@ def _document_attention(
 
 @_document_attention.register_fake
 def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    shape = (query.shape[1], query.shape[0]) if _has_kernels(query) else (0,)
+    shape = (query.shape[1], query.shape[0]) if args[-1] is not None or _has_kernels(query) else (0,)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty(shape, dtype=torch.float32)
 
@@ -132,33 +135,24 @@ def _num_flops(query_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 4 * num_tokens * num_tokens * num_heads * head_dim
 
 
-@torch.library.custom_op("lean_ft::document_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "lean_ft::document_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, {_ROWS}, Tensor lse) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
 @torch.autocast("cpu", enabled=False)
 def document_attention_backward(
-    grad_out: Tensor,
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    sinks: Tensor | None,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    row_tokens: int,
-    prefixes: Tensor | None,
-    ends: Tensor | None,
-    num_ahead: int,
-    lse: Tensor,
+    grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rows_and_lse: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and sinks (empty without sinks) from that of `_document_attention`'s results."""
-    of_rows, wide = (
-        Rows(cu_seqlens, sinks, scale, window, softcap, row_tokens or len(query), prefixes, ends, num_ahead),
-        wide_dtype(query),
-    )
+    *rows, lse = rows_and_lse
+    of_rows, wide = Rows(*rows), wide_dtype(query)
+    sinks, key_bounds = of_rows.sinks, of_rows.key_bounds
     if query.is_cuda:
-        if (kernels := _own_kernels(query)) is not None:
-            *grads, grad_sinks = kernels.attend_backward(grad_out, out, lse, query, key, value, of_rows)
+        if (kernels := _kernels(query, key_bounds)) is not None:
+            backward = kernels.attend_backward if key_bounds is None else kernels.attend_with_sinks_backward
+            *grads, grad_sinks = backward(grad_out, out, lse, query, key, value, of_rows)
         else:
             *grads, grad_sinks = attend_rows_backward(grad_out, query, key, value, of_rows)
         of_sinks = query.new_empty(0, dtype=wide) if sinks is None or grad_sinks is None else grad_sinks.to(sinks.dtype)
@@ -168,11 +162,11 @@ def document_attention_backward(
     )
     dtype = product_dtype(query)
     grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=wide)  # (H,)
-    for document, prefix in _documents(cu_seqlens, len(query), prefixes):
+    for document, prefix in _documents(of_rows.cu_seqlens, len(query), of_rows.prefixes):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
         num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
-        own_ends = _ends(ends, document, num_before)
-        blocks = _blocks(query.shape[1], num_tokens, window, num_before, own_ends)
+        own_ends = _ends(of_rows.ends, document, num_before)
+        blocks = _blocks(query.shape[1], num_tokens, of_rows.window, num_before, own_ends)
         keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
         softmax = _Softmax(queries, keys, of_rows, own_ends)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta per query.
@@ -214,26 +208,28 @@ def _(
 
 
 def _save_for_backward(ctx, inputs, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes, ends, ctx.num_ahead = inputs
+    query, key, value, cu_seqlens, sinks, *ctx.settings, prefixes, ends, ctx.num_ahead, key_bounds = inputs
     out, lse = output
-    ctx.save_for_backward(out, query, key, value, cu_seqlens, sinks, prefixes, ends, lse)
-    ctx.has_sinks = sinks is not None
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(out, query, key, value, cu_seqlens, sinks, prefixes, ends, key_bounds, lse)
+    ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx, grad_out: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
-    *saved, prefixes, ends, lse = ctx.saved_tensors
-    seen = prefixes, ends, ctx.num_ahead, lse
-    *grads, grad_sinks = document_attention_backward(grad_out, *saved, *ctx.settings, *seen)
-    return *grads, None, grad_sinks if ctx.has_sinks else None, *(None,) * 7
+    *saved, sinks, prefixes, ends, key_bounds, lse = ctx.saved_tensors
+    trains_sinks = ctx.needs_input_grad[4]
+    if key_bounds is not None and not trains_sinks:
+        sinks = None  # the log-sum-exp has them
+    seen = prefixes, ends, ctx.num_ahead, key_bounds, lse
+    *grads, grad_sinks = document_attention_backward(grad_out, *saved, sinks, *ctx.settings, *seen)
+    return *grads, None, grad_sinks if trains_sinks else None, *(None,) * 8
 
 
 _document_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _own_kernels(query: Tensor) -> Any:
-    """The module of Triton kernels, or None if they do not compute this."""
-    if not query.is_cuda or not _has_kernels(query):
+def _kernels(query: Tensor, key_bounds: Tensor | None) -> Any:
+    """The module of Triton kernels, or None if none of them computes this."""
+    if not query.is_cuda or (key_bounds is None and not _has_kernels(query)):
         return None
     from lean_ft.models.attention import flash_kernels
 

@@ -1,18 +1,20 @@
 """Triton kernels of attention for what PyTorch's flash kernels lack: soft caps, heads of more than 256 features, and queries that see
-later tokens. They also support windows, prefixes and sinks, in 16 bits on cards since Ampere.
+later tokens. They also support windows, prefixes and sinks, in 16 bits on cards since Ampere. Imported only with Triton and a GPU.
 
 Scores are float32 and never leave a kernel. Each program loops over the blocks of keys that any of its queries sees; for the
 gradients of keys and values, over the blocks of queries that may see its keys. No sum uses atomics, so equal inputs give equal bits.
 
-Sinks beside PyTorch's flash kernels: `join_sinks` adds the sink to the log-sum-exp of the kernel's softmax and scales its output.
-The kernel's own backward pass then computes the right gradients from both. Imported only with Triton and a GPU.
+PyTorch's flash kernels have no sinks. They compute the softmax without the sinks and its log-sum-exp. The sinks join the log-sum-exp
+afterwards, and the output is scaled by the share of the other weights. Backward, PyTorch's kernel computes weights as
+exp(score - log-sum-exp) and needs the sum of output times gradient, so from the joined log-sum-exp and the scaled output it computes
+the right gradients.
 
 Source: FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-Shapes: N tokens of all rows, H query heads, K key-value heads, D features of a head.
+Shapes: N tokens of all rows, S keys, H query heads, K key-value heads, D features of a head.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -20,25 +22,21 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from lean_ft.models.attention.row_attention import Rows
+from lean_ft.models.grouped_kernels import load_tile, store_tile
+from lean_ft.torch_private import flash_attention_backward, flash_attention_forward
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(2**31 - 1)  # beyond every token
 _TOKENS = 32  # per program of the kernels that compute no product
 
 
-class _Blocks(NamedTuple):
-    queries: int
-    keys: int
-    warps: int
-
-
-# The largest head (a power of two) -> blocks of the forward pass, of the queries' gradient, and of the gradients of keys and values. All
-# fit the 99 KiB of shared memory of the smallest cards since Ampere.
+# The largest head -> queries, keys and warps of a program: of the forward pass, of the queries' gradient, and of the gradients of keys
+# and values. All fit the 99 KiB of shared memory of the smallest cards since Ampere.
 _BLOCKS = {
-    64: (_Blocks(128, 64, 8), _Blocks(64, 32, 4), _Blocks(64, 32, 4)),
-    128: (_Blocks(64, 32, 4), _Blocks(64, 64, 8), _Blocks(32, 32, 4)),
-    256: (_Blocks(64, 32, 8), _Blocks(32, 32, 4), _Blocks(32, 32, 8)),
-    512: (_Blocks(32, 32, 8), _Blocks(32, 16, 8), _Blocks(16, 16, 8)),
+    64: ((128, 64, 8), (64, 32, 4), (64, 32, 4)),
+    128: ((64, 32, 4), (64, 64, 8), (32, 32, 4)),
+    256: ((64, 32, 8), (32, 32, 4), (32, 32, 8)),
+    512: ((32, 32, 8), (32, 16, 8), (16, 16, 8)),
 }
 
 
@@ -49,10 +47,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[Te
     num_tokens, num_heads, head_dim = query.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    dim, (blocks, *_) = _blocks_of(head_dim)
-    launch: Any = _forward
-    launch[triton.cdiv(num_tokens, blocks.queries), num_heads](
-        *(query, key, value, out, lse, of_rows.sinks, *_arguments(query, key, value, of_rows)), **_tile(dim, blocks)
+    launch: Any
+    launch, tile = _forward, _tile(head_dim, 0)
+    launch[triton.cdiv(num_tokens, tile["QUERIES"]), num_heads](
+        *(query, key, value, out, lse, of_rows.sinks, *_arguments(query, key, value, of_rows)), **tile
     )
     return out, lse
 
@@ -67,16 +65,47 @@ def attend_backward(
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    dim, (_, blocks, key_blocks) = _blocks_of(head_dim)
     inputs = query, key, value, grad_out, lse, delta
     arguments = *_arguments(query, key, value, of_rows), *grad_out.stride()[:2]
-    launch: Any = _backward_queries
-    launch[triton.cdiv(num_tokens, blocks.queries), num_heads](*inputs, grad_query, *arguments, **_tile(dim, blocks))
-    launch = _backward_keys
-    launch[triton.cdiv(num_tokens, key_blocks.keys), key.shape[1]](
-        *(*inputs, grad_key, grad_value, *arguments, of_rows.num_tokens, of_rows.num_ahead), **_tile(dim, key_blocks)
+    launch: Any
+    launch, tile = _backward_queries, _tile(head_dim, 1)
+    launch[triton.cdiv(num_tokens, tile["QUERIES"]), num_heads](*inputs, grad_query, *arguments, **tile)
+    launch, tile = _backward_keys, _tile(head_dim, 2)
+    launch[triton.cdiv(num_tokens, tile["KEYS"]), key.shape[1]](
+        *(*inputs, grad_key, grad_value, *arguments, of_rows.num_tokens, of_rows.num_ahead), **tile
     )
     return grad_query, grad_key, grad_value, grad_sinks
+
+
+def attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[Tensor, Tensor]:
+    """As `attend`, by PyTorch's flash kernel. key and value (S, K, D) have the documents' boundaries `of_rows.key_bounds`."""
+    bounds, rules = _flash_arguments(of_rows)
+    out, lse, *_ = flash_attention_forward(query, key, value, *bounds, False, **rules)
+    assert of_rows.sinks is not None
+    join_sinks(out, lse, of_rows.sinks)
+    return out.contiguous(), lse  # it has the query's layout
+
+
+def attend_with_sinks_backward(
+    grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, of_rows: Rows
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value and sinks from those of `attend_with_sinks`'s results. Without `of_rows.sinks`, which the
+    log-sum-exp includes, they get None."""
+    bounds, rules = _flash_arguments(of_rows)
+    inputs, unused = (
+        (grad_out.contiguous(), query, key, value, out, lse),
+        (query.new_empty(2, dtype=torch.uint64), query.new_empty(0)),
+    )
+    grads = flash_attention_backward(*inputs, *bounds, *unused, **rules)  # without dropout, its state is not used
+    grad_sinks = None if of_rows.sinks is None else sink_gradients(grad_out, out, lse, of_rows.sinks)
+    return *(grad.contiguous() for grad in grads), grad_sinks
+
+
+def _flash_arguments(of_rows: Rows) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    longest, window = of_rows.num_tokens, of_rows.window
+    windows = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+    bounds = of_rows.cu_seqlens, of_rows.key_bounds, longest, longest, 0.0, window is None
+    return bounds, {"scale": of_rows.scale, **windows}
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
@@ -109,16 +138,14 @@ def _deltas(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) ->
     return delta, grad_sinks
 
 
-def _blocks_of(head_dim: int) -> tuple[int, tuple[_Blocks, _Blocks, _Blocks]]:
-    return next((max(16, _power_of_two(head_dim)), blocks) for most, blocks in _BLOCKS.items() if head_dim <= most)
-
-
 def _power_of_two(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def _tile(dim: int, blocks: _Blocks) -> dict[str, int]:
-    return {"DIM": dim, "QUERIES": blocks.queries, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": 1}
+def _tile(head_dim: int, kernel: int) -> dict[str, int]:
+    """The sizes of a program. kernel: its index in `_BLOCKS`."""
+    queries, keys, warps = next(blocks for most, blocks in _BLOCKS.items() if head_dim <= most)[kernel]
+    return {"DIM": _power_of_two(head_dim), "QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": 1}
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -162,18 +189,15 @@ def _seen(q, num_tokens, documents, bounds, prefixes, ends, window):
 
 @triton.jit
 def _features(start, tokens, stride, num_tokens, head_dim, DIM: tl.constexpr):
-    """The features of tokens of one head, (tokens, DIM), with zeros beyond its edges."""
+    """The features of tokens of one head, (tokens, DIM)."""
     d = tl.arange(0, DIM)
-    is_inside = (tokens < num_tokens)[:, None] & (d < head_dim)[None, :]
-    return tl.load(start + tokens.to(tl.int64)[:, None] * stride + d[None, :], mask=is_inside, other=0.0)
+    return load_tile(start, tokens.to(tl.int64), stride, tokens < num_tokens, d, 1, d < head_dim)
 
 
 @triton.jit
 def _put(start, tile, tokens, stride, num_tokens, head_dim, DIM: tl.constexpr):
     d = tl.arange(0, DIM)
-    is_inside = (tokens < num_tokens)[:, None] & (d < head_dim)[None, :]
-    places = start + tokens.to(tl.int64)[:, None] * stride + d[None, :]
-    tl.store(places, tile.to(start.dtype.element_ty), mask=is_inside)
+    store_tile(start, tile, tokens.to(tl.int64), stride, tokens < num_tokens, d, d < head_dim)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ _ALIGNED_QUERIES = 8  # blocks have a multiple of this number of queries, for te
 
 
 class Rows(NamedTuple):
-    """The documents of rows, and variants of causal softmax attention: arguments of `document_attention`."""
+    """The documents of rows, and variants of causal softmax attention: the operator's arguments of `document_attention`."""
 
     cu_seqlens: Tensor
     sinks: Tensor | None
@@ -39,6 +39,7 @@ class Rows(NamedTuple):
     prefixes: Tensor | None = None
     ends: Tensor | None = None
     num_ahead: int = 0
+    key_bounds: Tensor | None = None
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> Tensor:

@@ -163,7 +163,7 @@ def test_invalid_boundaries_are_refused(bounds):
 
 def test_the_operator_passes_opcheck():
     leaves, cu_seqlens, _ = inputs(torch.float32)
-    rules = None, None, None, None, 0, None, None, 0
+    rules = None, None, None, None, 0, None, None, 0, None
     torch.library.opcheck(torch.ops.lean_ft.document_attention, (*leaves, cu_seqlens, *rules))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from lean_ft import load_model
 from lean_ft.models.attention import kernels
-from lean_ft.models.attention.kernels import attention_kernel, describe_kernels, use_attention
+from lean_ft.models.attention.kernels import describe_kernels, use_attention
 
 AMPERE, TURING = (8, 0), (7, 5)
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -31,20 +31,24 @@ SINKS, CAP = {"attention_sinks": True}, {"attention_softcap": 50.0}
         ({"head_dim": 64}, BF16, AMPERE, True, "eager", "blocks of eager operations (slow): memory.attention=eager"),
     ],
 )  # fmt: skip
-def test_a_layer_has_the_fastest_kernel_that_computes_it(facts, dtype, capability, compiles, choice, expected):
+def test_a_layer_has_the_fastest_kernel_that_computes_it(
+    facts, dtype, capability, compiles, choice, expected, monkeypatch
+):
+    monkeypatch.setattr(kernels, "HAS_TRITON", compiles)
+    monkeypatch.setattr(kernels, "_choice", choice)
     config = replace(load_model("tiny").config, **facts)
-    found = attention_kernel(config, 0, dtype, capability, compiles=compiles, choice=choice)
-    assert found.endswith(expected)
+    assert describe_kernels(config, dtype, capability).endswith(expected)
 
 
 def test_flash_attention_4_leaves_wide_heads_to_the_own_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "_active", lambda: "FA4")
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
     config = load_model("tiny").config
     for head_dim, expected in (
         (128, "flash kernel (FlashAttention 4)"),
         (256, "own Triton kernel: heads of 256 features"),
     ):
-        assert attention_kernel(replace(config, head_dim=head_dim), 0, BF16, (10, 0), compiles=True) == expected
+        assert describe_kernels(replace(config, head_dim=head_dim), BF16, (10, 0)) == expected
 
 
 def test_layers_of_different_kernels_are_counted(monkeypatch):
@@ -63,36 +67,39 @@ def card(monkeypatch):
 
     def set_card(capability, offered=(), installed=(), breaks=False):
         def activate(name):
+            if name not in offered:
+                raise ValueError(f"Unknown flash attention impl '{name}'. Available implementations: {list(offered)}")
+            if name not in installed:
+                raise ModuleNotFoundError(f"No module named '{MODULES[name]}'")
             if breaks:
                 raise ImportError("libcudart.so.12 is missing")
             activated.append(name)
 
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "the card")
-        monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: list(offered))
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
-        monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name in installed else None)
         return activated
 
     monkeypatch.setattr(kernels, "_choice", "auto")
     return set_card
 
 
-BOTH, PACKAGES = ("FA3", "FA4"), tuple(kernels._PACKAGES.values())
+MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+BOTH = tuple(MODULES)
 HOPPER, BLACKWELL, GPU = (9, 0), (10, 0), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
     ("choice", "card_facts", "activated"),
     [
-        ("auto", (HOPPER, BOTH, PACKAGES), ["FA3"]),
-        ("auto", (BLACKWELL, BOTH, PACKAGES), ["FA4"]),
+        ("auto", (HOPPER, BOTH, BOTH), ["FA3"]),
+        ("auto", (BLACKWELL, BOTH, BOTH), ["FA4"]),
         ("auto", (HOPPER, BOTH, ()), []),
-        ("auto", (HOPPER, (), PACKAGES), []),
-        ("auto", (AMPERE, BOTH, PACKAGES), []),
-        ("auto", (HOPPER, BOTH, PACKAGES, True), []),
-        ("flash2", (HOPPER, BOTH, PACKAGES), []),
-        ("flash4", (HOPPER, BOTH, PACKAGES), ["FA4"]),
+        ("auto", (HOPPER, (), BOTH), []),
+        ("auto", (AMPERE, BOTH, BOTH), []),
+        ("auto", (HOPPER, BOTH, BOTH, True), []),
+        ("flash2", (HOPPER, BOTH, BOTH), []),
+        ("flash4", (HOPPER, BOTH, BOTH), ["FA4"]),
     ],
 )
 def test_newer_flash_kernels_are_activated_where_pytorch_offers_them(card, choice, card_facts, activated):
@@ -107,12 +114,12 @@ def test_newer_flash_kernels_are_activated_where_pytorch_offers_them(card, choic
         (
             "flash3",
             BF16,
-            (AMPERE, BOTH, PACKAGES),
+            (AMPERE, BOTH, BOTH),
             r"FA3 needs 9.0 \(Hopper\), and the card has compute capability 8.0",
         ),
-        ("flash3", BF16, (HOPPER, BOTH, ()), "the module flash_attn_interface is not installed"),
-        ("flash3", BF16, (HOPPER, BOTH, PACKAGES, True), "libcudart.so.12 is missing"),
-        ("flash4", BF16, (BLACKWELL, ("FA3",), PACKAGES), "does not offer FA4"),
+        ("flash3", BF16, (HOPPER, BOTH, ()), "No module named 'flash_attn_interface'"),
+        ("flash3", BF16, (HOPPER, BOTH, BOTH, True), "libcudart.so.12 is missing"),
+        ("flash4", BF16, (BLACKWELL, ("FA3",), BOTH), "Unknown flash attention impl 'FA4'"),
         ("own", FLOAT32, (HOPPER,), "the kernel computes in 16 bits, and model.dtype=float32"),
         ("flash2", torch.float16, (TURING,), r"the kernel needs 8.0 \(Ampere\) or newer"),
     ],
