@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class StoredTensor:
     dtype_name: str
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
-    is_transposed: bool = False  # a stack of matrices of which the file has the transposes
+    is_transposed: bool = field(default=False, kw_only=True)  # a stack of matrices of which the file has the transposes
 
     @property
     def dtype(self) -> torch.dtype | None:

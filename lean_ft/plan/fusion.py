@@ -11,7 +11,7 @@ these two rules, the planned peaks of some presets are off by 0.1 to 0.8 GiB.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -261,10 +261,10 @@ def _writes(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _read_first(
-    kernel: dict[fx.Node, fx.Node], reads: dict[fx.Node, dict[fx.Node, None]]
+    kernel: Mapping[fx.Node, fx.Node | None], reads: dict[fx.Node, dict[fx.Node, None]]
 ) -> dict[fx.Node, set[fx.Node]]:
     """For each stored value, the values that its kernel reads for it and for none of the kernel's earlier outputs."""
-    seen: dict[fx.Node, set[fx.Node]] = {}
+    seen: dict[fx.Node | None, set[fx.Node]] = {}
     first = {}
     for node, last in kernel.items():
         known = seen.setdefault(last, set())

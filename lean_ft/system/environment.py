@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +115,6 @@ def _cpu_info(*fields: str) -> str:
     return ""
 
 
-@cache
 def cpu_features() -> list[str]:
     """Return the CPU's features as Linux names them; none on other systems."""
     return _cpu_info("flags", "Features").split()
