@@ -27,7 +27,7 @@ from lean_ft.models.grouped_matmul import HAS_TRITON, add_grouped_matmul, groupe
 from lean_ft.models.layers import ACTIVATIONS, is_on_cuda
 
 
-class Mix(torch.autograd.Function):
+class MixedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

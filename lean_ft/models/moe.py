@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import Frozen, as_frozen, product_dtype
 from lean_ft.models.layers import MLP, unit_rms, wide, wide_dtype
-from lean_ft.models.mix import Mix, activation
+from lean_ft.models.mix import MixedExperts, activation
 
 
 class Router(nn.Module):
@@ -145,7 +145,7 @@ class Experts(nn.Module):
         gate_up, down = self.stacks()
         tensors = (*(gate_up_adapter or (None, None)), *gate_up.tensors, *(down_adapter or (None, None)), *down.tensors)
         forms = gate_up.form, down.form
-        mixed = Mix.apply(tokens, weights, chosen, self.gate_up_proj_bias, self.config, forms, *tensors)
+        mixed = MixedExperts.apply(tokens, weights, chosen, self.gate_up_proj_bias, self.config, forms, *tensors)
         if self.down_proj_bias is not None:
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)

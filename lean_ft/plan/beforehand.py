@@ -255,7 +255,9 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         cfg = recipe.Config.model_validate_json(json.dumps(question["settings"]), strict=True)
     except ValueError as error:
         raise RuntimeError(f"the settings changed on the way to the other process: {error}") from None
-    return _facts(recipe, cfg, Device(**question["device"]), question["room_bytes"], known_or_new)
+    device = question["device"]
+    device = Device(**device | {"capability": tuple(device["capability"])})  # JSON has no tuples
+    return _facts(recipe, cfg, device, question["room_bytes"], known_or_new)
 
 
 def _facts(

@@ -114,7 +114,7 @@ def _convert_model(left: Values, preset: Preset) -> None:
     targets += ["lm_head"] if left.pop("model.apply_lora_to_output", False) else []
     if targets:
         quantized = left.pop("model.quantize_base", False) or builder.startswith("qlora")
-        settings |= {"lora.targets": targets, "lora.quantize": "nf4" if quantized else "none"}
+        settings |= {"lora.targets": targets, "lora.quantize": "nf4" if quantized else "auto"}
     quantizer, group_size = _component(left, "quantizer"), left.pop("quantizer.groupsize", 256)
     if quantizer and targets:
         preset.remark(f"quantizer: {quantizer} is not supported with an adapter.")

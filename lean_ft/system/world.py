@@ -114,6 +114,11 @@ def device_type(device: Any) -> str:
     return world().device_type(device)
 
 
+def capability(device: Any) -> tuple[int, int]:
+    """The compute capability of a CUDA device; in a plan, of the planned card."""
+    return world().capability(device)
+
+
 def in_chunks(total: int, size: int, shown: int = 1) -> Iterator[slice]:
     """Slices of `size` that cover `total`; the last one may be shorter. All do the same work after the first `shown`."""
     for start in world().repeat(range(0, total, size), shown):

@@ -144,6 +144,7 @@ CASES = {
     "data.shared_prompt": Case("false"),
     "lora.dtype": Case("model", "model.dtype=bfloat16"),
     "lora.targets": Case("[q_proj]"),
+    "lora.quantize": Case("nf4"),
     "lora.rslora": Case("true", "lora.alpha=8"),
     "quantize.group_size": Case("16", "quantize.train=int4"),
     "optimizer.name": Case("sgd"),

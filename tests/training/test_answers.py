@@ -81,9 +81,9 @@ class Parrot(torch.nn.Module):
         super().__init__()
         self.output_weight = torch.nn.Parameter(torch.eye(vocab_size))
         self.script, self.device = script, torch.device("cpu")
-        self.rotary, self.source = {}, Source()
+        self.rotary, self.source, self.experts = {}, Source(), None
 
-    def new_cache(self, batch_size: int, capacity: int) -> "Parrot":
+    def new_cache(self, batch_size: int, capacity: int, records_experts: bool) -> "Parrot":
         self.said = 0
         return self
 

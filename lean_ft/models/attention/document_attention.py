@@ -37,7 +37,7 @@ from lean_ft.models.attention.kernels import choose_kernel
 from lean_ft.models.attention.row_attention import Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import is_on_cuda, wide_dtype
-from lean_ft.system.world import world
+from lean_ft.system.world import capability
 
 _BLOCK_QUERIES = 64
 _SHORTEST_BLOCK = 16  # queries per block of shorter documents
@@ -240,8 +240,8 @@ def _has_kernels(query: Tensor) -> bool:
     """Whether `flash_kernels` computes this; in a plan of a GPU, whether a kernel does, which is one that keeps the log-sum-exp."""
     if not is_on_cuda(query):
         return False
-    capability, compiles = world().capability(query.device), None if query.is_cuda else True
-    return choose_kernel(query.shape[-1], query.dtype, capability, is_plain=False, compiles=compiles)[0] == "own"
+    card, compiles = capability(query.device), None if query.is_cuda else True
+    return choose_kernel(query.shape[-1], query.dtype, card, is_plain=False, compiles=compiles)[0] == "own"
 
 
 def num_product_shapes(longest: int) -> int:

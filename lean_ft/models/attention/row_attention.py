@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.layers import wide_dtype
-from lean_ft.system.world import device_type, world
+from lean_ft.system.world import capability, device_type
 from lean_ft.torch_private import assert_on_device, softmax_backward
 
 BLOCK_SCORES = 2**23  # scores of a block over all rows and heads, 32 MiB in float32; two to four copies exist at once
@@ -164,7 +164,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
         return torch.bmm(left, right)
     # Cards before Ampere support this for float16 only.
     device = left.device
-    if device_type(device) == "cuda" and (left.dtype == torch.float16 or world().capability(device) >= (8, 0)):
+    if device_type(device) == "cuda" and (left.dtype == torch.float16 or capability(device) >= (8, 0)):
         return torch.bmm(left, right, out_dtype=wide)
     return torch.bmm(left.to(wide), right.to(wide))
 
