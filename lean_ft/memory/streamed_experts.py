@@ -34,7 +34,7 @@ def stream_experts(model: nn.Module, link: HostLink) -> int:
 
 
 class StreamedStacks:
-    """The stacks of all layers. Those of the layer that computes and of the one that follows are on the device."""
+    """The stacks of all layers. The device has those of two layers: of the one that computes, and of the next."""
 
     def __init__(self, stored: Sequence[Sequence[Tensor]], link: HostLink) -> None:
         self._link = link

@@ -65,10 +65,7 @@ class Device:
         return max(arithmetic, traffic) + self.fixed_seconds * kernel.number
 
     def _peak(self, kernel: "Kernel") -> float:
-        if kernel.itemsize == 1 and self.capability >= (
-            8,
-            9,
-        ):  # float8; on other cards it is refused when the run starts
+        if kernel.itemsize == 1 and self.capability >= _FLOAT8_CAPABILITY:
             return 2 * self.flops_16bit
         return self.flops_16bit if kernel.itemsize <= 2 else self.flops_32bit
 
@@ -123,6 +120,7 @@ _CAPABILITIES = {
     **dict.fromkeys(("RTX 3060", "RTX 3090", "RTX A6000", "A10G"), (8, 6)),
     **dict.fromkeys(("RTX 4060 Ti", "RTX 4090", "L4", "L40S"), (8, 9)),
 }  # fmt: skip
+_FLOAT8_CAPABILITY = (8, 9)  # a run on an older card refuses float8 products
 _MEASURED = 1024  # rows and columns of the products that measure a CPU
 # Large products: cards with half-rate float32 accumulation reach almost all of their rate. Cards that the power limit slows down
 # reach less. Attention reaches less than products, the least on the cards with the fastest products.

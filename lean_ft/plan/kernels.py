@@ -83,9 +83,8 @@ def _attention(given: dict[str, Any], device: Device) -> Launched | SlowPath:
         return SlowPath(
             partial(run, query, key, value, rows), f"attention runs in blocks of eager operations (slow): {why}"
         )
-    if (
-        grad_out is None
-    ):  # two launches find each token's document, or: zeros for a random state, or sinks that join afterwards
+    if grad_out is None:
+        # Besides the kernel: two launches that find each token's document; or one for a random state, or for the sinks.
         return Launched(3 if kernel == "own" else 2)
     if kernel == "own":  # two kernels read all, and a third the gradient
         lse_bytes = 4 * num_heads * num_tokens
@@ -95,7 +94,7 @@ def _attention(given: dict[str, Any], device: Device) -> Launched | SlowPath:
     multiple = 32 if head_dim <= 128 else 64
     sums = 4 * filled_tokens * num_heads * -(-head_dim // multiple) * multiple
     is_grouped = key.shape[1] < num_heads
-    number = 4 + 2 * is_grouped
-    if sinks is not None:  # no random state; two kernels for gradients of sinks
-        number += 1 if sinks.requires_grad else -1
+    number = 5 + 2 * is_grouped  # one fills the gradient of the log-sum-exp with zeros
+    if sinks is not None:  # neither these nor a random state; two kernels for gradients of sinks
+        number += 0 if sinks.requires_grad else -2
     return Launched(number, [*[query.nbytes] * 2 * is_grouped, sums])

@@ -29,7 +29,10 @@ WAITS_FOR_OTHERS = LOSS  # collectives under this label do not overlap with comp
 
 
 class Cost(NamedTuple):
-    """The launches of an operation by name, and the sizes of temporary tensors inside it. module: None for the one that runs now."""
+    """What an operation takes on the device: its launches by name, and the sizes of its temporary tensors.
+
+    module: the module that the launches belong to; None means the one that runs now.
+    """
 
     launches: dict[str, Launches]
     module: str | None

@@ -212,6 +212,7 @@ def _save_for_backward(ctx, inputs, output: tuple[Tensor, Tensor]) -> None:
     out, lse = output
     ctx.save_for_backward(out, query, key, value, cu_seqlens, sinks, prefixes, ends, key_bounds, lse)
     ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # no zeros for a gradient of lse
 
 
 def _backward(ctx, grad_out: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
