@@ -1,15 +1,19 @@
-"""Run a few steps of a recipe on a simulated GPU and print the peaks of PyTorch's CUDA allocator as JSON.
+"""Run a few steps of a recipe on a simulated or a real GPU and print the peaks of PyTorch's CUDA allocator as JSON.
 
     tests/pretended_gpu/run.sh python benchmarks/pretended_steps.py RECIPE [--config PRESET] [--plan] KEY=VALUE ...
 
 Runs the recipe's own `main` on the CUDA build of PyTorch. Tensors are allocated and freed, streams and events exist, and Inductor compiles for the
 GPU, but kernels do nothing, so a model of any size needs no memory and no time. Values that decide something, such as whether the loss is
 finite, are replaced. Batches are the longest that the settings allow, as in a plan. `--plan` prints the planner's prediction instead.
+
+On a real GPU, tokens are random, and the answer has the seconds of the timed steps, and the number and the seconds of the kernels of one more
+step by name, as PyTorch's profiler counts them.
 """
 
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -31,9 +35,18 @@ from lean_ft.optim.optimizer import Optimizer  # noqa: E402
 from lean_ft.optim.rule import ParameterState  # noqa: E402
 from lean_ft.settings.text import load_config  # noqa: E402
 from lean_ft.system.catalog import find_preset, find_recipe, load_recipe  # noqa: E402
-from tests.pretended_gpu.counters import counters  # noqa: E402
+from tests.pretended_gpu.cards import IS_SIMULATED  # noqa: E402
+
+if IS_SIMULATED:
+    from tests.pretended_gpu.counters import counters
+else:
+
+    def counters() -> dict[str, int]:
+        return {"kernels": 0, "host_waits": 0}
+
 
 NUM_STEPS = 3  # step 1 compiles; from step 2 on, state is prefetched
+NUM_TIMED = 4  # further steps on a real GPU, before one that is profiled
 
 
 class Longest:
@@ -46,6 +59,20 @@ class Longest:
 
             rules = image_rules(Path(cfg.model.path), cfg.data.image_tokens)
         self._batch = longest_batch(cfg.data, cfg.batch_size, image_rules=rules)
+        if not IS_SIMULATED and rules is None:
+            self._fill(cfg)
+
+    def _fill(self, cfg: Any) -> None:
+        """Let each row be one document of random tokens, so that all experts get tokens."""
+        config = json.loads((Path(cfg.model.path) / "config.json").read_text())
+        vocab_size = config.get("text_config", config)["vocab_size"]
+        ids, bounds = self._batch.input_ids, self._batch.cu_seqlens
+        generator = torch.Generator().manual_seed(0)
+        for tensor in (ids, self._batch.labels):
+            tensor.copy_(torch.randint(vocab_size, ids.shape, generator=generator))
+        self._batch.positions.copy_(torch.arange(ids.shape[1]).expand_as(ids))
+        if bounds is not None:
+            bounds.copy_((torch.arange(len(bounds)) * ids.shape[1]).clamp(max=ids.numel()))
 
     def take(self, n: int) -> list[Batch]:
         return [self._batch] * n
@@ -59,6 +86,8 @@ class Peaks:
         self.update_bytes = 0
         self._allocated = self._reserved = 0
         self._before = counters()
+        self.seconds: list[float] = []
+        self.kernels: dict[str, tuple[int, float]] = {}
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -75,6 +104,22 @@ class Peaks:
         counts = {name: after - self._before[name] for name, after in counters().items()}
         peaks = {"allocated_bytes": self._allocated, "reserved_bytes": self._reserved}
         self.steps.append({**peaks, "launches": counts["kernels"], "host_waits": counts["host_waits"]})
+
+    def timed_steps(self) -> Iterator[int]:
+        """Yield steps to time, and one to profile."""
+        for step in range(NUM_TIMED):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            yield NUM_STEPS + step
+            torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - started)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            yield NUM_STEPS + NUM_TIMED
+            torch.cuda.synchronize()
+        for event in profile.key_averages():
+            if event.self_device_time_total > 0:
+                self.kernels[event.key] = event.count, event.self_device_time_total / 1e6
 
     def watch(self, update: Callable[..., None]) -> Callable[..., None]:
         def watched(optimizer: Optimizer, states: Sequence[ParameterState]) -> None:
@@ -101,6 +146,8 @@ def stand_in_for_run(peaks: Peaks) -> type:
             for step in range(self.total_steps):
                 peaks.begin()
                 yield step
+            if not IS_SIMULATED:
+                yield from peaks.timed_steps()
 
         def log(self, **values: Any) -> None:
             peaks.end()
@@ -114,22 +161,26 @@ def stand_in_for_run(peaks: Peaks) -> type:
 def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
     """The peaks of the first and the last step, in bytes."""
     peaks = Peaks()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # the simulated GPU has no cuDNN; attention saves the same tensors
+    if IS_SIMULATED:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it has no cuDNN; attention saves the same tensors
     stand_ins = {
         "load_tokenizer": lambda *args, **kwargs: None,
         "sft_batches": lambda *args, **kwargs: (Longest(cfg), None),
         "Run": stand_in_for_run(peaks),
     }
     patches = [mock.patch.object(recipe, name, value) for name, value in stand_ins.items()]
-    patches += [
-        mock.patch.object(optimizer_module, "all_finite", return_value=True),
-        mock.patch.object(Optimizer, "apply_rules", peaks.watch(Optimizer.apply_rules)),
-    ]
+    if IS_SIMULATED:
+        patches += [
+            mock.patch.object(optimizer_module, "all_finite", return_value=True),
+            mock.patch.object(Optimizer, "apply_rules", peaks.watch(Optimizer.apply_rules)),
+        ]
     for patch in patches:
         patch.start()
     recipe.main(cfg)
-    first, *_, last = peaks.steps
+    first, last = peaks.steps[0], peaks.steps[NUM_STEPS - 1]
+    of_time = {"seconds": peaks.seconds, "kernels": peaks.kernels} if peaks.seconds else {}
     return {
+        **of_time,
         **last,
         **{f"first_{name}": count for name, count in first.items()},
         "update_bytes": peaks.update_bytes,
@@ -148,6 +199,8 @@ def predict(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
         "predicted_bytes": rehearsal.peak_bytes,
         "predicted_reserved_bytes": getattr(rehearsal, "reserved_bytes", None),
         "predicted_launches": sum(launches.number for launches in rehearsal.ledger.values()),
+        "predicted_seconds": rehearsal.step_seconds,
+        "tokens": rehearsal.tokens,
         "where": rehearsal.peak.where,
         "bytes_by_label": rehearsal.peak.bytes_by_label,
         "planning_seconds": rehearsal.planning_seconds,

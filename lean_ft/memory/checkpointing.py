@@ -51,6 +51,7 @@ def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing
     for layer in chosen:
         # A bound method, not a closure over the layer's forward: the compiler then finds the same code in every layer.
         layer.forward = MethodType(_FORWARDS[keep], layer)
+        layer.checkpoint_keeps = keep  # for `compile_layers`
         for part in layer.modules():
             if hasattr(part, "overwrites"):
                 # Gradients of trained weights would be allocated in between and fragment the memory that this saves.

@@ -21,6 +21,9 @@ from lean_ft.system.environment import without_current_folder
 from lean_ft.system.world import world
 from lean_ft.torch_private import functorch_config, lookup_backend, pick_vec_isa
 
+# Within a checkpoint, the compiler of torch 2.11 keeps the results of an `autograd.Function`'s operations.
+_FORGETS_CHECKPOINTS = torch.__version__.startswith("2.11.")
+
 
 def compile_layers(model: nn.Module, activation_budget: float | None = None) -> int:
     """Compile each layer of a decoder in place, and return their number.
@@ -29,7 +32,6 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
     ValueError if the model has no `layers`.
     """
     layers = decoder_layers(model, "compile_layers")
-    backend = {} if activation_budget is None else {"backend": _inductor_within(activation_budget)}
 
     def prepare() -> None:
         if next(model.parameters()).device.type == "cpu":
@@ -38,7 +40,9 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
 
     world().prepare_compiler(prepare, activation_budget)
     for layer in layers:
-        layer.compile(fullgraph=True, **backend)
+        forgets = _FORGETS_CHECKPOINTS and getattr(layer, "checkpoint_keeps", None) == "nothing"
+        budget = 0.0 if forgets else activation_budget
+        layer.compile(fullgraph=True, **({} if budget is None else {"backend": _inductor_within(budget)}))
     return len(layers)
 
 

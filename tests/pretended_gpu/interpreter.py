@@ -1,8 +1,10 @@
-"""Triton's interpreter with the arithmetic of PTX's mma and cvt.rn. Import this module before the kernels, with TRITON_INTERPRET=1.
+"""For processes that check values of Triton kernels: on a real GPU, tensors are on it; otherwise, with TRITON_INTERPRET=1, Triton's
+interpreter gets the arithmetic of PTX's mma and cvt.rn. Import this module before the kernels.
 
 The interpreter multiplies bfloat16 bits as integers and truncates instead of rounding.
 """
 
+import os
 from typing import Any
 
 import numpy
@@ -29,4 +31,7 @@ def _rounding_cast(self: Any, source: Any, to: Any, *_: Any) -> Any:
     return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
 
 
-InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = _create_dot, _rounding_cast
+if os.environ.get("TRITON_INTERPRET") == "1":
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = _create_dot, _rounding_cast
+else:
+    torch.set_default_device("cuda")

@@ -6,7 +6,7 @@ import torch
 from lean_ft.models.attention.attention import Scoring, attend_documents, attend_rows
 from tests.pretended_gpu.device_values import empty_kernels
 
-pytestmark = pytest.mark.cards("T4", "A100", "H100")
+pytestmark = [pytest.mark.simulated, pytest.mark.cards("T4", "A100", "H100")]
 
 NUM_TOKENS, NUM_HEADS, HEAD_DIM = 4096, 32, 64
 SCORES_BYTES = NUM_HEADS * NUM_TOKENS**2 * 2

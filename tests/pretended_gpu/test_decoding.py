@@ -16,6 +16,8 @@ from lean_ft.models.attention import attention
 from tests.models.family_cases import CASES, SIZES
 from tests.pretended_gpu.counters import counters
 
+pytestmark = pytest.mark.simulated
+
 PROMPTS = [[5, 6, 7], [8], list(range(3, 30)), [8], [8], [11, 12], [5, 6, 7], [40] * 9, [41], [42], [43, 44]]
 
 

@@ -18,6 +18,8 @@ from lean_ft.training.process import _device_of_rank
 from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
 from tests.pretended_gpu.counters import limit_pinned_bytes
 
+pytestmark = pytest.mark.simulated
+
 
 def test_out_of_memory_is_recognized_for_device_and_pinned_memory() -> None:
     with pytest.raises(torch.OutOfMemoryError) as device:

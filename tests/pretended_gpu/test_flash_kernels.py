@@ -1,6 +1,5 @@
 """Attention kernels on a GPU: the Triton kernels' values in Triton's interpreter, and the launches of a layer."""
 
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lean_ft.models.attention.attention import Scoring, attend_documents
+from tests.pretended_gpu.cards import triton_environment
 from tests.pretended_gpu.counters import counters
 
 VALUES = """
@@ -60,12 +60,12 @@ print("right")
 @pytest.mark.cards("H100")
 def test_the_kernels_values_in_tritons_interpreter() -> None:
     """Against row attention in float64, which has its own tests against a dense softmax."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "ignore", "-c", VALUES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=triton_environment(), capture_output=True, text=True, check=False)
     assert done.stdout == "right\n", done.stderr[-2000:]
 
 
+@pytest.mark.simulated
 @pytest.mark.cards("A100", "H100")
 @pytest.mark.parametrize(
     ("scoring", "sinks_are", "most"),

@@ -2,7 +2,6 @@
 generated for each card, no waits, and a mixture's gradients against the CPU's."""
 
 import copy
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.moe import Experts
 from tests.models.test_moe import KINDS
+from tests.pretended_gpu.cards import triton_environment
 
 IMPORTS = """
 import itertools, torch
@@ -95,9 +95,11 @@ print("right")
 @pytest.mark.cards("H100")
 @pytest.mark.parametrize("values", [PRODUCTS_VALUES, ACTIVATION_VALUES], ids=["products", "activation"])
 def test_the_kernels_values_in_tritons_interpreter(values: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS + values]
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "right\n"
+    assert (
+        subprocess.run(command, env=triton_environment(), capture_output=True, text=True, check=True).stdout
+        == "right\n"
+    )
 
 
 @pytest.mark.cards("T4", "A100", "H100")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.simulated
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ("smollm2_135m", "mixtures of experts", "attention")
 SLACK = 1.1  # other versions of Triton allocate registers a little differently

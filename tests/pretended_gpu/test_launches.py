@@ -16,7 +16,7 @@ from lean_ft.system.host_link import HostLink
 from tests.optim.tiny_training import build
 from tests.pretended_gpu.counters import counters
 
-pytestmark = pytest.mark.cards("H100")
+pytestmark = [pytest.mark.simulated, pytest.mark.cards("H100")]
 
 
 def counted(count: str, work: Any) -> int:

@@ -15,6 +15,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from shapes import write_model_folder  # noqa: E402
 
+pytestmark = pytest.mark.simulated
+
 LEAN = [
     "full_finetune_single_device",
     *("compile=true", "memory.activation_checkpointing=selective", "memory.loss_chunk_tokens=512"),

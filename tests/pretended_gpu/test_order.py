@@ -21,6 +21,8 @@ from lean_ft.system.host_link import HostLink
 from tests.memory.tiny_step import tiny
 from tests.pretended_gpu.order import host_uses, late_streams, watched_for_races, without
 
+pytestmark = pytest.mark.simulated
+
 LIBRARY = Path(lean_ft.__file__).parent
 SMALLEST_BYTES, AHEAD_BYTES, IN_FLIGHT_BYTES = 2**12, 2**16, 2**16  # small enough that a tiny model's tensors are moved
 RULE: dict[str, Any] = {

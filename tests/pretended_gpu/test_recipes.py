@@ -1,4 +1,4 @@
-"""Recipes on the embedded model, on the simulated GPU and on the CPU: the same losses and norms, step by step."""
+"""Recipes on the embedded model, on a GPU and on the CPU: the same losses and norms, step by step."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_preset, find_recipe, load_recipe
+from tests.pretended_gpu.cards import IS_SIMULATED
 from tests.pretended_gpu.device_values import drawn_as_on_a_cpu
 
 NUM_STEPS, MANY_STEPS = 5, 20  # the many for packed rows in each type
@@ -98,6 +99,8 @@ def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path, monkeypatch: p
     # With float16's initial loss scale, rounding decides which step overflows.
     monkeypatch.setattr("lean_ft.optim.loss_scaler.INITIAL_SCALE", 2.0**10)
     (recipe, preset), dtype, settings, of_gpu = CASES[case]
+    if not IS_SIMULATED and ("dropout" in settings or "rounding" in settings):
+        pytest.skip("a real GPU draws other random numbers than a CPU")
     num_steps = MANY_STEPS if case.startswith("packed") else NUM_STEPS
     settings += f" model.dtype={dtype} max_steps={num_steps}"
     expected = run(recipe, preset, tmp_path / "cpu", f"device=cpu {settings}")
