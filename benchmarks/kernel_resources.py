@@ -120,11 +120,12 @@ class _compiled:
 
 
 def mixture_kernels() -> list[Kernel]:
-    """Return the kernels of mixtures: grouped products with the thin matrices of a rank-16 adapter on 64 experts, and the activation
-    and its gradient as in gpt-oss, Qwen3 and Gemma 4."""
+    """Return the kernels of mixtures: grouped products with the thin matrices of a rank-16 adapter on 64 experts, quantized numbers
+    expanded, and the activation and its gradient as in gpt-oss, Qwen3 and Gemma 4."""
     import torch
     from triton.runtime.jit import JITFunction
 
+    from lean_ft.models.expand_kernel import expand
     from lean_ft.models.grouped_kernels import multiply, multiply_outer
     from lean_ft.models.mix import grouped_activation
 
@@ -137,6 +138,11 @@ def mixture_kernels() -> list[Kernel]:
         multiply(right, torch.zeros(64, 16, 2048, device="cuda", dtype=torch.bfloat16), ends)
         multiply(right, torch.zeros(64, 16, 2048, device="cuda", dtype=torch.bfloat16), ends, rows)
         multiply_outer(rows, right, ends)
+        for numbers in (rows.to(torch.uint8), rows.to(torch.float8_e4m3fn)):
+            scales = torch.zeros(
+                rows.numel() // 16, device="cuda", dtype=torch.uint8 if numbers.dtype == torch.uint8 else None
+            )
+            expand(numbers, scales, rows.new_empty(2 * rows.numel()) if numbers.dtype == torch.uint8 else rows)
         inner, weights, bias = rows[:, :1024].contiguous(), torch.zeros(4096, 1, device="cuda"), rows[:64]
         clamped, silu = ("silu", True, True, 1.702, 1.0, 7.0, False), ("silu", True, False, 1.0, 0.0, None, False)
         for own_bias, formula in ((bias, clamped), (None, silu), (None, ("gelu_tanh", *silu[1:]))):
@@ -147,8 +153,9 @@ def mixture_kernels() -> list[Kernel]:
     return [Kernel(kernel.src, {"num_warps": kernel.metadata.num_warps}) for kernel in launched]
 
 
-def attention_kernels() -> list[Kernel]:
-    """Return the kernels of attention for heads of 256 and of 512 features, with sinks, a window, a soft cap and prefixes."""
+def attention_kernels(capability: int) -> list[Kernel]:
+    """Return the kernels of attention for heads of 256 and of 512 features, with sinks, a window, a soft cap and prefixes, in the sizes
+    for an architecture."""
     import torch
     from triton.runtime.jit import JITFunction
 
@@ -159,7 +166,8 @@ def attention_kernels() -> list[Kernel]:
     run, num_tokens = JITFunction.run, 1024
     ends = torch.arange(1, num_tokens + 1, dtype=torch.int32, device="cuda")
     rows = Rows(ends[[0, -1]] - 1, torch.zeros(8, device="cuda"), None, 64, 50.0, num_tokens, ends[None, :2], ends, 64)
-    with mock.patch.object(JITFunction, "run", lambda *args, **kwargs: launched.append(run(*args, **kwargs))):
+    as_there = mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10))
+    with as_there, mock.patch.object(JITFunction, "run", lambda *args, **kwargs: launched.append(run(*args, **kwargs))):
         for head_dim in (256, 512):
             query, key = (torch.zeros(num_tokens, n, head_dim, device="cuda").bfloat16() for n in (8, 4))
             out, lse = attend(query, key, key, rows)
@@ -211,10 +219,10 @@ def measure_shapes(shapes: list[str]) -> list[dict[str, Any]]:
     """One row per shape and architecture: the worst of its kernels."""
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     rows = []
-    own = {MIXTURES: mixture_kernels, ATTENTION: attention_kernels}
-    for shape in (*shapes, *own):
-        kernels = own[shape]() if shape in own else training_kernels(shape)
+    for shape in (*shapes, MIXTURES, ATTENTION):
+        kernels = [] if shape == ATTENTION else mixture_kernels() if shape == MIXTURES else training_kernels(shape)
         for capability in LIMITS:
+            kernels = attention_kernels(capability) if shape == ATTENTION else kernels
             found = list(resources(kernels, capability))
             row: dict[str, Any] = {"shape": shape, "capability": capability, "num_kernels": len(found), "status": "ok"}
             row |= {key: max(one[key] for one in found) for key in ("registers", "spilled_bytes", "shared_bytes")}

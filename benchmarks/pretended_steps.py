@@ -7,9 +7,11 @@ GPU, but kernels do nothing, so a model of any size needs no memory and no time.
 finite, are replaced. Batches are the longest that the settings allow, as in a plan. `--plan` prints the planner's prediction instead.
 
 On a real GPU, tokens are random, and the answer has the seconds of the timed steps, and the number and the seconds of the kernels of one more
-step by name, as PyTorch's profiler counts them.
+step by name, as PyTorch's profiler counts them. With the environment variable GPU_LOCK, the name of a file, processes that share the GPU load and
+compile side by side, and one at a time does its other steps.
 """
 
+import fcntl
 import json
 import os
 import sys
@@ -144,6 +146,8 @@ def stand_in_for_run(peaks: Peaks) -> type:
 
         def steps(self) -> Iterator[int]:
             for step in range(self.total_steps):
+                if step == 1 and "GPU_LOCK" in os.environ:
+                    fcntl.flock(os.open(os.environ["GPU_LOCK"], os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
                 peaks.begin()
                 yield step
             if not IS_SIMULATED:

@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.float8_product import float8_backward, float8_forward
+from lean_ft.models.grouped_matmul import HAS_TRITON
+from lean_ft.models.layers import is_on_cuda
 from lean_ft.system.shards import part_of
 
 NF4_BLOCK = 64  # values that share a scale
@@ -86,7 +88,8 @@ class Frozen(NamedTuple):
         is_distinct = again and not stays_whole
         if kind in ("float8", "mxfp4"):
             numbers, scales = (tensor[None] if is_distinct else tensor for tensor in tensors)
-            expand = _expand if torch.compiler.is_compiling() else _expand_stepwise
+            is_one = torch.compiler.is_compiling() or is_on_cuda(numbers)
+            expand = _expand if is_one else _expand_stepwise
             return expand(numbers, scales, dtype).view(shape)
         # The kernel for CPUs is wrong if a block of scales crosses the end of a row.
         numel = math.prod(shape)
@@ -142,11 +145,19 @@ def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
 
 
 # One operation to the compiler, which would compute the steps again for every use of the weight, or keep their results.
-_expand = torch.library.custom_op("lean_ft::expand", _expand_stepwise, mutates_args=())
+@torch.library.custom_op("lean_ft::expand", mutates_args=())
+def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    if not numbers.is_cuda or not HAS_TRITON:
+        return _expand_stepwise(numbers, scales, dtype)
+    from lean_ft.models.expand_kernel import expand
+
+    dense = _empty_dense(numbers, scales, dtype)
+    expand(numbers, scales, dense)
+    return dense
 
 
 @_expand.register_fake
-def _(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_dense(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     is_mxfp4 = numbers.dtype == torch.uint8
     return numbers.new_empty((*scales.shape, 32) if is_mxfp4 else numbers.shape, dtype=dtype)
 

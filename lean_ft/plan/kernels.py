@@ -53,8 +53,6 @@ def on_gpu(func: Any, args: Any, device: Device) -> Launched | SlowPath:
     if name.startswith("lean_ft::document_attention"):
         names = [argument.name for argument in func._schema.arguments]
         return _attention(dict(zip(names, args, strict=True)), device)
-    if name == "lean_ft::expand" and args[0].dtype == torch.uint8:
-        return Launched(9)  # MXFP4, one operation at a time
     if name in _GROUPED and args[0].dtype == torch.bfloat16 and device.capability in GROUPED_CAPABILITIES:
         return Launched(2)  # PyTorch's kernel, and its sizes and addresses
     if name not in _RECURRENT or (has_kernels() and args[-1] is not False):

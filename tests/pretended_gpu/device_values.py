@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
 from lean_ft.models.config import MixtureConfig
+from lean_ft.models.frozen_weight import _expand_stepwise
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.mix import activation, activation_gradient
 
@@ -71,7 +72,7 @@ def install() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not replaced
     torch.cuda.init()
 
-    from lean_ft.models import expert_activation_kernel, grouped_kernels  # these import Triton
+    from lean_ft.models import expand_kernel, expert_activation_kernel, grouped_kernels  # these import Triton
     from lean_ft.models.attention import flash_kernels
 
     aten = torch.library.Library("aten", "IMPL")
@@ -96,6 +97,7 @@ def install() -> None:
     torch.cuda._sleep = sleep
     for name in ("multiply", "multiply_outer"):  # Triton kernels
         setattr(grouped_kernels, name, partial(_grouped_product, getattr(grouped_kernels, name)))
+    expand_kernel.expand = partial(_expanded, expand_kernel.expand)
     expert_activation_kernel.activate = partial(_expert_activation, expert_activation_kernel.activate)
     for name, values in (
         ("attend", _attend),
@@ -161,6 +163,12 @@ def _grouped_product(
     write = target.add_ if total else target.copy_
     _compute(lambda: write(product(*factors)))
     return out
+
+
+def _expanded(host_code: Callable[..., None], numbers: Tensor, scales: Tensor, out: Tensor) -> None:
+    host_code(numbers, scales, out)
+    target, *stored = map(on_cpu, (out, numbers, scales))
+    _compute(lambda: target.copy_(_expand_stepwise(*stored, target.dtype)))
 
 
 def _expert_activation(host_code: Callable[..., None], results: Sequence[Tensor], *args: Any) -> None:

@@ -11,12 +11,14 @@ from transformers import CONFIG_MAPPING
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.models import load_model
 from tests.models.family_cases import CASES, SIZES, with_all_experts
+from tests.pretended_gpu.cards import IS_SIMULATED
 
 pytestmark = pytest.mark.cards("T4", "A100", "H100")
 
 BATCH = (2, 48)
 CU_SEQLENS = [0, 7, 48, 70, 96, 96]  # documents over the two rows, the end repeated as batches do
-TYPES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5}  # dtype: relative tolerance of all gradients together
+# dtype: relative tolerance of all gradients together. A real card sums in another order than a CPU.
+TYPES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5 if IS_SIMULATED else 2e-4}
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

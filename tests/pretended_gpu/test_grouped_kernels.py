@@ -92,8 +92,30 @@ print("right")
 """
 
 
+EXPANDED_VALUES = """
+from lean_ft.models.expand_kernel import expand
+from lean_ft.models.frozen_weight import _expand_stepwise
+
+bytes, exponents = (torch.randint(256, shape, dtype=torch.uint8) for shape in ((3, 70, 5, 16), (3, 70, 5)))
+bytes.view(-1)[:256] = torch.arange(256)
+exponents.view(-1)[:16] = torch.arange(16) + 112
+cases = [(bytes, exponents)]
+for rows, columns, blocks in ((7, 2880, 1), (300, 384, 3), (2, 5000, 1), (5, 33, 1)):
+    numbers = torch.randint(256, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    cases.append((numbers, torch.rand(rows, blocks) / 100))
+for (numbers, scales), dtype in itertools.product(cases, (torch.float32, torch.bfloat16, torch.float16)):
+    stepwise = _expand_stepwise(numbers, scales, dtype)
+    found = torch.empty_like(stepwise)
+    expand(numbers, scales, found)
+    torch.testing.assert_close(found, stepwise, rtol=0, atol=0, equal_nan=True)
+print("right")
+"""
+
+
 @pytest.mark.cards("H100")
-@pytest.mark.parametrize("values", [PRODUCTS_VALUES, ACTIVATION_VALUES], ids=["products", "activation"])
+@pytest.mark.parametrize(
+    "values", [PRODUCTS_VALUES, ACTIVATION_VALUES, EXPANDED_VALUES], ids=["products", "activation", "expanded"]
+)
 def test_the_kernels_values_in_tritons_interpreter(values: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS + values]
     assert (

@@ -99,7 +99,7 @@ def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path, monkeypatch: p
     # With float16's initial loss scale, rounding decides which step overflows.
     monkeypatch.setattr("lean_ft.optim.loss_scaler.INITIAL_SCALE", 2.0**10)
     (recipe, preset), dtype, settings, of_gpu = CASES[case]
-    if not IS_SIMULATED and ("dropout" in settings or "rounding" in settings):
+    if not IS_SIMULATED and any(word in f"{case} {settings}" for word in ("dropout", "rounding", "apollo")):
         pytest.skip("a real GPU draws other random numbers than a CPU")
     num_steps = MANY_STEPS if case.startswith("packed") else NUM_STEPS
     settings += f" model.dtype={dtype} max_steps={num_steps}"
@@ -111,6 +111,8 @@ def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path, monkeypatch: p
         loss_tolerance, norm_tolerance = TOLERANCES[dtype]
         if recipe == "dpo":  # its loss is a difference of sums
             loss_tolerance *= 3
+        if not IS_SIMULATED and "lora" in preset:  # of small gradients, with weights quantized elsewhere
+            loss_tolerance, norm_tolerance = 3 * loss_tolerance, max(3 * norm_tolerance, 1e-3)
         for name, tolerance in (("loss", loss_tolerance), ("grad_norm", norm_tolerance)):
             assert own[name] == pytest.approx(reference[name], rel=tolerance), f"{name} of step {own['step']}"
 

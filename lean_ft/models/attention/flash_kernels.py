@@ -30,13 +30,20 @@ _FAR = tl.constexpr(2**31 - 1)  # beyond every token
 _TOKENS = 32  # per program of the kernels that compute no product
 
 
-# The largest head -> queries, keys and warps of a program: of the forward pass, of the queries' gradient, and of the gradients of keys
-# and values. All fit the 99 KiB of shared memory of the smallest cards since Ampere.
+# The largest head -> queries, keys, warps and pipeline stages of a program: of the forward pass, of the queries' gradient, and of the
+# gradients of keys and values. For all cards since Ampere: within 99 KiB of shared memory, and without spilled registers.
 _BLOCKS = {
-    64: ((128, 64, 8), (64, 32, 4), (64, 32, 4)),
-    128: ((64, 32, 4), (64, 64, 8), (32, 32, 4)),
-    256: ((64, 32, 8), (32, 32, 4), (32, 32, 8)),
-    512: ((32, 32, 8), (32, 16, 8), (16, 16, 8)),
+    64: ((64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2)),
+    128: ((64, 32, 4, 1), (64, 32, 4, 2), (32, 32, 4, 2)),
+    256: ((64, 32, 8, 1), (32, 32, 4, 2), (32, 32, 8, 2)),
+    512: ((32, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 2)),
+}
+# The fastest on an H200, for Hopper and Blackwell with 227 KiB.
+_LARGE_BLOCKS = {
+    64: ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    128: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+    256: ((64, 32, 4, 2), (64, 32, 4, 1), (64, 32, 8, 2)),
+    512: ((64, 64, 8, 1), (32, 64, 8, 1), (32, 16, 8, 2)),
 }
 
 
@@ -44,11 +51,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[Te
     """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D), as `document_attention`, and the log-sum-exp of each
     softmax, (H, N) float32. `cu_seqlens` is not checked."""
     query, key, value = _contiguous(query, key, value)
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, num_heads, _ = query.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
     launch: Any
-    launch, tile = _forward, _tile(head_dim, 0)
+    launch, tile = _forward, _tile(query, 0)
     launch[triton.cdiv(num_tokens, tile["QUERIES"]), num_heads](
         *(query, key, value, out, lse, of_rows.sinks, *_arguments(query, key, value, of_rows)), **tile
     )
@@ -59,7 +66,7 @@ def attend_backward(
     grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, of_rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and sinks from those of `attend`'s results."""
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, num_heads, _ = query.shape
     query, key, value, grad_out = _contiguous(query, key, value, grad_out)
     delta, grad_sinks = _deltas(grad_out, out, lse, of_rows.sinks)
     grad_query, grad_key, grad_value = (
@@ -68,9 +75,9 @@ def attend_backward(
     inputs = query, key, value, grad_out, lse, delta
     arguments = *_arguments(query, key, value, of_rows), *grad_out.stride()[:2]
     launch: Any
-    launch, tile = _backward_queries, _tile(head_dim, 1)
+    launch, tile = _backward_queries, _tile(query, 1)
     launch[triton.cdiv(num_tokens, tile["QUERIES"]), num_heads](*inputs, grad_query, *arguments, **tile)
-    launch, tile = _backward_keys, _tile(head_dim, 2)
+    launch, tile = _backward_keys, _tile(query, 2)
     launch[triton.cdiv(num_tokens, tile["KEYS"]), key.shape[1]](
         *(*inputs, grad_key, grad_value, *arguments, of_rows.num_tokens, of_rows.num_ahead), **tile
     )
@@ -142,10 +149,12 @@ def _power_of_two(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def _tile(head_dim: int, kernel: int) -> dict[str, int]:
+def _tile(query: Tensor, kernel: int) -> dict[str, int]:
     """The sizes of a program. kernel: its index in `_BLOCKS`."""
-    queries, keys, warps = next(blocks for most, blocks in _BLOCKS.items() if head_dim <= most)[kernel]
-    return {"DIM": _power_of_two(head_dim), "QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": 1}
+    is_large = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] in (9, 10)
+    head_dim, blocks = query.shape[-1], _LARGE_BLOCKS if is_large else _BLOCKS
+    queries, keys, warps, stages = next(blocks[most] for most in blocks if head_dim <= most)[kernel]
+    return {"DIM": _power_of_two(head_dim), "QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": stages}
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]:
