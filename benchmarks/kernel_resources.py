@@ -127,7 +127,7 @@ def mixture_kernels() -> list[Kernel]:
 
     from lean_ft.models.expand_kernel import expand
     from lean_ft.models.grouped_kernels import multiply, multiply_outer
-    from lean_ft.models.mix import grouped_activation
+    from lean_ft.models.mix import grouped_activation, summed_rows
 
     launched: list[Any] = []
     run = JITFunction.run
@@ -138,6 +138,7 @@ def mixture_kernels() -> list[Kernel]:
         multiply(right, torch.zeros(64, 16, 2048, device="cuda", dtype=torch.bfloat16), ends)
         multiply(right, torch.zeros(64, 16, 2048, device="cuda", dtype=torch.bfloat16), ends, rows)
         multiply_outer(rows, right, ends)
+        summed_rows(rows, torch.zeros(512, 8, dtype=torch.int64, device="cuda"))
         for numbers in (rows.to(torch.uint8), rows.to(torch.float8_e4m3fn)):
             scales = torch.zeros(
                 rows.numel() // 16, device="cuda", dtype=torch.uint8 if numbers.dtype == torch.uint8 else None

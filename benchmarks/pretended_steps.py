@@ -4,7 +4,8 @@
 
 Runs the recipe's own `main` on the CUDA build of PyTorch. Tensors are allocated and freed, streams and events exist, and Inductor compiles for the
 GPU, but kernels do nothing, so a model of any size needs no memory and no time. Values that decide something, such as whether the loss is
-finite, are replaced. Batches are the longest that the settings allow, as in a plan. `--plan` prints the planner's prediction instead.
+finite, are replaced. Batches are the longest that the settings allow, as in a plan. `--plan` prints the planner's prediction instead, with
+`--card NAME` for a card that this machine lacks.
 
 On a real GPU, tokens are random, and the answer has the seconds of the timed steps, and the number and the seconds of the kernels of one more
 step by name, as PyTorch's profiler counts them. With the environment variable GPU_LOCK, the name of a file, processes that share the GPU load and
@@ -193,12 +194,12 @@ def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
     }
 
 
-def predict(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
-    """The planner's prediction for the same."""
+def predict(recipe: ModuleType, cfg: Any, card: str | None) -> dict[str, Any]:
+    """The planner's prediction for the same, for a card or this machine's."""
     from lean_ft.plan.devices import choose_device
     from lean_ft.plan.rehearsal import rehearse
 
-    rehearsal = rehearse(recipe, cfg, choose_device(None, "cuda"))
+    rehearsal = rehearse(recipe, cfg, choose_device(card, "cuda"))
     return {
         "predicted_bytes": rehearsal.peak_bytes,
         "predicted_reserved_bytes": getattr(rehearsal, "reserved_bytes", None),
@@ -212,9 +213,12 @@ def predict(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    plans = "--plan" in arguments
+    plans, preset, card = "--plan" in arguments, None, None
     arguments = [argument for argument in arguments if argument != "--plan"]
-    preset = None
+    if "--card" in arguments:
+        at = arguments.index("--card")
+        card = arguments[at + 1]
+        del arguments[at : at + 2]
     if "--config" in arguments:
         at = arguments.index("--config")
         preset = find_preset(arguments[at + 1])
@@ -222,7 +226,7 @@ def main(arguments: list[str]) -> None:
     recipe = load_recipe(find_recipe(arguments[0]))
     own = ["device=cuda", "plan=false", "model.random_init=true", "data.source=not-read.jsonl"]
     cfg = load_config(recipe.Config, preset, [*own, *arguments[1:]])
-    print(json.dumps((predict if plans else measure)(recipe, cfg)), flush=True)
+    print(json.dumps(predict(recipe, cfg, card) if plans else measure(recipe, cfg)), flush=True)
     os._exit(0)  # skip the exit handlers of CUDA libraries, which a simulated GPU does not support
 
 

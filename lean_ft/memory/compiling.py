@@ -32,6 +32,9 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
     ValueError if the model has no `layers`.
     """
     layers = decoder_layers(model, "compile_layers")
+    if _FORGETS_CHECKPOINTS and all(getattr(layer, "checkpoint_keeps", None) == "nothing" for layer in layers):
+        activation_budget = 0.0
+    backend = {} if activation_budget is None else {"backend": _inductor_within(activation_budget)}
 
     def prepare() -> None:
         if next(model.parameters()).device.type == "cpu":
@@ -40,9 +43,7 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
 
     world().prepare_compiler(prepare, activation_budget)
     for layer in layers:
-        forgets = _FORGETS_CHECKPOINTS and getattr(layer, "checkpoint_keeps", None) == "nothing"
-        budget = 0.0 if forgets else activation_budget
-        layer.compile(fullgraph=True, **({} if budget is None else {"backend": _inductor_within(budget)}))
+        layer.compile(fullgraph=True, **backend)
     return len(layers)
 
 

@@ -85,21 +85,16 @@ class Frozen(NamedTuple):
         if kind == "plain":
             return (tensors[0] if experts is None else tensors[0].view(shape)).to(dtype)
         # Other arguments make it a distinct call for the compiler.
-        is_distinct = again and not stays_whole
-        if kind in ("float8", "mxfp4"):
+        is_distinct, numel, on_cuda = again and not stays_whole, math.prod(shape), is_on_cuda(tensors[0])
+        if kind != "nf4" or (on_cuda and (HAS_TRITON or not tensors[0].is_cuda) and numel % NF4_BLOCK == 0):
             numbers, scales = (tensor[None] if is_distinct else tensor for tensor in tensors)
-            is_one = torch.compiler.is_compiling() or is_on_cuda(numbers)
-            expand = _expand if is_one else _expand_stepwise
+            expand = _expand if torch.compiler.is_compiling() or on_cuda else _expand_stepwise
             return expand(numbers, scales, dtype).view(shape)
         # The kernel for CPUs is wrong if a block of scales crosses the end of a row.
-        numel = math.prod(shape)
         width = NF4_BLOCK if numel % NF4_BLOCK == 0 else numel
         width = shape[-1] if shape[-1] % NF4_BLOCK == 0 else width
         call_shape = (1, numel // width, width) if is_distinct else (numel // width, width)
-        # The compiler supports these operators, but not the library's functions around them.
-        expand = torch.ops.bitsandbytes.dequantize_4bit
-        levels, scales = tensors[0].view(-1, 1), tensors[1].flatten()
-        return expand(levels, scales, NF4_BLOCK, "nf4", call_shape, dtype).view(shape)
+        return _from_nf4(*tensors, dtype, call_shape).view(shape)
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +111,18 @@ def _nf4_scales(scales: Tensor, scale_scales: Tensor, mean_scale: Tensor, levels
 
 
 def _expand_stepwise(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return (_from_mxfp4 if numbers.dtype == torch.uint8 else _from_float8)(numbers, scales, dtype)
+    if numbers.dtype != torch.uint8:
+        return _from_float8(numbers, scales, dtype)
+    if scales.dtype == torch.uint8:
+        return _from_mxfp4(numbers, scales, dtype)
+    return _from_nf4(numbers, scales, dtype, (*scales.shape, NF4_BLOCK))
+
+
+def _from_nf4(levels: Tensor, scales: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Two levels per byte, the upper 4 bits first, times float32 scales."""
+    # The compiler supports this operator, but not the library's functions around it.
+    expand = torch.ops.bitsandbytes.dequantize_4bit
+    return expand(levels.view(-1, 1), scales.flatten(), NF4_BLOCK, "nf4", shape, dtype)
 
 
 def _from_float8(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,8 +164,8 @@ def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_expand.register_fake
 def _empty_dense(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    is_mxfp4 = numbers.dtype == torch.uint8
-    return numbers.new_empty((*scales.shape, 32) if is_mxfp4 else numbers.shape, dtype=dtype)
+    width = 32 if scales.dtype == torch.uint8 else NF4_BLOCK
+    return numbers.new_empty((*scales.shape, width) if numbers.dtype == torch.uint8 else numbers.shape, dtype=dtype)
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ The backward pass keeps the tokens (not their sorted copies) and the activation'
 activation instead of the expert's output, which is equivalent because the last projection is linear; so no output is kept for
 the weight's gradient. Weights of inputs multiply gate and up in the same way.
 
-On a GPU with Triton, one kernel computes the activation and its gradient, with the bias and the row weights. Other devices compute
-one operation at a time.
+On a GPU with Triton, one kernel computes the activation and its gradient, with the bias and the row weights, and one the sum of
+each token's rows. Other devices compute one operation at a time.
 
 Shapes: N tokens, D features, E experts, K experts per token, M = N * K rows sorted by expert, I intermediate features of
 an expert, R rank of an adapter.
@@ -184,7 +184,23 @@ def _sum_of_choices(rows: Tensor, order: Tensor, config: MixtureConfig) -> Tenso
     """The sum (N, D) of each token's rows (M, D)."""
     # Unlike index_add, this sums in float32 and in a fixed order.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return F.embedding_bag(places.view(-1, config.experts_per_token), rows, mode="sum")
+    places = places.view(-1, config.experts_per_token)
+    return summed_rows(rows, places) if _is_fused(rows) else F.embedding_bag(places, rows, mode="sum")
+
+
+@torch.library.custom_op("lean_ft::summed_rows", mutates_args=())
+def summed_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """The sums (N, D) of rows (M, D) at places (N, K)."""
+    from lean_ft.models.expert_kernels import sum_rows
+
+    out = rows.new_empty(len(places), rows.shape[1])
+    sum_rows(rows, places, out)
+    return out
+
+
+@summed_rows.register_fake
+def _(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.new_empty(len(places), rows.shape[1])
 
 
 def _weighed(factors: Tensor, row_weights: Tensor) -> Tensor:
@@ -223,7 +239,7 @@ def grouped_activation(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     factors: without their bias (E, 2 * I). row_weights (M, 1). experts (M,): of each row. grad_inner (M, I): if outputs are weighed,
     without their weights; None: the gradients are empty. If not `needs_inner`, the activation is empty.
     """
-    from lean_ft.models.expert_activation_kernel import activate
+    from lean_ft.models.expert_kernels import activate
 
     results = _results(*arguments)
     activate(results, *arguments)

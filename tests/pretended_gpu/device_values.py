@@ -72,7 +72,7 @@ def install() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not replaced
     torch.cuda.init()
 
-    from lean_ft.models import expand_kernel, expert_activation_kernel, grouped_kernels  # these import Triton
+    from lean_ft.models import expand_kernel, expert_kernels, grouped_kernels  # these import Triton
     from lean_ft.models.attention import flash_kernels
 
     aten = torch.library.Library("aten", "IMPL")
@@ -97,8 +97,9 @@ def install() -> None:
     torch.cuda._sleep = sleep
     for name in ("multiply", "multiply_outer"):  # Triton kernels
         setattr(grouped_kernels, name, partial(_grouped_product, getattr(grouped_kernels, name)))
+    expert_kernels.sum_rows = partial(_summed, expert_kernels.sum_rows)
     expand_kernel.expand = partial(_expanded, expand_kernel.expand)
-    expert_activation_kernel.activate = partial(_expert_activation, expert_activation_kernel.activate)
+    expert_kernels.activate = partial(_expert_activation, expert_kernels.activate)
     for name, values in (
         ("attend", _attend),
         ("attend_backward", _attend_backward),
@@ -163,6 +164,12 @@ def _grouped_product(
     write = target.add_ if total else target.copy_
     _compute(lambda: write(product(*factors)))
     return out
+
+
+def _summed(host_code: Callable[..., None], rows: Tensor, places: Tensor, out: Tensor) -> None:
+    host_code(rows, places, out)
+    target, *given = map(on_cpu, (out, rows, places))
+    _compute(lambda: target.copy_(torch.nn.functional.embedding_bag(given[1], given[0], mode="sum")))
 
 
 def _expanded(host_code: Callable[..., None], numbers: Tensor, scales: Tensor, out: Tensor) -> None:

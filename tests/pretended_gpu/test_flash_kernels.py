@@ -23,6 +23,7 @@ def error(found, true):
 
 torch.manual_seed(0)
 query_device = torch.get_default_device().type
+slack = 1.1 if query_device == "cpu" else 2  # on a real GPU, theirs may be PyTorch's kernel, which rounds at other places
 bounds = torch.tensor([0, 1, 71, 135, 135, 264, 270], dtype=torch.int32)  # in 2 rows of 135
 prefixes = torch.tensor([(0, 0), (0, 1), (1, 40), (0, 0), (135, 135), (150, 200)], dtype=torch.int32)
 ends = torch.arange(1, 271, dtype=torch.int32)
@@ -46,7 +47,7 @@ for head_dim, num_kv_heads, rules in cases:
             leaves = [x.clone().requires_grad_() for x in (query, key, value)]
             theirs = document_attention(*leaves, bounds, sinks, *rows[2:5], 135, *rows[6:])
             theirs = [theirs.detach(), *torch.autograd.grad(theirs, leaves, grad)]
-            limits = [1e-6 if dtype == torch.float32 else 1.1 * error(one, true) for one, true in zip(theirs, exact)]
+            limits = [1e-6 if dtype == torch.float32 else slack * error(one, true) for one, true in zip(theirs, exact)]
             assert all(own < limit for own, limit in zip(errors, [*limits, 6e-3])), (head_dim, rules, dtype, errors, limits)
             if sinks is not None:  # as PyTorch's kernel and the sinks afterwards
                 plain, joined = attend(query, key, value, rows._replace(sinks=None))

@@ -22,7 +22,7 @@ from dataclasses import replace
 from torch.nn import functional as F
 import tests.pretended_gpu.interpreter
 from lean_ft.models.config import MixtureConfig
-from lean_ft.models.expert_activation_kernel import activate
+from lean_ft.models.expert_kernels import activate
 from lean_ft.models.grouped_kernels import multiply, multiply_outer
 from lean_ft.models.mix import _formula, _results
 
@@ -92,7 +92,19 @@ print("right")
 """
 
 
+SUMS_VALUES = """
+from lean_ft.models.expert_kernels import sum_rows
+
+for dtype, (count, width) in itertools.product((torch.float32, torch.bfloat16, torch.float16), ((1, 7), (4, 2880), (8, 1024))):
+    rows, places = torch.randn(9 * count, width).to(dtype), torch.randperm(9 * count).view(9, count)
+    found = torch.empty(9, width, dtype=dtype)
+    sum_rows(rows, places, found)
+    torch.testing.assert_close(found, rows[places].float().sum(1).to(dtype))
+print("right")
+"""
+
 EXPANDED_VALUES = """
+import bitsandbytes
 from lean_ft.models.expand_kernel import expand
 from lean_ft.models.frozen_weight import _expand_stepwise
 
@@ -103,6 +115,7 @@ cases = [(bytes, exponents)]
 for rows, columns, blocks in ((7, 2880, 1), (300, 384, 3), (2, 5000, 1), (5, 33, 1)):
     numbers = torch.randint(256, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
     cases.append((numbers, torch.rand(rows, blocks) / 100))
+cases.append((torch.randint(256, (32 * 999,), dtype=torch.uint8), torch.rand(999)))
 for (numbers, scales), dtype in itertools.product(cases, (torch.float32, torch.bfloat16, torch.float16)):
     stepwise = _expand_stepwise(numbers, scales, dtype)
     found = torch.empty_like(stepwise)
@@ -114,7 +127,9 @@ print("right")
 
 @pytest.mark.cards("H100")
 @pytest.mark.parametrize(
-    "values", [PRODUCTS_VALUES, ACTIVATION_VALUES, EXPANDED_VALUES], ids=["products", "activation", "expanded"]
+    "values",
+    [PRODUCTS_VALUES, ACTIVATION_VALUES, SUMS_VALUES, EXPANDED_VALUES],
+    ids=["products", "activation", "sums", "expanded"],
 )
 def test_the_kernels_values_in_tritons_interpreter(values: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS + values]

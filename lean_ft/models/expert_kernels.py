@@ -1,6 +1,7 @@
-"""The activation of experts and its gradient as one Triton kernel: one pass over each row, in float32.
+"""Triton kernels of mixtures of experts, in float32: the activation and its gradient in one pass over each row, and the sum of the rows
+of each token.
 
-The formula is that of `mix.activation`. Imported only with Triton and a GPU.
+The formula of the activation is that of `mix.activation`. Imported only with Triton and a GPU.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,28 @@ def activate(results: Sequence[Tensor], *arguments: Any) -> None:
         )
 
 
+def sum_rows(rows: Tensor, places: Tensor, out: Tensor) -> None:
+    """Fill out (N, D) with the sums of rows (M, D) at places (N, K)."""
+    launch: Any = _sum
+    (num_sums, num_columns), block = out.shape, min(_COLUMNS, triton.next_power_of_2(out.shape[1]))
+    if num_sums:
+        launch[num_sums, triton.cdiv(num_columns, block)](
+            rows.contiguous(), places, out, num_columns, COUNT=places.shape[1], BLOCK=block
+        )
+
+
 # fmt: off
+@triton.jit
+def _sum(rows, places, out, num_columns, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(COUNT):
+        place = tl.load(places + i * COUNT + choice)
+        total += tl.load(rows + place * num_columns + column, mask=column < num_columns, other=0.0).to(tl.float32)
+    tl.store(out + i * num_columns + column, total.to(out.dtype.element_ty), mask=column < num_columns)
+
+
 @triton.jit
 def _activation(gate, up, gate_scale, up_offset, limit, KIND: tl.constexpr):
     """The activation, and its derivatives by gate and up."""
