@@ -94,7 +94,7 @@ class Frozen(NamedTuple):
         width = NF4_BLOCK if numel % NF4_BLOCK == 0 else numel
         width = shape[-1] if shape[-1] % NF4_BLOCK == 0 else width
         call_shape = (1, numel // width, width) if is_distinct else (numel // width, width)
-        return _from_nf4(*tensors, dtype, call_shape).view(shape)
+        return _from_nf4(tensors[0], tensors[1], dtype, call_shape).view(shape)
 
     @property
     def nbytes(self) -> int:
