@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.models.layers import is_on_cuda
-from lean_ft.system.shards import part_of
+from lean_ft.system.shards import part_of, whole_numel
 
 NF4_BLOCK = 64  # values that share a scale
 NF4_SCALE_BLOCK = 256  # scales that share a scale
@@ -235,6 +235,14 @@ def as_frozen(weight: Tensor | FrozenParameter, *, in_float8: bool = False) -> F
 def quantized_weights(model: nn.Module) -> dict[str, FrozenParameter]:
     """The quantized weights of a model, by the names that plain parameters would have."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FrozenParameter)}
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Number of parameters, a quantized one with its dense shape."""
+    quantized = quantized_weights(model)
+    stored = {id(tensor) for module in quantized.values() for tensor in module.parameters()}
+    plain = sum(whole_numel(parameter) for parameter in model.parameters() if id(parameter) not in stored)
+    return plain + sum(math.prod(module.form.shape) for module in quantized.values())
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -12,6 +12,7 @@ from lean_ft.frozen.reference import choose_kind
 from lean_ft.hub.paths import planned_model_path
 from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder
+from lean_ft.models.frozen_weight import num_parameters
 from lean_ft.online.rollouts import Rounds
 from lean_ft.optim import Optimizer
 from lean_ft.optim.rule import ParameterState
@@ -132,7 +133,7 @@ class PlannedWorld(World):
 
     def _follow_model(self, model: Decoder) -> None:
         """Count what the model's forward pass allocates as activations."""
-        self.num_parameters += sum(parameter.numel() for parameter in model.parameters())
+        self.num_parameters += num_parameters(model)
         assert model.source.folder is not None
         files = ["config.json"]
         if model.vision is not None:

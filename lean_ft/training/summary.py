@@ -1,6 +1,5 @@
 """The log lines at a run's start and end."""
 
-import math
 import os
 import shlex
 from collections import deque
@@ -14,7 +13,7 @@ from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.attention.kernels import describe_kernels
 from lean_ft.models.config_json import dropouts
-from lean_ft.models.frozen_weight import quantized_weights
+from lean_ft.models.frozen_weight import num_parameters, quantized_weights
 from lean_ft.optim import first_decay_step, num_warmup_steps
 from lean_ft.settings import (
     DataConfig,
@@ -169,7 +168,7 @@ def describe_model(model: nn.Module) -> str:
     """`1,234 parameters, all trained; 4.8 KiB in bfloat16 on cpu`."""
     parameters = list(model.parameters())
     quantized = [weight.frozen for weight in quantized_weights(model).values()]
-    count = sum(whole_numel(p) for p in parameters) + sum(math.prod(weight.form.shape) for weight in quantized)
+    count = num_parameters(model)
     trained = sum(whole_numel(p) for p in parameters if p.requires_grad)
     share = "all trained" if trained == count else f"{trained:,} ({trained / count:.2%}) trained"
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters}) + sorted(

@@ -215,3 +215,23 @@ def test_layers_that_keep_a_state_are_planned(tmp_path: Path, device):
         model(ids)
     assert counter.get_total_flops() - half == 2 * half
     assert counter.flop_counts["Global"][torch.ops.lean_ft.linear_attention] > 0
+
+
+def test_quantized_weights_count_with_their_dense_shapes(tmp_path: Path) -> None:
+    model_type, fields = CASES["gpt_oss"]
+    config = CONFIG_MAPPING[model_type](**{**SIZES, **fields, "hidden_size": 64, "intermediate_size": 64}).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    recipe = load_recipe(find_recipe("finetune"))
+    own = [
+        f"model.path={tmp_path}",
+        "model.random_init=true",
+        "data.source=none.jsonl",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    numbers = {
+        form: rehearse(
+            recipe, load_config(recipe.Config, None, [*own, f"lora.quantize={form}", "lora.rank=4"]), CPU
+        ).num_parameters
+        for form in ("none", "auto", "nf4", "float8")
+    }
+    assert len(set(numbers.values())) == 1, numbers
