@@ -38,7 +38,7 @@ _BLOCKS = {
     256: ((64, 32, 8, 1), (32, 32, 4, 2), (32, 32, 8, 2)),
     512: ((32, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 2)),
 }
-# The fastest on an H200, for Hopper and Blackwell with 227 KiB.
+# The fastest on an H200, for Hopper and Blackwell with 227 KiB, if there are no prefixes and no images, with which these spill registers.
 _LARGE_BLOCKS = {
     64: ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
     128: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
@@ -55,7 +55,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[Te
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
     launch: Any
-    launch, tile = _forward, _tile(query, 0)
+    launch, tile = _forward, _tile(query, of_rows, 0)
     launch[triton.cdiv(num_tokens, tile["QUERIES"]), num_heads](
         *(query, key, value, out, lse, of_rows.sinks, *_arguments(query, key, value, of_rows)), **tile
     )
@@ -75,9 +75,9 @@ def attend_backward(
     inputs = query, key, value, grad_out, lse, delta
     arguments = *_arguments(query, key, value, of_rows), *grad_out.stride()[:2]
     launch: Any
-    launch, tile = _backward_queries, _tile(query, 1)
+    launch, tile = _backward_queries, _tile(query, of_rows, 1)
     launch[triton.cdiv(num_tokens, tile["QUERIES"]), num_heads](*inputs, grad_query, *arguments, **tile)
-    launch, tile = _backward_keys, _tile(query, 2)
+    launch, tile = _backward_keys, _tile(query, of_rows, 2)
     launch[triton.cdiv(num_tokens, tile["KEYS"]), key.shape[1]](
         *(*inputs, grad_key, grad_value, *arguments, of_rows.num_tokens, of_rows.num_ahead), **tile
     )
@@ -149,9 +149,10 @@ def _power_of_two(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def _tile(query: Tensor, kernel: int) -> dict[str, int]:
+def _tile(query: Tensor, of_rows: Rows, kernel: int) -> dict[str, int]:
     """The sizes of a program. kernel: its index in `_BLOCKS`."""
-    is_large = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] in (9, 10)
+    is_simple = of_rows.prefixes is None and of_rows.ends is None
+    is_large = is_simple and query.is_cuda and torch.cuda.get_device_capability(query.device)[0] in (9, 10)
     head_dim, blocks = query.shape[-1], _LARGE_BLOCKS if is_large else _BLOCKS
     queries, keys, warps, stages = next(blocks[most] for most in blocks if head_dim <= most)[kernel]
     return {"DIM": _power_of_two(head_dim), "QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": stages}
