@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink, Sent, open_link
+from lean_ft.system.host_link import HostLink, Sent, open_link
 from lean_ft.torch_private import storage_key, version_of
 
 SMALLEST_BYTES = 2**20
-AHEAD_BYTES = IN_FLIGHT_BYTES  # prefetched for backward
+# Prefetched for backward, at least one tensor. A layer's backward pass takes longer than the copy of its input.
+AHEAD_BYTES = 2**25
 
 
 def offload_activations(model: nn.Module) -> None:
