@@ -2,9 +2,12 @@
 
     python benchmarks/gpu_presets.py
     python benchmarks/gpu_presets.py --presets gpt_oss_20b/qlora,llama3_2_3b/full
+    python benchmarks/gpu_presets.py --predict benchmarks/results/gpu_presets_nvidia-h200.json    # needs no GPU
 
 Each row of a batch is one document of the maximum length, as in a plan, so attention is at its largest. Models of several processes are made,
 planned and compiled side by side; their timed steps run one process at a time. Nothing is downloaded.
+
+`--predict` keeps the measured numbers of a result and plans its presets again for its card.
 
 Writes `results/gpu_presets_<hardware>.json` after every row.
 """
@@ -21,7 +24,17 @@ from typing import Annotated, Any
 
 import typer
 from measure import ROOT, last_error
-from results import RESULTS, commit, console, gibibytes, print_result, require_hardware, tokens_per_second, write_result
+from results import (
+    RESULTS,
+    commit,
+    console,
+    gibibytes,
+    print_result,
+    require_hardware,
+    tokens_per_second,
+    versions,
+    write_result,
+)
 from shapes import EMBEDDED_MODEL, write_model_folder
 
 STEPS = ROOT / "benchmarks" / "pretended_steps.py"
@@ -29,22 +42,28 @@ PRESETS = "gpt_oss_20b/qlora,qwen3_30b_a3b/qlora,qwen3_8b/qlora,llama3_2_3b/full
 COLUMNS = ["preset", "planned", "allocated", "planned reserved", "reserved", "planned step", "step", "tokens/s", "planned launches", "launches"]  # fmt: skip
 
 
-def run(preset: str, folder: Path, timeout_seconds: float) -> dict[str, Any]:
-    """The measured and the planned row of a preset, or why there is none."""
+def start(preset: str, folder: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
+    """Start the steps of a preset, or its plan."""
     from lean_ft.settings.text import preset_recipe
     from lean_ft.system.catalog import find_preset
 
     model = write_model_folder(preset.partition("/")[0], folder / preset / "model", EMBEDDED_MODEL)
     own = [f"model.path={model}", f"output_dir={folder / preset / 'run'}"]
-    command = [sys.executable, "-W", "ignore", STEPS, preset_recipe(find_preset(preset)), "--config", preset, *own]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", STEPS, preset_recipe(find_preset(preset)), "--config", preset, *own, *more],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(preset: str, folder: Path, timeout_seconds: float) -> dict[str, Any]:
+    """The measured and the planned row of a preset, or why there is none."""
     row: dict[str, Any] = {"label": preset, "commit": commit()}
-    pipes: Any = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    locked, ends = environment | {"GPU_LOCK": str(folder / "lock")}, time.monotonic() + timeout_seconds
-    running = [
-        subprocess.Popen(command, env=locked, **pipes),
-        subprocess.Popen([*command, "--plan"], env=environment, **pipes),
-    ]
+    ends = time.monotonic() + timeout_seconds
+    running = [start(preset, folder, GPU_LOCK=str(folder / "lock")), start(preset, folder, "--plan")]
     for process in running:
         try:
             output, errors = process.communicate(timeout=max(1.0, ends - time.monotonic()))
@@ -63,15 +82,44 @@ def run(preset: str, folder: Path, timeout_seconds: float) -> dict[str, Any]:
     return {**row, "step_seconds": min(row["seconds"]), "status": "ok", "reason": None}
 
 
+def predict_again(file: Path) -> None:
+    """Replace the planned numbers of a result, for its card."""
+    from lean_ft.plan.devices import DEVICES
+
+    result = json.loads(file.read_text(encoding="utf-8"))
+    name = result["hardware"]["gpu"]["name"]
+    card = max((known for known in DEVICES if known.replace(" ", "") in name.replace(" ", "")), key=len, default=name)
+    with tempfile.TemporaryDirectory(prefix="lean_ft_presets_") as folder:
+        for row in result["rows"]:
+            if row["status"] == "ok":
+                process = start(row["label"], Path(folder), "--plan", "--card", card)
+                output, errors = process.communicate()
+                if process.returncode:
+                    raise RuntimeError(f"{row['label']}: {last_error(output + errors)}")
+                row |= json.loads(output.splitlines()[-1])
+    result["planned"] = {"commit": commit(), "torch": versions()["torch"]}
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
 def main(
     presets: Annotated[str, typer.Option(help="Names, comma-separated.")] = PRESETS,
     timeout_seconds: Annotated[float, typer.Option(help="Time limit of one row in seconds.")] = 600,
     budget_seconds: Annotated[float | None, typer.Option(help="Time limit of all rows in seconds.")] = None,
+    predict: Annotated[
+        Path | None, typer.Option(help="A result: keep its measured numbers and plan again, on any machine.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Only cuda.")] = "cuda",
     results_dir: Path = RESULTS,
 ) -> None:
     """Compare plans with steps on a real GPU."""
+    if predict is not None:
+        predict_again(predict)
+        print_result(predict, describe, COLUMNS, table_cells)
+        return
     hardware, rows = require_hardware(device), {}
+    if hardware["device"] != "cuda":
+        console.print("These presets run on a GPU only; nothing was measured.")
+        return
     limit = min(timeout_seconds, budget_seconds or timeout_seconds)
     with tempfile.TemporaryDirectory(prefix="lean_ft_presets_") as folder, ThreadPoolExecutor(8) as pool:
         names = presets.split(",")
@@ -88,9 +136,12 @@ def main(
 
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
+    plan = "the plan"
+    if "planned" in result:
+        plan += f" of commit {result['planned']['commit']} with torch {result['planned']['torch']}"
     return (
         "presets on a real GPU with random weights, each row one document of the longest length: memory as PyTorch's allocator counts it in step 3, "
-        "the fastest of four steps, and launches by PyTorch's profiler, next to the plan"
+        f"the fastest of four steps, and launches by PyTorch's profiler, next to {plan}"
     )
 
 

@@ -78,6 +78,12 @@ STAGES = (
         script=False,
     ),
     Stage(
+        "presets",
+        "steps of presets next to their plans",
+        lambda s: ["gpu_presets.py", *([] if s.llama == FULL.llama else ["--presets", f"{s.llama}/full"])],
+    ),
+    Stage("kernels", "attention, expanding and sums next to their alternatives", lambda s: ["gpu_kernels.py"]),
+    Stage(
         "ladder_llama",
         "memory techniques one by one, packed rows of many documents",
         lambda s: _ladder(s.llama, s.llama_batch, s.llama_length, "bfd", s),

@@ -58,6 +58,8 @@ BENCHMARKS = (
     "pretended_updates",
     "kernel_resources",
     "mixture_traffic",
+    "gpu_presets",
+    "gpu_kernels",
     "convergence",
     "saving",
     "crashes",
