@@ -44,6 +44,8 @@ _OPAQUE_NAMES = (
     *("scatter", "index_put", "cumsum", "grouped", "_flash", "_efficient", "attention", "histc", "bincount"),
 )
 
+_SHORT_ROW = 1024  # values that Inductor reduces in the kernel that also writes them
+
 
 def fusing_backend(trace: Trace) -> Callable:
     """A torch.compile backend whose compiled graphs report memory and time to `trace`."""
@@ -248,15 +250,19 @@ def _sources(node: fx.Node, stored: set[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _writes(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, int]:
-    """Values that are only written into the graph's inputs, and the launches of each. Those of one size share a launch."""
+    """Values that are only written into the graph's inputs, and the launches of each. Those of one size share a launch, also with one
+    value of each short row, such as the scale of a block."""
     writes: dict[fx.Node, int] = {}
-    sizes = set[str]()
     for node in nodes:
         is_write = node.op == "call_function" and getattr(node.target, "__name__", "").startswith("copy_.")
         if is_write and node not in stored and node.args[1] not in stored:
-            size = f"{node.meta['val'].numel()}"
-            writes[node] = int(size not in sizes)
-            sizes.add(size)
+            writes[node] = 0
+    sizes = {node: node.meta["val"].numel() for node in writes}
+    launched: list[int] = []
+    for node, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if not any(other % size == 0 and other <= _SHORT_ROW * size for other in launched if size):
+            writes[node] = 1
+            launched.append(size)
     return writes
 
 

@@ -226,7 +226,8 @@ class PlannedWorld(World):
                 before = self.trace.time.spent.num_launches
                 update(list(new.values()))
                 number = self.trace.time.spent.num_launches - before
-            self._update_launches |= {kind: max(1.0, number / len(new)) for kind in new}
+            # One fused launch may update several parameters; kernels outside of PyTorch are not seen.
+            self._update_launches |= dict.fromkeys(new, number / len(new) if number else 1.0)
         now = self.trace.time.spent
         now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
         for state in states:
