@@ -237,7 +237,7 @@ def test_an_observation_follows_an_answer(name: str, tokenizer_of: Callable[...,
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4_v5", "glm4moe", "llama3_2", "lfm2_v2", "mistral_v3"])
 def test_any_result_has_a_reply(name: str, result: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
     tokenizer = tokenizer_of(name)
-    turns, calls = ToolTurns(tokenizer, TOOLS), [Call("", {}, "error: x")]
+    turns, calls = ToolTurns(tokenizer, TOOLS), [Call(result[:50], {}, "error: x", id=result[:50])]
     given, plain = (turns.reply([0], calls, [one]) for one in (result, "r"))
     assert given != plain and [one for one in given if one in tokenizer.turn_ends] == [
         one for one in plain if one in tokenizer.turn_ends
