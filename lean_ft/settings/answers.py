@@ -2,10 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from lean_ft.settings.base import Device, FunctionName, PositiveShare, RegularExpression, Settings
+from lean_ft.settings.base import Device, FunctionName, OwnFunction, PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
+from lean_ft.system.user_functions import check_function
 
 # Settings that restrict the tokens to sample from.
 TopK = Annotated[PositiveInt | None, Field(description="Sample from this many likeliest tokens only.")]
@@ -98,6 +108,30 @@ class Reward(Settings):
         if self.model is not None and self.pattern is not None:
             raise ValueError("pattern is only used by functions, and this reward is a model. Remove pattern.")
         return self
+
+
+class ToolsConfig(Settings):
+    """Tools that the model may call while it samples a completion. A list of functions stands for the whole group."""
+
+    model_config = ConfigDict(json_schema_extra={"list_of": "functions"})
+
+    functions: list[Annotated[OwnFunction, AfterValidator(check_function)]] = Field([])
+    """Python functions with type hints and a docstring that describes each parameter: `my_tools.py:search`."""
+    process: bool = False
+    """Run each call in a process of its own, which is killed after `seconds`. It costs the start of Python per call."""
+    seconds: PositiveFloat = 30.0
+    """Maximum time of a call. A call that takes longer gets an error message as its result."""
+    result_characters: PositiveInt = 8192
+    """Maximum length of a result. A longer one is cut, with a note."""
+    calls: PositiveInt = 8
+    """Maximum number of turns with calls in a completion."""
+    parallel: PositiveInt = 8
+    """Maximum number of calls in one turn. Further ones get an error message as their result."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_functions(cls, given: Any) -> Any:
+        return {"functions": given} if isinstance(given, list) else given
 
 
 class SamplingConfig(Settings):
