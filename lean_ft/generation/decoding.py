@@ -277,14 +277,13 @@ def _decode_rows(
         new = waiting[: room - busy] if busy <= room - room // ROOM_PARTS else []
         waiting = waiting[len(new) :]
         ready = turns.ready(wait=not left and not new)
-        if (
-            new
-            or ready
-            or (len(left) < len(running) and (graphs is None or should_shrink(len(left) + len(turns), len(running))))
-        ):
-            if replies is not None and graphs is not None:  # rows that have ended keep the shape of the graph
+        num_joining = len(new) + len(ready)
+        num_here = len(left) + len(turns) + num_joining
+        shrinks = len(left) < len(running) and (graphs is None or should_shrink(num_here, len(running)))
+        if num_joining or shrinks:
+            if replies is not None and graphs is not None and not shrinks:  # ended rows keep the shape of the graph
                 ended = [i for i in range(len(running)) if i not in left]
-                left += ended[: max(0, len(running) - len(left) - len(new) - len(ready))]
+                left += ended[: max(0, len(ended) - num_joining)]
             order, remaining = caches.keep(left)
             running = [running[i] for i in order]
             ids, answers = ids[remaining], answers[remaining]
