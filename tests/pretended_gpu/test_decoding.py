@@ -95,12 +95,13 @@ def test_rows_wait_for_replies_while_late_steps_run(
     if how == "launched":
         monkeypatch.setattr(decoding, "can_record", lambda model: False)
     on_cpu, on_gpu = models(case, tmp_path)
-    sampling, more = Sampling(24, 1.0, seed=4, stop_ids=frozenset(range(0, 101, 9))), {"max_given_tokens": 45}
+    sampling = Sampling(24, 1.0, seed=4, stop_ids=frozenset(range(0, 101, 9)))
     places = [*range(len(PROMPTS))]
     gib = 8 * on_cpu.cache_bytes(1, 27 + 24 + 45) / 2**30 if how == "few rows" else 0.1  # 4 rows at a time
 
     def found(model: Decoder, seed: int | None) -> list[Any]:
-        answers = sample(model, PROMPTS, sampling, cache_gib=gib, replies=Delayed(seed, places), **more)
+        replies = Delayed(seed, places)
+        answers = sample(model, PROMPTS, sampling, cache_gib=gib, replies=replies, max_given_tokens=45)
         return [(one.ids, one.ended, one.sampled, one.experts) for one in answers]
 
     expected = found(on_cpu, None)
