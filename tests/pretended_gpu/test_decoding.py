@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from lean_ft.generation import Sampling, decoding, sample, step_graphs
+from lean_ft.generation import Sample, Sampling, decoding, sample, step_graphs
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.attention import attention
+from tests.generation.test_turns import Delayed
 from tests.models.family_cases import CASES, SIZES
 from tests.pretended_gpu.counters import counters
 
@@ -75,6 +76,41 @@ def test_rows_end_without_a_wait(case: str, recorded: bool, tmp_path: Path, monk
     assert (spent["graph_launches"] > 0) == (recorded and case != "llama_dynamic_rope")
     if case == "llama":
         assert spent["host_waits"] <= (9 if recorded else 0)  # recorded shapes
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        *(("qwen3_5_text", how) for how in ("recorded", "launched", "few rows")),
+        *((case, "recorded") for case in ("llama", "gemma3_text", "gemma4_text", "llama_dynamic_rope")),
+        ("deepseek_v3", "few rows"),
+    ],
+)
+def test_rows_wait_for_replies_while_late_steps_run(
+    case: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of rows that wait are not changed by steps that were launched before their turn's end was known."""
+    monkeypatch.setattr(step_graphs, "POSITIONS", 8)
+    monkeypatch.setattr(step_graphs, "FEWEST_ROWS", 2)
+    if how == "launched":
+        monkeypatch.setattr(decoding, "can_record", lambda model: False)
+    on_cpu, on_gpu = models(case, tmp_path)
+    sampling = Sampling(24, 1.0, seed=4, stop_ids=frozenset(range(0, 101, 9)))
+    places = [*range(len(PROMPTS))]
+    gib = 8 * on_cpu.cache_bytes(1, 27 + 24 + 45) / 2**30 if how == "few rows" else 0.1  # 4 rows at a time
+
+    def found(model: Decoder, seed: int | None) -> list[Sample]:
+        replies = Delayed(seed, places)
+        return sample(model, PROMPTS, sampling, cache_gib=gib, replies=replies, max_given_tokens=45)
+
+    expected = found(on_cpu, None)
+    assert sum(one.sampled.count(False) > 0 for one in expected) > 4
+    for seed in (1, 2):
+        before = counters()["graph_launches"]
+        for own, one in zip(found(on_gpu, seed), expected, strict=True):
+            assert (own.ids, own.ended, own.sampled) == (one.ids, one.ended, one.sampled)
+            assert own.log_probs == pytest.approx(one.log_probs, abs=2e-5)
+        assert (counters()["graph_launches"] > before) == (how != "launched" and case != "llama_dynamic_rope")
 
 
 def test_a_model_that_waits_for_the_device_is_not_recorded(tmp_path: Path, capsys: Any) -> None:
