@@ -4,7 +4,7 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 `Config` from YAML and `key=value` overrides. `leanft cat RECIPE` prints all settings.
 """
 
-from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConfig, Reward, SamplingConfig
+from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConfig, Reward, SamplingConfig, ToolsConfig
 from lean_ft.settings.base import Device, Dtype, Every, Fraction, GroupT, Settings, spelled_out
 from lean_ft.settings.data import (
     AnswerDataConfig,
@@ -102,6 +102,7 @@ __all__ = [
     "ScheduleConfig",
     "Settings",
     "Sources",
+    "ToolsConfig",
     "TrainingConfig",
     "UnpairedDataConfig",
     "UnpairedLossConfig",

@@ -100,6 +100,28 @@ class Reward(Settings):
         return self
 
 
+class ToolsConfig(Settings):
+    """Tools that the model may call while it samples a completion. A list of functions stands for the whole group."""
+
+    functions: list[FunctionName] = Field([])
+    """Python functions with type hints and a docstring that describes each parameter: `my_tools.py:search`."""
+    process: bool = False
+    """Run each call in a process of its own, which is killed after `seconds`. It costs the start of Python per call."""
+    seconds: PositiveFloat = 30.0
+    """Maximum time of a call. A call that takes longer gets an error message as its result."""
+    result_characters: PositiveInt = 8192
+    """Maximum length of a result. A longer one is cut, with a note."""
+    calls: PositiveInt = 8
+    """Maximum number of turns with calls in a completion."""
+    parallel: PositiveInt = 8
+    """Maximum number of calls in one turn. Further ones get an error message as their result."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_functions(cls, given: Any) -> Any:
+        return {"functions": given} if isinstance(given, list) else given
+
+
 class SamplingConfig(Settings):
     """How the student samples completions in the steps of distill.on_policy."""
 

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from lean_ft.settings.answers import GenerationConfig, Reward
+from lean_ft.settings.answers import GenerationConfig, Reward, ToolsConfig
 from lean_ft.settings.base import Device, Every, FunctionName, GroupT, RegularExpression, Resume, Settings
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
@@ -231,6 +231,7 @@ class OnlineConfig(AnswersConfig):
     """Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, `format`,
     `length`), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
+    tools: ToolsConfig = ToolsConfig.model_validate({})
     batch_size: PositiveInt = 8
     """Completions, or pairs of them, per forward pass. If a round would not have all generation.num_answers completions
     of each prompt, and gradient_accumulation_steps is not set, it is raised."""

@@ -1,0 +1,5 @@
+"""Tools that a model calls: the user's functions, the calls in sampled text, and the tokens of their results."""
+
+from lean_ft.tools.calls import Call, Turn
+
+__all__ = ["Call", "Turn"]
