@@ -2,6 +2,7 @@
 
 leanft chat runs/tiny
 leanft chat runs/tiny_lora system="Answer in one word." temperature=0.7
+leanft chat my-model tools=[my_tools.py:search]  # runs the functions that the model calls
 leanft chat runs/tiny < questions.txt       # one question per line; only answers are printed
 
 Press Ctrl-C to stop an answer. /help lists the commands.
@@ -15,9 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lean_ft.generation import image_part, open_model, stream
-from lean_ft.settings import AskConfig
+from lean_ft.generation import converse, image_part, open_model
+from lean_ft.settings import AskConfig, ToolsConfig
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tools import Tools
 
 HELP = """\
 /reset       start a new conversation
@@ -32,6 +34,7 @@ Ctrl-C stops an answer; the part that was printed stays in the conversation."""
 class Config(AskConfig):
     system: str | None = None
     """The system message at the start of the conversation."""
+    tools: ToolsConfig = ToolsConfig.model_validate({})
 
 
 def main(cfg: Config) -> None:
@@ -41,7 +44,7 @@ def main(cfg: Config) -> None:
         raise ValueError(
             f"{cfg.model.path} has no chat template, so it cannot chat. Use `leanft generate` to continue a text."
         )
-    system = cfg.system
+    system, tools = cfg.system, Tools(cfg.tools)
     messages, images = _beginning(system), list[dict[str, Any]]()
     in_terminal = sys.stdin.isatty()
     if in_terminal:
@@ -66,13 +69,10 @@ def main(cfg: Config) -> None:
                 content = [*images, {"type": "text", "text": line}] if images else line
                 messages.append({"role": "user", "content": content})
                 images = []
-                answer = ""
                 with suppress(KeyboardInterrupt):
-                    for text in stream(model, tokenizer, messages, chat=True, **cfg.sampling):
+                    for text in converse(model, tokenizer, messages, tools, _show_dimly, **cfg.sampling):
                         print(text, end="", flush=True)
-                        answer += text
                 print(flush=True)
-                messages.append({"role": "assistant", "content": answer})
 
 
 def _beginning(system: str | None) -> list[dict[str, Any]]:
@@ -100,6 +100,10 @@ def _image(name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         return []
     print(f"{name}: {num_tokens:,} tokens, shown with the next message.")
     return [part]
+
+
+def _show_dimly(line: str) -> None:
+    print(f"\033[2m{line}\033[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 def _save(messages: list[dict[str, Any]], name: str) -> None:

@@ -1,15 +1,18 @@
 """Sampling from token ids (`sample`, for training and evaluation), and text generation from runs and checkpoints
 (`generate`)."""
 
+from lean_ft.generation.calling import CallingTurn, converse
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import Sample, longest_first, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.generation.texts import answers, generate, image_part, open_model, read_prompts, shows_images, stream
 
 __all__ = [
+    "CallingTurn",
     "Sample",
     "Sampling",
     "answers",
+    "converse",
     "generate",
     "image_part",
     "longest_first",

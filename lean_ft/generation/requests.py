@@ -284,7 +284,11 @@ class ChatRequest(_Fields):
     def forced(self) -> str | None:
         """The name of the tool that the model must call, an empty text for any, or None."""
         named = self.tool_choice.function
-        return named.name if named else "" if self.tool_choice.type == "required" else None
+        return {"required": "", "function": named and named.name}.get(self.tool_choice.type)
+
+    @property
+    def has_calls(self) -> bool:
+        return any(message.tool_calls for message in self.messages)
 
     @property
     def chat(self) -> list[dict[str, Any]]:

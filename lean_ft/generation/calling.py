@@ -1,0 +1,127 @@
+"""Assistant's turns that may call tools: their text, piece by piece, and their calls."""
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, takewhile
+from typing import Any
+
+from lean_ft.generation.decoding import sample_steps
+from lean_ft.generation.texts import asked_of, before_stop, text_of
+from lean_ft.models import Decoder
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.tools import Call, Tools, ToolTurns
+
+
+class CallingTurn:
+    """A turn whose tokens are being sampled. `content` yields its text; afterwards it has `calls` and `tool_calls`.
+
+    Without `schemas`, it is text alone. forced: the name of a function that the turn must call, or an empty text for any
+    function. The turn then starts with the tokens `begun`, which the caller appends to the prompt. Raises ValueError for a
+    chat template that writes no tools, and for a forced call whose beginning the template does not show.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        schemas: list[dict[str, Any]],
+        template_kwargs: dict[str, Any] | None = None,
+        forced: str | None = None,
+        parallel: bool = True,
+    ) -> None:
+        self._turns = ToolTurns(tokenizer, schemas, template_kwargs) if schemas else None
+        self.begun = list[int]()
+        self.calls = list[Call]()
+        self.tool_calls = list[dict[str, Any]]()
+        """The calls in OpenAI's form. A turn with a malformed call is text, and has none; `parallel`: also more than one."""
+        self._tokenizer, self._parallel = tokenizer, parallel
+        if forced is not None:
+            begun = _start_of_call(tokenizer, schemas, template_kwargs or {}, forced)
+            if not begun:
+                raise ValueError("the chat template does not show how a call begins. Set tool_choice to auto.")
+            self.begun = tokenizer.encode(begun)
+        self._ids = list(self.begun)
+
+    def content(self, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
+        """Yield the turn's text as `text_of` does. What may be a call waits for the turn's end, and so do spaces before it."""
+        if self._turns is None:
+            yield from text_of(self._tokenizer, tokens, stop_texts)
+            return
+        sent = space = ""
+        for piece in text_of(self._tokenizer, self._before_calls(tokens), (*stop_texts, *self._turns.openings)):
+            text = (space + piece).rstrip()
+            space = (space + piece)[len(text) :]
+            sent += text
+            yield text
+        whole, self.calls = self._turns.read(self._ids)
+        if self.calls and not any(call.error for call in self.calls):
+            self.tool_calls = [_as_message(call) for call in self.calls[: None if self._parallel else 1]]
+        else:
+            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        whole = before_stop(whole, stop_texts)
+        yield whole[len(sent) :] if whole.startswith(sent) else ""
+
+    def _before_calls(self, tokens: Iterable[int | None]) -> Iterator[int | None]:
+        """Yield tokens up to one that opens a call, and None from there on: special tokens have no text."""
+        assert self._turns is not None
+        is_call = bool(self.begun)
+        for token in tokens:
+            if token is not None:
+                self._ids.append(token)
+                is_call = is_call or self._tokenizer.token_text(token) in self._turns.openings
+            yield None if is_call else token
+
+
+def converse(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    tools: Tools,
+    show: Callable[[str], None],
+    **sampling: Any,
+) -> Iterator[str]:
+    """Yield the text of the answer to `messages` in pieces, and append the answer to them, also if it is not read to its end.
+
+    Calls run, `show` gets a line of each with its result, and the model continues, up to `tools.calls` times. Other
+    arguments are those of `generate`.
+    """
+    for num_calls in count():
+        row = {"messages": messages, "tools": tools.schemas}
+        how, prompts = asked_of(model, tokenizer, [row], True, sampling)
+        turn = CallingTurn(tokenizer, tools.schemas, sampling.get("chat_template_kwargs"))
+        messages.append(said := {"role": "assistant", "content": ""})
+        tokens = (token for (token,) in sample_steps(model, prompts, how, tokenizer.decode))
+        for text in turn.content(tokens, how.stop_texts):
+            said["content"] += text
+            yield text
+        if not turn.tool_calls or num_calls == tools.settings.calls:
+            return
+        (results,) = tools.run([turn.calls])
+        said["tool_calls"] = turn.tool_calls
+        for call, sent, result in zip(turn.calls, turn.tool_calls, results, strict=True):
+            arguments = ", ".join(f"{name}={value!r:.60}" for name, value in call.arguments.items())
+            show(f"{call.name!r:.60}({arguments}): {result!r:.200}")
+            messages.append({"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": result})
+
+
+def _as_message(call: Call) -> dict[str, Any]:
+    # Mistral's templates only write ids of 9 letters and digits.
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id or secrets.token_hex(5)[:9], "type": "function", "function": function}
+
+
+def _start_of_call(tokenizer: Tokenizer, schemas: list[dict[str, Any]], kwargs: dict[str, Any], name: str) -> str:
+    """Return the text between the generation prompt and a call's name, or its arguments if it calls `name`."""
+    asked = {"role": "user", "content": "Hi"}
+
+    def rendered(*messages: dict[str, Any], **more: Any) -> str:
+        return tokenizer.passage(list(messages), schemas, train_on="all", template_kwargs=kwargs, **more).text
+
+    texts = list[str]()
+    for function, arguments in [(name, {}), (name, {"x": "1"})] if name else [("a", {}), ("b", {})]:
+        call = {"type": "function", "id": "call00001", "function": {"name": function, "arguments": arguments}}
+        texts.append(rendered(asked, {"role": "assistant", "content": "", "tool_calls": [call]}))
+    start = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
+    prompt = rendered(asked, add_generation_prompt=True)
+    # A call without arguments may differ from others in the last characters.
+    return start[len(prompt) :].rstrip('{["<( \n') if start.startswith(prompt) else ""
