@@ -1,6 +1,7 @@
 """Assistant's turns that may call tools: their text, piece by piece, and their calls."""
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, takewhile
@@ -11,6 +12,9 @@ from lean_ft.generation.texts import asked_of, before_stop, text_of
 from lean_ft.models import Decoder
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Call, Tools, ToolTurns
+
+_MARK = "WORDS_BEFORE_A_CALL"
+_CHANNEL = "<|channel|>"  # gpt-oss writes reasons, answers and calls into channels
 
 
 class CallingTurn:
@@ -35,8 +39,12 @@ class CallingTurn:
         self.tool_calls = list[dict[str, Any]]()
         """The calls in OpenAI's form. A turn with a malformed call is text, and has none; `parallel`: also more than one."""
         self._tokenizer, self._parallel = tokenizer, parallel
+        if schemas:
+            self._opening = _opening(_written(tokenizer, schemas, template_kwargs)[1])
         if forced is not None:
-            begun = _start_of_call(tokenizer, schemas, template_kwargs or {}, forced)
+            prompt, written = _written(tokenizer, schemas, template_kwargs, forced, content="")
+            # A call without arguments may differ from others in the last characters.
+            begun = written[len(prompt) :].rstrip('{["<( \n') if written.startswith(prompt) else ""
             if not begun:
                 raise ValueError("the chat template does not show how a call begins. Set tool_choice to auto.")
             self.begun = tokenizer.encode(begun)
@@ -47,10 +55,13 @@ class CallingTurn:
         if self._turns is None:
             yield from text_of(self._tokenizer, tokens, stop_texts)
             return
-        sent = space = ""
-        for piece in text_of(self._tokenizer, self._before_calls(tokens), (*stop_texts, *self._turns.openings)):
-            text = (space + piece).rstrip()
-            space = (space + piece)[len(text) :]
+        sent = held = ""
+        tags = (*stop_texts, *([self._opening] if len(self._opening) > 1 else []))
+        for piece in text_of(self._tokenizer, self._before_calls(tokens), tags):
+            held += piece
+            is_whole = not sent and held.lstrip()[:1] == self._opening  # the turn may be nothing but calls
+            text = "" if is_whole else held.rstrip()
+            held = held[len(text) :]
             sent += text
             yield text
         whole, self.calls = self._turns.read(self._ids)
@@ -63,12 +74,11 @@ class CallingTurn:
 
     def _before_calls(self, tokens: Iterable[int | None]) -> Iterator[int | None]:
         """Yield tokens up to one that opens a call, and None from there on: special tokens have no text."""
-        assert self._turns is not None
-        is_call = bool(self.begun)
+        is_call = bool(self.begun) or not self._opening
         for token in tokens:
             if token is not None:
                 self._ids.append(token)
-                is_call = is_call or self._tokenizer.token_text(token) in self._turns.openings
+                is_call = is_call or self._tokenizer.token_text(token) in (self._opening, _CHANNEL)
             yield None if is_call else token
 
 
@@ -110,18 +120,29 @@ def _as_message(call: Call) -> dict[str, Any]:
     return {"id": call.id or secrets.token_hex(5)[:9], "type": "function", "function": function}
 
 
-def _start_of_call(tokenizer: Tokenizer, schemas: list[dict[str, Any]], kwargs: dict[str, Any], name: str) -> str:
-    """Return the text between the generation prompt and a call's name, or its arguments if it calls `name`."""
+def _written(
+    tokenizer: Tokenizer,
+    schemas: list[dict[str, Any]],
+    kwargs: dict[str, Any] | None,
+    name: str = "",
+    content: str = _MARK,
+) -> tuple[str, str]:
+    """Return a chat up to the generation prompt, and up to a call's name, or its arguments if it calls `name`."""
     asked = {"role": "user", "content": "Hi"}
 
-    def rendered(*messages: dict[str, Any], **more: Any) -> str:
-        return tokenizer.passage(list(messages), schemas, train_on="all", template_kwargs=kwargs, **more).text
+    def rendered(*messages: dict[str, Any], prompt: bool = False) -> str:
+        return tokenizer.passage(list(messages), schemas, prompt, train_on="all", template_kwargs=kwargs).text
 
     texts = list[str]()
-    for function, arguments in [(name, {}), (name, {"x": "1"})] if name else [("a", {}), ("b", {})]:
+    for function, arguments in [(name, "{}"), (name, '{"x": 1}')] if name else [("a", "{}"), ("b", "{}")]:
         call = {"type": "function", "id": "call00001", "function": {"name": function, "arguments": arguments}}
-        texts.append(rendered(asked, {"role": "assistant", "content": "", "tool_calls": [call]}))
+        texts.append(rendered(asked, {"role": "assistant", "content": content, "tool_calls": [call]}))
     start = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
-    prompt = rendered(asked, add_generation_prompt=True)
-    # A call without arguments may differ from others in the last characters.
-    return start[len(prompt) :].rstrip('{["<( \n') if start.startswith(prompt) else ""
+    return rendered(asked, prompt=True), start
+
+
+def _opening(written: str) -> str:
+    """The tag that a call begins with, or the first character of a turn that is nothing but calls, or "" if unknown."""
+    _, found, start = written.rpartition(_MARK)
+    tag = re.match(r"\s*(<[^<>]*>|\[[A-Z_]+\]|\S)", start)
+    return tag[1] if found and tag else ""
