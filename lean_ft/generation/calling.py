@@ -40,7 +40,7 @@ class CallingTurn:
         """The calls in OpenAI's form. A turn with a malformed call is text, and has none; `parallel`: also more than one."""
         self._tokenizer, self._parallel = tokenizer, parallel
         if schemas:
-            self._opening = _opening(_written(tokenizer, schemas, template_kwargs)[1])
+            self._opening = _opening(*_written(tokenizer, schemas, template_kwargs))
         if forced is not None:
             prompt, written = _written(tokenizer, schemas, template_kwargs, forced, content="")
             # A call without arguments may differ from others in the last characters.
@@ -67,6 +67,7 @@ class CallingTurn:
         whole, self.calls = self._turns.read(self._ids)
         if self.calls and not any(call.error for call in self.calls):
             self.tool_calls = [_as_message(call) for call in self.calls[: None if self._parallel else 1]]
+            whole = whole.removeprefix(self._turns.read(self.begun).content).lstrip() if self.begun else whole
         else:
             whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         whole = before_stop(whole, stop_texts)
@@ -141,8 +142,9 @@ def _written(
     return rendered(asked, prompt=True), start
 
 
-def _opening(written: str) -> str:
+def _opening(prompt: str, written: str) -> str:
     """The tag that a call begins with, or the first character of a turn that is nothing but calls, or "" if unknown."""
     _, found, start = written.rpartition(_MARK)
+    start = start if found or not written.startswith(prompt) else written[len(prompt) :]
     tag = re.match(r"\s*(<[^<>]*>|\[[A-Z_]+\]|\S)", start)
-    return tag[1] if found and tag else ""
+    return tag[1] if tag else ""
