@@ -9,6 +9,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -96,7 +97,7 @@ def _call(name: Any, arguments: Any, id: Any = "") -> Call:
     return Call(name, arguments, "", id if isinstance(id, str) else "")
 
 
-def _json(body: str, _: Types) -> list[Call]:
+def _json(body: str, types: Types) -> list[Call]:
     """`{"name": "f", "arguments": {...}}`, a list of such objects, or several with `;` or spaces between them. Llama writes
     `parameters`."""
     found, body = list[Call](), body.removeprefix("<|python_tag|>").lstrip()
@@ -116,12 +117,12 @@ def _mistral(body: str, types: Types) -> list[Call]:
     """`[{"name": "f", "arguments": {...}, "id": "..."}]`, or `f[CALL_ID]...[ARGS]{...}`, in which the id is optional."""
     if body.startswith(("[", "{")):
         return _json(body, types)
-    name, _, arguments = body.partition("[ARGS]")
-    name, _, call_id = name.partition("[CALL_ID]")
+    header, _, arguments = body.partition("[ARGS]")
+    name, _, call_id = header.partition("[CALL_ID]")
     return [_call(name.strip(), arguments.strip(), call_id.strip())]
 
 
-def _deepseek(body: str, _: Types) -> list[Call]:
+def _deepseek(body: str, types: Types) -> list[Call]:
     """`f<｜tool▁sep｜>{...}`. Before version 3.1, `function<｜tool▁sep｜>f` and a code block of JSON."""
     name, _, arguments = body.partition("<｜tool▁sep｜>")
     if name == "function":
@@ -175,18 +176,16 @@ def _typed(name: str, texts: dict[str, str], types: Types) -> Call:
     """A call whose parameters are written as plain text, with Python's spelling of constants in some templates."""
     arguments = dict[str, Any](texts)
     for key, text in texts.items():
-        schema = types.get(name, {}).get(key)
+        schema = types.get(name, {}).get(key, {})
         text = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
-        is_text = isinstance(schema, dict) and schema.get("type") == "string"
+        is_text = schema.get("type") == "string"
         if not is_text or (text == "null" and schema.get("nullable")):
-            try:
+            with suppress(ValueError):  # of a text, which the schema may allow
                 arguments[key] = _JSON.decode(text)
-            except ValueError:
-                pass  # a text, which the schema may allow
     return _call(name, arguments)
 
 
-def _gemma(quote: str, body: str, _: Types) -> list[Call]:
+def _gemma(quote: str, body: str, types: Types) -> list[Call]:
     """`call:f{x:1,y:<escape>a<escape>}`: JSON with other quotation marks, and without any around keys."""
     name, brace, rest = body.removeprefix("call:").partition("{")
     parts = (brace + rest).split(quote)
@@ -209,7 +208,7 @@ class _Constants(ast.NodeTransformer):
 _JSON_NAMES = ("true", "false", "null")
 
 
-def _python(body: str, _: Types) -> list[Call]:
+def _python(body: str, types: Types) -> list[Call]:
     """`[f(x=1, y='a')]`"""
     with warnings.catch_warnings(action="ignore"):  # of invalid escapes
         tree = ast.parse(body, mode="eval").body

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
-from os.path import commonprefix
 from typing import Any
 
 from lean_ft.tokenizers import Tokenizer
@@ -139,7 +138,9 @@ class ToolTurns:
         if tool["name"] not in asked:
             raise ValueError(f"the chat template writes no tools. {REMEDY}")
         called = self._text(self._turn([Call(tool["name"], ARGUMENTS)]), False, [PROBE])
-        said = called[len(commonprefix([asked, called])) :]
+        said = called[
+            next((i for i, (one, other) in enumerate(zip(asked, called, strict=False)) if one != other), len(asked)) :
+        ]
         if MARK not in said:
             raise ValueError(f"the chat template writes no tool calls. {REMEDY}")
         said = said[: self._end(said, said.count(MARK), self._ends)]
