@@ -60,7 +60,7 @@ def main(cfg: Config) -> None:
             elif command == "/image":
                 images += _image(argument.strip(), tokenizer)
             elif command == "/save":
-                _save(messages, argument.strip())
+                _save({"messages": messages} | ({"tools": tools.schemas} if tools.schemas else {}), argument.strip())
             elif command == "/help":
                 print(HELP)
             elif line.startswith("/"):
@@ -70,7 +70,7 @@ def main(cfg: Config) -> None:
                 messages.append({"role": "user", "content": content})
                 images = []
                 with suppress(KeyboardInterrupt):
-                    for text in converse(model, tokenizer, messages, tools, _show_dimly, **cfg.sampling):
+                    for text in converse(model, tokenizer, messages, tools, cfg.tools.calls, **cfg.sampling):
                         print(text, end="", flush=True)
                 print(flush=True)
 
@@ -102,21 +102,17 @@ def _image(name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return [part]
 
 
-def _show_dimly(line: str) -> None:
-    print(f"\033[2m{line}\033[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
-
-
-def _save(messages: list[dict[str, Any]], name: str) -> None:
+def _save(row: dict[str, Any], name: str) -> None:
     if not name:
         print("/save needs a file name, as in /save chat.jsonl.")
         return
     try:
         with Path(name).expanduser().open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
     except OSError as error:
         print(f"{name}: {error.strerror}.")
     else:
-        print(f"{len(messages)} messages added to {name}.")
+        print(f"{len(row['messages'])} messages added to {name}.")
 
 
 @contextmanager

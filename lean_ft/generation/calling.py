@@ -3,13 +3,15 @@
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, takewhile
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.texts import asked_of, before_stop, text_of
 from lean_ft.models import Decoder
+from lean_ft.system.redaction import printable
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Call, Tools, ToolTurns
 
@@ -88,15 +90,15 @@ def converse(
     tokenizer: Tokenizer,
     messages: list[dict[str, Any]],
     tools: Tools,
-    show: Callable[[str], None],
+    most_turns: int,
     **sampling: Any,
 ) -> Iterator[str]:
     """Yield the text of the answer to `messages` in pieces, and append the answer to them, also if it is not read to its end.
 
-    Calls run, `show` gets a line of each with its result, and the model continues, up to `tools.calls` times. Other
+    Calls run, and the model continues, `most_turns` times at most. Each call and its result are a line on stderr. Other
     arguments are those of `generate`.
     """
-    for num_calls in count():
+    for number in range(most_turns + 1):
         row = {"messages": messages, "tools": tools.schemas}
         how, prompts = asked_of(model, tokenizer, [row], True, sampling)
         turn = CallingTurn(tokenizer, tools.schemas, sampling.get("chat_template_kwargs"))
@@ -105,14 +107,22 @@ def converse(
         for text in turn.content(tokens, how.stop_texts):
             said["content"] += text
             yield text
-        if not turn.tool_calls or num_calls == tools.settings.calls:
+        if turn.tool_calls and number == most_turns:
+            _print_dimly(
+                f"not called, since the model may call tools in {most_turns} turns: {turn.calls[0].name!r:.60}"
+            )
+        if not turn.tool_calls or number == most_turns:
             return
         (results,) = tools.run([turn.calls])
         said["tool_calls"] = turn.tool_calls
         for call, sent, result in zip(turn.calls, turn.tool_calls, results, strict=True):
             arguments = ", ".join(f"{name}={value!r:.60}" for name, value in call.arguments.items())
-            show(f"{call.name!r:.60}({arguments}): {result!r:.200}")
+            _print_dimly(f"{printable(call.name):.60}({arguments}): {result!r:.200}")
             messages.append({"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": result})
+
+
+def _print_dimly(line: str) -> None:
+    print(f"\033[2m{line}\033[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 def _as_message(call: Call) -> dict[str, Any]:

@@ -104,7 +104,7 @@ _Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
 
 
 def _check_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Return `value`. Raises ValueError if it is too long, too deep, or has a number that JSON lacks."""
+    """Return a schema or arguments. Raises ValueError if they are too long, too deep, or have a number that JSON lacks."""
     if len(json.dumps(value, ensure_ascii=False, allow_nan=False)) > MOST_SCHEMA_CHARACTERS:
         raise ValueError(f"expected at most {MOST_SCHEMA_CHARACTERS} characters of JSON")
     level: list[Any] = [value]
@@ -114,6 +114,12 @@ def _check_json(value: dict[str, Any]) -> dict[str, Any]:
     if level:
         raise ValueError(f"expected at most {MOST_NESTED} objects and lists in each other")
     return value
+
+
+def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(schema.get("properties", {}), dict):
+        raise ValueError("expected an object as `properties`")
+    return _check_json(schema)
 
 
 def _check_arguments(arguments: str) -> str:
@@ -129,7 +135,7 @@ class _Named(_Fields):
 
 class _Function(_Named):
     description: Annotated[str, Field(max_length=MOST_SCHEMA_CHARACTERS)] = ""
-    parameters: Annotated[dict[str, Any], AfterValidator(_check_json)] = {"type": "object", "properties": {}}
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = {"type": "object", "properties": {}}
     strict: bool | None = None  # not read: nothing forces a call to have these parameters
 
 

@@ -290,7 +290,7 @@ def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str
         raise ValueError(
             "a prompt has an image, and the model reads texts alone. Use a vision model with model.images=frozen."
         )
-    tools, kwargs = row.get("tools"), kwargs | read_variables(row.get("chat_template_kwargs"))
+    tools, kwargs = row.get("tools") or None, kwargs | read_variables(row.get("chat_template_kwargs"))
     if messages[-1].get("role") == "assistant":
         passage = tokenizer.continued(messages, tools, kwargs)
     else:

@@ -92,9 +92,7 @@ def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.fixture
-def serve(
-    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Served]]:
+def serve(model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
         pytest.skip("needs TRL, which ships published chat templates")
@@ -105,7 +103,9 @@ def serve(
     def start(name: str, spelled: bool = False) -> Served:
         """Serve with the published template `name`. spelled: the tags of calls are no tokens of their own."""
         source = (Path(str(spec.origin)).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
-        tokenizer = HFTokenizer.from_str(byte_level_tokenizer().to_str().replace("tool_call", "unused" * spelled or "tool_call"))
+        tokenizer = HFTokenizer.from_str(
+            byte_level_tokenizer().to_str().replace("tool_call", "unused" * spelled or "tool_call")
+        )
         tokens = sorted({*TOKENS.findall(source), "<bos>", "<eos>"})
         tokens = [token for token in tokens if not (spelled and "tool_call" in token)]
         plain = [token for token in tokens if "think" in token or "tool_call>" in token]
@@ -198,7 +198,7 @@ def test_a_choice_of_tools_is_kept(serve: Callable[..., Served], name: str) -> N
         served.ask(tool_choice=choice)
         begun = served.tokenizer.decode(served.prompt).removeprefix(prompt)
         assert ("get_weather" in begun) == (choice is named) and "city" not in begun
-        served.said = served.tokenizer.encode(full.partition(begun[-8:])[2])
+        served.said = served.tokenizer.encode(full.rpartition(begun[-11:])[2])
         found, _ = served.ask(tool_choice=choice)
         assert called(found.message) == CALLS[:1] and not found.message.content
     served.said = served.tokenizer.encode("words")
