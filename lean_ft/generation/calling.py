@@ -42,14 +42,13 @@ class CallingTurn:
         """The calls in OpenAI's form. A turn with a malformed call is text, and has none; `parallel`: also more than one."""
         self._tokenizer, self._parallel = tokenizer, parallel
         if schemas:
-            self._opening = _opening(*_written(tokenizer, schemas, template_kwargs))
+            self._opening = _opening(*_written(tokenizer, schemas, template_kwargs)[:2])
         if forced is not None:
-            prompt, written = _written(tokenizer, schemas, template_kwargs, forced, content="")
-            # A call without arguments may differ from others in the last characters.
-            begun = written[len(prompt) :].rstrip('{["<( \n') if written.startswith(prompt) else ""
-            if not begun:
+            prompt, *written = _written(tokenizer, schemas, template_kwargs, forced, content="")
+            pairs = zip(*(tokenizer.encode(one[len(prompt) :]) for one in written), strict=False)
+            self.begun = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+            if not self.begun or not written[0].startswith(prompt):
                 raise ValueError("the chat template does not show how a call begins. Set tool_choice to auto.")
-            self.begun = tokenizer.encode(begun)
         self._ids = list(self.begun)
 
     def content(self, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
@@ -137,19 +136,18 @@ def _written(
     kwargs: dict[str, Any] | None,
     name: str = "",
     content: str = _MARK,
-) -> tuple[str, str]:
-    """Return a chat up to the generation prompt, and up to a call's name, or its arguments if it calls `name`."""
+) -> list[str]:
+    """Return a chat up to the generation prompt, and two with calls of different functions, or of `name` with other arguments."""
     asked = {"role": "user", "content": "Hi"}
 
     def rendered(*messages: dict[str, Any], prompt: bool = False) -> str:
         return tokenizer.passage(list(messages), schemas, prompt, train_on="all", template_kwargs=kwargs).text
 
-    texts = list[str]()
+    texts = [rendered(asked, prompt=True)]
     for function, arguments in [(name, "{}"), (name, '{"x": 1}')] if name else [("a", "{}"), ("b", "{}")]:
         call = {"type": "function", "id": "call00001", "function": {"name": function, "arguments": arguments}}
         texts.append(rendered(asked, {"role": "assistant", "content": content, "tool_calls": [call]}))
-    start = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
-    return rendered(asked, prompt=True), start
+    return texts
 
 
 def _opening(prompt: str, written: str) -> str:

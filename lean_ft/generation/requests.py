@@ -134,8 +134,9 @@ class _Named(_Fields):
 
 
 class _Function(_Named):
-    description: Annotated[str, Field(max_length=MOST_SCHEMA_CHARACTERS)] = ""
+    description: Annotated[str, Field(max_length=MOST_SCHEMA_CHARACTERS)] | None = ""
     parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = {"type": "object", "properties": {}}
+    returns: Annotated[dict[str, Any], AfterValidator(_check_json)] | None = Field(None, alias="return")  # transformers
     strict: bool | None = None  # not read: nothing forces a call to have these parameters
 
 
@@ -152,12 +153,17 @@ class _Tool(_Fields):
 class _CalledFunction(_Fields):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[str, AfterValidator(_check_arguments)]
+    parsed_arguments: Any = None  # not read: OpenAI's client keeps the object too
 
 
 class _ToolCall(_Fields):
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
     function: _CalledFunction
+    index: int | None = None  # not read: of a streamed call
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"index": True, "function": {"parsed_arguments"}})
 
 
 class Message(_Fields):
@@ -193,7 +199,7 @@ class Message(_Fields):
         """The message for chat templates. Its content is one text, or parts if it has an image."""
         content = [part.model_dump() for part in self.content] if self.images else self.text
         optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
-        optional["tool_calls"] = [call.model_dump() for call in self.tool_calls or ()] or None
+        optional["tool_calls"] = [call.for_template() for call in self.tool_calls or ()] or None
         return {"role": self.role, "content": content} | {
             name: value for name, value in optional.items() if value is not None
         }
@@ -284,7 +290,7 @@ class ChatRequest(_Fields):
     def schemas(self) -> list[dict[str, Any]]:
         """The tools for chat templates: none if the model must not call them."""
         tools = self.tools if self.tool_choice.type != "none" else []
-        return [tool.model_dump(exclude={"function": {"strict"}}) for tool in tools]
+        return [tool.model_dump(by_alias=True, exclude={"function": {"strict"}}, exclude_none=True) for tool in tools]
 
     @property
     def forced(self) -> str | None:

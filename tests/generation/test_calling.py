@@ -48,6 +48,7 @@ class Served:
         self.client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
         self.tokenizer, self.theirs = tokenizer, AutoTokenizer.from_pretrained(tokenizer.folder)
         self.said, self.prompt = list[int](), list[int]()
+        self.streamed: Any = None  # the last message, as the client puts it together
 
     def steps(self, _: object, prompts: list[Any], how: Any, *args: Any, **kwargs: Any) -> Iterator[list[int | None]]:
         self.prompt = prompts[0].ids.tolist()
@@ -80,6 +81,7 @@ class Served:
         assert (one.message.content or "") == (other.message.content or "")
         assert one.finish_reason == other.finish_reason
         assert called(one.message) == called(other.message)
+        self.streamed = other.message
         return one, deltas
 
 
@@ -141,15 +143,19 @@ def test_calls_are_returned_whole_and_streamed_and_can_be_sent_back(
     order = ["call" if delta.tool_calls else "text" for delta in deltas if delta.tool_calls or delta.content]
     assert order == sorted(order, reverse=True) and order.count("call") == len(calls)
 
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "-3 °C"} for call in choice.message.tool_calls]
     served.said = served.tokenizer.encode("It is cold.")
-    answered, _ = served.ask([*ASKED, choice.message, *results])
-    assert (answered.message.content, answered.finish_reason) == ("It is cold.", "stop")
-    made = [{"type": "function", "id": call.id, "function": {"name": n, "arguments": a}}
-            for call, (n, a) in zip(choice.message.tool_calls, calls, strict=True)]  # fmt: skip
-    theirs = [{**result, "name": n} for result, (n, _) in zip(results, calls, strict=True)]
-    history = [*ASKED, {"role": "assistant", "content": content, "tool_calls": made}, *theirs]
-    assert served.tokenizer.decode(served.prompt) == served.rendered(history, add_generation_prompt=True)
+    for message in (choice.message, served.streamed):
+        ids = [call.id for call in message.tool_calls or ()]
+        results = [{"role": "tool", "tool_call_id": one, "content": "-3 °C"} for one in ids]
+        answered, _ = served.ask([*ASKED, message, *results])
+        assert (answered.message.content, answered.finish_reason) == ("It is cold.", "stop")
+        made = [
+            {"type": "function", "id": one, "function": {"name": n, "arguments": a}}
+            for one, (n, a) in zip(ids, calls, strict=True)
+        ]
+        theirs = [{**result, "name": n} for result, (n, _) in zip(results, calls, strict=True)]
+        history = [*ASKED, {"role": "assistant", "content": content, "tool_calls": made}, *theirs]
+        assert served.tokenizer.decode(served.prompt) == served.rendered(history, add_generation_prompt=True)
 
 
 TEXTS = [
