@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lean_ft.generation import converse, image_part, open_model
+from lean_ft.generation import CallingTurn, converse, image_part, open_model
 from lean_ft.settings import AskConfig, ToolsConfig
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Tools
@@ -45,6 +45,7 @@ def main(cfg: Config) -> None:
             f"{cfg.model.path} has no chat template, so it cannot chat. Use `leanft generate` to continue a text."
         )
     system, tools = cfg.system, Tools(cfg.tools)
+    CallingTurn(tokenizer, tools.schemas)  # raises for a chat template without tools
     messages, images = _beginning(system), list[dict[str, Any]]()
     in_terminal = sys.stdin.isatty()
     if in_terminal:

@@ -136,6 +136,12 @@ def test_tools_run_and_their_results_are_given_to_the_model(
     assert tokenizer.decode(tokenizer.render(row["messages"], row["tools"])[0]).startswith(prompts[2])
 
 
+def test_tools_need_a_template_that_writes_them(chat: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "my_tools.py").write_text(FUNCTIONS)
+    with pytest.raises(ValueError, match="the chat template writes no tools"):
+        chat(tools=f"[{tmp_path}/my_tools.py:add]")
+
+
 def test_without_a_chat_template_the_error_names_generate(chat: Callable[..., list[str]], tmp_path: Path) -> None:
     from lean_ft.models import save_model
 
