@@ -894,17 +894,24 @@ def _requests(folder: Path) -> dict[str, Target]:
     body = folder / "body"
     asked = {"messages": MESSAGES, "model": "x", "stream": True, "stream_options": {"include_usage": True}, "seed": 1}
     asked |= {"max_tokens": 5, "stop": ["a", "b"], "temperature": 0.5, "top_p": 0.9, "top_k": 4, "n": 1, "tools": []}
+    schema = {"type": "object", "properties": {"x": {"type": "integer", "enum": [1, 2]}}, "required": ["x"]}
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema, "strict": True}}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    called = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "7"}]
+    with_tools = asked | {"messages": [*MESSAGES, *called], "tools": [tool], "parallel_tool_calls": False}
+    with_tools["tool_choice"] = {"type": "function", "function": {"name": "f"}}
 
     def read() -> None:
         try:
-            ChatRequest.read(body.read_bytes())
+            request = ChatRequest.read(body.read_bytes())
+            json.dumps([request.chat, request.schemas, request.forced, request.num_characters])
         except Refused as refused:
             json.dumps(refused.body).encode()
             if refused.status >= 500:
                 raise RuntimeError("the request is refused as the server's own failure") from None
             raise
 
-    return {"requests": Target(12, body, [as_json(asked)], break_json, read)}
+    return {"requests": Target(12, body, [as_json(asked), as_json(with_tools)], break_json, read)}
 
 
 def _turns(folder: Path) -> dict[str, Target]:

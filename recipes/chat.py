@@ -2,6 +2,7 @@
 
 leanft chat runs/tiny
 leanft chat runs/tiny_lora system="Answer in one word." temperature=0.7
+leanft chat my-model tools=[my_tools.py:search]  # runs the functions that the model calls
 leanft chat runs/tiny < questions.txt       # one question per line; only answers are printed
 
 Press Ctrl-C to stop an answer. /help lists the commands.
@@ -15,9 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lean_ft.generation import image_part, open_model, stream
-from lean_ft.settings import AskConfig
+from lean_ft.generation import CallingTurn, converse, image_part, open_model
+from lean_ft.settings import AskConfig, ToolsConfig
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tools import Tools
 
 HELP = """\
 /reset       start a new conversation
@@ -32,6 +34,7 @@ Ctrl-C stops an answer; the part that was printed stays in the conversation."""
 class Config(AskConfig):
     system: str | None = None
     """The system message at the start of the conversation."""
+    tools: ToolsConfig = ToolsConfig.model_validate({})
 
 
 def main(cfg: Config) -> None:
@@ -41,7 +44,8 @@ def main(cfg: Config) -> None:
         raise ValueError(
             f"{cfg.model.path} has no chat template, so it cannot chat. Use `leanft generate` to continue a text."
         )
-    system = cfg.system
+    system, tools = cfg.system, Tools(cfg.tools)
+    CallingTurn(tokenizer, tools.schemas)  # raises for a chat template without tools
     messages, images = _beginning(system), list[dict[str, Any]]()
     in_terminal = sys.stdin.isatty()
     if in_terminal:
@@ -57,7 +61,7 @@ def main(cfg: Config) -> None:
             elif command == "/image":
                 images += _image(argument.strip(), tokenizer)
             elif command == "/save":
-                _save(messages, argument.strip())
+                _save({"messages": messages} | ({"tools": tools.schemas} if tools.schemas else {}), argument.strip())
             elif command == "/help":
                 print(HELP)
             elif line.startswith("/"):
@@ -66,13 +70,10 @@ def main(cfg: Config) -> None:
                 content = [*images, {"type": "text", "text": line}] if images else line
                 messages.append({"role": "user", "content": content})
                 images = []
-                answer = ""
                 with suppress(KeyboardInterrupt):
-                    for text in stream(model, tokenizer, messages, chat=True, **cfg.sampling):
+                    for text in converse(model, tokenizer, messages, tools, cfg.tools.calls, **cfg.sampling):
                         print(text, end="", flush=True)
-                        answer += text
                 print(flush=True)
-                messages.append({"role": "assistant", "content": answer})
 
 
 def _beginning(system: str | None) -> list[dict[str, Any]]:
@@ -102,17 +103,17 @@ def _image(name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return [part]
 
 
-def _save(messages: list[dict[str, Any]], name: str) -> None:
+def _save(row: dict[str, Any], name: str) -> None:
     if not name:
         print("/save needs a file name, as in /save chat.jsonl.")
         return
     try:
         with Path(name).expanduser().open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
     except OSError as error:
         print(f"{name}: {error.strerror}.")
     else:
-        print(f"{len(messages)} messages added to {name}.")
+        print(f"{len(row['messages'])} messages added to {name}.")
 
 
 @contextmanager

@@ -74,6 +74,7 @@ def config_classes() -> list[type]:
 def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # with the user files that documents name
     (tmp_path / "my_rows.py").write_text("def convert(row): ...\n")
+    (tmp_path / "my_tools.py").write_text("def get_weather(city): ...\n")
     (tmp_path / "my_loss.py").write_text("def fn(answers): ...\n")
     (tmp_path / "my_schedule.py").write_text("def fn(step, total_steps): ...\n")
     for setting in settings_in(document.read_text()):

@@ -47,7 +47,7 @@ def serve(
     ] = True,
     debug: Debug = False,
 ) -> None:
-    """Serve a model through the OpenAI chat API, for testing: chat completions, whole or streamed.
+    """Serve a model through the OpenAI chat API, for testing: chat completions, whole or streamed, with tools.
 
     A model with a vision tower also reads images, as data URLs in parts of the type `image_url`.
 

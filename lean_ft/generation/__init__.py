@@ -1,6 +1,7 @@
 """Sampling from token ids (`sample`, for training and evaluation), and text generation from runs and checkpoints
 (`generate`)."""
 
+from lean_ft.generation.calling import CallingTurn, converse
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import Sample, longest_first, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
@@ -8,10 +9,12 @@ from lean_ft.generation.texts import answers, generate, image_part, open_model, 
 from lean_ft.generation.turns import Replies
 
 __all__ = [
+    "CallingTurn",
     "Replies",
     "Sample",
     "Sampling",
     "answers",
+    "converse",
     "generate",
     "image_part",
     "longest_first",

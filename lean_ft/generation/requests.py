@@ -3,16 +3,30 @@
 Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` and `chat_template_kwargs` as in vLLM.
 """
 
+import json
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from lean_ft.system.spelling import did_you_mean
 
 MOST_PIXELS = 1 << 26  # of an image
+MOST_TOOLS = 128  # in a request, and calls in a message
+MOST_SCHEMA_CHARACTERS = 1 << 16  # of a tool's parameters as JSON
+MOST_NESTED = 32  # objects and lists of such JSON in each other
 # Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
 # `ChatRequest` lacks are refused.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -26,14 +40,14 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
         ((False,), "logprobs echo use_beam_search ignore_eos include_stop_str_in_output add_special_tokens"),
         ((True,), "skip_special_tokens spaces_between_special_tokens include_reasoning"),
         (([], {}), "tools functions logit_bias chat_template_kwargs stop_token_ids bad_words lora documents"),
-        (("none", "auto"), "tool_choice function_call"),
+        (("none", "auto"), "function_call"),
         (({"type": "text"}, ["text"], "medium", ""), "response_format modalities verbosity grammar"),
     )
     for name in names.split()
 }
 # Fields for other servers' caches, queues and records, and settings of what is off.
 _IGNORED = (
-    "user metadata store service_tier parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention priority "
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention priority "
     "request_id cache_salt cache_prompt id_slot timings_per_token return_progress return_tokens_as_token_ids repeat_last_n "
     "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold "
     "dynatemp_exponent"
@@ -89,6 +103,69 @@ def _as_parts(content: Any) -> Any:
 _Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
 
 
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema or arguments. Raises ValueError if they are too long, too deep, or have a number that JSON lacks."""
+    if len(json.dumps(value, ensure_ascii=False, allow_nan=False)) > MOST_SCHEMA_CHARACTERS:
+        raise ValueError(f"expected at most {MOST_SCHEMA_CHARACTERS} characters of JSON")
+    level: list[Any] = [value]
+    for _ in range(MOST_NESTED):
+        parts = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+        level = [part for part in parts if isinstance(part, dict | list)]
+    if level:
+        raise ValueError(f"expected at most {MOST_NESTED} objects and lists in each other")
+    return value
+
+
+def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(schema.get("properties", {}), dict):
+        raise ValueError("expected an object as `properties`")
+    return _check_json(schema)
+
+
+def _check_arguments(arguments: str) -> str:
+    if not isinstance(given := from_json(arguments or "{}"), dict):
+        raise ValueError("expected a JSON object in a string")
+    _check_json(given)
+    return arguments or "{}"
+
+
+class _Named(_Fields):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class _Function(_Named):
+    description: Annotated[str, Field(max_length=MOST_SCHEMA_CHARACTERS)] | None = ""
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = {"type": "object", "properties": {}}
+    returns: Annotated[dict[str, Any], AfterValidator(_check_json)] | None = Field(None, alias="return")  # transformers
+    strict: bool | None = None  # not read: nothing forces a call to have these parameters
+
+
+class _ToolChoice(_Fields):
+    type: Literal["none", "auto", "required", "function"]
+    function: _Named | None = None  # the one to call
+
+
+class _Tool(_Fields):
+    type: Literal["function"]
+    function: _Function
+
+
+class _CalledFunction(_Fields):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Annotated[str, AfterValidator(_check_arguments)]
+    parsed_arguments: Any = None  # not read: OpenAI's client keeps the object too
+
+
+class _ToolCall(_Fields):
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"]
+    function: _CalledFunction
+    index: int | None = None  # not read: of a streamed call
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"index": True, "function": {"parsed_arguments"}})
+
+
 class Message(_Fields):
     """One message of a chat. Clients send an assistant's empty fields back, so these are accepted."""
 
@@ -97,7 +174,7 @@ class Message(_Fields):
     name: Annotated[str, Field(max_length=64)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="before")
@@ -105,7 +182,8 @@ class Message(_Fields):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        empty = {"content": []} if given.get("role") == "assistant" and "content" in given else {}
+        may_be_empty = given.get("role") == "assistant" and ("content" in given or given.get("tool_calls"))
+        empty = {"content": []} if may_be_empty else {}
         return empty | {name: value for name, value in given.items() if value is not None}
 
     @property
@@ -121,6 +199,7 @@ class Message(_Fields):
         """The message for chat templates. Its content is one text, or parts if it has an image."""
         content = [part.model_dump() for part in self.content] if self.images else self.text
         optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
+        optional["tool_calls"] = [call.for_template() for call in self.tool_calls or ()] or None
         return {"role": self.role, "content": content} | {
             name: value for name, value in optional.items() if value is not None
         }
@@ -130,6 +209,10 @@ class _StreamOptions(_Fields):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
+
+
+def _as_choice(choice: Any) -> Any:
+    return {"type": choice} if isinstance(choice, str) else choice
 
 
 def _as_list(stop: Any) -> Any:
@@ -155,13 +238,34 @@ class ChatRequest(_Fields):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     min_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: _Count | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MOST_TOOLS)] = []
+    tool_choice: Annotated[_ToolChoice, BeforeValidator(_as_choice)] = _ToolChoice(type="auto")
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
+    @field_validator("tools")
+    @classmethod
+    def _have_different_names(cls, tools: list[_Tool]) -> list[_Tool]:
+        if len({tool.function.name for tool in tools}) < len(tools):
+            raise ValueError("two tools have the same name")
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_among_the_tools(cls, choice: _ToolChoice, info: ValidationInfo) -> _ToolChoice:
+        names = [tool.function.name for tool in info.data.get("tools", ())]
+        is_named = choice.function is not None and choice.function.name in names
+        if not {"required": bool(names), "function": is_named}.get(choice.type, True):
+            raise ValueError(f"expected one of the tools ({', '.join(names) or 'none is given'})")
+        return choice
+
     @model_validator(mode="after")
     def _continues_an_assistant(self) -> Self:
         continues = self.messages[-1].role == "assistant"
+        if continues and self.messages[-1].tool_calls:
+            raise ValueError("the last message calls tools; send their results as messages of the role tool")
         expected = (None, True, not continues)
         if self.continue_final_message not in (None, continues) or self.add_generation_prompt not in expected:
             raise ValueError("a last message of the assistant is continued, and any other message is answered")
@@ -179,7 +283,31 @@ class ChatRequest(_Fields):
         """Characters in all messages, without images."""
         texts = [message.text for message in self.messages]
         texts += [message.reasoning_content or "" for message in self.messages]
-        return sum(map(len, texts)) + len(str(self.chat_template_kwargs or ""))
+        texts += [call.function.arguments for message in self.messages for call in message.tool_calls or ()]
+        return sum(map(len, texts)) + len(str(self.chat_template_kwargs or "")) + len(str(self.schemas))
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools for chat templates: none if the model must not call them."""
+        tools = self.tools if self.tool_choice.type != "none" else []
+        return [tool.model_dump(by_alias=True, exclude={"function": {"strict"}}, exclude_none=True) for tool in tools]
+
+    @property
+    def forced(self) -> str | None:
+        """The name of the tool that the model must call, an empty text for any, or None."""
+        named = self.tool_choice.function
+        return {"required": "", "function": named and named.name}.get(self.tool_choice.type)
+
+    @property
+    def has_calls(self) -> bool:
+        return any(message.tool_calls for message in self.messages)
+
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """The messages for chat templates. Results get the names of their tools, which some templates write."""
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        given = [(names.get(message.tool_call_id or ""), message.for_template()) for message in self.messages]
+        return [{"name": name, **message} if name else message for name, message in given]
 
     @property
     def images(self) -> list[str]:

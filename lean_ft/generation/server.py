@@ -34,11 +34,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lean_ft.data.columns import Document
+from lean_ft.generation.calling import CallingTurn
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.connections import Connection
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.requests import ChatRequest, Refused
-from lean_ft.generation.texts import PromptTooLong, asked_of, text_of
+from lean_ft.generation.texts import PromptTooLong, asked_of
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact
@@ -180,15 +181,17 @@ class ChatServer:
             raise Refused(408, f"the body did not arrive within {BODY_SECONDS} s.") from None
         if asked.model not in (None, self.name):
             raise self._no_model(str(asked.model))
-        prompt, how = await asyncio.to_thread(self._prompt_of, asked)
-        answer = _Answer(self.model, self.tokenizer, prompt, how)
+        prompt, how, turn = await asyncio.to_thread(self._prompt_of, asked)
+        answer = _Answer(self.model, self.tokenizer, prompt, how, turn)
         self._turns.add(answer)
         watch = asyncio.create_task(answer.end_without(request))
         pieces = self._logged(request, answer, watch)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
         if not asked.stream:
             text = "".join([piece async for piece in pieces])
-            message = {"role": "assistant", "content": text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if answer.calls:
+                message |= {"content": text or None, "tool_calls": answer.calls}
             choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
             body = {**head, "object": "chat.completion", "choices": [choice], "usage": answer.usage}
             return JSONResponse(body)
@@ -213,8 +216,8 @@ class ChatServer:
             tokens = f"{len(answer.ids)} completion tokens, {len(answer.prompt)} prompt tokens"
             say("answered", f"{_client(request)}: {tokens}, {time.monotonic() - begun:.1f} s, {outcome}")
 
-    def _prompt_of(self, asked: ChatRequest) -> tuple[Document, Sampling]:
-        """The prompt and the sampling settings. Runs in a thread, since a long text takes a while."""
+    def _prompt_of(self, asked: ChatRequest) -> tuple[Document, Sampling, CallingTurn]:
+        """The prompt, the sampling settings, and the turn to sample. Runs in a thread, since a long text takes a while."""
         context = context_length(self.model.source.config)
         most = asked.max_completion_tokens or asked.max_tokens
         if context is not None and asked.num_characters > CHARACTERS_A_TOKEN * context:
@@ -231,17 +234,22 @@ class ChatServer:
             "seed": secrets.randbits(31) if asked.seed is None else asked.seed,
         }
         settings |= {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(asked, name)) is not None}
-        messages = [message.for_template() for message in asked.messages]
-        row = {"messages": messages, "chat_template_kwargs": asked.chat_template_kwargs}
+        row = {"messages": asked.chat, "tools": asked.schemas, "chat_template_kwargs": asked.chat_template_kwargs}
+        part = "messages"
         try:
+            if asked.has_calls and "tool_calls" not in self.tokenizer.template_names:
+                raise ValueError("messages have tool_calls, which the chat template does not write. Use another model.")
             with self._reads_images if asked.images else contextlib.nullcontext():  # which bounds the memory
                 asked.check_sizes_of_images()
                 how, (prompt,) = asked_of(self.model, self.tokenizer, [row], True, settings)
+            part, how_to_call = "tools", (asked.chat_template_kwargs, asked.forced, asked.parallel_tool_calls)
+            turn = CallingTurn(self.tokenizer, asked.schemas, *how_to_call)
         except ValueError as error:  # also messages that the template refuses
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-            raise Refused(400, str(error), code, "messages") from None
+            raise Refused(400, str(error), code, part) from None
+        prompt = prompt.continued(turn.begun)
         if context is None:
-            return prompt, how
+            return prompt, how, turn
         if len(prompt) + (most or 1) > context:
             raise Refused(
                 400,
@@ -249,19 +257,21 @@ class ChatServer:
                 "context_length_exceeded",
                 "messages",
             )
-        return prompt, replace(how, max_new_tokens=min(how.max_new_tokens, context - len(prompt)))
+        return prompt, replace(how, max_new_tokens=min(how.max_new_tokens, context - len(prompt))), turn
 
 
 class _Answer:
     """A completion in progress: the computing thread takes its steps, and the event loop reads its pieces."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, prompt: Document, how: Sampling) -> None:
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, prompt: Document, how: Sampling, turn: CallingTurn
+    ) -> None:
         self.prompt, self.how, self.ids = prompt, how, list[int]()
         self.is_over = False  # set by either thread: complete, or no longer needed
         self.client_left = False
         self._tokenizer = tokenizer
         steps = sample_steps(model, [prompt], how, tokenizer.decode, prompt_part=PROMPT_PART)
-        self._texts = text_of(tokenizer, self._kept(steps), how.stop_texts)
+        self._turn, self._texts = turn, turn.content(self._kept(steps), how.stop_texts)
         self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue[str | _End]()
 
     def _kept(self, steps: Iterator[list[int | None]]) -> Iterator[int | None]:
@@ -303,7 +313,14 @@ class _Answer:
         self.client_left = self.is_over = True
 
     @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Its calls of tools, once it is over."""
+        return self._turn.tool_calls
+
+    @property
     def finish_reason(self) -> str:
+        if self.calls:
+            return "tool_calls"
         if len(self.ids) < self.how.max_new_tokens or self.ids[-1] in self.how.stop_ids:
             return "stop"
         text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
@@ -358,7 +375,7 @@ async def _events(
     def event(body: dict[str, Any]) -> str:
         return f"data: {json.dumps(body)}\n\n"
 
-    def chunk(delta: dict[str, str], finish_reason: str | None = None) -> str:
+    def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
 
@@ -366,6 +383,8 @@ async def _events(
         yield chunk({"role": "assistant", "content": ""})
         async for piece in pieces:
             yield chunk({"content": piece})
+        for index, call in enumerate(answer.calls):
+            yield chunk({"tool_calls": [{"index": index, **call}]})
         yield chunk({}, answer.finish_reason)
         if with_usage:
             yield event({**head, "choices": [], "usage": answer.usage})

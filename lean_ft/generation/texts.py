@@ -129,7 +129,7 @@ def answers(
     for start in range(0, len(asked), batch_size):
         some = slice(start, start + batch_size)
         for answer in sample(model, asked[some], how, numbers=numbers[some], decode=tokenizer.decode):
-            yield _before(tokenizer.decode(answer.ids, skip_special_tokens=True), how.stop_texts)
+            yield before_stop(tokenizer.decode(answer.ids, skip_special_tokens=True), how.stop_texts)
 
 
 def generate(
@@ -194,10 +194,10 @@ def text_of(tokenizer: Tokenizer, tokens: Iterable[int | None], stop_texts: Sequ
             if text and not text.endswith("\ufffd"):  # hold back a character that is split between two tokens
                 pending += text
                 start, end, text = end, len(ids), ""
-        piece = _before(pending, stop_texts, or_a_beginning=True)
+        piece = before_stop(pending, stop_texts, or_a_beginning=True)
         pending = pending[len(piece) :]
         yield piece
-    if rest := _before(pending + text, stop_texts):
+    if rest := before_stop(pending + text, stop_texts):
         yield rest
 
 
@@ -207,7 +207,7 @@ def _text_after(tokenizer: Tokenizer, ids: list[int], start: int, end: int) -> s
     return tokenizer.decode(ids[start:], skip_special_tokens=True)[len(before) :]
 
 
-def _before(text: str, stop_texts: Sequence[str], or_a_beginning: bool = False) -> str:
+def before_stop(text: str, stop_texts: Sequence[str], or_a_beginning: bool = False) -> str:
     """Return `text` up to the first stop text, or with `or_a_beginning` up to the beginning of a stop text at its
     end."""
     end = min((at for stop in stop_texts if (at := text.find(stop)) >= 0), default=len(text))
@@ -290,7 +290,7 @@ def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str
         raise ValueError(
             "a prompt has an image, and the model reads texts alone. Use a vision model with model.images=frozen."
         )
-    tools, kwargs = row.get("tools"), kwargs | read_variables(row.get("chat_template_kwargs"))
+    tools, kwargs = row.get("tools") or None, kwargs | read_variables(row.get("chat_template_kwargs"))
     if messages[-1].get("role") == "assistant":
         passage = tokenizer.continued(messages, tools, kwargs)
     else:

@@ -239,6 +239,18 @@ def test_what_is_no_request_is_refused(server: ChatServer, headers: dict, body: 
     connection.close()
 
 
+TOOL = '{"type": "function", "function": {"name": "f"}}'
+
+
+def with_parameters(value: str, key: str = "enum") -> str:
+    return f'{{"type": "function", "function": {{"name": "f", "parameters": {{"{key}": {value}}}}}}}'
+
+
+def called(arguments: str) -> str:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return json.dumps({"role": "assistant", "tool_calls": [call]})
+
+
 def ask(server: ChatServer, body: bytes) -> tuple[int, dict]:
     """Return the status and the body of the response."""
     connection = http.client.HTTPConnection(*server.address, timeout=60)
@@ -251,7 +263,30 @@ def ask(server: ChatServer, body: bytes) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ('"tools": [{"type": "function", "function": {"name": "f"}}]', "tools is not supported. Remove it"),
+        (f'"tools": [{TOOL}]', "the chat template writes no tools"),
+        (f'"tools": [{TOOL}, {TOOL}]', "two tools have the same name"),
+        (f'"tools": [{", ".join([TOOL] * 129)}]', "at most 128 items"),
+        ('"tools": [{"type": "function", "function": {"name": "a b"}}]', "tools.0.function.name is 'a b'"),
+        ('"tools": [{"type": "function", "name": "f"}]', "tools.0.function is missing"),
+        ('"tools": [{"type": "custom", "custom": {}}]', "tools.0.type is 'custom': expected 'function'"),
+        (f'"tools": [{with_parameters("[" * 40 + "]" * 40)}]', "at most 32 objects and lists in each other"),
+        (f'"tools": [{with_parameters(json.dumps("x" * 66_000))}]', "at most 65536 characters of JSON"),
+        (f'"tools": [{with_parameters("1e999")}]', "not JSON compliant"),
+        (f'"tools": [{with_parameters("{}", "properties")}]', "the chat template writes no tools"),
+        (f'"tools": [{with_parameters("[1]", "properties")}]', "expected an object as `properties`"),
+        ('"tool_choice": "required"', "tool_choice is 'required': expected one of the tools (none is given)"),
+        ('"tool_choice": "any"', "tool_choice.type is 'any': expected 'none', 'auto', 'required' or 'function'"),
+        (
+            f'"tools": [{TOOL}], "tool_choice": {{"type": "function", "function": {{"name": "g"}}}}',
+            "expected one of the tools (f)",
+        ),
+        ('"parallel_tool_calls": 1', "parallel_tool_calls is 1"),
+        ('"function_call": {"name": "f"}', "function_call is not supported"),
+        (f'"messages": [{json.dumps(CHAT[1])}, {called("{}")}]', "the last message calls tools; send their results"),
+        (f'"messages": [{called("{}")}, {{"role": "tool", "content": "1"}}]', "the chat template does not write"),
+        (f'"messages": [{called("[1]")}]', "arguments is '[1]': expected a JSON object in a string"),
+        (f'"messages": [{called("{")}]', "arguments is '{'"),
+        (f'"messages": [{called("[" * 200)}]', "messages.0.tool_calls.0.function.arguments is"),
         ('"n": 2', "n is not supported. Remove it"),
         ('"logprobs": true', "logprobs is not supported"),
         ('"repetition_penalty": 1.1', "repetition_penalty is not supported"),
