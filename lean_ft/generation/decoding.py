@@ -68,6 +68,8 @@ class Sample:
     experts: str = ""
     """With `records_experts`: the experts of all tokens except the last, from the first token of the prompt on, as base64 text of
     (tokens, choices) int16 (`KVCache.experts`)."""
+    sampled: list[bool] = field(default_factory=list)
+    """Whether each token was sampled; others, such as a tool's result, were given. Empty: all were."""
 
 
 @dataclass

@@ -37,6 +37,8 @@ class Completion:
     # Whether the policy sampled a token; others, such as a tool's result, are given. Empty: it sampled all.
     trained: list[bool] = field(default_factory=list)
     experts: str = ""  # with generation.router_replay, as in `Sample`
+    episode: dict[str, Any] = field(default_factory=dict)  # of several turns: `Episode.told`
+    asked: list[int] = field(default_factory=list)  # the prompt's ids if an environment changed them
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [True] * len(self.ids)
@@ -54,6 +56,10 @@ class Completion:
         )
 
     @property
+    def num_sampled(self) -> int:
+        return sum(self.trained)
+
+    @property
     def divergence(self) -> float | None:
         return sum(self.divergences) if self.divergences else None
 
@@ -66,6 +72,7 @@ class Completion:
             "rewards": self.rewards,
             **({"advantage": self.advantages[0]} if self.advantages else {}),
             "ended": self.ended,
+            **({"messages": self.episode["messages"]} if self.episode else {}),
         }
         return row | {f"extra/{name}" if name in row else name: self.extras.get(name) for name in columns}
 
@@ -105,7 +112,7 @@ def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[s
     """Metrics of a round with `num_answers` completions of each prompt."""
     size = num_answers if num_answers > 1 else len(completions)
     groups = torch.tensor([math.nan if one.reward is None else one.reward for one in completions]).view(-1, size)
-    num_tokens = sum(len(one.ids) for one in completions)
+    num_tokens = sum(one.num_sampled for one in completions)
     told = {
         "reward": float(groups.nanmean()),
         "reward_std": float(deviation(groups, ~groups.isnan(), 1).mean()),
@@ -117,6 +124,11 @@ def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[s
     }
     if divergences := [one.divergence for one in completions if one.divergence is not None]:
         told["kl"] = sum(divergences) / num_tokens
+    if episodes := [one.episode for one in completions if one.episode]:
+        calls = sum(one["calls"] for one in episodes)
+        told["turns"] = sum(one["turns"] for one in episodes) / len(episodes)
+        told["tool_calls"] = calls / len(episodes)
+        told["tool_errors"] = sum(one["errors"] for one in episodes) / max(1, calls)
     return {name: value for name, value in told.items() if not math.isnan(value)}
 
 
