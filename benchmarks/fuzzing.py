@@ -80,7 +80,7 @@ from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import loggers, starting
 from lean_ft.training.curves import read_curves
 from lean_ft.training.metrics import trim_metrics
-from lean_ft.training.random_state import capture_random_state, restore_random_state
+from lean_ft.system.random_state import capture_random_state, restore_random_state
 from lean_ft.training.records import settings_of
 
 CASE_CPU_SECONDS = 10.0

@@ -13,13 +13,10 @@ Source: TRL's protocol, so that its reward functions run here.
 """
 
 import asyncio
-import contextlib
 import copy
 import inspect
 import json
 import math
-import os
-import random
 import re
 import zlib
 from collections import defaultdict
@@ -30,9 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from lean_ft.data import Prompt
 from lean_ft.frozen.reward_model import JudgingModel
 from lean_ft.generation import Sample
@@ -40,29 +34,17 @@ from lean_ft.hub.paths import repository_name
 from lean_ft.models.device import resolve_device
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings import Reward
-from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.unchanged_process import UnchangedProcess
 from lean_ft.system.user_functions import check_function, load_function, without_os_exit
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
 from lean_ft.training.bad_steps import TrainingFailed
-from lean_ft.training.random_state import capture_random_state, restore_random_state
 from lean_ft.training.run import Run
 
 GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "ended", "trainer_state", "log_metric", "log_extra")
 Function = Callable[..., Any]
-PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    # Setting a default device, even "cpu", activates a mode that torch.compile cannot trace. None removes it.
-    "torch's default device": (
-        torch.get_default_device,
-        lambda was: torch.set_default_device(None if was.type == "cpu" else was),
-    ),
-    "the current folder": (os.getcwd, os.chdir),
-}
-"""What a function must not change for the rest of the run: how to read it, and how to restore it."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +123,7 @@ class Rewards:
         reward."""
         self._settings, self._tokenizer, self._ranks = rewards_of(settings), tokenizer, ranks
         self._functions: list[Function] = []
-        self._device, self._warned = resolve_device(device), set[str]()
+        self._unchanged = UnchangedProcess(resolve_device(device))
         self._loop = asyncio.Runner()  # one for the whole run, since async functions keep their connections
         if ranks.rank == 0:
             for one in self._settings:
@@ -196,10 +178,10 @@ class Rewards:
             of_models = {"completions": texts, "documents": [prompt.text for prompt in prompts]}
             taken = _taken(one.name, function, given | of_models if reads_texts else given)
             calls.append(partial(_tried, function, taken))
-            with self._watched(one.name, seed):
+            with self._unchanged(f"the reward {one.name}", seed):
                 found.append(calls[-1](slice(None)))
         waiting = [name for name, value in zip(names, found, strict=True) if inspect.isawaitable(value)]
-        with self._watched(" or ".join(waiting), seed):
+        with self._unchanged(f"the reward {' or '.join(waiting)}", seed):
             found = self._settle(found)
         for name, call, value in zip(names, calls, found, strict=True):
             if isinstance(value, BaseException):
@@ -226,25 +208,6 @@ class Rewards:
             if isinstance(self._settle([call(slice(i, i + 1))])[0], BaseException):
                 return prompt.place
         return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
-
-    @contextlib.contextmanager
-    def _watched(self, name: str, seed: int) -> Iterator[None]:
-        """Report that a function is still running. Seed the random generators for it, and undo its changes of them and of
-        the process."""
-        before, random_state = [read() for read, _ in PROCESS_STATE.values()], capture_random_state(self._device)
-        for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
-            seed_generator(seed)
-        try:
-            with slow_calls_reported(f"the reward {name}"):
-                yield
-        finally:
-            restore_random_state(random_state, self._device)
-        for (what, (read, restore)), value in zip(PROCESS_STATE.items(), before, strict=True):
-            if read() != value:
-                restore(value)
-                if (text := f"the reward {name} changes {what}, which is undone after each call.") not in self._warned:
-                    self._warned.add(text)
-                    say("WARNING", text)
 
 
 def _tried(function: Function, taken: dict[str, Any], rows: slice) -> Any:

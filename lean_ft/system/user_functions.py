@@ -22,6 +22,7 @@ from symtable import symtable
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.world import world
 
 
@@ -173,12 +174,13 @@ def _file_and_name(value: str) -> tuple[Path, str]:
     file = Path(path).expanduser()
     if not file.is_file():
         passed = f" An earlier program passed {name} from Python. Pass it again." if _HASH.search(value) else ""
-        raise ValueError(f"no such file: {file}. Expected FILE.py:FUNCTION, found {value}.{passed}")
+        meant = did_you_mean(file.name, (other.name for other in file.parent.glob("*.py")))
+        raise ValueError(f"no such file: {file}. Expected FILE.py:FUNCTION, found {value}.{passed}{meant}")
     return file, name
 
 
 def _lacks(file: Path, name: str, functions: list[str]) -> str:
-    return f"{file} has no function {name}; it has {', '.join(functions) or 'none'}."
+    return f"{file} has no function {name}; it has {', '.join(functions) or 'none'}.{did_you_mean(name, functions)}"
 
 
 @cache

@@ -18,6 +18,7 @@ from lean_ft.models import Decoder, parts_on_disk, save_model
 from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapter_bytes, adapter_parts, has_adapter, restore_adapter, save_adapter
+from lean_ft.system.random_state import RandomState
 from lean_ft.system.run_directory import (
     BESIDE_FILE,
     OPTIMIZER_FILE,
@@ -31,7 +32,6 @@ from lean_ft.system.shards import ALONE, Part, Ranks, part_of, whole_numel
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import write_json, write_whole
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.random_state import RandomState
 
 SMALL_FILES_BYTES = 2 * 2**20  # allowance for JSON, headers and the records of the file system
 

@@ -23,6 +23,7 @@ from lean_ft.data import Batches
 from lean_ft.optim import Optimizer
 from lean_ft.settings import RecipeConfig, recipe_name
 from lean_ft.system.log import say
+from lean_ft.system.random_state import RandomState, capture_random_state
 from lean_ft.system.run_directory import checkpoint_step, from_checkpoint, list_checkpoints
 from lean_ft.system.shards import Part, Ranks, local
 from lean_ft.system.units import duration, gibibytes
@@ -42,7 +43,6 @@ from lean_ft.training.checkpoint import (
 )
 from lean_ft.training.commands import command_to_continue
 from lean_ft.training.length import Length
-from lean_ft.training.random_state import RandomState, capture_random_state
 from lean_ft.training.records import settings_of
 from lean_ft.training.starting import Start
 

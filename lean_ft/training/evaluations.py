@@ -6,13 +6,13 @@ from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
 from lean_ft.settings import RecipeConfig
 from lean_ft.system.log import say
+from lean_ft.system.random_state import capture_random_state, restore_random_state
 from lean_ft.system.shards import Ranks
 from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.commands import commands_to_evaluate
 from lean_ft.training.length import Length
 from lean_ft.training.metrics import Row
-from lean_ft.training.random_state import capture_random_state, restore_random_state
 from lean_ft.training.starting import Start
 
 

@@ -34,6 +34,7 @@ from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
+from lean_ft.system.random_state import restore_random_state
 from lean_ft.system.run_directory import METRICS_FILE, from_checkpoint, read_random_state
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.units import number
@@ -49,7 +50,6 @@ from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, set_metrics_aside, trim_metrics
 from lean_ft.training.profiling import profiled
 from lean_ft.training.progress import ProgressBar
-from lean_ft.training.random_state import restore_random_state
 from lean_ft.training.records import (
     DirectoryLock,
     facts_that_ranks_share,

@@ -1,0 +1,127 @@
+"""JSON schemas of Python functions, from their type hints and docstrings.
+
+Source: transformers' `get_json_schema`, which returns the same schemas and refuses the same functions.
+"""
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+EXAMPLE = 'Write it as in:\n    """Search the web.\n\n    Args:\n        query: The words to search for.\n    """'
+# The sections of a docstring, the parameters of `Args:`, and choices at the end of a parameter's description.
+_DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL)
+_ARGS = re.compile(r"\n\s*Args:\n(.*?)[\n\s]*(Returns:|Raises:|\Z)", re.DOTALL)
+_RETURNS = re.compile(r"\n\s*Returns:\n\s*(.*?)[\n\s]*(Raises:|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"(?:^|\n)([ \t]*)(\w+):\s*(.*?)\s*(?=\n(?!\1[ \t])[ \t]*\w+:|\Z)", re.DOTALL)
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+
+
+def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The schema that a chat template gets. Raises ValueError without a docstring, hints, or descriptions of parameters."""
+    name = getattr(function, "__name__", "operation")
+    text = (inspect.getdoc(function) or "").strip()
+    if not text:
+        raise ValueError(f"the function {name} has no docstring, so a model cannot know what it does. {EXAMPLE}")
+    try:
+        hints = get_type_hints(function)
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError, NameError, AttributeError) as error:
+        raise ValueError(f"the type hints of {name} cannot be read ({type(error).__name__}: {error}).") from None
+    first = next(iter(parameters), None)
+    if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty:
+        del parameters[first]
+        hints.pop(first, None)
+    if bare := [one for one, parameter in parameters.items() if parameter.annotation is inspect.Parameter.empty]:
+        raise ValueError(f"{name}: the parameter {', '.join(bare)} has no type hint. Add one, as in `{bare[0]}: str`.")
+    args = _ARGS.search(text)
+    lines = "\n".join(line for line in args[1].split("\n") if line.strip()) if args else ""
+    described = {match[2]: re.sub(r"\s*\n+\s*", " ", match[3].strip()) for match in _PARAMETER.finditer(lines)}
+    properties = dict[str, Any]()
+    for one, hint in hints.items():
+        if one != "return":
+            if one not in described:
+                raise ValueError(f"{name}: the docstring does not describe the parameter {one}. {EXAMPLE}")
+            properties[one] = _described(name, one, _of_hint(hint, f"{name}: the parameter {one}"), described[one])
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    if required := [one for one, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]:
+        schema["required"] = required
+    description = _DESCRIPTION.search(text)
+    made = {"name": name, "description": description[1].strip() if description else None, "parameters": schema}
+    return {"type": "function", "function": made | _returned(hints, _RETURNS.search(text))}
+
+
+def _described(function: str, name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
+    if found := _CHOICES.search(text):
+        try:
+            choices = [one.strip() if isinstance(one, str) else one for one in json.loads(found[1])]
+        except (ValueError, TypeError):
+            raise ValueError(
+                f'{function}: the choices of {name} are {found[1]}; expected a JSON list, as ["a", "b"].'
+            ) from None
+        schema, text = schema | {"enum": choices}, text[: found.start()].strip()
+    return schema | {"description": text}
+
+
+def _returned(hints: dict[str, Any], text: re.Match[str] | None) -> dict[str, Any]:
+    try:
+        schema = _of_hint(hints["return"], "") if "return" in hints else None
+    except ValueError:  # a model never writes such a value
+        return {}
+    if schema is None:
+        return {}
+    return {"return": schema | ({"description": text[1].strip()} if text else {})}
+
+
+def _of_hint(hint: Any, what: str) -> dict[str, Any]:
+    """The schema of a type hint. what: for the message."""
+
+    def refuse(found: str) -> NoReturn:
+        raise ValueError(
+            f"{what} has the type {found}. Expected int, float, str, bool, an Enum, Literal, or list, tuple, dict and Union of them."
+        )
+
+    spelled = str(hint).replace("typing.", "")
+    origin, args = get_origin(hint), get_args(hint)
+    plain = {**{one: {"type": name} for one, name in SCALARS.items()}, Any: {}, dict: {"type": "object"}}
+    plain |= {one: {"type": "array"} for one in (list, tuple)}
+    if origin is None and isinstance(hint, type) and issubclass(hint, Enum):
+        return _of_values([one.value for one in hint]) or refuse(
+            f"{hint.__name__}, whose values are not numbers or texts"
+        )
+    if origin is None:
+        try:
+            return dict(plain[hint])
+        except (KeyError, TypeError):
+            refuse(spelled)
+    if origin is Literal:
+        return _of_values(list(args)) or refuse(spelled)
+    if origin in (Union, types.UnionType):
+        members = [_of_hint(one, what) for one in args if one is not type(None)]
+        names = sorted({str(one["type"]) for one in members if one.keys() == {"type"} and isinstance(one["type"], str)})
+        if len(members) == 1:
+            schema = members[0]
+        elif all(one.keys() == {"type"} and isinstance(one["type"], str) for one in members):
+            schema = {"type": names[0] if len(names) == 1 else names}
+        else:
+            schema = {"anyOf": members}
+        return schema | ({"nullable": True} if type(None) in args else {})
+    if origin is list:
+        return {"type": "array", "items": _of_hint(args[0], what)}
+    if origin is tuple and len(args) > 1 and ... not in args:
+        return {"type": "array", "prefixItems": [_of_hint(one, what) for one in args]}
+    if origin is dict:
+        return {"type": "object"} | ({"additionalProperties": _of_hint(args[1], what)} if len(args) == 2 else {})
+    return refuse(spelled)
+
+
+def _of_values(values: list[Any]) -> dict[str, Any]:
+    """The schema of some values; empty if there are none, or one is no JSON scalar."""
+    if not values or any(type(one) not in SCALARS for one in values):
+        return {}
+    kinds = list(dict.fromkeys(SCALARS[type(one)] for one in values))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}

@@ -1,0 +1,176 @@
+"""Turns of an episode as tokens: what a sampled turn says, and the given tokens that follow it.
+
+An episode is one growing list of ids. The tokens after a turn come from a small chat of their own: a question, a turn with the
+same number of calls, their results and the generation prompt. Its text is encoded from the token that ends the turn on. So
+nothing earlier is rendered or encoded again, and the model continues from exactly the tokens that it sampled.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.chat_template import MARKERS
+from lean_ft.tokenizers.passages import Passage
+from lean_ft.tokenizers.vocabulary import any_of
+from lean_ft.tools.calls import FORMS, REASONING, Call, Form, Turn, Types, read_turn
+
+Messages = list[dict[str, Any]]
+Following = Callable[[Callable[[str], str]], Messages]
+"""The messages after a turn, with their texts changed by a function."""
+REMEDY = "Set data.chat_template to a template for models that call tools, or remove `tools`."
+MARK = "LAST_WORDS_OF_THE_TURN"
+# A known call and its tool. A template writes calls in the form that reads this call back.
+ARGUMENTS = {"number": 3, "flag": True, "list": [1, "b"], "text": f"a {MARK}"}
+PROPERTIES = {
+    name: {"type": kind, "description": "A value."}
+    for name, kind in zip(ARGUMENTS, ("integer", "boolean", "array", "string"), strict=True)
+}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": list(ARGUMENTS)}
+PROBE = {"type": "function", "function": {"name": "probe_tool", "description": "A tool.", "parameters": PARAMETERS}}
+RESULT = "result 7"
+ASKED = {"role": "user", "content": "Q"}
+
+
+class ToolTurns:
+    """Reads sampled turns, and writes the tokens that follow them."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, schemas: list[dict[str, Any]], template_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """schemas: those of `Tools`, or none for turns without calls.
+
+        Raises ValueError if the chat template writes no tools, no results, calls in an unknown form, or no token after a turn.
+        """
+        self._tokenizer, self._schemas, self._kwargs = tokenizer, schemas or None, template_kwargs
+        self._types: Types = {
+            tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {}) for tool in schemas
+        }
+        ends = {tokenizer.token_text(one) for one in {*tokenizer.turn_ends, tokenizer.eos_id} if one is not None}
+        self._ends, self._control = any_of(ends), any_of(tokenizer.control_tokens)
+        self._num_marks = cache(lambda num_calls: self._text(self._turn([Call("f", {})] * num_calls)).count(MARK))
+        self._arguments: Any = ARGUMENTS
+        try:
+            self._text(self._turn([Call("f", {})]))
+        except ValueError:  # DeepSeek's templates take arguments as JSON in a string
+            self._arguments = json.dumps(ARGUMENTS)
+        self._form = self._form_of_calls() if schemas else None
+        prompts, self._takes_several = [self._text([ASKED], True)], False
+        if schemas:
+            prompts.append(self._check_results())
+            with contextlib.suppress(ValueError):  # Llama 3 refuses several
+                self._takes_several = self._num_marks(2) > self._num_marks(1)
+        # The beginning of reasoning that every turn follows.
+        self._opened = next((one for one in REASONING if all(text.rstrip().endswith(one) for text in prompts)), "")
+
+    def read(self, ids: Sequence[int]) -> Turn:
+        """What the sampled `ids` of a turn say. A malformed call has an `error`. A call inside of reasoning is text."""
+        ids = list(ids)
+        if ids and self._tokenizer.token_text(ids[-1]) in self._tokenizer.control_tokens:
+            ids.pop()
+        text = self._tokenizer.decode(ids)
+        content, calls = read_turn(self._form, text, self._types, self._opened) if self._form else (text, [])
+        if len(calls) > 1 and not self._takes_several:
+            calls = [Call("", {}, f"error: this turn has {len(calls)} tool calls. Make one call at a time.")]
+        return Turn(self._control.sub("", content).strip(), calls)
+
+    def reply(self, ids: Sequence[int], calls: Sequence[Call], results: Sequence[str]) -> list[int]:
+        """The given ids that follow the sampled `ids` of a turn with `calls`: what the template writes after the turn, the
+        results in the order of the calls, and the generation prompt. Control tokens in a result are ordinary text."""
+        return self._after(ids, calls, lambda clean: _results(calls, [clean(one) for one in results]))
+
+    def observation(self, ids: Sequence[int], messages: Messages) -> list[int]:
+        """The given ids that follow the sampled `ids` of a turn without calls: `messages`, whose contents are texts, and the
+        generation prompt."""
+        return self._after(ids, [], lambda clean: [{**one, "content": clean(one["content"])} for one in messages])
+
+    def _after(self, ids: Sequence[int], calls: Sequence[Call], following: Following) -> list[int]:
+        try:
+            passage = self._passage([*self._turn(calls), *following(_as_text)], True)
+        except ValueError:  # the template takes control tokens in these texts for its own
+            passage = self._passage(
+                [*self._turn(calls), *following(lambda text: self._control.sub("", _as_text(text)))], True
+            )
+        begin = self._end(passage.text, self._num_marks(len(calls)), self._ends if calls else self._control)
+        literal = [(start - begin, end - begin) for start, end in passage.literal if start >= begin]
+        given = self._tokenizer.tokenize([Passage(passage.text[begin:], [], literal)])[0][0].tolist()
+        end, sampled = given[0], ids[-1] if len(ids) else None
+        # gpt-oss ends an answer with another token when a message follows it.
+        is_ended = sampled == end or (sampled in self._tokenizer.turn_ends and end not in self._tokenizer.turn_ends)
+        return given[1:] if is_ended else given
+
+    def _end(self, text: str, num_marks: int, ends: re.Pattern[str]) -> int:
+        """Where the token begins that ends the turn."""
+        marks = [match.end() for match in islice(re.finditer(MARK, text), num_marks)]
+        found = ends.search(text, marks[-1]) if marks else None
+        if found is None:
+            raise ValueError(
+                "the chat template writes no token that ends a turn. Set data.chat_template to one that does."
+            )
+        return found.start()
+
+    def _turn(self, calls: Sequence[Call]) -> Messages:
+        """A question, and a turn with calls of these names, or else with an answer. The mark is the last text of the turn."""
+        functions = [{"name": call.name or "unknown", "arguments": self._arguments} for call in calls]
+        tool_calls = [
+            {"type": "function", "id": _id(i, call), "function": function}
+            for i, (call, function) in enumerate(zip(calls, functions, strict=True))
+        ]
+        return [
+            ASKED,
+            {"role": "assistant"} | ({"content": "", "tool_calls": tool_calls} if calls else {"content": MARK}),
+        ]
+
+    def _passage(self, messages: Messages, prompt: bool, tools: list[dict[str, Any]] | None = None) -> Passage:
+        tools = self._schemas if tools is None else tools
+        return self._tokenizer.passage(messages, tools, prompt, train_on="all", template_kwargs=self._kwargs)
+
+    def _text(self, messages: Messages, prompt: bool = False, tools: list[dict[str, Any]] | None = None) -> str:
+        return self._passage(messages, prompt, tools).text
+
+    def _form_of_calls(self) -> Form:
+        """Find the form of calls. Raises ValueError if the template writes no tools, or calls in an unknown form."""
+        asked, tool = self._text([ASKED], True, [PROBE]), PROBE["function"]
+        if tool["name"] not in asked:
+            raise ValueError(f"the chat template writes no tools. {REMEDY}")
+        called = self._text(self._turn([Call(tool["name"], ARGUMENTS)]), False, [PROBE])
+        said = called[
+            next((i for i, (one, other) in enumerate(zip(asked, called, strict=False)) if one != other), len(asked)) :
+        ]
+        if MARK not in said:
+            raise ValueError(f"the chat template writes no tool calls. {REMEDY}")
+        said = said[: self._end(said, said.count(MARK), self._ends)]
+        for form in FORMS.values():
+            if [call[:3] for call in form(said, {tool["name"]: PROPERTIES}).calls] == [(tool["name"], ARGUMENTS, "")]:
+                return form
+        raise ValueError(
+            f"the chat template writes tool calls in an unknown form: {said!r:.300}. Known forms: {', '.join(FORMS)}."
+        )
+
+    def _check_results(self) -> str:
+        """Return a chat that ends with a result. Raises ValueError if the template does not write the result."""
+        call = Call(self._schemas[0]["function"]["name"] if self._schemas else "", {})
+        text = self._text([*self._turn([call]), *_results([call], [RESULT])], True)
+        if RESULT not in text[self._end(text, self._num_marks(1), self._ends) :]:
+            raise ValueError(f"the chat template does not write the results of tools after the call. {REMEDY}")
+        return text
+
+
+def _results(calls: Sequence[Call], results: Sequence[str]) -> Messages:
+    return [
+        {"role": "tool", "name": call.name or "unknown", "tool_call_id": _id(i, call), "content": result}
+        for i, (call, result) in enumerate(zip(calls, results, strict=True))
+    ]
+
+
+def _id(i: int, call: Call) -> str:
+    return call.id or f"call{i:05}"  # Mistral's ids have 9 characters
+
+
+def _as_text(text: str) -> str:
+    """Replace what is no text, or what stands for the markers of a rendered chat."""
+    return MARKERS.sub("\ufffd", text.encode(errors="replace").decode())
