@@ -31,8 +31,8 @@ from lean_ft.data.image_batches import longest_images
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
-from lean_ft.online.episodes import Episode
 from lean_ft.online.completions import Completion, differ, documents_of, round_metrics, why_untrained
+from lean_ft.online.episodes import Episode
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say

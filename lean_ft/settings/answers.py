@@ -85,7 +85,7 @@ class Reward(Settings):
     """One of several rewards: a function or a model."""
 
     function: FunctionName | None = None
-    """Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`."""
+    """Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`, `environment`."""
     model: str | None = None
     """Instead of a function, a reward model: a run of `reward`, its checkpoint, another folder, or org/name."""
     weight: float = 1.0

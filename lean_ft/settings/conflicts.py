@@ -350,6 +350,13 @@ CONFLICTS = [
         "parallel.tensor={parallel.tensor}: each of these ranks would call the tools. Set parallel.tensor=1.",
     ),
     Conflict(
+        lambda recipe, prompt_data: (
+            recipe.environment is None
+            and "environment" in [getattr(reward, "function", reward) for reward in recipe.rewards]
+        ),
+        "rewards=[environment] is the reward of an environment, and there is none. Set environment, or remove it from rewards.",
+    ),
+    Conflict(
         lambda recipe, tools: tools.process and recipe.environment is not None and not tools.functions,
         "tools.process=true runs each call in a process of its own, and the methods of an environment keep its state in this "
         "one. Remove tools.process.",

@@ -44,6 +44,7 @@ from lean_ft.settings.losses import (
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 from lean_ft.system.installation import install_command
+from lean_ft.system.user_functions import check_function
 
 DEFAULT_OUTPUT_DIR = Path("runs/<model>_<recipe>")
 LOGGER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")}  # name -> module
@@ -250,10 +251,10 @@ class OnlineConfig(AnswersConfig):
     data: PromptDataConfig
     rewards: list[Reward | FunctionName]
     """Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, `format`,
-    `length`), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
+    `length`, and `environment`, the environment's own reward), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
     tools: ToolsConfig = ToolsConfig.model_validate({})
-    environment: OwnFunction | None = None
+    environment: Annotated[OwnFunction, AfterValidator(check_function)] | None = None
     """Your own environment, `my_env.py:Env`: a class with `reset(row)`, which returns what is added to the prompt, and
     `step(action)`, which returns an observation, a reward and whether the episode is over. Or a class whose methods are
     tools, with `reset(**row)` and perhaps `get_reward()`, as TRL's environment_factory. See docs/online.md."""

@@ -1,6 +1,14 @@
 """Episodes: training on sampled tokens alone, calls of tools, environments, and runs that are killed."""
 
-import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lean_ft import load_model
+from lean_ft import load_model, load_tokenizer
 from lean_ft.data import Prompt
 from lean_ft.data.prompts import Prompts
 from lean_ft.data.report import DataReport
@@ -17,16 +25,17 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import (
     AnswerLogProbs,
     TokenLogProbs,
-    TokenStatistics,
     batch_loss,
-    pair_losses,
     policy_loss,
     value_loss,
 )
 from lean_ft.memory import apply_memory
 from lean_ft.online import PairRollouts, Rollouts, ValuedRollouts, ValueModel
-from lean_ft.online.rewards import Scores
+from lean_ft.online.episodes import Episode, Episodes, Round
+from lean_ft.online.rewards import Rewards, Scores
+from lean_ft.training.bad_steps import TrainingFailed
 from tests.recipes.conftest import config_of
+from tests.training.toy_runs import metrics
 
 # Two episodes of one prompt: ids, and which of them the model sampled.
 PROMPT = [11, 12, 13, 14]
@@ -196,3 +205,288 @@ def test_pairs_sum_the_log_probabilities_of_sampled_tokens() -> None:
         expected = torch.stack([now.sum() for now, _ in by_hand(theirs)])[None]
     torch.testing.assert_close(found.log_probs, expected, rtol=1e-6, atol=1e-9)
     assert batch.answer_tokens.tolist() == [[sum(mask) for _, mask in EPISODES]]
+
+
+# Episodes with scripted turns ---------------------------------------------------------------------------------------
+
+TEMPLATE = """{{ bos_token }}
+{%- if tools %}{{ '<|system|>' }}{% for tool in tools %}{{ tool.function.name ~ ' ' }}{% endfor %}{{ eos_token }}{% endif %}
+{%- for m in messages %}{{ '<|' ~ ('user' if m.role == 'tool' else m.role) ~ '|>' }}{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<tool_call>' ~ (call.function | tojson) ~ '</tool_call>' }}{% endfor %}
+{{- eos_token }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+TOOLS = '''
+import json, os, time
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: A number.
+        b: Another number.
+    """
+    if "CALLS" in os.environ:
+        with open(os.environ["CALLS"], "a") as file:
+            file.write(f"{a} {b}\\n")
+        time.sleep(0.3)
+    if a == 13:
+        raise ValueError("thirteen")
+    return a + b
+
+class Guess:
+    """The number is in the row."""
+    def reset(self, row):
+        self.number, self.tries = row["number"], 0
+        return f" below {row['number'] * 2}"
+    def step(self, action):
+        self.tries += 1
+        if action == "hang":
+            time.sleep(60)
+        if action == "fail":
+            raise KeyError("broken")
+        right = action == str(self.number)
+        return "higher" if action < str(self.number) else "lower", 1.0 if right else -0.5, right
+
+class Counter:
+    """TRL's form."""
+    def reset(self, **row):
+        self.total = 0
+    def count(self, by: int) -> str:
+        """Count.
+
+        Args:
+            by: How much.
+        """
+        self.total += by
+        return f"{self.total}"
+    def get_reward(self) -> float:
+        return float(self.total)
+
+class Endless:
+    def reset(self, row): return [{"role": "user", "content": "Go on."}]
+    def step(self, action): return "on", None, False
+'''
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    (tmp_path / "mine.py").write_text(TOOLS)
+    return tmp_path
+
+
+def episodes_of(files: Path, *settings: str) -> Episodes:
+    given = ["model.path=tiny", "data.source=unread", "rewards=[length]", "device=cpu", "generation.num_answers=2"]
+    given += [
+        f"data.chat_template={files}/template.jinja",
+        "generation.max_given_tokens=400",
+        "data.max_prompt_length=99",
+    ]
+    cfg = config_of("grpo", *given, *(one.replace("TMP", str(files)) for one in settings), folder=files)
+    return Episodes(cfg, load_tokenizer(cfg.model, cfg.data.chat_template))
+
+
+def play(episodes: Episodes, prompts: list[Prompt], *turns: list[str], seed: int = 0) -> list[Episode]:
+    """What `sample` does, with these turns for each prompt."""
+    with episodes.tools.unchanged_process(seed):
+        played = Round(episodes, prompts, list(range(len(prompts))), seed)
+        samples, texts = [Sample(sampled=[True]) for _ in prompts], [list(one) for one in turns]
+        running = {place: [] for place in range(len(prompts))}
+        while running:
+            for place, given in running.items():
+                one = samples[place]
+                ids = [*episodes.tokenizer.encode(texts[place].pop(0)), episodes.tokenizer.eos_id]
+                one.sampled = one.sampled[: len(one.ids)] + [False] * len(given) + [True] * len(ids)
+                one.ids, one.ended = [*one.ids, *given, *ids], True
+                played.ended(place, one)
+            waiting, running = set(running), {}
+            while waiting:
+                found = played.ready(True)
+                waiting -= found.keys()
+                running |= {place: given for place, given in found.items() if given is not None}
+        return played.finish(samples)
+
+
+def asked(text: str, episodes: Episodes, **columns: Any) -> Prompt:
+    chat = [{"role": "user", "content": text}]
+    ids = episodes.tokenizer.apply_chat_template(chat, episodes.schemas or None, add_generation_prompt=True)
+    return Prompt(ids, chat, columns, "rows.jsonl, line 1")
+
+
+def called(**arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': 'add', 'arguments': arguments})}</tool_call>"
+
+
+def test_an_episode_has_the_ids_of_its_whole_chat_and_trains_the_sampled_ones(files: Path) -> None:
+    episodes = episodes_of(files, "tools.functions=[TMP/mine.py:add]", "tools.parallel=2")
+    prompt = asked("Add.", episodes)
+    turns = [[called(a=2, b=3), called(a=13, b=1) * 3, "Done."], ["5."], [called(a=1), "No."]]
+    found = play(episodes, [prompt] * 3, *turns)
+    for one in found:
+        whole = episodes.tokenizer.apply_chat_template([*prompt.asked, *one.messages], episodes.schemas)
+        assert prompt.ids + one.ids == whole
+        texts = [
+            episodes.tokenizer.decode([t for t, s in zip(one.ids, one.sampled, strict=True) if s == kind])
+            for kind in (True, False)
+        ]
+        assert texts[0] == "".join(f"{text}<|end|>" for text in turns[found.index(one)])
+        assert "<tool_call>" not in texts[1]
+    assert [(one.turns, one.calls, one.errors, one.ended) for one in found] == [
+        (3, 4, 3, True),
+        (1, 0, 0, True),
+        (2, 1, 1, True),
+    ]
+    results = [said["content"] for said in found[0].messages if said["role"] == "tool"]
+    assert results[0] == "5"
+    assert "thirteen" in results[1]
+    assert "too many" in results[3]
+
+
+def test_recorded_results_are_not_requested_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a turn whose other call has no result yet; a line that was cut is ignored."""
+    log = files / "calls"
+    monkeypatch.setenv("CALLS", str(log))
+    turns = [called(a=2, b=3) + called(a=13, b=4), "Done."]
+    settings = ("tools.functions=[TMP/mine.py:add]",)
+    episodes = episodes_of(files, *settings)
+    first = play(episodes, [asked("Add.", episodes)], turns)
+    recorded = files / "tool_results.jsonl"
+    lines = recorded.read_text().splitlines()
+    assert len(lines) == 2
+    recorded.write_text(f"{lines[0]}\n{lines[1][:-9]}")
+    episodes = episodes_of(files, *settings)
+    assert play(episodes, [asked("Add.", episodes)], turns) == first
+    assert sorted(Counter(log.read_text().splitlines()).values()) == [1, 2]  # the one whose line was cut
+    assert sorted(recorded.read_text().splitlines()) == sorted(lines)
+    again = episodes_of(files, *settings)
+    play(again, [asked("Add.", again)], turns, seed=1)  # another round
+    (files / "mine.py").write_text(TOOLS + "# changed")
+    changed = episodes_of(files, *settings)
+    play(changed, [asked("Add.", changed)], turns)
+    assert len(log.read_text().splitlines()) == 7
+
+
+def test_limits_end_an_episode_as_cut(files: Path) -> None:
+    episodes = episodes_of(files, "environment=TMP/mine.py:Endless", "tools.calls=3")
+    (one,) = play(episodes, [asked("Go.", episodes)], ["a"] * 9)
+    assert (one.turns, one.ended, one.reward) == (4, False, None)
+    assert one.prompt[-1] == {"role": "user", "content": "Go on."}
+    episodes = episodes_of(files, "tools.functions=[TMP/mine.py:add]", "tools.calls=2")
+    (one,) = play(episodes, [asked("Go.", episodes)], [called(a=1, b=1)] * 9)
+    assert (one.turns, one.calls, one.ended) == (3, 2, False)
+
+
+def test_an_environment_has_its_observations_as_messages_and_its_rewards(files: Path) -> None:
+    episodes = episodes_of(files, "environment=TMP/mine.py:Guess", "generation.turn_discount=0.5")
+    prompts = [asked("A number", episodes, number=5), asked("A number", episodes, number=1)]
+    found = play(episodes, prompts, ["3", "7", "5"], ["1"])
+    assert [one.reward for one in found] == [-0.5 - 0.25 + 0.25, 1.0]
+    for one, prompt, bound in zip(found, prompts, (10, 2), strict=True):
+        chat = [{"role": "user", "content": f"A number below {bound}"}]
+        assert one.prompt == chat
+        assert one.asked + one.ids == episodes.tokenizer.apply_chat_template([*chat, *one.messages])
+        assert prompt.asked[0]["content"] == "A number"
+    said = [(said["role"], said["content"]) for said in found[0].messages]
+    assert said == [("assistant", "3"), ("user", "higher"), ("assistant", "7"), ("user", "lower"), ("assistant", "5")]
+    with pytest.raises(TrainingFailed, match=r"Guess failed in step at rows.jsonl, line 1: KeyError: 'broken'"):
+        play(episodes, prompts[:1], ["fail"])
+    with pytest.raises(TrainingFailed, match=r"Guess failed in reset at rows.jsonl, line 1: KeyError: 'number'"):
+        play(episodes, [asked("A number", episodes)], ["1"])
+
+
+def test_an_environment_that_hangs_counts_as_cut(files: Path) -> None:
+    episodes = episodes_of(files, "environment=TMP/mine.py:Guess", "tools.seconds=0.5")
+    prompts = [asked("A number", episodes, number=n) for n in (5, 1)]
+    started = time.monotonic()
+    hung, other = play(episodes, prompts, ["hang"], ["2", "1"])
+    assert time.monotonic() - started < 10
+    assert (hung.ended, hung.errors, other.ended, other.reward) == (False, 1, True, 0.5)
+    assert play(episodes, prompts, ["5"], ["1"])[0].reward == 1.0
+
+
+def test_methods_of_an_environment_are_tools_in_trl_form(files: Path) -> None:
+    """Each episode has its own state; reward functions get the environments, as in TRL."""
+    episodes = episodes_of(files, "environment=TMP/mine.py:Counter", "tools.functions=[TMP/mine.py:add]")
+    assert [tool["function"]["name"] for tool in episodes.schemas] == ["add", "count"]
+    prompts = [asked("Count.", episodes)] * 2
+    turns = [
+        [f'<tool_call>{{"name": "count", "arguments": {{"by": {by}}}}}</tool_call>'] * n + ["End."]
+        for by, n in ((2, 2), (5, 1))
+    ]
+    found = play(episodes, prompts, *turns)
+    assert [one.reward for one in found] == [4.0, 5.0]
+    assert [one.messages[-2]["content"] for one in found] == ["4", "5"]
+    assert not (files / "tool_results.jsonl").exists()  # a resumed run needs the calls for the state
+
+    def own(completions: list[Any], environments: list[Any], **_: Any) -> list[float]:
+        assert [one[-1]["content"] for one in completions] == ["End."] * 2
+        return [one.total * 10.0 for one in environments]
+
+    scores = Rewards([own, "environment"], episodes.tokenizer, "cpu")(prompts, found)
+    assert scores.each == [[40.0, 4.0], [50.0, 5.0]]
+    assert scores.texts == ["End."] * 2
+
+
+# Runs ---------------------------------------------------------------------------------------------------------------
+
+DRIVER = """
+import sys
+from lean_ft.cli.main import main
+from lean_ft.tools import Call, ToolTurns, Turn
+
+def read(self, ids):  # the model of this test writes no calls, so its tokens stand for some
+    a, b = ids[0], len(ids)
+    calls = [Call("add", {"a": a, "b": b}), Call("add", {"a": b, "b": a})] if (a + b) % 3 else []
+    return Turn(self._tokenizer.decode(ids, True), calls)
+
+ToolTurns.read = read
+sys.argv = ["leanft", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_during_calls_ends_as_the_undisturbed_one(files: Path) -> None:
+    """SIGKILL at random moments. A call whose result was recorded is not made again."""
+    (files / "driver.py").write_text(DRIVER)
+    rows = [json.dumps({"prompt": [{"role": "user", "content": f"{n} + {n}"}], "answer": "7"}) for n in range(9)]
+    (files / "rows.jsonl").write_text("\n".join(rows))
+    given = f"""run grpo model.path=tiny model.dtype=float32 device=cpu plan=false data.source={files}/rows.jsonl
+        data.chat_template={files}/template.jinja rewards=[length] tools.functions=[{files}/mine.py:add] tools.calls=3
+        generation.num_answers=4 generation.max_new_tokens=48 generation.stop=[1,2,3,4,5,6,7,8,9] generation.temperature=1.5
+        batch_size=8 max_steps=4 save_every=2 optimizer.lr=1e-3 sample_every=1""".split()
+
+    def run(output: Path, seconds: float | None = None) -> bool:
+        """Whether it ended in this time."""
+        environment = os.environ | {"CALLS": f"{output}.calls"}
+        command = [sys.executable, str(files / "driver.py"), *given, f"output_dir={output}"]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+        ) as process:
+            try:
+                assert process.wait(seconds) == 0
+                return True
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                return False
+
+    def calls(output: Path) -> Counter[str]:
+        return Counter(Path(f"{output}.calls").read_text().splitlines())
+
+    started = time.monotonic()
+    run(whole := files / "whole")
+    duration, generator = time.monotonic() - started, random.Random(0)
+    lines = metrics(whole, timed=False)
+    assert lines[0]["tool_calls"] > 0.5 < max(line["turns"] for line in lines)
+    killed, num_kills = files / "killed", 0
+    while num_kills < 5 and not run(killed, duration * generator.uniform(0.5, 0.9)):
+        num_kills += 1
+    run(killed)
+    assert num_kills > 2
+    assert metrics(killed, timed=False) == lines
+    assert (killed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    # Each kill interrupts the calls that were running, and no others.
+    again = calls(killed) - calls(whole)
+    assert not calls(whole) - calls(killed)
+    print(f"{num_kills} kills, {calls(whole).total()} calls, {again.total()} of them again")
+    assert again.total() <= num_kills * 2 * 8
