@@ -3,7 +3,7 @@ row.
 
 Prompts of different lengths are computed together, padded on the right, where the causal mask hides the padding.
 Completions of one prompt share its pass. A row that has ended leaves the batch. Rows that do not fit into the cache's memory
-wait and take the places of rows that have ended.
+wait and take the places of rows that have ended. A row can go on after given tokens (`turns`).
 
 An image is encoded once for all completions of its prompt, and a prompt that is read in parts is never cut inside of an image.
 
@@ -21,9 +21,9 @@ Shapes: B running rows, T tokens of the longest prompt, V vocabulary.
 import base64
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cache
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
+from lean_ft.generation.turns import Replies, Row, Sample, Waiting, divided
 from lean_ft.models import Decoder, FewRows, KVCache, pack_in_place
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
@@ -55,45 +56,6 @@ Asked = Sequence[int] | Document
 Decode = Callable[[Sequence[int]], str]
 
 
-@dataclass
-class Sample:
-    """A sampled completion."""
-
-    ids: list[int] = field(default_factory=list)
-    """Token ids, including the token that ended the completion."""
-    log_probs: list[float] = field(default_factory=list)
-    """Log-probability of each token in the sampled distribution."""
-    ended: bool = False
-    """True if a stop id or a stop text ended it, False if it reached the maximum length."""
-    experts: str = ""
-    """With `records_experts`: the experts of all tokens except the last, from the first token of the prompt on, as base64 text of
-    (tokens, choices) int16 (`KVCache.experts`)."""
-    sampled: list[bool] = field(default_factory=list)
-    """Whether each token was sampled; others, such as a tool's result, were given. Empty: all were."""
-
-
-@dataclass
-class _Row:
-    """A completion in progress."""
-
-    place: int  # in the order of the prompts
-    prompt: Document
-    key: RowKey
-    sample: Sample
-
-    @property
-    def text(self) -> Document:
-        return self.prompt.continued(self.sample.ids) if self.sample.ids else self.prompt
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.sample.ids)
-
-    def continues(self, sampling: Sampling, ahead: int = 0) -> bool:
-        """Whether the row needs a token after `ahead` more."""
-        return not self.sample.ended and len(self.sample.ids) + ahead < sampling.max_new_tokens
-
-
 def sample(
     model: Decoder,
     prompts: Tensor | Sequence[Asked],
@@ -104,8 +66,14 @@ def sample(
     cache_gib: float | None = None,
     compile: bool = False,
     records_experts: bool = False,
+    replies: Replies | None = None,
+    max_given_tokens: int = 0,
 ) -> list[Sample]:
     """Return a completion of each prompt, in order.
+
+    With `replies`, a completion has several turns, with given tokens in between. `sampling.max_new_tokens` limits the sampled tokens
+    of all its turns. A completion ends with `ended` False at this limit, and if a reply exceeds `max_given_tokens` or the model's
+    context. A token depends on the same facts as without replies; given tokens count as positions.
 
     Args:
         model: on any device; runs without gradients.
@@ -119,18 +87,24 @@ def sample(
             of the memory that the weights leave on the device.
         compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
         records_experts: record the experts that the tokens choose in a mixture (`Sample.experts`).
+        replies: gives tokens after each turn. The KV cache then takes half of its memory, and copies of rows that wait the rest.
+        max_given_tokens: the most given tokens of a completion.
 
     Raises:
-        ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, or for an image that
-            cannot be read.
+        ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, for an image that
+            cannot be read, or for an empty reply.
         FloatingPointError: if the model's logits are not finite.
     """
     rows = _rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
-        room = _room(model, rows, sampling, cache_gib)
+        num_new = sampling.max_new_tokens + max_given_tokens
+        room = _room(model, rows, num_new, cache_gib, 1 if replies is None else 2)
         packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
         packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
-        for _ in _decode_rows(model, rows, sampling, decode, room, compile, None, packed_bytes, records_experts):
+        turns = replies, max_given_tokens
+        for _ in _decode_rows(
+            model, rows, sampling, decode, room, compile, None, packed_bytes, records_experts, *turns
+        ):
             pass
     return [row.sample for row in rows]
 
@@ -160,14 +134,14 @@ def pack_for_answers(model: Decoder, new_tokens: int) -> None:
         pack_in_place(model, _most_bytes(model, None) or 0)
 
 
-def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[_Row]:
+def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[Row]:
     asked = [as_document(prompt) for prompt in prompts]
     for place, prompt in enumerate(asked):
         if not len(prompt):
             raise ValueError(f"prompt {place} is empty; expected at least one token, such as the tokenizer's bos_id.")
     numbers = sample_numbers(asked) if numbers is None else numbers
     keys = [RowKey(sampling.seed, _identity(prompt), number) for prompt, number in zip(asked, numbers, strict=True)]
-    return [_Row(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))]
+    return [Row(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))]
 
 
 def as_document(prompt: Asked | Tensor) -> Document:
@@ -199,11 +173,11 @@ def longest_first(lengths: Sequence[int], positions: int) -> Iterator[list[int]]
         waiting = waiting[count:]
 
 
-def _room(model: Decoder, rows: list[_Row], sampling: Sampling, cache_gib: float | None) -> int:
-    """The number of rows that fit in the cache."""
+def _room(model: Decoder, rows: list[Row], num_new: int, cache_gib: float | None, copies: int) -> int:
+    """The number of rows that fit in the cache, with `num_new` tokens after each prompt and space for `copies` of each row."""
     limit = _most_bytes(model, cache_gib)
-    capacity = max(len(row.prompt) for row in rows) + sampling.max_new_tokens
-    row_bytes = model.cache_bytes(1, capacity)
+    capacity = max(len(row.prompt) for row in rows) + num_new
+    row_bytes = copies * model.cache_bytes(1, capacity)
     room = UNKNOWN_MEMORY_ROWS if limit is None else int(limit // row_bytes)
     if room < 1:
         raise ValueError(
@@ -226,7 +200,7 @@ def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
 @torch.no_grad()
 def _decode_rows(
     model: Decoder,
-    rows: list[_Row],
+    rows: list[Row],
     sampling: Sampling,
     decode: Decode | None,
     room: int,
@@ -234,6 +208,8 @@ def _decode_rows(
     prompt_part: int | None = None,
     packed_bytes: float = 0,
     records_experts: bool = False,
+    replies: Replies | None = None,
+    max_given_tokens: int = 0,
 ) -> Iterator[dict[int, int]]:
     """Fill the rows' samples, at most `room` rows at a time. Yield each step's tokens by the rows' places; empty after a part of a
     prompt."""
@@ -242,7 +218,11 @@ def _decode_rows(
     context = context_length(model.source.config)
     # Equal prompts and equal lengths are together.
     waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt.ids.tolist(), _identity(row.prompt)))
-    capacity = len(waiting[0].prompt) + sampling.max_new_tokens
+    capacity = len(waiting[0].prompt) + sampling.max_new_tokens + max_given_tokens
+    turns = Waiting(replies, sampling, max_given_tokens)
+    if replies is not None and context is not None:
+        for row in rows:
+            row.longest = max(context, len(row.prompt) + 1)
     running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
     if not running:  # in a plan
         return
@@ -262,7 +242,7 @@ def _decode_rows(
             hidden = model(ids[:, None], cache=caches, return_hidden=True)[:, 0]
         return chosen(hidden, keys)
 
-    def keys_of(rows: list[_Row], ahead: int = 0) -> Tensor | None:
+    def keys_of(rows: list[Row], ahead: int = 0) -> Tensor | None:
         if sampling.temperature == 0:
             return None
         return in_pinned_memory([row.key.at(len(row.sample.ids) + ahead) for row in rows], hidden.device, torch.int32)
@@ -271,43 +251,64 @@ def _decode_rows(
     is_late = hidden.is_cuda and not any(rope.depends_on_length for rope in model.rotary)
     graphs = StepGraphs(step, caches) if is_late and can_record(model) else None
     ids, answers = chosen(hidden, keys_of(running))
-    while running:
-        longest = max(row.length for row in running)
+    while running or waiting or turns:
+        longest = max((row.length for row in running), default=0)
         if context is not None and longest > context:
             _say_too_long(context)
         on_host = _to_host(answers)
-        if is_late and any(row.continues(sampling, 1) for row in running):
+        is_ahead = is_late and any(row.continues(sampling, 1) for row in running)
+        if is_ahead:
             keys = keys_of(running, 1)
             ids, answers = step(ids, keys) if graphs is None else graphs(ids, keys, longest + 1)
-        now = [(row, one) for row, one in zip(running, on_host(), strict=True) if row.continues(sampling)]
-        for row, one in now:
-            _take(row, *one, sampling, decode)
-        yield {row.place: row.sample.ids[-1] for row, _ in now}
+        now = [(i, one) for i, one in enumerate(on_host()) if running[i].continues(sampling)]
+        for i, one in now:
+            _take(running[i], *one, sampling, decode)
+        yield {running[i].place: running[i].sample.ids[-1] for i, _ in now}
+        for i, row in [(i, running[i]) for i, _ in now if not running[i].continues(sampling)]:
+            if caches.experts is not None:
+                experts = caches.experts[i, : row.length - 1].cpu().numpy().tobytes()
+                row.sample.experts = base64.b64encode(experts).decode()
+            if replies is not None:
+                num_kept = row.length - (not is_ahead)
+                turns.add(row, caches.copy_of(i, num_kept) if row.sample.ended else None)
+                running[i] = replace(row, sample=Sample(ended=True))  # until the row leaves the batch
         left = [i for i, row in enumerate(running) if row.continues(sampling)]
-        if caches.experts is not None:
-            for i, row in enumerate(running):
-                if i not in left and not row.sample.experts:  # a row that has ended can stay in the batch
-                    experts = caches.experts[i, : row.length - 1].cpu().numpy().tobytes()
-                    row.sample.experts = base64.b64encode(experts).decode()
-        new = waiting[: room - len(left)] if len(left) <= room - room // ROOM_PARTS else []
-        if new or (len(left) < len(running) and (graphs is None or should_shrink(len(left), len(running)))):
+        busy = len(left) + len(turns)
+        new = waiting[: room - busy] if busy <= room - room // ROOM_PARTS else []
+        waiting = waiting[len(new) :]
+        ready = turns.ready(wait=not left and not new)
+        if (
+            new
+            or ready
+            or (len(left) < len(running) and (graphs is None or should_shrink(len(left) + len(turns), len(running))))
+        ):
+            if replies is not None and graphs is not None:  # rows that have ended keep the shape of the graph
+                ended = [i for i in range(len(running)) if i not in left]
+                left += ended[: max(0, len(running) - len(left) - len(new) - len(ready))]
             order, remaining = caches.keep(left)
             running = [running[i] for i in order]
             ids, answers = ids[remaining], answers[remaining]
-            if len(rows) > room:  # an upper bound of the lengths would outgrow the cache
+            if len(rows) > room or replies is not None:  # an upper bound of the lengths would outgrow the cache
                 caches.filled = max((row.length - (not is_late) for row in running), default=0)
         if running and not is_late:
-            if all(rope.same_frequencies(row.length - 1, row.length) for rope in model.rotary for row in running):
+            if all(_same_frequencies(model, row.length - 1, row.length) for row in running):
                 ids, answers = step(ids, keys_of(running))
             else:
                 ids, answers = chosen((yield from _read(model, running, caches, prompt_part)), keys_of(running))
-        if new:
-            part, waiting = caches.part(len(running), len(running) + len(new)), waiting[len(new) :]
-            hidden = yield from _read(model, new, part, prompt_part)
+        keeps = [_same_frequencies(model, kept.filled, row.length) for row, kept in ready]
+        new += [row for (row, _), is_kept in zip(ready, keeps, strict=True) if not is_kept]
+        groups = divided(list(compress(ready, keeps)), capacity, PROMPT_TOKENS)
+        for group in filter(None, ([(row, None) for row in new], *groups)):
+            part, joining = caches.part(len(running), len(running) + len(group)), [row for row, _ in group]
+            if copies := [kept for _, kept in group if kept is not None]:
+                part.put(copies)
+                hidden = _last_hidden(model, [row.after(kept.filled) for row, kept in group if kept is not None], part)
+            else:
+                hidden = yield from _read(model, joining, part, prompt_part)
             caches.join(part)
-            first_ids, first_answers = chosen(hidden, keys_of(new))
+            first_ids, first_answers = chosen(hidden, keys_of(joining))
             ids, answers = torch.cat((ids, first_ids)), torch.cat((answers, first_answers))
-            running = running + new
+            running = running + joining
 
 
 def _to_host(answers: Tensor) -> Callable[[], list[tuple[float, float]]]:
@@ -326,7 +327,7 @@ def _to_host(answers: Tensor) -> Callable[[], list[tuple[float, float]]]:
     return wait
 
 
-def _take(row: _Row, token: float, log_prob: float, sampling: Sampling, decode: Decode | None) -> None:
+def _take(row: Row, token: float, log_prob: float, sampling: Sampling, decode: Decode | None) -> None:
     """Add a token to a row."""
     if log_prob != log_prob or log_prob == float("-inf"):
         raise FloatingPointError(
@@ -336,6 +337,8 @@ def _take(row: _Row, token: float, log_prob: float, sampling: Sampling, decode: 
     found, token = row.sample, int(token)
     found.ids.append(token)
     found.log_probs.append(log_prob)
+    if found.sampled:
+        found.sampled.append(True)
     found.ended = token in sampling.stop_ids
     if sampling.stop_texts and not found.ended:
         assert decode is not None
@@ -351,7 +354,7 @@ def _say_too_long(context: int | None) -> None:  # once per process
 
 
 def _read(
-    model: Decoder, rows: list[_Row], caches: KVCache, prompt_part: int | None
+    model: Decoder, rows: list[Row], caches: KVCache, prompt_part: int | None
 ) -> Generator[dict[int, int], None, Tensor]:
     """Fill the cache with the rows' texts. Return the hidden state (B, D) of each row's last token.
 
@@ -377,13 +380,22 @@ def _read(
                 forward_as_written(model, cache=part, **padded_inputs([texts[0][:end]], device))
                 texts = [texts[0][end:]]
                 yield {}
-        is_even = len(set(map(len, texts))) == 1
-        lengths = on_device([len(text) for text in texts], device)
-        inputs = padded_inputs(texts, device)
-        hidden = forward_as_written(model, cache=part, lengths=None if is_even else lengths, **inputs)
-        lasts.append(hidden[torch.arange(len(texts), device=device), lengths - 1])
+        lasts.append(_last_hidden(model, texts, part))
         parts.append(part)
     return torch.cat(lasts)[caches.spread(parts, [count for _, count in groups])]
+
+
+def _last_hidden(model: Decoder, texts: Sequence[Document], caches: KVCache) -> Tensor:
+    """Add texts to the cache's rows. Return the hidden state (B, D) of each one's last token."""
+    is_even = len(set(map(len, texts))) == 1
+    lengths = on_device([len(text) for text in texts], model.device)
+    inputs = padded_inputs(texts, model.device)
+    hidden = forward_as_written(model, cache=caches, lengths=None if is_even else lengths, **inputs)
+    return hidden[torch.arange(len(texts), device=model.device), lengths - 1]
+
+
+def _same_frequencies(model: Decoder, length: int, other: int) -> bool:
+    return all(rope.same_frequencies(length, other) for rope in model.rotary)
 
 
 def padded_inputs(texts: Sequence[Document], device: torch.device) -> dict[str, Any]:

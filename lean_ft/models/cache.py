@@ -214,6 +214,31 @@ class KVCache:
             tensor.zero_()
         return part
 
+    def copy_of(self, row: int, length: int) -> "KVCache":
+        """Return a copy of a row with its first `length` tokens. A recurrent state must be that after these tokens."""
+        kept = copy(self)
+        kept.keys = {i: tuple(x[row : row + 1, :length].clone() for x in own) for i, own in self.keys.items()}
+        kept.states = {
+            i: (x[row : row + 1].clone(), None if y is None else y[row : row + 1].clone())
+            for i, (x, y) in self.states.items()
+        }
+        kept._empty(1, self.lengths.device)
+        kept._fill([length], None if self.shifts is None else self.shifts[row : row + 1].clone())
+        return kept
+
+    def put(self, copies: Sequence["KVCache"]) -> None:
+        """Fill this empty cache with copies of rows."""
+        for row, kept in enumerate(copies):
+            for to, source in zip(self._key_tensors(), kept._key_tensors(), strict=True):
+                to[row, : kept.filled] = source[0]
+            for to, source in zip(self._state_tensors(), kept._state_tensors(), strict=True):
+                to[row] = source[0]
+        self._fill([kept.filled for kept in copies], _shifts(copies, slice(None)))
+
+    def _fill(self, lengths: Sequence[int], shifts: Tensor | None) -> None:
+        self.filled, self.shortest, self.shifts = max(lengths), min(lengths), shifts
+        self.lengths = self.next_lengths = on_device(lengths, self.lengths.device)
+
     def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> Tensor:
         """Copy row i of the first rows, which `parts` filled, to `counts[i]` consecutive rows, and keep sum(counts) rows. Return
         each row's source, (sum(counts),)."""

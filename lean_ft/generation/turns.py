@@ -1,0 +1,137 @@
+"""Completions in progress, and rows that wait between two turns.
+
+A turn ends with a stop id or a stop text, or at a limit. If the caller replies to turns, a row whose turn has ended leaves the batch
+with a copy of its part of the cache, which later steps of the batch cannot change. When its reply is there, the row joins the batch
+again, and only the tokens that the copy lacks are computed: the reply, and the turn's last token if no step has computed it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lean_ft.data.columns import Document
+from lean_ft.generation.choosing import RowKey, Sampling
+from lean_ft.models import KVCache
+
+
+@dataclass
+class Sample:
+    """A sampled completion."""
+
+    ids: list[int] = field(default_factory=list)
+    """Token ids, including the token that ended the completion, and given tokens."""
+    log_probs: list[float] = field(default_factory=list)
+    """Log-probability of each token in the sampled distribution; 0 for given tokens."""
+    ended: bool = False
+    """True if a stop id or a stop text ended it, False if it reached a limit."""
+    experts: str = ""
+    """With `records_experts`: the experts of all tokens except the last, from the first token of the prompt on, as base64 text of
+    (tokens, choices) int16 (`KVCache.experts`)."""
+    sampled: list[bool] = field(default_factory=list)
+    """Whether each token was sampled, rather than given in a reply. Empty: all were sampled."""
+
+
+class Replies(Protocol):
+    """Answers the turns of completions with given tokens, such as the results of tools. `place`: the index of the prompt."""
+
+    def ended(self, place: int, sample: Sample) -> None:
+        """A turn has ended: start to work on its reply, in other threads.
+
+        If `sample.ended` is False, the completion has reached a limit and waits for no reply. Do not change `sample`, and copy what
+        you need after `ready` has returned its reply.
+        """
+        ...
+
+    def ready(self, wait: bool) -> dict[int, list[int] | None]:
+        """Return the replies that are ready, by place: at least one token id each, or None to end the completion.
+
+        Each reply is returned once. wait: no row is left to compute, so wait until a reply is ready.
+        """
+        ...
+
+
+@dataclass
+class Row:
+    """A completion in progress."""
+
+    place: int  # in the order of the prompts
+    prompt: Document
+    key: RowKey
+    sample: Sample
+    longest: float = math.inf  # tokens of the prompt and the completion
+    num_given: int = 0
+
+    @property
+    def text(self) -> Document:
+        return self.prompt.continued(self.sample.ids) if self.sample.ids else self.prompt
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.sample.ids)
+
+    def after(self, num_tokens: int) -> Document:
+        """The text after the first tokens, which include the prompt."""
+        return Document.of(self.sample.ids[num_tokens - len(self.prompt) :])
+
+    def continues(self, sampling: Sampling, ahead: int = 0) -> bool:
+        """Whether the row needs a token after `ahead` more."""
+        num_sampled = len(self.sample.ids) - self.num_given + ahead
+        has_room = num_sampled < sampling.max_new_tokens and self.length + ahead < self.longest
+        return has_room and not self.sample.ended
+
+    def give(self, ids: Sequence[int], sampling: Sampling, max_given_tokens: int) -> bool:
+        """Append given tokens. Return whether the row continues; if not, it has reached a limit without them."""
+        if not ids:
+            raise ValueError(f"the reply to place {self.place} is empty. Give at least one token, or None to end it.")
+        found, found_all = self.sample, self.num_given + len(ids)
+        found.ended = False
+        if found_all > max_given_tokens or not self.continues(sampling) or self.length + len(ids) >= self.longest:
+            return False
+        found.sampled = (found.sampled or [True] * len(found.ids)) + [False] * len(ids)
+        found.ids += ids
+        found.log_probs += [0.0] * len(ids)
+        self.num_given = found_all
+        return True
+
+
+class Waiting:
+    """The rows that wait for a reply, each with its part of the cache."""
+
+    def __init__(self, replies: Replies | None, sampling: Sampling, max_given_tokens: int) -> None:
+        self._replies, self._sampling, self._max_given_tokens = replies, sampling, max_given_tokens
+        self._rows: dict[int, tuple[Row, KVCache]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: Row, kept: KVCache | None) -> None:
+        """Add a row whose turn has ended; without a part of the cache, it has reached a limit and does not wait."""
+        assert self._replies is not None
+        if kept is not None:
+            self._rows[row.place] = row, kept
+        self._replies.ended(row.place, row.sample)
+
+    def ready(self, wait: bool) -> list[tuple[Row, KVCache]]:
+        """Return the rows that continue after their replies, those with the fewest tokens to compute first."""
+        if self._replies is None or not self._rows:
+            return []
+        replies = self._replies.ready(wait)
+        found = [(given, *self._rows.pop(place)) for place, given in replies.items()]
+        limits = self._sampling, self._max_given_tokens
+        rows = [(row, kept) for given, row, kept in found if given is not None and row.give(given, *limits)]
+        return sorted(rows, key=lambda one: (one[0].length - one[1].filled, one[0].place))
+
+
+def divided(rows: list[tuple[Row, KVCache]], capacity: int, positions: int) -> Iterator[list[tuple[Row, KVCache]]]:
+    """Divide rows in the order of `Waiting.ready`, so that the new tokens of each group fit, padded to the longest, into the cache and
+    into `positions` in all. A single row always fits."""
+    group: list[tuple[Row, KVCache]] = []
+    for row, kept in rows:
+        num_new, longest = row.length - kept.filled, max(one.filled for _, one in [*group, (row, kept)])
+        if group and (longest + num_new > capacity or (len(group) + 1) * num_new > positions):
+            yield group
+            group = []
+        group.append((row, kept))
+    if group:
+        yield group
