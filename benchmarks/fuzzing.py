@@ -64,6 +64,7 @@ from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
 from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
+from lean_ft.system.random_state import capture_random_state, restore_random_state
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 from lean_ft.system.run_directory import (
     OPTIMIZER_FILE,
@@ -77,10 +78,10 @@ from lean_ft.system.run_directory import (
     write_manifest,
 )
 from lean_ft.tokenizers import load_tokenizer
+from lean_ft.tools.calls import FORMS, read_turn
 from lean_ft.training import loggers, starting
 from lean_ft.training.curves import read_curves
 from lean_ft.training.metrics import trim_metrics
-from lean_ft.system.random_state import capture_random_state, restore_random_state
 from lean_ft.training.records import settings_of
 
 CASE_CPU_SECONDS = 10.0
@@ -503,7 +504,7 @@ def targets(folder: Path) -> dict[str, Target]:
     """All targets, with valid files under `folder`."""
     found: dict[str, Target] = {}
     os.environ["LEAN_FT_CACHE"] = str(folder / "cache")
-    for kind in (_settings, _rows, _images, _models, _gguf, _adapters, _tokenizers, _runs, _requests):
+    for kind in (_settings, _rows, _images, _models, _gguf, _adapters, _tokenizers, _runs, _requests, _turns):
         (folder / kind.__name__).mkdir()
         found |= kind(folder / kind.__name__)
     for target in found.values():
@@ -904,6 +905,36 @@ def _requests(folder: Path) -> dict[str, Target]:
             raise
 
     return {"requests": Target(12, body, [as_json(asked)], break_json, read)}
+
+
+def _turns(folder: Path) -> dict[str, Target]:
+    """A model's turns with tool calls, read in every form."""
+    turn, types = folder / "turn", {"f": {"x": {"type": "string"}, "n": {"type": ["integer", "null"]}}}
+    arguments = '{"x": "a b", "n": [1, {"k": null}]}'
+    seeds = [
+        f'Hm. <tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>',
+        "<think>a</think>\n<tool_call>\n<function=f>\n<parameter=x>\na\n</parameter>\n<parameter=n>\nTrue\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>a</arg_value>\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        f'<|python_tag|>{{"name": "f", "parameters": {arguments}}}; {{"name": "f", "parameters": {{}}}}',
+        f'[TOOL_CALLS] [{{"name": "f", "arguments": {arguments}, "id": "a1b2c3d4e"}}]',
+        f"[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{arguments}[TOOL_CALLS]f[ARGS]{{}}",
+        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{arguments}<|call|>",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{arguments}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        '<|tool_call>call:f{n:[1,{k:null}],x:<|"|>a b<|"|>}<tool_call|>',
+        "<start_function_call>call:f{n:1,x:<escape>a b<escape>}<end_function_call>",
+        "<|tool_call_start|>[f(x='a b', n=[1, {'k': None}])]<|tool_call_end|>",
+        "[f(x='a b', n=-1), f()]",
+    ]
+
+    def read() -> None:
+        text = turn.read_bytes().decode(errors="replace")
+        turns = [read_turn(form, text, types) for form in FORMS.values()]
+        json.dumps(turns, ensure_ascii=False, allow_nan=False).encode()
+        if all(call.error for one in turns for call in one.calls):
+            raise ValueError(next((call.error for one in turns for call in one.calls), "a turn without calls"))
+
+    return {"turns with tool calls": Target(20, turn, [one.encode() for one in seeds], break_bytes, read)}
 
 
 def _read_tensors(file: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from lean_ft.system.random_state import capture_random_state, restore_random_state
 from lean_ft.system.run_directory import check_whole, manifest_digest
 from lean_ft.system.shards import part_of
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoint import restore_optimizer, restore_weights
-from lean_ft.system.random_state import capture_random_state, restore_random_state
 from tests.training.toy_runs import digests
 
 

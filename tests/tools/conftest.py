@@ -1,0 +1,3 @@
+from tests.tokenizers.conftest import make_folder
+
+__all__ = ["make_folder"]

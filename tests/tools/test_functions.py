@@ -1,0 +1,223 @@
+"""Calls of users' functions: whatever a tool does, its call has a result."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lean_ft.settings import ToolsConfig
+from lean_ft.tools import Call, Tools
+
+FILE = '''
+import asyncio, ctypes, os, sys, threading, time
+
+class Broken(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+class Silent:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+def act(kind: str, seconds: float = 0.0) -> str:
+    """Do it.
+
+    Args:
+        kind: What.
+        seconds: To wait.
+    """
+    time.sleep(seconds)
+    print("not a result")
+    match kind:
+        case "text": return "text"
+        case "list": return [1, {"é": None}]
+        case "none": return None
+        case "set": return {1}
+        case "bytes": return b"a"
+        case "nan": return float("nan")
+        case "long": return "ab" * 10_000_000
+        case "silent": return Silent()
+        case "raises": raise KeyError("gone")
+        case "broken": raise Broken
+        case "exits": sys.exit("bye")
+        case "os": os._exit(0)
+        case "interrupts": raise KeyboardInterrupt
+        case "crashes": ctypes.string_at(0)
+        case "hangs": time.sleep(60)
+        case "kills": os.kill(os.getpid(), 9)
+        case "child": os.system("sleep 60")
+
+async def wait(kind: str, seconds: float = 0.0) -> str:
+    """Wait.
+
+    Args:
+        kind: What.
+        seconds: To wait.
+    """
+    await asyncio.sleep(seconds)
+    if kind == "blocks":
+        time.sleep(60)
+    if kind == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+    return f"{id(asyncio.get_running_loop())}" if kind == "loop" else act(kind)
+'''
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Callable[..., Tools]:
+    (tmp_path / "my_tools.py").write_text(FILE, encoding="utf-8")
+
+    def make(*names: str, **settings: object) -> Tools:
+        functions = [f"{tmp_path}/my_tools.py:{name}" for name in names or ("act", "wait")]
+        return Tools(ToolsConfig.model_validate({"functions": functions} | settings))
+
+    return make
+
+
+RESULTS = {
+    "text": "text",
+    "list": '[1, {"é": null}]',
+    "none": "null",
+    "set": "{1}",
+    "bytes": "b'a'",
+    "nan": "NaN",
+    "long": f"{'ab' * 50}\n[cut after 100 of 20,000,000 characters]",
+    "silent": "error: RuntimeError: no text",
+    "raises": "error: KeyError: 'gone'",
+    "broken": "error: user_functions.my_tools.Broken: <exception str() failed>",
+    "exits": "error: SystemExit: bye",
+}
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_every_kind_of_result(process: bool, tools: Callable[..., Tools]) -> None:
+    made = tools(process=process, result_characters=100)
+    calls = [[Call(name, {"kind": kind})] for kind in RESULTS for name in ("act", "wait")]
+    assert made.run(calls) == [[result] for result in RESULTS.values() for _ in range(2)]
+    failed = sum(result.startswith("error:") for result in RESULTS.values())
+    assert (made.num_calls, made.num_errors) == (2 * len(RESULTS), 2 * failed)
+
+
+def test_a_process_that_dies_or_hangs_is_a_result(tools: Callable[..., Tools]) -> None:
+    kinds = ["os", "crashes", "kills", "hangs", "child", "interrupts", "text"]
+    began = time.monotonic()
+    found = tools(process=True, seconds=3.0).run([[Call("act", {"kind": kind})] for kind in kinds])
+    late = "error: the call took longer than 3 s."
+    assert [text for [text] in found] == [
+        "error: the tool ended its process with exit code 0.",
+        "error: the tool ended its process with signal 11.",
+        "error: the tool ended its process with signal 9.",
+        *(late, late),
+        "error: KeyboardInterrupt",
+        "text",
+    ]
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("name", ["act", "wait"])
+def test_os_exit_and_interrupts_of_a_thread(name: str, tools: Callable[..., Tools]) -> None:
+    [[exits]] = tools().run([[Call(name, {"kind": "os"})]])
+    assert exits.startswith("error: SystemExit: your function called os._exit(0)")
+    with pytest.raises(KeyboardInterrupt):
+        tools().run([[Call(name, {"kind": "interrupts"}), Call("act", {"kind": "text"})]])
+
+
+def test_calls_of_all_episodes_run_side_by_side_and_in_order(tools: Callable[..., Tools]) -> None:
+    made, began = tools(), time.monotonic()
+    turns = [[Call(name, {"kind": kind, "seconds": 0.5}) for kind in ("text", "list") for name in ("wait", "act")]] * 10
+    assert made.run([*turns, []]) == [["text", "text", RESULTS["list"], RESULTS["list"]]] * 10 + [[]]
+    assert time.monotonic() - began < 3  # 20 s one after another
+    loops = [text for _ in range(2) for text in made.run([[Call("wait", {"kind": "loop"})] * 2])[0]]
+    assert len(set(loops)) == 1  # connections stay open
+
+
+def test_a_hanging_call_is_left_behind_and_reported_once(
+    tools: Callable[..., Tools], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tools(seconds=0.3)
+    for _ in range(2):
+        hanging = [[Call("act", {"kind": "hangs"})], [Call("wait", {"kind": "text", "seconds": 60.0})]]
+        assert made.run([*hanging, [Call("act", {"kind": "text"})]]) == [
+            *[["error: the call took longer than 0.3 s."]] * 2,
+            ["text"],
+        ]
+    assert capsys.readouterr().out.count("WARNING") == 1
+    assert made.run([[Call("wait", {"kind": "stubborn"}), Call("wait", {"kind": "blocks"})]])[0][1].startswith(
+        "error: the call"
+    )
+    assert made.run([[Call("wait", {"kind": "text"})]]) == [["text"]]  # on a new loop
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (Call("", {}, "error: malformed"), "error: malformed"),
+        (Call("akt", {"kind": "text"}), "error: unknown tool 'akt'. Did you mean 'act'? Tools: act, wait."),
+        (
+            Call("act", {"kid": "a"}),
+            "error: act has no parameter 'kid'. Did you mean 'kind'? Parameters: kind, seconds.",
+        ),
+        (Call("act", {"seconds": 1}), "error: act needs the parameter kind."),
+        (
+            Call("act", {"kind": "text", "seconds": "1"}),
+            "error: TypeError: 'str' object cannot be interpreted as an integer",
+        ),
+    ],
+)
+def test_arguments_that_the_schema_does_not_allow(call: Call, expected: str, tools: Callable[..., Tools]) -> None:
+    made = tools()
+    assert made.run([[call], [Call("act", {"kind": "text"})]]) == [[expected], ["text"]]
+    assert (made.num_calls, made.num_errors) == (2, 1)
+
+
+def test_too_many_calls_of_a_turn(tools: Callable[..., Tools]) -> None:
+    found = tools(parallel=2).run([[Call("act", {"kind": "text"})] * 3])
+    assert found == [["text", "text", "error: this turn has too many tool calls. At most 2 are made."]]
+
+
+def change(step: int) -> int:
+    """Change the process.
+
+    Args:
+        step: What the call gets.
+    """
+    random.random()
+    torch.rand(1)
+    os.chdir("/")
+    return step
+
+
+def test_a_tool_changes_neither_random_generators_nor_the_process() -> None:
+    made = Tools(ToolsConfig.model_validate([change]))
+    random.seed(1)
+    torch.manual_seed(1)
+    before = (random.getstate(), torch.get_rng_state().tolist(), Path.cwd())
+    assert made.run([[Call("change", {"step": 3})]]) == [["3"]]
+    assert (random.getstate(), torch.get_rng_state().tolist(), Path.cwd()) == before
+
+
+def test_functions_that_cannot_be_tools(tmp_path: Path, tools: Callable[..., Tools]) -> None:
+    other = tmp_path / "other.py"
+    other.write_text(f"{FILE}\ndef bare(x): ...\ndef hint(x):\n    'A.'\n", encoding="utf-8")
+    file = tmp_path / "my_tools.py"
+    cases = {
+        f"{file}:atc": r"no function atc; it has act, wait. Did you mean 'act'\?",
+        f"{tmp_path}/my_tool.py:act": r"no such file: .*my_tool.py.* Did you mean 'my_tools.py'\?",
+        f"{other}:bare": "the function bare has no docstring, so a model cannot know what it does",
+        f"{other}:hint": "hint: the parameter x has no type hint. Add one, as in `x: str`",
+        f"{other}:act": "are both named act. Rename one",
+    }
+    tools()
+    for text, message in cases.items():
+        with pytest.raises(ValueError, match=f"^tools.functions: .*{message}"):
+            Tools(ToolsConfig.model_validate([f"{file}:act", text]))
+    with pytest.raises(ValueError, match="tools.process=true needs functions in files, and change was passed"):
+        Tools(ToolsConfig.model_validate({"functions": [change], "process": True}))
