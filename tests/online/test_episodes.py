@@ -1,6 +1,7 @@
 """Episodes: training on sampled tokens alone, calls of tools, environments, and runs that are killed."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -431,7 +432,7 @@ def test_methods_of_an_environment_are_tools_in_trl_form(files: Path) -> None:
 
 DRIVER = """
 import sys
-from lean_ft.cli.main import main
+from lean_ft.cli.main import run_command_line
 from lean_ft.tools import Call, ToolTurns, Turn
 
 def read(self, ids):  # the model of this test writes no calls, so its tokens stand for some
@@ -441,7 +442,7 @@ def read(self, ids):  # the model of this test writes no calls, so its tokens st
 
 ToolTurns.read = read
 sys.argv = ["leanft", *sys.argv[1:]]
-main()
+run_command_line()
 """
 
 
@@ -456,37 +457,39 @@ def test_a_run_that_is_killed_during_calls_ends_as_the_undisturbed_one(files: Pa
         generation.num_answers=4 generation.max_new_tokens=48 generation.stop=[1,2,3,4,5,6,7,8,9] generation.temperature=1.5
         batch_size=8 max_steps=4 save_every=2 optimizer.lr=1e-3 sample_every=1""".split()
 
-    def run(output: Path, seconds: float | None = None) -> bool:
-        """Whether it ended in this time."""
+    def calls(output: Path) -> Counter[str]:
+        log = Path(f"{output}.calls")
+        return Counter(log.read_text().splitlines() if log.exists() else [])
+
+    def run(output: Path, most: float = math.inf, delay: float = 0) -> bool:
+        """Kill the run this many seconds after so many calls in all. Return whether it ended before."""
         environment = os.environ | {"CALLS": f"{output}.calls"}
         command = [sys.executable, str(files / "driver.py"), *given, f"output_dir={output}"]
         with subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
         ) as process:
-            try:
-                assert process.wait(seconds) == 0
-                return True
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                return False
+            while process.poll() is None:
+                if calls(output).total() >= most:
+                    time.sleep(delay)
+                    process.send_signal(signal.SIGKILL)
+                    return False
+                time.sleep(0.01)
+            assert process.returncode == 0
+            return True
 
-    def calls(output: Path) -> Counter[str]:
-        return Counter(Path(f"{output}.calls").read_text().splitlines())
-
-    started = time.monotonic()
     run(whole := files / "whole")
-    duration, generator = time.monotonic() - started, random.Random(0)
-    lines = metrics(whole, timed=False)
+    lines, generator = metrics(whole, timed=False), random.Random(0)
     assert lines[0]["tool_calls"] > 0.5 < max(line["turns"] for line in lines)
-    killed, num_kills = files / "killed", 0
-    while num_kills < 5 and not run(killed, duration * generator.uniform(0.5, 0.9)):
-        num_kills += 1
+    killed = files / "killed"
+    for most in sorted(generator.sample(range(calls(whole).total()), 5)):
+        assert not run(killed, most, generator.uniform(0, 0.6))
+        recorded = [line.partition(", ")[2] for line in (killed / "tool_results.jsonl").read_text().splitlines()]
+        assert len(recorded) == len(set(recorded))
     run(killed)
-    assert num_kills > 2
     assert metrics(killed, timed=False) == lines
     assert (killed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    # Each kill interrupts the calls that were running, and no others.
-    again = calls(killed) - calls(whole)
+    # Each kill interrupts the calls that were running, and no others are made again.
     assert not calls(whole) - calls(killed)
-    print(f"{num_kills} kills, {calls(whole).total()} calls, {again.total()} of them again")
-    assert again.total() <= num_kills * 2 * 8
+    again = (calls(killed) - calls(whole)).total()
+    print(f"{calls(whole).total()} calls, {again} of them again after 5 kills")
+    assert again <= 5 * 8 * 2
