@@ -11,7 +11,7 @@ import torch
 
 from lean_ft.data.columns import Document
 from lean_ft.data.completions import TOKEN_VALUES
-from lean_ft.losses import deviation
+from lean_ft.losses import deviation, generalized_advantages
 
 
 @dataclass
@@ -62,6 +62,18 @@ class Completion:
     @property
     def divergence(self) -> float | None:
         return sum(self.divergences) if self.divergences else None
+
+    def estimate_advantages(self, kl_weight: float, gamma: float, gae_lambda: float) -> None:
+        """Set generalized advantages and returns. The steps are the sampled tokens: the value before one of them follows the value
+        before the last sampled one."""
+        sampled = torch.tensor(self.trained)
+        rewards = -kl_weight * torch.tensor(self.of_tokens(self.divergences))[sampled]
+        rewards[-1] += self.reward or 0.0
+        values = torch.tensor(self.values)[sampled]
+        above, returns = generalized_advantages(rewards[None], values[None], gamma, gae_lambda)
+        zeros = torch.zeros(len(self.ids))
+        self.advantages = zeros.masked_scatter(sampled, above[0]).tolist()
+        self.returns = zeros.masked_scatter(sampled, returns[0]).tolist()
 
     def shown(self, asked: Any, columns: Iterable[str]) -> dict[str, Any]:
         """The line of samples.jsonl, with these columns of `log_extra`."""

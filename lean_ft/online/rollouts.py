@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -30,7 +31,7 @@ from lean_ft.data.completions import SampledCompletions
 from lean_ft.data.image_batches import longest_images
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
-from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
+from lean_ft.losses import AnswerTokens, advantages, whitened
 from lean_ft.online.completions import Completion, differ, documents_of, round_metrics, why_untrained
 from lean_ft.online.episodes import Episode
 from lean_ft.online.rewards import Rewards, Scores
@@ -330,12 +331,7 @@ class Rollouts(Rounds[PolicyBatch]):
 
         Denominators and the divergence from the reference stay those of all tokens. Wang et al. 2025, arXiv:2506.01939.
         """
-        counted = [
-            entropy
-            for own, one in zip(entropies, self._answers, strict=True)
-            for entropy, counts in zip(own, one.counts, strict=True)
-            if counts
-        ]
+        counted = [e for own, one in zip(entropies, self._answers, strict=True) for e in compress(own, one.counts)]
         threshold = float(np.quantile(counted or [0.0], 1 - share))  # a checkpoint takes no numpy bool
         for answer, own in zip(self._answers, entropies, strict=True):
             answer.uncertain = [entropy >= threshold for entropy in own]
@@ -352,10 +348,10 @@ class Rollouts(Rounds[PolicyBatch]):
     def _policy_batch(self, answers: Sequence[Completion], prompts: Sequence[Document], first: int) -> PolicyBatch:
         """The batch of the completions numbered from `first` on."""
         group, documents = self._cfg.generation.num_answers, documents_of(answers, prompts)
-        begins_group = [
-            i == 0 or (first + i) % group == 0 or answers[i].asked != answers[i - 1].asked for i in range(len(answers))
+        shares = [
+            i > 0 and (first + i) % group > 0 and one.asked == answers[i - 1].asked for i, one in enumerate(answers)
         ]
-        shared = [0 if begins else len(prompt) for begins, prompt in zip(begins_group, prompts, strict=True)]
+        shared = [len(prompt) * shares[i] for i, prompt in enumerate(prompts)]
         batch = batch_of(
             documents,
             SampledCompletions(),
@@ -393,15 +389,7 @@ class ValuedRollouts(Rollouts):
         loss = self._cfg.needed(PPOLossConfig)
         self._take_what_is_known()
         for answer in self._answers:
-            # The value before a sampled token follows that before the last sampled one: given tokens are no steps.
-            sampled = torch.tensor(answer.trained)
-            rewards = -loss.kl_weight * torch.tensor(answer.of_tokens(answer.divergences))[sampled]
-            rewards[-1] += answer.reward or 0.0
-            values = torch.tensor(answer.values)[sampled]
-            above, returns = generalized_advantages(rewards[None], values[None], loss.gamma, loss.gae_lambda)
-            zeros = torch.zeros(len(answer.ids))
-            answer.advantages = zeros.masked_scatter(sampled, above[0]).tolist()
-            answer.returns = zeros.masked_scatter(sampled, returns[0]).tolist()
+            answer.estimate_advantages(loss.kl_weight, loss.gamma, loss.gae_lambda)
         places = [(one, i) for one in self._answers for i, counts in enumerate(one.counts) if counts]
         if places:
             even = whitened(torch.tensor([one.advantages[i] for one, i in places])).tolist()
@@ -439,8 +427,8 @@ class PairRollouts(Rounds[PairBatch]):
     def _pair_batch(self, answers: Sequence[Completion], prompts: Sequence[Document]) -> PairBatch:
         """answers: the chosen completion of each pair before the rejected one, which shares its prompt."""
         documents = [one.document(prompt) for one, prompt in zip(answers, prompts, strict=True)]
-        is_shared = [i % 2 == 1 and answers[i].asked == answers[i - 1].asked for i in range(len(answers))]
-        shared = [len(prompt) * shares for prompt, shares in zip(prompts, is_shared, strict=True)]
+        shares = [i % 2 == 1 and one.asked == answers[i - 1].asked for i, one in enumerate(answers)]
+        shared = [len(prompt) * shares[i] for i, prompt in enumerate(prompts)]
         batch = batch_of(
             documents,
             PreferencePairs(),
