@@ -5,8 +5,10 @@ from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import Sample, longest_first, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.generation.texts import answers, generate, image_part, open_model, read_prompts, shows_images, stream
+from lean_ft.generation.turns import Replies
 
 __all__ = [
+    "Replies",
     "Sample",
     "Sampling",
     "answers",

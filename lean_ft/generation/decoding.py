@@ -101,10 +101,8 @@ def sample(
         room = _room(model, rows, num_new, cache_gib, 1 if replies is None else 2)
         packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
         packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
-        turns = replies, max_given_tokens
-        for _ in _decode_rows(
-            model, rows, sampling, decode, room, compile, None, packed_bytes, records_experts, *turns
-        ):
+        more = records_experts, replies, max_given_tokens
+        for _ in _decode_rows(model, rows, sampling, decode, room, compile, None, packed_bytes, *more):
             pass
     return [row.sample for row in rows]
 
@@ -277,14 +275,14 @@ def _decode_rows(
         new = waiting[: room - busy] if busy <= room - room // ROOM_PARTS else []
         waiting = waiting[len(new) :]
         ready = turns.ready(wait=not left and not new)
-        if (
-            new
-            or ready
-            or (len(left) < len(running) and (graphs is None or should_shrink(len(left) + len(turns), len(running))))
-        ):
-            if replies is not None and graphs is not None:  # rows that have ended keep the shape of the graph
-                ended = [i for i in range(len(running)) if i not in left]
-                left += ended[: max(0, len(running) - len(left) - len(new) - len(ready))]
+        num_joining = len(new) + len(ready)
+        num_here = len(left) + len(turns) + num_joining
+        shrinks = len(left) < len(running) and (graphs is None or should_shrink(num_here, len(running)))
+        if num_joining or shrinks:
+            if replies is not None and graphs is not None:
+                # Rows that have ended stay in the place of those that wait, because another number of rows is another graph.
+                size, ended = num_here if shrinks else len(running), [i for i in range(len(running)) if i not in left]
+                left += ended[: max(0, size - len(left) - num_joining)]
             order, remaining = caches.keep(left)
             running = [running[i] for i in order]
             ids, answers = ids[remaining], answers[remaining]

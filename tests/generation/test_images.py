@@ -15,6 +15,7 @@ from lean_ft.data.images import read_image, with_columns
 from lean_ft.generation import Sampling, open_model, sample, sample_numbers, sample_steps
 from lean_ft.images.rules import ImageRules, image_rules
 from lean_ft.models import Decoder, load_model
+from tests.generation.test_turns import Delayed
 from tests.models.vision.documents import CASES, IMAGE, Case, draw_all, reference, save
 from tests.models.vision.documents import Document as Drawn
 from tests.training.image_runs import model_folder
@@ -76,6 +77,23 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, loaded, model: Deco
     # The first part would end inside of an image.
     steps = list(sample_steps(model, prompts[:1], Sampling(NEW), prompt_part=9))
     assert [token for (token,) in steps if token is not None] == expected[0]
+
+
+def test_turns_after_images_are_those_of_whole_texts(case: Case, loaded, model: Decoder):
+    prompts = [as_prompt(one, loaded[1]) for one in draw_all(case, [2, 0, 1, 1], seed=3)]
+    given, stops, expected = [7, 3, 9, 4, 11], frozenset(range(0, 2 * IMAGE, 3)), []
+    for prompt in prompts:
+        ids, left, turn = list[int](), 3 * NEW, 1
+        while True:
+            (one,) = sample(model, [prompt.continued(ids)], Sampling(left, stop_ids=stops))
+            ids, left = ids + one.ids, left - len(one.ids)
+            if turn == 3 or not one.ended or not left:
+                break
+            ids, turn = ids + given, turn + 1
+        expected.append(ids)
+    replies = Delayed(1, [0, 1, 2, 3], lambda place, turn: given if turn < 3 else None)
+    found = sample(model, prompts, Sampling(3 * NEW, stop_ids=stops), replies=replies, max_given_tokens=10)
+    assert [one.ids for one in found] == expected and any(False in one.sampled for one in found)
 
 
 def test_samples_do_not_depend_on_the_other_rows(case: Case, loaded, model: Decoder):
