@@ -31,7 +31,7 @@ def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed, tool_schemas(cfg))
+    prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed, tool_schemas(cfg, tokenizer))
     score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune

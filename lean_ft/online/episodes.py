@@ -396,6 +396,13 @@ def _loaded(cfg: OnlineConfig) -> tuple[Environment | None, Tools]:
     )
 
 
-def tool_schemas(cfg: OnlineConfig) -> list[dict[str, Any]]:
+def tool_schemas(cfg: OnlineConfig, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The JSON schemas of the tools and of the environment's methods. Raises ValueError as `Episodes` does."""
-    return world().read(lambda: _loaded(cfg)[1].schemas, list)
+
+    def read() -> list[dict[str, Any]]:
+        schemas = _loaded(cfg)[1].schemas
+        if cfg.has_turns:
+            ToolTurns(tokenizer, schemas, cfg.data.chat_template_kwargs)
+        return schemas
+
+    return world().read(read, list)

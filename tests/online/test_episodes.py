@@ -31,9 +31,10 @@ from lean_ft.losses import (
     value_loss,
 )
 from lean_ft.memory import apply_memory
-from lean_ft.online import PairRollouts, Rollouts, ValuedRollouts, ValueModel
+from lean_ft.online import PairRollouts, Rollouts, Sampler, ValuedRollouts, ValueModel, tool_schemas
 from lean_ft.online.episodes import Episode, Episodes, Round
 from lean_ft.online.rewards import Rewards, Scores
+from lean_ft.tools import Call, ToolTurns, Turn
 from lean_ft.training.bad_steps import TrainingFailed
 from tests.recipes.conftest import config_of
 from tests.training.toy_runs import metrics
@@ -430,18 +431,50 @@ def test_methods_of_an_environment_are_tools_in_trl_form(files: Path) -> None:
 
 # Runs ---------------------------------------------------------------------------------------------------------------
 
+
+def read_as_calls(turns: ToolTurns, ids: list[int]) -> Turn:
+    """The embedded model writes no calls, so its tokens stand for some."""
+    calls = [Call("add", {"a": ids[0], "b": len(ids)}), Call("add", {"a": len(ids), "b": ids[0]})]
+    return Turn(turns._tokenizer.decode(ids, True), calls if (ids[0] + len(ids)) % 3 else [])
+
+
+def test_sampled_tokens_have_their_log_probabilities_and_do_not_depend_on_waiting(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ToolTurns, "read", read_as_calls)
+    stops = "generation.stop=[1,2,3,4,5,6,7,8,9]"
+    cfg = episodes_of(
+        files, "tools.functions=[TMP/mine.py:add]", stops, "generation.max_new_tokens=40", "generation.num_answers=6"
+    ).cfg
+    path, tokenizer = resolve_model_path("tiny"), load_tokenizer(cfg.model, cfg.data.chat_template)
+    model = load_model(path, torch.device("cpu"), torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    schemas = tool_schemas(cfg, tokenizer)
+    chat = [{"role": "user", "content": "5 + 5"}]
+    ids = tokenizer.apply_chat_template(chat, schemas, add_generation_prompt=True)
+    found = []
+    for is_slow in (False, True):
+        if is_slow:
+            (files / "tool_results.jsonl").unlink()
+            monkeypatch.setenv("CALLS", str(files / "calls"))  # each call takes 0.3 s
+        sampler = Sampler(cfg, model, tokenizer, None)  # pyright: ignore[reportArgumentType]
+        found.append(sampler([Prompt(ids, chat, {}, "")] * 6, 7))
+    assert found[0] == found[1]
+    assert {one.turns for one in found[0]} > {1}
+    for one in found[0]:
+        out = theirs(torch.tensor([ids + one.ids])).logits[0].log_softmax(-1)[len(ids) - 1 : -1]
+        expected = out.gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        sampled = torch.tensor(one.sampled or [True] * len(one.ids))
+        torch.testing.assert_close(torch.tensor(one.log_probs), expected * sampled, rtol=1e-4, atol=1e-4)
+        assert sampled.sum() <= 40
+
+
 DRIVER = """
-import sys
 from lean_ft.cli.main import run_command_line
-from lean_ft.tools import Call, ToolTurns, Turn
+from lean_ft.tools import ToolTurns
+from tests.online.test_episodes import read_as_calls
 
-def read(self, ids):  # the model of this test writes no calls, so its tokens stand for some
-    a, b = ids[0], len(ids)
-    calls = [Call("add", {"a": a, "b": b}), Call("add", {"a": b, "b": a})] if (a + b) % 3 else []
-    return Turn(self._tokenizer.decode(ids, True), calls)
-
-ToolTurns.read = read
-sys.argv = ["leanft", *sys.argv[1:]]
+ToolTurns.read = read_as_calls
 run_command_line()
 """
 
@@ -463,7 +496,7 @@ def test_a_run_that_is_killed_during_calls_ends_as_the_undisturbed_one(files: Pa
 
     def run(output: Path, most: float = math.inf, delay: float = 0) -> bool:
         """Kill the run this many seconds after so many calls in all. Return whether it ended before."""
-        environment = os.environ | {"CALLS": f"{output}.calls"}
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CALLS": f"{output}.calls"}
         command = [sys.executable, str(files / "driver.py"), *given, f"output_dir={output}"]
         with subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
