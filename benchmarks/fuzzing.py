@@ -931,8 +931,9 @@ def _turns(folder: Path) -> dict[str, Target]:
         text = turn.read_bytes().decode(errors="replace")
         turns = [read_turn(form, text, types) for form in FORMS.values()]
         json.dumps(turns, ensure_ascii=False, allow_nan=False).encode()
-        if all(call.error for one in turns for call in one.calls):
-            raise ValueError(next((call.error for one in turns for call in one.calls), "a turn without calls"))
+        errors = [call.error for one in turns for call in one.calls]
+        if all(errors):
+            raise typer.BadParameter(errors[0] if errors else "a turn without calls")
 
     return {"turns with tool calls": Target(20, turn, [one.encode() for one in seeds], break_bytes, read)}
 

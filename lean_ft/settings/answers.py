@@ -2,10 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from lean_ft.settings.base import Device, FunctionName, PositiveShare, RegularExpression, Settings
+from lean_ft.settings.base import Device, FunctionName, OwnFunction, PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
+from lean_ft.system.user_functions import check_function
 
 # Settings that restrict the tokens to sample from.
 TopK = Annotated[PositiveInt | None, Field(description="Sample from this many likeliest tokens only.")]
@@ -109,7 +119,9 @@ class Reward(Settings):
 class ToolsConfig(Settings):
     """Tools that the model may call while it samples a completion. A list of functions stands for the whole group."""
 
-    functions: list[FunctionName] = Field([])
+    model_config = ConfigDict(json_schema_extra={"list_of": "functions"})
+
+    functions: list[Annotated[OwnFunction, AfterValidator(check_function)]] = Field([])
     """Python functions with type hints and a docstring that describes each parameter: `my_tools.py:search`."""
     process: bool = False
     """Run each call in a process of its own, which is killed after `seconds`. It costs the start of Python per call."""

@@ -18,7 +18,7 @@ from lean_ft.system.whole_files import write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.passages import Passage, spans_of, without, without_markers
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
-from lean_ft.tokenizers.turns import RenderedChat, Turn, outside_literals
+from lean_ft.tokenizers.turns import RenderedChat, RenderedTurn, outside_literals
 from lean_ft.tokenizers.vocabulary import Vocabulary, any_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -203,7 +203,7 @@ class Tokenizer:
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
         ends_trained = turns[-1:] == [len(messages) - 1] and turns[-1] not in untrained and not add_generation_prompt
-        found, end, add_eos, is_endless = list[Turn](), "", False, False
+        found, end, add_eos, is_endless = list[RenderedTurn](), "", False, False
         if self._template(tools).marks_generation:
             spans = spans_of(wanted, turns, generation_blocks(chat.full))
             if ends_trained and train_on != "all":

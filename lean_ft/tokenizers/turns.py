@@ -39,7 +39,7 @@ _ANCHOR_PLACES = (re.compile(r"(?<=\S)(?=\s*\Z)"), re.compile(_BETWEEN_LETTERS, 
 
 
 @dataclass(frozen=True)
-class Turn:
+class RenderedTurn:
     """The assistant's text in a rendered chat."""
 
     span: Span
@@ -67,7 +67,7 @@ class RenderedChat:
     added: re.Pattern[str]
     control: frozenset[str]
 
-    def turn(self, i: int) -> Turn:
+    def turn(self, i: int) -> RenderedTurn:
         """Return the turn of message `i`. Raises ValueError if it cannot be located."""
         start, follows_prompt = self._start(self.full, i)
         is_last = i == len(self.messages) - 1 and not self.ends_with_prompt
@@ -102,9 +102,9 @@ class RenderedChat:
             raise ValueError(
                 f"cannot separate the assistant's message {i} from others in the text that the chat template writes. {REMEDY}"
             )
-        return Turn(span, is_ended, is_open, follows_prompt)
+        return RenderedTurn(span, is_ended, is_open, follows_prompt)
 
-    def turns(self, indices: Sequence[int]) -> tuple["RenderedChat", list[Turn]]:
+    def turns(self, indices: Sequence[int]) -> tuple["RenderedChat", list[RenderedTurn]]:
         """Return the turns of the messages `indices` and the chat that they are in, with anchors only if these are needed.
 
         Raises ValueError if a turn cannot be located.
@@ -123,7 +123,7 @@ class RenderedChat:
                 errors.append(error)
         raise errors[0]
 
-    def is_open(self, last: Turn | None = None) -> bool:
+    def is_open(self, last: RenderedTurn | None = None) -> bool:
         """Return whether no token ends the chat's last turn; `last` is that turn, if it is known."""
         try:
             return (last or self.turns([len(self.messages) - 1])[1][0]).is_open

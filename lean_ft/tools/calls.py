@@ -76,7 +76,7 @@ def _tried(read: Read, body: str, types: Types) -> list[Call]:
     try:
         calls = read(body.strip(), types)
         # Refuses infinity, half of a surrogate pair, and Python's values that are not JSON.
-        json.dumps([call.arguments for call in calls], ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
         return calls
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         return [Call("", {}, f"error: malformed tool call: {str(error)[:200] or type(error).__name__}")]

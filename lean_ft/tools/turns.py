@@ -115,10 +115,9 @@ class ToolTurns:
 
     def _turn(self, calls: Sequence[Call]) -> Messages:
         """A question, and a turn with calls of these names, or else with an answer. The mark is the last text of the turn."""
-        functions = [{"name": call.name or "unknown", "arguments": self._arguments} for call in calls]
         tool_calls = [
-            {"type": "function", "id": _id(i, call), "function": function}
-            for i, (call, function) in enumerate(zip(calls, functions, strict=True))
+            {"type": "function", "id": _id(i, call), "function": {"name": _name(call), "arguments": self._arguments}}
+            for i, call in enumerate(calls)
         ]
         return [
             ASKED,
@@ -162,13 +161,18 @@ class ToolTurns:
 
 def _results(calls: Sequence[Call], results: Sequence[str]) -> Messages:
     return [
-        {"role": "tool", "name": call.name or "unknown", "tool_call_id": _id(i, call), "content": result}
+        {"role": "tool", "name": _name(call), "tool_call_id": _id(i, call), "content": result}
         for i, (call, result) in enumerate(zip(calls, results, strict=True))
     ]
 
 
+def _name(call: Call) -> str:
+    """The name in the results of a call, which a model may have written in any characters."""
+    return call.name if re.fullmatch(r"[\w.:/-]{1,256}", call.name) else "unknown"
+
+
 def _id(i: int, call: Call) -> str:
-    return call.id or f"call{i:05}"  # Mistral's ids have 9 characters
+    return call.id if re.fullmatch(r"[\w.:/-]{1,256}", call.id) else f"call{i:05}"  # Mistral's ids have 9 characters
 
 
 def _as_text(text: str) -> str:

@@ -23,6 +23,7 @@ from lean_ft.settings import (
     ScheduleConfig,
     Settings,
     SFTDataConfig,
+    ToolsConfig,
 )
 from lean_ft.settings.describing import commented_yaml, config_schema, describe, one_line_each
 from lean_ft.settings.text import (
@@ -172,6 +173,26 @@ def test_a_mapping_is_extended_by_its_entries_and_replaced_as_a_whole(write):
 def test_an_empty_preset_changes_nothing_and_a_single_value_is_a_list_of_one(write):
     assert load(preset=write("")) == load(preset=write("# nothing\n")) == load(preset=write("optimizer:\n")) == load()
     assert load(preset=write("freeze: mlp\nlog: {to: csv}\n")) == load("freeze=[mlp]", "log.to=[csv]")
+
+
+class Called(RecipeConfig):
+    tools: ToolsConfig = ToolsConfig.model_validate({})
+
+
+def test_a_list_of_tools_stands_for_their_group(write, tmp_path):
+    (tmp_path / "my_tools.py").write_text("def search(): ...")
+    name = f"{tmp_path}/my_tools.py:search"
+    expected = ToolsConfig.model_validate({"functions": [name], "seconds": 2.0})
+    assert load_config(Called, write(f"tools: [{name}]"), ["tools.seconds=2"]).tools == expected
+    for text in (name, f"[{name}]", f"{{functions: [{name}]}}"):
+        assert load_config(Called, None, [f"tools={text}", "tools.seconds=2"]).tools == expected
+    assert ToolsConfig.model_validate([name]).functions == [name]
+    for text, message in (
+        ("3", "expected list of FILE.py:FUNCTION"),
+        (name.replace("sea", "se"), "Did you mean 'search'"),
+    ):
+        with pytest.raises(ValueError, match=rf"^tools.functions \(command line\): .*{message}"):
+            load_config(Called, None, [f"tools={text}"])
 
 
 def test_a_group_that_may_be_absent():

@@ -209,7 +209,7 @@ def test_functions_that_cannot_be_tools(tmp_path: Path, tools: Callable[..., Too
     other.write_text(f"{FILE}\ndef bare(x): ...\ndef hint(x):\n    'A.'\n", encoding="utf-8")
     file = tmp_path / "my_tools.py"
     cases = {
-        f"{file}:atc": r"no function atc; it has act, wait. Did you mean 'act'\?",
+        f"{file}:atc": r"no function atc; it has .*act, wait. Did you mean 'act'\?",
         f"{tmp_path}/my_tool.py:act": r"no such file: .*my_tool.py.* Did you mean 'my_tools.py'\?",
         f"{other}:bare": "the function bare has no docstring, so a model cannot know what it does",
         f"{other}:hint": "hint: the parameter x has no type hint. Add one, as in `x: str`",
@@ -217,7 +217,7 @@ def test_functions_that_cannot_be_tools(tmp_path: Path, tools: Callable[..., Too
     }
     tools()
     for text, message in cases.items():
-        with pytest.raises(ValueError, match=f"^tools.functions: .*{message}"):
+        with pytest.raises(ValueError, match=message):
             Tools(ToolsConfig.model_validate([f"{file}:act", text]))
     with pytest.raises(ValueError, match="tools.process=true needs functions in files, and change was passed"):
         Tools(ToolsConfig.model_validate({"functions": [change], "process": True}))

@@ -105,11 +105,21 @@ TEMPLATES = published()
 WITH_TOOLS = [name for name in TEMPLATES if not refusal(name)]
 
 
+@cache
+def plain_tokenizer(words: str) -> str:
+    return (word_start_tokenizer(words) if words else byte_level_tokenizer()).to_str()
+
+
+@cache
+def turns_of(tokenizer: Tokenizer) -> ToolTurns:
+    return ToolTurns(tokenizer, TOOLS)
+
+
 @pytest.fixture(scope="module")
 def tokenizer_of(make_folder: Callable[..., Path]) -> Callable[..., Tokenizer]:
     @cache
     def make(name: str, words: str = "") -> Tokenizer:
-        tokenizer = HFTokenizer.from_str((word_start_tokenizer(words) if words else byte_level_tokenizer()).to_str())
+        tokenizer = HFTokenizer.from_str(plain_tokenizer(words))
         found = TOKENS.findall(TEMPLATES[name])
         tokens = sorted({*found, *(one for one in MORE if one in TEMPLATES[name]), "<bos>", "<eos>"})
         plain = [one for one in tokens if "think" in one or one in ("<tool_call>", "</tool_call>")]
@@ -170,7 +180,7 @@ def test_prompt_turn_and_reply_are_what_the_template_writes(
     name: str, number: int, tokenizer_of: Callable[..., Tokenizer]
 ) -> None:
     tokenizer, (calls, results) = tokenizer_of(name), ROUNDS[number]
-    turns, ends = ToolTurns(tokenizer, TOOLS), tokenizer.turn_ends
+    turns, ends = turns_of(tokenizer), tokenizer.turn_ends
     stop = tokenizer.token_text(min(ends))
     results = [one.replace("%s", stop) for one in results]
     if len(calls) > 1 and (
@@ -203,7 +213,7 @@ def test_a_reply_has_the_tokens_of_the_whole_chat(
     """With tokenizers that mark the beginning of a text."""
     tokenizer, (calls, results) = tokenizer_of(name, words), ROUNDS[0]
     _, whole = rendered(tokenizer, messages_of(tokenizer, calls, results))
-    given = ToolTurns(tokenizer, TOOLS).reply([min(tokenizer.turn_ends)], calls, results)
+    given = turns_of(tokenizer).reply([min(tokenizer.turn_ends)], calls, results)
     whole = whole[-len(given) - 1 :]
     assert whole[0] in tokenizer.turn_ends and whole[1:] == given[len(given) + 1 - len(whole) :]
 
@@ -211,12 +221,12 @@ def test_a_reply_has_the_tokens_of_the_whole_chat(
 def test_a_turn_that_the_template_ends_with_another_token(tokenizer_of: Callable[..., Tokenizer]) -> None:
     """The sampled token stays, and the template's own follows. gpt-oss has one of its own for an answer in the history."""
     tokenizer = tokenizer_of("qwen2_5")
-    turns, calls, results = ToolTurns(tokenizer, TOOLS), *ROUNDS[0]
+    turns, calls, results = turns_of(tokenizer), *ROUNDS[0]
     end, other = (tokenizer.token_id(one) for one in ("<|im_end|>", "<eos>"))
     after = turns.reply([1, end], calls, results)
     assert turns.reply([1, other], calls, results) == turns.reply([1], calls, results) == [end, *after]
     tokenizer = tokenizer_of("gptoss")
-    turns = ToolTurns(tokenizer, TOOLS)
+    turns = turns_of(tokenizer)
     given = turns.observation([tokenizer.token_id("<|return|>")], [{"role": "user", "content": "And <|end|>?"}])
     assert tokenizer.decode(given) == "<|start|>user<|message|>And <|end|>?<|end|><|start|>assistant"
     assert given.count(tokenizer.token_id("<|end|>")) == 1
@@ -227,8 +237,8 @@ def test_an_observation_follows_an_answer(name: str, tokenizer_of: Callable[...,
     tokenizer = tokenizer_of(name)
     answered = [ASKED, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "And\n3?"}]
     whole, end = rendered(tokenizer, answered)[1], tokenizer.turn_ends
-    for schemas in (TOOLS, []):
-        given = ToolTurns(tokenizer, schemas).observation([max(end)], answered[2:])
+    for turns in (turns_of(tokenizer), ToolTurns(tokenizer, [])):
+        given = turns.observation([max(end)], answered[2:])
         assert given == whole[-len(given) :] and tokenizer.decode(given).count("And\n3?") == 1
         assert "Two." not in tokenizer.decode(given)
 
@@ -237,7 +247,7 @@ def test_an_observation_follows_an_answer(name: str, tokenizer_of: Callable[...,
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4_v5", "glm4moe", "llama3_2", "lfm2_v2", "mistral_v3"])
 def test_any_result_has_a_reply(name: str, result: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
     tokenizer = tokenizer_of(name)
-    turns, calls = ToolTurns(tokenizer, TOOLS), [Call("", {}, "error: x")]
+    turns, calls = turns_of(tokenizer), [Call(result[:50], {}, "error: x", id=result[:50])]
     given, plain = (turns.reply([0], calls, [one]) for one in (result, "r"))
     assert given != plain and [one for one in given if one in tokenizer.turn_ends] == [
         one for one in plain if one in tokenizer.turn_ends
@@ -246,7 +256,7 @@ def test_any_result_has_a_reply(name: str, result: str, tokenizer_of: Callable[.
 
 def test_several_calls_where_the_template_takes_one(tokenizer_of: Callable[..., Tokenizer]) -> None:
     tokenizer = tokenizer_of("llama3_1")
-    turns = ToolTurns(tokenizer, TOOLS)
+    turns = turns_of(tokenizer)
     said = '{"name": "add", "parameters": {"x": "1"}}; {"name": "add", "parameters": {"x": "2"}}<|eot_id|>'
     [call] = turns.read(tokenizer.encode(said)).calls
     assert call.error == "error: this turn has 2 tool calls. Make one call at a time."
@@ -260,4 +270,4 @@ def test_templates_that_cannot_call_tools_are_refused(name: str, tokenizer_of: C
             ToolTurns(tokenizer_of(name), TOOLS)
         assert "\n" not in str(error.value)
     else:
-        ToolTurns(tokenizer_of(name), TOOLS)
+        turns_of(tokenizer_of(name))
