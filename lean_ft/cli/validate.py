@@ -23,13 +23,12 @@ from lean_ft.settings import (
     ParallelConfig,
     PromptDataConfig,
     RecipeConfig,
-    ToolsConfig,
     ValueConfig,
 )
 from lean_ft.settings.text import dump, dump_chosen
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.redaction import redact
-from lean_ft.system.user_functions import check_function, is_function_path
+from lean_ft.system.user_functions import is_function_path
 
 if TYPE_CHECKING:
     from lean_ft.tokenizers import Tokenizer
@@ -117,10 +116,6 @@ def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[
                 notes.append(f"data.source: {prompt_rows(rows, tokenizer, seed=0)[0].report}")
         with _gathered(problems):
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
-        tools = group(ToolsConfig)
-        for name in tools.functions if tools else []:
-            with _gathered(problems, "tools.functions: "):
-                check_function(name)
     elif rows is not None:
         for setting, value in (("source", rows.source), ("validation_source", rows.validation_source)):
             for source in [value] if isinstance(value, str) else value or []:

@@ -47,7 +47,7 @@ EPISODES = [
 ]
 REWARDS = [1.5, 0.25]
 GIVEN = ("model.path=tiny", "data.source=unread", "rewards=[length]", "device=cpu", "generation.num_answers=2")
-GIVEN += ("batch_size=2", "generation.max_new_tokens=16", "tools.functions=[unread.py:search]")
+GIVEN += ("batch_size=2", "generation.max_new_tokens=16", f"tools.functions=[{__file__}:round_of]")
 
 
 def round_of(cfg: Any, kind: type) -> Any:

@@ -9,7 +9,7 @@ from lean_ft.system import catalog
 COMMON = ("model.path=tiny", "data.source=tiny/train.jsonl", "output_dir=run")
 REQUIRED = {"distill": ("distill.teacher=tiny",), **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",))}
 # For each row of the table: a recipe, settings that it rejects, and part of the message.
-TOOLS = "tools.functions=[my_tools.py:search]"
+TOOLS = f"tools.functions=[{__file__}:load]"
 REFUSED = [
     ("finetune", "profile_steps=[1,1,1]", "is used only with profile"),
     ("dpo", "eval_tasks_every=2", "eval_tasks_every=2 is used only with eval_tasks"),
