@@ -144,6 +144,28 @@ def test_replies_that_do_not_fit_side_by_side_are_computed_one_after_another(mak
     assert passes == [(2, 60), (2, 30), (1, 2), (1, 30)]
 
 
+def test_a_row_goes_on_after_a_longer_row_has_filled_the_cache(make_checkpoint: Any) -> None:
+    model, long, short, given = load_model(make_checkpoint("llama")[0]), [*range(60)], [7], [*range(3, 33)]
+
+    def greedy(text: list[int], count: int, stops: frozenset[int] = frozenset()) -> list[int]:
+        return sample(model, [text], Sampling(count, stop_ids=stops))[0].ids
+
+    first, second = greedy(long, 1), greedy(short, 1)
+    stops = frozenset(first + second)
+    other = next([n] for n in range(101) if len(greedy([*short, *second, n], 7, stops)) == 7)
+
+    class LongFirst(Delayed):
+        def ready(self, wait: bool) -> dict[int, list[int] | None]:
+            found = [0] if 0 in self.waiting else self.waiting if wait else []
+            self.waiting = [place for place in self.waiting if place not in found]
+            return {place: self.reply(place, self.turns[place]) for place in found}
+
+    replies = LongFirst(None, [0, 1], lambda place, turn: None if turn > 1 else other if place else given)
+    found = sample(model, [long, short], Sampling(8, stop_ids=stops), replies=replies, max_given_tokens=30)
+    assert [len(one.ids) for one in found] == [1 + 30 + 7, 1 + 1 + 7]
+    assert found[1].ids == second + other + greedy([*short, *second, *other], 7)
+
+
 def test_recorded_experts_are_those_of_all_turns(make_checkpoint: Any) -> None:
     model = load_model(make_checkpoint("gpt_oss")[0]).double()
     sampling, places = Sampling(LIMIT, 1.3, seed=2, stop_ids=STOPS), [*range(len(PROMPTS))]

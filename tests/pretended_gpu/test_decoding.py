@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from lean_ft.generation import Sampling, decoding, sample, step_graphs
+from lean_ft.generation import Sample, Sampling, decoding, sample, step_graphs
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.attention import attention
 from tests.generation.test_turns import Delayed
@@ -95,19 +95,21 @@ def test_rows_wait_for_replies_while_late_steps_run(
     if how == "launched":
         monkeypatch.setattr(decoding, "can_record", lambda model: False)
     on_cpu, on_gpu = models(case, tmp_path)
-    sampling, more = Sampling(24, 1.0, seed=4, stop_ids=frozenset(range(0, 101, 9))), {"max_given_tokens": 45}
+    sampling = Sampling(24, 1.0, seed=4, stop_ids=frozenset(range(0, 101, 9)))
     places = [*range(len(PROMPTS))]
     gib = 8 * on_cpu.cache_bytes(1, 27 + 24 + 45) / 2**30 if how == "few rows" else 0.1  # 4 rows at a time
 
-    def found(model: Decoder, seed: int | None) -> list[Any]:
-        answers = sample(model, PROMPTS, sampling, cache_gib=gib, replies=Delayed(seed, places), **more)
-        return [(one.ids, one.ended, one.sampled, one.experts) for one in answers]
+    def found(model: Decoder, seed: int | None) -> list[Sample]:
+        replies = Delayed(seed, places)
+        return sample(model, PROMPTS, sampling, cache_gib=gib, replies=replies, max_given_tokens=45)
 
     expected = found(on_cpu, None)
-    assert sum(sampled.count(False) > 0 for _, _, sampled, _ in expected) > 4
+    assert sum(one.sampled.count(False) > 0 for one in expected) > 4
     for seed in (1, 2):
         before = counters()["graph_launches"]
-        assert found(on_gpu, seed) == expected
+        for own, one in zip(found(on_gpu, seed), expected, strict=True):
+            assert (own.ids, own.ended, own.sampled) == (one.ids, one.ended, one.sampled)
+            assert own.log_probs == pytest.approx(one.log_probs, abs=2e-5)
         assert (counters()["graph_launches"] > before) == (how != "launched" and case != "llama_dynamic_rope")
 
 
