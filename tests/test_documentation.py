@@ -77,6 +77,8 @@ def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, docume
     (tmp_path / "my_tools.py").write_text("def get_weather(city): ...\n")
     (tmp_path / "my_loss.py").write_text("def fn(answers): ...\n")
     (tmp_path / "my_schedule.py").write_text("def fn(step, total_steps): ...\n")
+    (tmp_path / "my_tools.py").write_text("def add(a, b): ...\n")
+    (tmp_path / "my_env.py").write_text("class Guess: ...\n")
     for setting in settings_in(document.read_text()):
         refusals = [refusal(config_class, setting) for config_class in config_classes]
         assert "" in refusals, refusals

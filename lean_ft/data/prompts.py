@@ -91,10 +91,12 @@ class Prompts:
         return int(self._orders[epoch][i])
 
 
-def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, list[Prompt] | None]:
+def prompt_rows(
+    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]] | None = None
+) -> tuple[Prompts, list[Prompt] | None]:
     """Return the prompts of `config.source`, and the held-out prompts, if any.
 
-    Held-out prompts come from `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError
+    tools: JSON schemas of functions, which the chat template writes into each prompt. Held-out prompts come from `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError
     with the place for unreadable files and rows, and if no prompt is left.
     """
 
@@ -103,14 +105,16 @@ def prompt_rows(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tu
         prompt = Prompt(document.ids.tolist(), "", {}, "", document)
         return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
 
-    return world().read(lambda: _read_prompts(config, tokenizer, seed), longest)
+    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools or None), longest)
 
 
-def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, list[Prompt] | None]:
+def _read_prompts(
+    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]] | None
+) -> tuple[Prompts, list[Prompt] | None]:
     digest = hashlib.blake2b(digest_size=16)
-    (prompts, report), held_out = _read(config.rows, tokenizer, config.source, digest), None
+    (prompts, report), held_out = _read(config.rows, tokenizer, config.source, digest, tools), None
     if config.validation_source is not None:
-        held_out, _ = _read(config.rows, tokenizer, config.validation_source, digest)
+        held_out, _ = _read(config.rows, tokenizer, config.validation_source, digest, tools)
     elif config.validation_fraction > 0:
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
@@ -124,14 +128,19 @@ def _read_prompts(config: PromptDataConfig, tokenizer: Tokenizer, seed: int) -> 
     settings = config.model_dump(mode="json", include={"columns", "max_prompt_length", "system", "separator", "chat"})
     settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     settings |= {} if config.shuffle else {"shuffle": False}
+    settings |= {"tools": tools} if tools else {}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
     return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
 
 
-def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:
+def _read(
+    config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any, tools: list[dict[str, Any]] | None
+) -> tuple[list[Prompt], DataReport]:
     render = renderer_of(config, tokenizer, source)
-    reader, report, prompts = render.reader, render.empty_report(), list[Prompt]()
-    assert isinstance(reader, PromptReader)
+    assert isinstance(render.reader, PromptReader)
+    reader = replace(render.reader, tools=tools)
+    render = replace(render, reader=reader)
+    report, prompts = render.empty_report(), list[Prompt]()
     for row in read_rows(source, digest, config):
         documents, counts = render([row])
         report.add(counts)
@@ -150,6 +159,8 @@ class PromptReader(RowReader):
     known: ClassVar[dict[str, Fields]] = {
         "prompts": Fields((), chat="messages", prompts=(("prompt",),), completion="answer")
     }
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the run's tools."""
 
     def unread(self, row: Row) -> list[str]:
         return []
@@ -189,6 +200,10 @@ class PromptReader(RowReader):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
             read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}
+            if self.tools is not None:
+                if is_given(fields.get("tools")):
+                    raise ValueError("the row has `tools`, and the run has tools of its own. Remove one of them.")
+                read["tools"] = self.tools
             return [self.render(chat, read, is_prompt=True)]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:

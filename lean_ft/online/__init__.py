@@ -1,5 +1,6 @@
 """Online training: completions sampled from the policy, their rewards, and the batches made of both."""
 
+from lean_ft.online.episodes import tool_schemas
 from lean_ft.online.on_policy import OnPolicy
 from lean_ft.online.rewards import Rewards
 from lean_ft.online.rollouts import PairRollouts, Rollouts, ValuedRollouts
@@ -7,4 +8,14 @@ from lean_ft.online.sample_log import SampleLog
 from lean_ft.online.sampler import Sampler
 from lean_ft.online.value_model import ValueModel
 
-__all__ = ["OnPolicy", "PairRollouts", "Rewards", "Rollouts", "SampleLog", "Sampler", "ValueModel", "ValuedRollouts"]
+__all__ = [
+    "OnPolicy",
+    "PairRollouts",
+    "Rewards",
+    "Rollouts",
+    "SampleLog",
+    "Sampler",
+    "ValueModel",
+    "ValuedRollouts",
+    "tool_schemas",
+]

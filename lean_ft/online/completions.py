@@ -11,7 +11,7 @@ import torch
 
 from lean_ft.data.columns import Document
 from lean_ft.data.completions import TOKEN_VALUES
-from lean_ft.losses import deviation
+from lean_ft.losses import deviation, generalized_advantages
 
 
 @dataclass
@@ -37,6 +37,8 @@ class Completion:
     # Whether the policy sampled a token; others, such as a tool's result, are given. Empty: it sampled all.
     trained: list[bool] = field(default_factory=list)
     experts: str = ""  # with generation.router_replay, as in `Sample`
+    episode: dict[str, Any] = field(default_factory=dict)  # of several turns: `Episode.told`
+    asked: list[int] = field(default_factory=list)  # the prompt's ids if an environment changed them
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [True] * len(self.ids)
@@ -54,8 +56,24 @@ class Completion:
         )
 
     @property
+    def num_sampled(self) -> int:
+        return sum(self.trained)
+
+    @property
     def divergence(self) -> float | None:
         return sum(self.divergences) if self.divergences else None
+
+    def estimate_advantages(self, kl_weight: float, gamma: float, gae_lambda: float) -> None:
+        """Set generalized advantages and returns. The steps are the sampled tokens: the value before one of them follows the value
+        before the last sampled one."""
+        sampled = torch.tensor(self.trained)
+        rewards = -kl_weight * torch.tensor(self.of_tokens(self.divergences))[sampled]
+        rewards[-1] += self.reward or 0.0
+        values = torch.tensor(self.values)[sampled]
+        above, returns = generalized_advantages(rewards[None], values[None], gamma, gae_lambda)
+        zeros = torch.zeros(len(self.ids))
+        self.advantages = zeros.masked_scatter(sampled, above[0]).tolist()
+        self.returns = zeros.masked_scatter(sampled, returns[0]).tolist()
 
     def shown(self, asked: Any, columns: Iterable[str]) -> dict[str, Any]:
         """The line of samples.jsonl, with these columns of `log_extra`."""
@@ -66,6 +84,7 @@ class Completion:
             "rewards": self.rewards,
             **({"advantage": self.advantages[0]} if self.advantages else {}),
             "ended": self.ended,
+            **({"messages": self.episode["messages"]} if self.episode else {}),
         }
         return row | {f"extra/{name}" if name in row else name: self.extras.get(name) for name in columns}
 
@@ -105,7 +124,7 @@ def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[s
     """Metrics of a round with `num_answers` completions of each prompt."""
     size = num_answers if num_answers > 1 else len(completions)
     groups = torch.tensor([math.nan if one.reward is None else one.reward for one in completions]).view(-1, size)
-    num_tokens = sum(len(one.ids) for one in completions)
+    num_tokens = sum(one.num_sampled for one in completions)
     told = {
         "reward": float(groups.nanmean()),
         "reward_std": float(deviation(groups, ~groups.isnan(), 1).mean()),
@@ -117,6 +136,11 @@ def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[s
     }
     if divergences := [one.divergence for one in completions if one.divergence is not None]:
         told["kl"] = sum(divergences) / num_tokens
+    if episodes := [one.episode for one in completions if one.episode]:
+        calls = sum(one["calls"] for one in episodes)
+        told["turns"] = sum(one["turns"] for one in episodes) / len(episodes)
+        told["tool_calls"] = calls / len(episodes)
+        told["tool_errors"] = sum(one["errors"] for one in episodes) / max(1, calls)
     return {name: value for name, value in told.items() if not math.isnan(value)}
 
 

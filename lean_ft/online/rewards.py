@@ -6,6 +6,9 @@ gets further arguments by name: columns of the rows (`answer`), `prompt_ids`, `c
 completion was not cut), `trainer_state`, `log_metric` and `log_extra`. It may be `async`; async functions run
 concurrently. A completion's reward is the weighted sum of all functions, or None if no function judges it.
 
+With tools or an environment, the messages of a completion are those of all its turns, with `tool_calls` and results, and
+there are the arguments `environments` (in one process) and `environment_reward`.
+
     def right(prompts, completions, answer):
         return [float(said.strip() == expected) for said, expected in zip(completions, answer)]
 
@@ -24,16 +27,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from lean_ft.data import Prompt
+from lean_ft.data.columns import Document
 from lean_ft.frozen.reward_model import JudgingModel
 from lean_ft.generation import Sample
 from lean_ft.hub.paths import repository_name
 from lean_ft.models.device import resolve_device
+from lean_ft.online.episodes import Episode
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings import Reward
+from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.unchanged_process import UnchangedProcess
@@ -84,7 +91,17 @@ def length(
     return [-len(ids) / longest if done else -1.0 for ids, done in zip(completion_ids, ended, strict=True)]
 
 
-BUILT_IN: dict[str, Function] = {"exact_answer": exact_answer, "format": format_found, "length": length}
+def of_environment(pattern: str | None, environment_reward: Sequence[float | None], **_: Any) -> list[float | None]:
+    """The environment's own reward."""
+    return list(environment_reward)
+
+
+BUILT_IN: dict[str, Function] = {
+    "exact_answer": exact_answer,
+    "format": format_found,
+    "length": length,
+    "environment": of_environment,
+}
 
 
 def rewards_of(settings: Sequence[Reward | str | Function]) -> list[Reward]:
@@ -123,6 +140,7 @@ class Rewards:
         reward."""
         self._settings, self._tokenizer, self._ranks = rewards_of(settings), tokenizer, ranks
         self._functions: list[Function] = []
+        self._ignores_environment = False  # and that was reported
         self._unchanged = UnchangedProcess(resolve_device(device))
         self._loop = asyncio.Runner()  # one for the whole run, since async functions keep their connections
         if ranks.rank == 0:
@@ -136,25 +154,35 @@ class Rewards:
         return self._ranks.on_rank_zero(lambda: self._judged(prompts, samples))
 
     def _judged(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
-        texts = [self._tokenizer.decode(one.ids, skip_special_tokens=True) for one in samples]
+        texts = [self._text(one) for one in samples]
+        episodes = [one for one in samples if isinstance(one, Episode)]
+        asked = {i: one for i, one in enumerate(samples) if isinstance(one, Episode) and one.asked}
         extras = defaultdict[str, list[Any]](list)
         given: dict[str, Any] = {
-            "prompts": [prompt.asked for prompt in prompts],
+            "prompts": [asked[i].prompt if i in asked else prompt.asked for i, prompt in enumerate(prompts)],
             "completions": [
-                text if isinstance(prompt.asked, str) else [{"role": "assistant", "content": text}]
-                for prompt, text in zip(prompts, texts, strict=True)
+                text if isinstance(prompt.asked, str) else _messages(one, text)
+                for prompt, one, text in zip(prompts, samples, texts, strict=True)
             ],
-            "prompt_ids": [prompt.ids for prompt in prompts],
+            "prompt_ids": [asked[i].asked if i in asked else prompt.ids for i, prompt in enumerate(prompts)],
             "completion_ids": [one.ids for one in samples],
             "ended": [one.ended for one in samples],
             "log_extra": lambda column, values: extras[column].extend(values),
         }
+        if any(one.environment is not None for one in episodes):
+            given["environments"] = tuple(one.environment for one in episodes)  # not a list, which is copied
+        if len(episodes) == len(samples):
+            given["environment_reward"] = own = [one.reward for one in episodes]
+            is_read = self._ignores_environment or "environment" in [one.name for one in self._settings]
+            if own != [None] * len(own) and not is_read:
+                self._ignores_environment = True
+                say("WARNING", "the environment's own rewards are not added, because rewards has no `environment`")
         if self.run is not None:
             given |= {"trainer_state": self.run.trainer_state, "log_metric": self.run.log_metric}
-        for name in {name for prompt in prompts for name in prompt.columns} - set(GIVEN):
+        for name in {name for prompt in prompts for name in prompt.columns} - {*GIVEN, *given}:
             given[name] = [prompt.columns.get(name) for prompt in prompts]
         with without_os_exit():
-            columns = self._columns(prompts, given, texts)
+            columns = self._columns(prompts, samples, given, texts)
         for column, values in extras.items():
             if len(values) != len(prompts):
                 raise TrainingFailed(
@@ -169,13 +197,28 @@ class Rewards:
         plain = json.dumps(extras, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
         return Scores(totals, each, texts, json.loads(plain, parse_constant=str))  # a checkpoint holds JSON without NaN
 
-    def _columns(self, prompts: Sequence[Prompt], given: dict[str, Any], texts: list[str]) -> list[list[float | None]]:
+    def _text(self, one: Sample) -> str:
+        """The text of a completion; of several turns, that of the last one."""
+        if isinstance(one, Episode):
+            return next((said["content"] for said in reversed(one.messages) if said["role"] == "assistant"), "")
+        return self._tokenizer.decode(one.ids, skip_special_tokens=True)
+
+    def _columns(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample], given: dict[str, Any], texts: list[str]
+    ) -> list[list[float | None]]:
         """Call the functions one after another. Those that are async then run concurrently."""
+        documents = [
+            Document.of(one.asked) if isinstance(one, Episode) and one.asked else prompt.text
+            for prompt, one in zip(prompts, samples, strict=True)
+        ]
+        sampled_ids = [list(compress(one.ids, one.sampled)) if one.sampled else one.ids for one in samples]
         names, calls, found = [one.name for one in self._settings], [], list[Any]()
         seed = zlib.crc32(repr(given["completion_ids"]).encode())  # by round, so that a resumed run has it too
         for one, function in zip(self._settings, self._functions, strict=True):
             reads_texts = one.model is not None or one.function in BUILT_IN
-            of_models = {"completions": texts, "documents": [prompt.text for prompt in prompts]}
+            of_models: dict[str, Any] = {"completions": texts, "documents": documents}
+            if one.model is None:  # a length is that of sampled tokens
+                of_models["completion_ids"] = sampled_ids
             taken = _taken(one.name, function, given | of_models if reads_texts else given)
             calls.append(partial(_tried, function, taken))
             with self._unchanged(f"the reward {one.name}", seed):
@@ -210,10 +253,15 @@ class Rewards:
         return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
 
 
+def _messages(one: Sample, text: str) -> list[dict[str, Any]]:
+    return one.messages if isinstance(one, Episode) else [{"role": "assistant", "content": text}]
+
+
 def _tried(function: Function, taken: dict[str, Any], rows: slice) -> Any:
     """Return the function's result for these rows, which may be awaitable, or its error."""
     try:  # with copies, because it may change its arguments
-        found = function(**{k: copy.deepcopy(v[rows]) if isinstance(v, list) else v for k, v in taken.items()})
+        parts = {k: v[rows] if isinstance(v, list | tuple) else v for k, v in taken.items()}
+        found = function(**{k: copy.deepcopy(v) if isinstance(v, list) else v for k, v in parts.items()})
         return list(found) if isinstance(found, Iterator) else found
     except KeyboardInterrupt:
         raise

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -30,8 +31,9 @@ from lean_ft.data.completions import SampledCompletions
 from lean_ft.data.image_batches import longest_images
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
-from lean_ft.losses import AnswerTokens, advantages, generalized_advantages, whitened
+from lean_ft.losses import AnswerTokens, advantages, whitened
 from lean_ft.online.completions import Completion, differ, documents_of, round_metrics, why_untrained
+from lean_ft.online.episodes import Episode
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
@@ -105,8 +107,8 @@ class Rounds(Generic[BatchT]):
         """Fill the next round. `answer`: a `Sampler`, or another function of prompts and a seed; with dynamic sampling
         it is called several times.
 
-        All tokens of a completion are trained, or none: none without a reward, and with `loss.mask_truncated` none of a
-        cut one.
+        All sampled tokens of a completion are trained, or none: none without a reward, and with `loss.mask_truncated`
+        none of a cut one.
         """
         started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
@@ -145,12 +147,19 @@ class Rounds(Generic[BatchT]):
         for i, answer in enumerate(answers):
             answer.extras = {column: values[i] for column, values in scores.extras.items()}
             answer.experts = samples[i].experts
+            answer.trained = samples[i].sampled or answer.trained
+            if isinstance(one := samples[i], Episode):
+                answer.episode, answer.asked = one.told, one.asked
         self._place += len(asked)
         even = []
         for start in range(0, len(answers), size):
             group = answers[start : start + size]
             (self._answers if differ(group) or self._cfg.generation.most_attempts == 1 else even).extend(group)
         return even
+
+    def _asked_of(self, answer: Completion) -> Document:
+        """The completion's prompt."""
+        return Document.of(answer.asked) if answer.asked else self._prompts[answer.prompt].text
 
     def begin(self) -> None:
         """Compute the advantages. Then `take` returns batches."""
@@ -322,7 +331,7 @@ class Rollouts(Rounds[PolicyBatch]):
 
         Denominators and the divergence from the reference stay those of all tokens. Wang et al. 2025, arXiv:2506.01939.
         """
-        counted = [e for own, one in zip(entropies, self._answers, strict=True) if one.counts[0] for e in own]
+        counted = [e for own, one in zip(entropies, self._answers, strict=True) for e in compress(own, one.counts)]
         threshold = float(np.quantile(counted or [0.0], 1 - share))  # a checkpoint takes no numpy bool
         for answer, own in zip(self._answers, entropies, strict=True):
             answer.uncertain = [entropy >= threshold for entropy in own]
@@ -334,13 +343,15 @@ class Rollouts(Rounds[PolicyBatch]):
 
     def _batch(self, first: int) -> PolicyBatch:
         answers = self._answers[first : first + self._cfg.batch_size]
-        return self._policy_batch(answers, [self._prompts[answer.prompt].text for answer in answers], first)
+        return self._policy_batch(answers, list(map(self._asked_of, answers)), first)
 
     def _policy_batch(self, answers: Sequence[Completion], prompts: Sequence[Document], first: int) -> PolicyBatch:
         """The batch of the completions numbered from `first` on."""
         group, documents = self._cfg.generation.num_answers, documents_of(answers, prompts)
-        begins_group = [i == 0 or (first + i) % group == 0 for i in range(len(answers))]
-        shared = [0 if begins else len(prompt) for begins, prompt in zip(begins_group, prompts, strict=True)]
+        shares = [
+            i > 0 and (first + i) % group > 0 and one.asked == answers[i - 1].asked for i, one in enumerate(answers)
+        ]
+        shared = [len(prompt) * shares[i] for i, prompt in enumerate(prompts)]
         batch = batch_of(
             documents,
             SampledCompletions(),
@@ -353,7 +364,7 @@ class Rollouts(Rounds[PolicyBatch]):
         return replace(batch, answers=range(first, first + len(answers)))
 
     def longest(self) -> PolicyBatch:
-        size, group, new = self._cfg.batch_size, self._cfg.generation.num_answers, self._cfg.generation.max_new_tokens
+        size, group, new = self._cfg.batch_size, self._cfg.generation.num_answers, self._cfg.completion_tokens
         # The micro-batch with completions of the most groups has the most prompts.
         first = max(range(0, self.num_answers, size), key=lambda first: (first + size - 1) // group - first // group)
         zeros = [0.0] * new
@@ -378,16 +389,12 @@ class ValuedRollouts(Rollouts):
         loss = self._cfg.needed(PPOLossConfig)
         self._take_what_is_known()
         for answer in self._answers:
-            rewards = -loss.kl_weight * torch.tensor(answer.of_tokens(answer.divergences))
-            rewards[-1] += answer.reward or 0.0
-            values = torch.tensor(answer.values)
-            above, returns = generalized_advantages(rewards[None], values[None], loss.gamma, loss.gae_lambda)
-            answer.advantages, answer.returns = above[0].tolist(), returns[0].tolist()
-        counted = [answer for answer in self._answers if answer.counts[0]]
-        if counted:
-            even = iter(whitened(torch.tensor([value for one in counted for value in one.advantages])).tolist())
-            for answer in counted:
-                answer.advantages = [next(even) for _ in answer.ids]
+            answer.estimate_advantages(loss.kl_weight, loss.gamma, loss.gae_lambda)
+        places = [(one, i) for one in self._answers for i, counts in enumerate(one.counts) if counts]
+        if places:
+            even = whitened(torch.tensor([one.advantages[i] for one, i in places])).tolist()
+            for (one, i), value in zip(places, even, strict=True):
+                one.advantages[i] = value
 
 
 class PairRollouts(Rounds[PairBatch]):
@@ -415,12 +422,13 @@ class PairRollouts(Rounds[PairBatch]):
 
     def _batch(self, pairs: Sequence[tuple[Completion, Completion]]) -> PairBatch:
         answers = [one for pair in pairs for one in pair]
-        return self._pair_batch(answers, [self._prompts[one.prompt].text for one in answers])
+        return self._pair_batch(answers, list(map(self._asked_of, answers)))
 
     def _pair_batch(self, answers: Sequence[Completion], prompts: Sequence[Document]) -> PairBatch:
         """answers: the chosen completion of each pair before the rejected one, which shares its prompt."""
         documents = [one.document(prompt) for one, prompt in zip(answers, prompts, strict=True)]
-        shared = [len(prompt) * (i % 2) for i, prompt in enumerate(prompts)]
+        shares = [i % 2 == 1 and one.asked == answers[i - 1].asked for i, one in enumerate(answers)]
+        shared = [len(prompt) * shares[i] for i, prompt in enumerate(prompts)]
         batch = batch_of(
             documents,
             PreferencePairs(),
@@ -434,6 +442,6 @@ class PairRollouts(Rounds[PairBatch]):
         return batch
 
     def longest(self) -> PairBatch:
-        longest = Completion(0, [0] * self._cfg.generation.max_new_tokens, [], True, 0.0, [], "")
+        longest = Completion(0, [0] * self._cfg.completion_tokens, [], True, 0.0, [], "")
         size = 2 * self._cfg.batch_size
         return self._longest(lambda prompts: self._pair_batch([longest] * size, prompts), size, self._cfg.batch_size)

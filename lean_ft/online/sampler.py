@@ -8,6 +8,7 @@ from typing import Any
 from lean_ft.data import Prompt
 from lean_ft.generation import Sample, Sampling, sample, sample_numbers, stop_ids
 from lean_ft.models import Decoder
+from lean_ft.online.episodes import Episodes, Round
 from lean_ft.online.rewards import Rewards
 from lean_ft.online.vllm_server import VLLMServer
 from lean_ft.optim import Optimizer
@@ -15,6 +16,7 @@ from lean_ft.parallel import generating
 from lean_ft.settings import OnlineConfig
 from lean_ft.system.host_link import open_link
 from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 
 
@@ -47,13 +49,22 @@ class Sampler:
                 "Remove generation.router_replay."
             )
         self._server_folder = cfg.output_dir / "engine"
+        self._max_given_tokens = cfg.completion_tokens - cfg.generation.max_new_tokens
+        self._episodes: Episodes | None = None
+        if cfg.has_turns:
+            self._episodes = world().read(lambda: Episodes(cfg, tokenizer, ranks.rank), lambda: None)
 
     @cached_property
     def _server(self) -> VLLMServer:
         return VLLMServer(self._generation.engine_url, self._server_folder)
 
-    def __call__(self, prompts: Sequence[Prompt], seed: int, temperature: float | None = None) -> list[Sample]:
-        """temperature: None is the training temperature. Raises as `lean_ft.generation.sample` does."""
+    def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Sample]:
+        """seed: of the round. Raises as `lean_ft.generation.sample` and `Round` do."""
+        if self._episodes is not None:
+            self._episodes.results.begin(seed % 2**32)
+        return self._answers(prompts, seed, None)
+
+    def _answers(self, prompts: Sequence[Prompt], seed: int, temperature: float | None) -> list[Sample]:
         generation = self._generation
         how = Sampling(
             temperature=generation.temperature if temperature is None else temperature,
@@ -73,24 +84,34 @@ class Sampler:
         place = self._ranks.rank // alike
         mine = slice(place * share, (place + 1) * share)
 
-        def answer() -> list[Sample]:
+        def answer() -> Sequence[Sample]:
+            if self._episodes is not None:
+                with self._episodes.tools.unchanged_process(seed % 2**32):
+                    return sampled(Round(self._episodes, prompts[mine], numbers[mine], seed))
+            return sampled(None)
+
+        def sampled(played: Round | None) -> Sequence[Sample]:
             with self._makes_room(), generating(self._model, self._ranks, generation.gather):
-                return sample(
+                found = sample(
                     self._model,
-                    asked[mine],
+                    asked[mine] if played is None else played.asked,
                     how,
                     numbers=numbers[mine],
                     decode=self._tokenizer.decode,
                     cache_gib=generation.cache_gib,
                     compile=generation.compile,
                     records_experts=generation.router_replay,
+                    replies=played,
+                    max_given_tokens=self._max_given_tokens,
                 )
+            return found if played is None else played.finish(found, keeps_environments=self._ranks.size == 1)
 
         return [one for answers in self._ranks.on_every_rank(answer)[::alike] for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """Return the mean reward (if any has one) and length of completions of held-out prompts, sampled at `generation.eval_temperature` with a fixed seed."""
-        answers = self(held_out, self._seed, self._generation.eval_temperature)
+        answers = self._answers(held_out, self._seed, self._generation.eval_temperature)
         worth = [total for total in rewards(held_out, answers).totals if total is not None]
-        found = {"eval_completion_length": sum(len(answer.ids) for answer in answers) / len(answers)}
+        lengths = [sum(answer.sampled) if answer.sampled else len(answer.ids) for answer in answers]
+        found = {"eval_completion_length": sum(lengths) / len(answers)}
         return found | ({"eval_reward": sum(worth) / len(worth)} if worth else {})

@@ -66,6 +66,12 @@ class GenerationConfig(Settings):
     """With a sharded model: gather the weights one `layer` at a time for every token, or the `whole` model once per
     round, which is faster and must fit in memory."""
 
+    max_given_tokens: PositiveInt = 1024
+    """With `tools` or `environment`: maximum number of tokens that a completion is given, such as results of calls. A
+    completion whose next result does not fit ends and counts as cut."""
+    turn_discount: PositiveShare = 1.0
+    """With an environment that returns a reward for each turn: the factor from one turn's reward to the next. A
+    completion's reward is their sum."""
     router_replay: bool = False
     """Mixture of experts: record the experts that every token chooses while sampling, and use them in training too, with
     weights from the present router. Rounding then changes no expert between sampling and training (R3, Ma et al. 2025)."""
@@ -89,7 +95,7 @@ class Reward(Settings):
     """One of several rewards: a function or a model."""
 
     function: FunctionName | None = None
-    """Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`."""
+    """Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`, `environment`."""
     model: str | None = None
     """Instead of a function, a reward model: a run of `reward`, its checkpoint, another folder, or org/name."""
     weight: float = 1.0

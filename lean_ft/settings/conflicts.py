@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from lean_ft.settings.answers import GenerationConfig, SamplingConfig
+from lean_ft.settings.answers import GenerationConfig, SamplingConfig, ToolsConfig
 from lean_ft.settings.base import Settings
 from lean_ft.settings.data import ClassificationDataConfig, DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig, ParallelConfig
@@ -48,6 +48,7 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "distill": DistillConfig,
     "sampling": SamplingConfig,
     "generation": GenerationConfig,
+    "tools": ToolsConfig,
     "pair_loss": PreferenceLossConfig,
     "unpaired_loss": UnpairedLossConfig,
     "policy_loss": PolicyLossConfig,
@@ -323,6 +324,42 @@ CONFLICTS = [
         lambda generation: generation.router_replay and generation.engine != "own",
         "generation.router_replay=true needs the experts that tokens choose while sampling, which generation.engine="
         "{generation.engine} does not return. Set generation.engine=own, or remove generation.router_replay.",
+    ),
+    *(
+        Conflict(
+            lambda recipe, generation, name=name: _differs(generation, name) and not recipe.has_turns,
+            f"generation.{name}={{generation.{name}}} is used only with tools or an environment. Set tools or environment, or "
+            f"remove generation.{name}.",
+        )
+        for name in ("max_given_tokens", "turn_discount")
+    ),
+    Conflict(
+        lambda recipe, prompt_data: recipe.has_turns and prompt_data.chat is False,
+        "tools and environments need a chat template, and data.chat=false writes plain text. Remove data.chat.",
+    ),
+    Conflict(
+        lambda recipe, generation: recipe.has_turns and generation.engine != "own",
+        "tools and environments need generation.engine=own, and it is {generation.engine}. Remove generation.engine.",
+    ),
+    Conflict(
+        lambda recipe, model: recipe.has_turns and model.images != "none",
+        "tools and environments work with texts, and model.images={model.images} reads images. Set model.images=none.",
+    ),
+    Conflict(
+        lambda recipe, parallel: recipe.has_turns and parallel.tensor > 1,
+        "parallel.tensor={parallel.tensor}: each of these ranks would call the tools. Set parallel.tensor=1.",
+    ),
+    Conflict(
+        lambda recipe, prompt_data: (
+            recipe.environment is None
+            and "environment" in [getattr(reward, "function", reward) for reward in recipe.rewards]
+        ),
+        "rewards=[environment] is the reward of an environment, and there is none. Set environment, or remove it from rewards.",
+    ),
+    Conflict(
+        lambda recipe, tools: tools.process and recipe.environment is not None and not tools.functions,
+        "tools.process=true runs each call in a process of its own, and the methods of an environment keep its state in this "
+        "one. Remove tools.process.",
     ),
     Conflict(
         lambda generation, optimizer: (

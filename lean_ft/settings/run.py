@@ -20,7 +20,16 @@ from pydantic import (
 )
 
 from lean_ft.settings.answers import GenerationConfig, Reward, ToolsConfig
-from lean_ft.settings.base import Device, Every, FunctionName, GroupT, RegularExpression, Resume, Settings
+from lean_ft.settings.base import (
+    Device,
+    Every,
+    FunctionName,
+    GroupT,
+    OwnFunction,
+    RegularExpression,
+    Resume,
+    Settings,
+)
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
@@ -35,6 +44,7 @@ from lean_ft.settings.losses import (
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
 from lean_ft.system.installation import install_command
+from lean_ft.system.user_functions import check_function
 
 DEFAULT_OUTPUT_DIR = Path("runs/<model>_<recipe>")
 LOGGER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")}  # name -> module
@@ -188,7 +198,19 @@ class RecipeConfig(Settings):
         if (data := self.group(DataConfig)) is not None:
             return data.max_length
         prompts, generation = self.group(PromptDataConfig), self.group(GenerationConfig)
-        return prompts.max_prompt_length + generation.max_new_tokens if prompts and generation else None
+        return prompts.max_prompt_length + self.completion_tokens if prompts and generation else None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Maximum tokens of a sampled completion, with those that tools or an environment give."""
+        generation = self.needed(GenerationConfig)
+        return generation.max_new_tokens + generation.max_given_tokens * self.has_turns
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a completion may have several turns, with tools or an environment."""
+        tools = self.group(ToolsConfig)
+        return (tools is not None and bool(tools.functions)) or getattr(self, "environment", None) is not None
 
     @property
     def pass_tokens(self) -> int | None:
@@ -229,9 +251,13 @@ class OnlineConfig(AnswersConfig):
     data: PromptDataConfig
     rewards: list[Reward | FunctionName]
     """Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, `format`,
-    `length`), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
+    `length`, and `environment`, the environment's own reward), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
     tools: ToolsConfig = ToolsConfig.model_validate({})
+    environment: Annotated[OwnFunction, AfterValidator(check_function)] | None = None
+    """Your own environment, `my_env.py:Env`: a class with `reset(row)`, which returns what is added to the prompt, and
+    `step(action)`, which returns an observation, a reward and whether the episode is over. Or a class whose methods are
+    tools, with `reset(**row)` and perhaps `get_reward()`, as TRL's environment_factory. See docs/online.md."""
     batch_size: PositiveInt = 8
     """Completions, or pairs of them, per forward pass. If a round would not have all generation.num_answers completions
     of each prompt, and gradient_accumulation_steps is not set, it is raised."""

@@ -4,6 +4,7 @@
     run.json         the same facts for programs, with one entry per start of the run
     functions/       sources of the functions that were passed from Python
     metrics.jsonl    see lean_ft.training.metrics
+    tool_results.jsonl    results of tool calls since the last checkpoint
     step_00000100/   a checkpoint
       config.json, *.safetensors, tokenizer files     a Hugging Face folder; with an adapter, a PEFT adapter folder
       training_state/optimizer.safetensors            the optimizer's tensors

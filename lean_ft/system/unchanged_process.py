@@ -3,7 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,19 +34,19 @@ class UnchangedProcess:
 
     @contextmanager
     def __call__(self, name: str, seed: int) -> Iterator[None]:
-        """Report that the function `name` is still running. Seed the random generators for it, and undo its changes of them and
+        """Report that the function `name`, unless it is empty, is still running. Seed the random generators for it, and undo its changes of them and
         of the process."""
         before, random_state = [read() for read, _ in PROCESS_STATE.values()], capture_random_state(self._device)
         for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
             seed_generator(seed)
         try:
-            with slow_calls_reported(name):
+            with slow_calls_reported(name) if name else nullcontext():
                 yield
         finally:
             restore_random_state(random_state, self._device)
         for (what, (read, restore)), value in zip(PROCESS_STATE.items(), before, strict=True):
             if read() != value:
                 restore(value)
-                if (text := f"{name} changes {what}, which is undone after each call.") not in self._warned:
+                if (text := f"{name or 'a tool'} changes {what}, which is undone after each call.") not in self._warned:
                     self._warned.add(text)
                     say("WARNING", text)

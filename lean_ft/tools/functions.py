@@ -15,9 +15,9 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Tools:
         self._functions: dict[str, tuple[str, Callable[..., Any]]] = {}  # with its text in the settings
         self.schemas: list[dict[str, Any]] = []
         self.num_calls = self.num_errors = 0
+        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # one for the whole run, since tools keep their connections
         self._reported, self._processes = set[str](), set[subprocess.Popen[bytes]]()
         for text in settings.functions:
@@ -71,6 +72,51 @@ class Tools:
             self._functions[name] = text, function
             self.schemas.append(schema)
 
+    def with_methods(self, methods: Sequence[Callable[..., Any]]) -> "Tools":
+        """These tools and the methods of an environment, which always run in this process.
+
+        Raises ValueError for a method that cannot be described, or has the name of another tool.
+        """
+        both, schemas = self.bound(methods), [json_schema(method) for method in methods]
+        for schema in schemas:
+            if (name := schema["function"]["name"]) in self._functions:
+                raise ValueError(f"{self._functions[name][0]} has the name of a method of the environment. Rename it.")
+        both.schemas = self.schemas + schemas
+        return both
+
+    def bound(self, methods: Sequence[Callable[..., Any]]) -> "Tools":
+        """These tools with the methods of another environment of the same class."""
+        if any(map(inspect.iscoroutinefunction, methods)):
+            self._running_loop()  # one for all environments
+        both = copy.copy(self)
+        both._functions = self._functions | {method.__name__: ("", method) for method in methods}
+        return both
+
+    @contextmanager
+    def unchanged_process(self, seed: int) -> Iterator[None]:
+        """Context manager for `results` in several threads. It undoes what tools change in this process, and ends theirs."""
+        with without_os_exit(), self._unchanged("", seed):
+            try:
+                yield
+            finally:
+                self._end_processes()
+
+    def results(
+        self,
+        calls: Sequence[Call],
+        known: Mapping[int, tuple[str, bool]],
+        finished: Callable[[int, str, bool], None] = lambda *_: None,
+    ) -> list[tuple[str, bool]]:
+        """Run the calls of a turn side by side. Return each result, and whether the call failed.
+
+        known: what this returned before for some of the calls, by their places; they are not made again. finished: called with the place of a call and its result, as soon as there is one. It may run in any thread.
+        """
+        refused = [self._refusal(call, i) for i, call in enumerate(calls)]
+        places = [i for i, text in enumerate(refused) if not text and i not in known]
+        jobs = [calls[i] for i in places]
+        found = dict(zip(places, self._outcomes(jobs, lambda i, *result: finished(places[i], *result)), strict=True))
+        return [{**known, **found}.get(i, (text, True)) for i, text in enumerate(refused)]
+
     def run(self, calls: Sequence[Sequence[Call]]) -> list[list[str]]:
         """Run the calls of each episode's turn, all side by side. Return their results in the same order.
 
@@ -88,12 +134,15 @@ class Tools:
             try:
                 found = self._outcomes(jobs)
             finally:
-                for process in tuple(self._processes):
-                    _kill(process)
+                self._end_processes()
         self.num_calls += sum(map(len, calls))
         self.num_errors += sum(map(len, calls)) - len(jobs) + sum(failed for _, failed in found)
         texts = iter(text for text, _ in found)
         return [[text or next(texts) for text in turn] for turn in refused]
+
+    def _end_processes(self) -> None:
+        for process in tuple(self._processes):
+            _kill(process)
 
     def _refusal(self, call: Call, place: int) -> str:
         """The error of a call that cannot run; empty if it can."""
@@ -112,17 +161,20 @@ class Tools:
         missing = [name for name in required if name not in call.arguments]
         return f"error: {call.name} needs the parameter {', '.join(missing)}." if missing else ""
 
-    def _outcomes(self, jobs: Sequence[Call]) -> list[tuple[str, bool]]:
+    def _outcomes(
+        self, jobs: Sequence[Call], finished: Callable[[int, str, bool], None] = lambda *_: None
+    ) -> list[tuple[str, bool]]:
         """The text of each result, and whether the call failed."""
         settings, outcomes = self._settings, [("", False)] * len(jobs)
-        patience = inf if settings.process else settings.seconds  # a process has its own limit, from its start on
+        # A process has its own limit, from its start on.
+        patience = [inf if self._has_process(call) else settings.seconds for call in jobs]
         most = (os.cpu_count() or 1) + 1 if settings.process else MOST_THREADS
         waiting = deque(sorted(enumerate(jobs), key=lambda job: not self._is_async(job[1])))
         running = dict[Future[Any], tuple[int, float]]()
         while waiting or running:
             while waiting and (len(running) < most or self._is_async(waiting[0][1])):
                 i, call = waiting.popleft()
-                running[self._start(call)] = i, time.monotonic() + patience
+                running[self._start(call)] = i, time.monotonic() + patience[i]
             left = min(until for _, until in running.values()) - time.monotonic()
             wait(running, None if left == inf else max(left, 0), FIRST_COMPLETED)
             for future, (i, until) in tuple(running.items()):
@@ -132,12 +184,16 @@ class Tools:
                     outcomes[i] = self._left_behind(jobs[i], future)
                 else:
                     continue
+                finished(i, *outcomes[i])
                 del running[future]
         return outcomes
 
+    def _has_process(self, call: Call) -> bool:
+        return self._settings.process and bool(self._functions[call.name][0])
+
     def _is_async(self, call: Call) -> bool:
         function = self._functions[call.name][1]
-        return not self._settings.process and inspect.iscoroutinefunction(function)
+        return not self._has_process(call) and inspect.iscoroutinefunction(function)
 
     def _start(self, call: Call) -> Future[Any]:
         """Begin a call, in a daemon thread or on the loop. Its future gets the result's text or the error, and never raises."""
@@ -160,7 +216,7 @@ class Tools:
             try:
                 result = (
                     self._in_process(text, arguments)
-                    if self._settings.process
+                    if self._has_process(call)
                     else as_text(function(**arguments), most)
                 )
             except BaseException as error:  # SystemExit too: it would end the thread without a result
@@ -195,10 +251,11 @@ class Tools:
         return f"error: the call took longer than {self._settings.seconds:g} s."
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        return self._loop
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            return self._loop
 
     def _in_process(self, function: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Run a call in a new process. `function`: FILE.py:FUNCTION."""

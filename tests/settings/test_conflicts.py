@@ -9,6 +9,7 @@ from lean_ft.system import catalog
 COMMON = ("model.path=tiny", "data.source=tiny/train.jsonl", "output_dir=run")
 REQUIRED = {"distill": ("distill.teacher=tiny",), **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",))}
 # For each row of the table: a recipe, settings that it rejects, and part of the message.
+TOOLS = f"tools.functions=[{__file__}:load]"
 REFUSED = [
     ("finetune", "profile_steps=[1,1,1]", "is used only with profile"),
     ("dpo", "eval_tasks_every=2", "eval_tasks_every=2 is used only with eval_tasks"),
@@ -16,6 +17,14 @@ REFUSED = [
     ("finetune", "profile=true max_steps=4", "max_steps=4 is less"),
     ("grpo", "loss.kl=k1", "loss.kl=k1 is used only with loss.kl_weight above 0"),
     ("grpo", "generation.engine_url=http://127.0.0.1:9", "is used only with generation.engine=vllm"),
+    ("grpo", "generation.max_given_tokens=9", "is used only with tools or an environment"),
+    ("ppo", "generation.turn_discount=0.9", "is used only with tools or an environment"),
+    ("grpo", f"{TOOLS} data.chat=false", "need a chat template"),
+    ("grpo", f"{TOOLS} generation.engine=vllm loss.correction=token_truncate", "need generation.engine=own"),
+    ("online_dpo", f"{TOOLS} model.images=frozen", "work with texts"),
+    ("grpo", f"{TOOLS} parallel.tensor=2", "each of these ranks would call the tools"),
+    ("grpo", "rewards=[environment]", "there is none. Set environment"),
+    ("grpo", f"environment={__file__}:load tools.process=true", "keep its state in this one"),
     ("finetune", "keep_every=2 save_every=1", "keep_last=null keeps all"),
     ("finetune", "keep_best=2 save_every=1", "keep_last=null keeps all"),
     ("finetune", "keep_best=2 keep_last=1 save_every=3 eval_every=2", "some would have none"),

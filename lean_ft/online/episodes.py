@@ -1,0 +1,408 @@
+"""Episodes: completions of several turns, in which the model calls tools or acts in an environment.
+
+After its prompt, an episode is one list of ids: sampled tokens, given tokens (the results of calls, or an observation),
+sampled tokens, and so on. Nothing is rendered or tokenized again, so the trained tokens are the sampled ones. An episode
+ends after a turn without a call, when the environment is done, or at a limit; then it counts as cut.
+
+An environment has one of two forms:
+
+    class Env:                                        class Env:
+        def reset(self, row): ...                         def reset(self, **row): ...
+        def step(self, action): ...                       def any_method(self, word: str) -> str: ...
+                                                          def get_reward(self): ...
+
+On the left, `action` is the text of a turn without calls, and `step` returns (observation, reward, done). On the right, the
+public methods are tools: TRL's `environment_factory`. `reset` returns a text that is added to the last message of the
+prompt, messages that follow it, or None.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import queue
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from threading import Lock, Semaphore, Thread
+from typing import Any
+
+from lean_ft.data import Prompt
+from lean_ft.data.chats import check_text, read_variables
+from lean_ft.data.columns import Document
+from lean_ft.data.formats import SYSTEM_ROLES, as_chat
+from lean_ft.generation import Sample
+from lean_ft.settings import OnlineConfig
+from lean_ft.system.log import say, slow_calls_reported
+from lean_ft.system.run_directory import checkpoint_step, list_checkpoints, read_training_state
+from lean_ft.system.user_functions import PASSED, file_digest, load_function
+from lean_ft.system.whole_files import open_in_place, write_whole
+from lean_ft.system.world import world
+from lean_ft.tokenizers import Tokenizer
+from lean_ft.tools import Tools, ToolTurns, Turn
+from lean_ft.training.bad_steps import TrainingFailed
+
+FILE = "tool_results.jsonl"
+MOST_TURNS = 64  # whose calls run at once
+
+
+@dataclass
+class Episode(Sample):
+    """A completion of several turns."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The assistant's turns with their `tool_calls`, the results (role `tool`) and observations (role `user`)."""
+    turns: int = 0
+    calls: int = 0
+    errors: int = 0
+    """Calls whose result is an error message."""
+    reward: float | None = None
+    """The environment's."""
+    asked: list[int] = field(default_factory=list)
+    """The prompt's ids, if the environment changed the prompt."""
+    prompt: Any = None
+    """The prompt's messages, if the environment changed them."""
+    environment: Any = None
+    is_cut: bool = False
+    """Whether a limit ended the episode after a turn."""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a round keeps."""
+        return {name: getattr(self, name) for name in ("messages", "turns", "calls", "errors")}
+
+
+class Results:
+    """The results of finished calls, in the run's folder: a run that was killed does not request them again.
+
+    A key depends on everything that leads to a call: the tools' files, the seed, the prompt, the sample number, and all
+    ids. Lines of rounds that are in a checkpoint are removed.
+    """
+
+    def __init__(self, folder: Path, rank: int, files: Sequence[str]) -> None:
+        self._folder, self._path = folder, folder / (f"{rank}_{FILE}" if rank else FILE)
+        self._lock, self._known, self.round = Lock(), defaultdict[str, list[tuple[str, bool]]](list), 0
+        self._digests = "".join(name if name in PASSED else file_digest(name) for name in files).encode()
+        self._seen: Path | None = None  # the newest checkpoint
+        if rows := self._rows():
+            self._keep(rows)  # a kill can leave a part of a line at the end
+        for row in rows:
+            self._known[row["key"]].append((row["result"], row["failed"]))
+
+    def key(self, *parts: Any) -> str:
+        return blake2b(repr(parts).encode() + self._digests, digest_size=16).hexdigest()
+
+    def take(self, key: str) -> tuple[str, bool] | None:
+        """The result of a call and whether it failed, if it is known. Each is returned once."""
+        with self._lock:
+            return self._known[key].pop(0) if self._known.get(key) else None
+
+    def add(self, key: str, result: str, failed: bool) -> None:
+        line = json.dumps({"round": self.round, "key": key, "result": result, "failed": failed})
+        with self._lock, open_in_place(self._path, "a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def begin(self, number: int) -> None:
+        """Begin the round of this number."""
+        self.round = number
+        newest = max(list_checkpoints(self._folder), key=checkpoint_step, default=None)
+        if newest is not None and newest != self._seen and self._path.exists():
+            self._seen, saved = newest, read_training_state(newest)["batches"]["round"]
+            self._keep([row for row in self._rows() if row["round"] >= saved])
+
+    def _keep(self, rows: list[dict[str, Any]]) -> None:
+        with write_whole(self._path, on_disk=True) as file:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for line in self._path.read_bytes().splitlines() if self._path.exists() else ():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # it was cut
+                continue
+        return rows
+
+
+class Environment:
+    """An environment's class or factory, `my_env.py:Env`. Its objects are used again in later rounds, after a reset."""
+
+    def __init__(self, name: str) -> None:
+        """Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step` and methods."""
+        self.name, self.make = name, load_function(name)
+        with _failing(name, "cannot be made", ValueError):
+            self.objects = [probe] = [self.make()]
+        if not callable(getattr(probe, "reset", None)):
+            raise ValueError(f"environment={name} has no reset. Add reset(self, row), or reset(self, **row).")
+        kinds = [one.kind for one in inspect.signature(probe.reset).parameters.values()]
+        self._takes_row = len(kinds) == 1 and kinds[0] is not inspect.Parameter.VAR_KEYWORD
+        self.has_steps = self._takes_row and callable(getattr(probe, "step", None))
+        if not self.has_steps and not self.methods_of(probe):
+            raise ValueError(
+                f"environment={name} has neither step(self, action) and reset(self, row), nor public methods, which would be "
+                "tools. Add them."
+            )
+
+    def methods_of(self, environment: Any) -> list[Callable[..., Any]]:
+        """The methods that are tools."""
+        found = inspect.getmembers(type(environment), inspect.isfunction)
+        names = [name for name, _ in found if name not in ("reset", "get_reward") and not name.startswith("_")]
+        return [] if self.has_steps else [getattr(environment, name) for name in names]
+
+    def begin(self, number: int, row: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the environment of this number and its first observation."""
+        while len(self.objects) <= number:
+            self.objects.append(self.make())
+        one = self.objects[number]
+        return one, one.reset(row) if self._takes_row else one.reset(**row)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows a turn."""
+
+    given: list[int] | None  # None: the episode is over
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reward: float | None = None
+    errors: int = 0
+
+
+class Episodes:
+    """The tools and the environment of a run."""
+
+    def __init__(self, cfg: OnlineConfig, tokenizer: Tokenizer, rank: int = 0) -> None:
+        """Raises ValueError if a tool or the environment cannot be loaded, or the chat template cannot write their turns."""
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self.environment, self.tools = _loaded(cfg)
+        self.schemas, methods = self.tools.schemas, []
+        if self.environment is not None:
+            methods = self.environment.methods_of(self.environment.objects[0])
+        self.methods = {method.__name__ for method in methods}
+        self.working = Semaphore(MOST_TURNS)
+        self.results = Results(cfg.output_dir, rank, cfg.tools.functions)
+        self.turns_of = cache(lambda variables: ToolTurns(tokenizer, self.schemas, json.loads(variables)))
+        self.turns_of(self.variables_of({}))
+
+    def variables_of(self, columns: dict[str, Any]) -> str:
+        """The variables of the chat template for a row with these columns, as JSON."""
+        given = read_variables(columns.get("chat_template_kwargs"))
+        return json.dumps(self.cfg.data.chat_template_kwargs | given, sort_keys=True)
+
+
+class Round:
+    """The episodes of some prompts, one for each. `lean_ft.generation.sample` asks it for given tokens (`Replies`)."""
+
+    def __init__(self, episodes: Episodes, prompts: Sequence[Prompt], numbers: Sequence[int], seed: int) -> None:
+        """numbers: of the samples. Raises TrainingFailed if the environment's `reset` fails, or its prompt is too long."""
+        self._all, self._prompts, self._numbers, self._seed = episodes, prompts, numbers, seed
+        self._found = [Episode() for _ in prompts]
+        self._tools = [episodes.tools] * len(prompts)  # of each episode
+        self._starts = [0] * len(prompts)  # of the current turn in the ids
+        self._pending = [Outcome(None) for _ in prompts]  # whose tokens may not fit
+        self._rewards: list[list[float]] = [[] for _ in prompts]
+        self._outcomes: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = queue.SimpleQueue()
+        self._limits = dict[int, float]()  # when the turns that are worked on must be done
+        self.asked = [self._begin(place, prompt) for place, prompt in enumerate(prompts)]
+
+    def _begin(self, place: int, prompt: Prompt) -> Document:
+        """The prompt of an episode, which the environment may change."""
+        environment, episode = self._all.environment, self._found[place]
+        if environment is None:
+            return prompt.text
+        with _failing(environment.name, f"failed in reset at {prompt.place}"):
+            episode.environment, seen = environment.begin(place, prompt.columns | {"prompt": prompt.asked})
+        self._tools[place] = self._all.tools.bound(environment.methods_of(episode.environment))
+        if seen is None:
+            return prompt.text
+        cfg, chat = self._all.cfg, list(as_chat(prompt.asked, "prompt").messages)
+        if isinstance(seen, str):
+            chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}{seen}"}
+        else:
+            chat += as_chat(seen, "the observation").messages
+        episode.prompt = chat
+        if cfg.data.system and chat[0]["role"] not in SYSTEM_ROLES:
+            chat = [{"role": "system", "content": cfg.data.system}, *chat]
+        variables = json.loads(self._all.variables_of(prompt.columns))
+        episode.asked, _ = self._all.tokenizer.render(chat, self._all.schemas or None, True, "all", variables)
+        if len(episode.asked) > cfg.data.max_prompt_length:
+            raise TrainingFailed(
+                f"{prompt.place}: with the observation of environment={environment.name}, the prompt has {len(episode.asked)} "
+                f"tokens, more than data.max_prompt_length={cfg.data.max_prompt_length}. Raise it, or return a shorter "
+                "observation."
+            )
+        return Document.of(episode.asked)
+
+    def _turns(self, place: int) -> ToolTurns:
+        return self._all.turns_of(self._all.variables_of(self._prompts[place].columns))
+
+    def ended(self, place: int, sample: Sample) -> None:
+        """Read a turn, and begin to work on what follows it."""
+        episode, environment, settings = self._found[place], self._all.environment, self._all.cfg.tools
+        self._starts[place] += len(self._pending[place].given or [])
+        episode.messages += self._pending[place].messages
+        ids = sample.ids[self._starts[place] :]
+        self._starts[place] = len(sample.ids)
+        turn = self._turns(place).read(ids)
+        episode.messages.append(_message(turn))
+        episode.turns += 1
+        if not sample.ended:
+            return
+        steps = environment is not None and environment.has_steps and not turn.calls
+        self._limits[place] = time.monotonic() + settings.seconds if steps else math.inf
+        if not turn.calls and not steps:
+            self._outcomes.put((place, Outcome(None)))
+        elif episode.turns > settings.calls:
+            episode.is_cut = True
+            self._outcomes.put((place, Outcome(None)))
+        else:
+            episode.calls += len(turn.calls)
+            work = self._step if steps else self._call
+            Thread(target=self._try, args=(work, place, turn, ids, list(sample.ids)), daemon=True).start()
+
+    def ready(self, wait: bool) -> dict[int, list[int] | None]:
+        """What follows turns that have ended, by place; with `wait`, of at least one."""
+        found: dict[int, list[int] | None] = {}
+        with slow_calls_reported("a tool or the environment") if wait else nullcontext():
+            self._collect(found, wait)
+        return found
+
+    def _collect(self, found: dict[int, list[int] | None], wait: bool) -> None:
+        while True:
+            try:
+                place, outcome = self._outcomes.get(wait and not found, timeout=0.1)
+            except queue.Empty:
+                for place in [place for place, limit in self._limits.items() if time.monotonic() > limit]:
+                    self._leave(place)
+                    found[place] = None
+                if found or not wait:
+                    return
+                continue
+            if self._limits.pop(place, None) is None:  # an environment that was left
+                continue
+            if isinstance(outcome, BaseException):
+                raise outcome
+            self._found[place].errors += outcome.errors
+            self._rewards[place] += [] if outcome.reward is None else [outcome.reward]
+            self._pending[place], found[place] = outcome, outcome.given
+
+    def _leave(self, place: int) -> None:
+        """End the episode of an environment that does not return."""
+        environment, episode = self._all.environment, self._found[place]
+        assert environment is not None
+        say(
+            "WARNING",
+            f"environment={environment.name} took more than tools.seconds={self._all.cfg.tools.seconds:g} in step. Its episode counts as cut",
+        )
+        environment.objects[place] = environment.make()
+        episode.is_cut, episode.errors = True, episode.errors + 1
+        del self._limits[place]
+
+    def finish(self, samples: Sequence[Sample], keeps_environments: bool = True) -> list[Episode]:
+        """Return the episodes with these ids. Environments cannot be sent to other processes."""
+        for place, (episode, sample) in enumerate(zip(self._found, samples, strict=True)):
+            vars(episode).update(vars(sample))
+            episode.ended = sample.ended and not episode.is_cut
+            episode.reward = self._reward(place)
+            if not keeps_environments:
+                episode.environment = None
+        return self._found
+
+    def _reward(self, place: int) -> float | None:
+        """The environment's reward for an episode."""
+        environment, own = self._all.environment, self._found[place].environment
+        if environment is None:
+            return None
+        if environment.has_steps:
+            discount, rewards = self._all.cfg.generation.turn_discount, self._rewards[place]
+            return sum(discount**turn * reward for turn, reward in enumerate(rewards)) if rewards else None
+        if not hasattr(own, "get_reward"):
+            return None
+        with _failing(environment.name, f"failed in get_reward at {self._prompts[place].place}"):
+            found = own.get_reward()
+            return float(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
+
+    # In threads -------------------------------------------------------------------------------------------------------
+
+    def _try(self, work: Callable[..., Outcome], place: int, *arguments: Any) -> None:
+        try:
+            self._outcomes.put((place, work(place, *arguments)))
+        except BaseException as error:
+            self._outcomes.put((place, error))
+
+    def _call(self, place: int, turn: Turn, ids: list[int], all_ids: list[int]) -> Outcome:
+        """Run the calls of a turn whose results are not recorded."""
+        results, asked = self._all.results, self.asked[place].ids.tolist()
+        keys = [results.key(self._seed, asked, self._numbers[place], all_ids, i) for i in range(len(turn.calls))]
+        known = {i: one for i, key in enumerate(keys) if (one := results.take(key)) is not None}
+
+        def finished(i: int, result: str, failed: bool) -> None:
+            if turn.calls[i].name not in self._all.methods:  # an environment needs all calls for its state
+                results.add(keys[i], result, failed)
+
+        with self._all.working:
+            found = self._tools[place].results(turn.calls, known, finished)
+        given = self._turns(place).reply(ids, turn.calls, [text for text, _ in found])
+        said = [
+            {"role": "tool", "name": call.name, "content": text}
+            for call, (text, _) in zip(turn.calls, found, strict=True)
+        ]
+        return Outcome(given, said, errors=sum(failed for _, failed in found))
+
+    def _step(self, place: int, turn: Turn, ids: list[int], _: list[int]) -> Outcome:
+        environment = self._all.environment
+        assert environment is not None
+        with _failing(environment.name, f"failed in step at {self._prompts[place].place}"):
+            seen, reward, done = self._found[place].environment.step(turn.content)
+            reward = None if reward is None else float(reward)
+            seen = "" if seen is None else check_text(seen, "the observation")
+        if done:
+            return Outcome(None, reward=reward)
+        said = [{"role": "user", "content": seen}]
+        return Outcome(self._turns(place).observation(ids, said), said, reward)
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    """A turn as a message."""
+    calls = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in turn.calls]
+    return {"role": "assistant", "content": turn.content} | ({"tool_calls": calls} if calls else {})
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+@contextmanager
+def _failing(name: str, what: str, kind: type[Exception] = TrainingFailed) -> Iterator[None]:
+    """Name the environment in an error of its own."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise kind(f"environment={name} {what}: {type(error).__name__}: {error}") from error
+
+
+def _loaded(cfg: OnlineConfig) -> tuple[Environment | None, Tools]:
+    environment = None if cfg.environment is None else Environment(cfg.environment)
+    tools = Tools(cfg.tools)
+    return environment, tools if environment is None else tools.with_methods(
+        environment.methods_of(environment.objects[0])
+    )
+
+
+def tool_schemas(cfg: OnlineConfig, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The JSON schemas of the tools and of the environment's methods. Raises ValueError as `Episodes` does."""
+
+    def read() -> list[dict[str, Any]]:
+        schemas = _loaded(cfg)[1].schemas
+        if cfg.has_turns:
+            ToolTurns(tokenizer, schemas, cfg.data.chat_template_kwargs)
+        return schemas
+
+    return world().read(read, list)
