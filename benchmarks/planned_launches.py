@@ -61,6 +61,7 @@ def write_small_model(row: dict[str, Any], folder: Path) -> int:
         from tests.models.family_cases import CASES, SIZES
 
         model_type, fields = CASES[row["label"]]
+        fields = {name: 8192 if name.startswith("vocab_size") else value for name, value in fields.items()}
         CONFIG_MAPPING[model_type](**{**SIZES, "vocab_size": 8192, **fields}).save_pretrained(folder)
         return SIZES["num_hidden_layers"]
     write_model_folder(row["preset"].partition("/")[0], folder, EMBEDDED_MODEL)

@@ -32,8 +32,10 @@ from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings.describing import Setting, describe
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
+from lean_ft.tools import Call, Turn
 from lean_ft.training import answers
 from tests.parallel.processes import SHARDS_PARTS
+from tests.recipes.test_chat import TEMPLATE
 from tests.training.image_runs import model_folder, write_rows
 
 TRAIN = "model.path=tiny model.dtype=float32 batch_size=2 max_steps=2 device=cpu output_dir=run plan=false"
@@ -77,6 +79,15 @@ GPU, TWO_GPUS = "1 x A100 80GB", "2 x A100 80GB"
 SAMPLED = "temperature=2 seed=3"
 SEES = "model.path=IN/sees model.images=frozen data.source=IN/photos.jsonl data.validation_source=null data.chat=auto"
 MIXTURE = "model.path=IN/experts model.random_init=true"
+TOOLED = "model.path=IN/tooled tools.functions=[IN/tools.py:add] tools.calls=2"
+CALLING = {
+    "process": "true",
+    "seconds": "0.02",
+    "result_characters": "3",
+    "calls": "1",
+    "parallel": "1",
+}
+ENVIRONMENT = "data.chat=auto environment=IN/environment.py:Counting"
 # Settings whose type does not imply a test value, or whose effect needs another setting.
 CASES = {
     "model.path": Case("IN/other"),
@@ -222,6 +233,11 @@ CASES = {
     ),
     "sample_every": Case("1"),
     "rewards": Case("[IN/rewards.py:constant]"),
+    "environment": Case("IN/environment.py:Counting", "data.chat=auto"),
+    "generation.max_given_tokens": Case("2", ENVIRONMENT),
+    "generation.turn_discount": Case("0.5", f"{ENVIRONMENT} rewards=[environment]"),
+    "tools.functions": Case("[IN/tools.py:add]", "model.path=IN/tooled data.chat=auto"),
+    **{f"tools.{name}": Case(value, f"data.chat=auto {TOOLED}", counts=("turns",)) for name, value in CALLING.items()},
     "value.path": Case("IN/other"),
     "loss.advantage": Case("mean"),
     "loss.gamma": Case("0.5", "loss.name=simpo"),
@@ -297,6 +313,8 @@ OF_RECIPE: dict[str, Case | None] = {
     "distill generation.temperature": Case("0.5", "distill.on_policy=1"),
     "online_dpo reference.kind": Case("none"),
     "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
+    **{f"chat tools.{name}": Case(value, TOOLED, counts=("turns",)) for name, value in CALLING.items()},
+    "chat tools.functions": Case("[IN/tools.py:add]", "model.path=IN/tooled", counts=("turns",)),
     "generate chat": Case("false"),
     "generate image": Case("IN/0.png", f"model.path=IN/sees {SAMPLED}"),
     "quantize model.images": Case("frozen"),
@@ -356,6 +374,28 @@ def constant(completions):
 
 def score(completions):
     return [sum(map(ord, str(text))) / 100 for text in completions]
+"""
+TOOLS = """
+import os, time
+
+def add(a: int, b: int) -> str:
+    \'\'\'Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    \'\'\'
+    time.sleep(0.1)
+    return f"{a + b}, said process {os.getppid()}"
+"""
+ENVIRONMENTS = """
+class Counting:
+    def reset(self, row):
+        self.turn = 0
+
+    def step(self, action):
+        self.turn += 1
+        return "Go on.", len(action) + self.turn, self.turn == 3
 """
 TASK = """
 task: ours
@@ -418,7 +458,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     write("questions", [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)])
     (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
     (folder / "prompts.txt").write_text("Who\nWhat\n")
-    (folder / "rewards.py").write_text(REWARDS)
+    for name, text in (("rewards", REWARDS), ("tools", TOOLS), ("environment", ENVIRONMENTS)):
+        (folder / f"{name}.py").write_text(text)
+    shutil.copytree(tiny, folder / "tooled")
+    (folder / "tooled" / "chat_template.jinja").write_text(TEMPLATE)
     write("lists", [{"text": f"Text {i}", "labels": [i % 2, 1 - i % 2]} for i in range(4)])
     turn = "{{ m.role ~ effort ~ m.content ~ eos_token }}"
     prompt = "{% if add_generation_prompt %}assistant{{ effort }}{% endif %}"
@@ -503,6 +546,9 @@ def spies() -> dict[str, Any]:
         "asked": mock.patch("lean_ft.training.answers.sample", wraps=answers.sample),
         "load": mock.patch("lean_ft.generation.texts.load_model", wraps=texts.load_model),
         "batches": mock.patch("lean_ft.generation.texts.sample", wraps=texts.sample),
+        "turns": mock.patch(
+            "lean_ft.tools.turns.ToolTurns.read", return_value=Turn("", [Call("add", {"a": 1, "b": 2})] * 2)
+        ),
         "process group": mock.patch("torch.distributed.new_group", wraps=torch.distributed.new_group),
         "rows": mock.patch("lean_ft.data.documents.FEW_ROWS", 2),
     }
