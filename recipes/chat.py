@@ -44,6 +44,8 @@ def main(cfg: Config) -> None:
         raise ValueError(
             f"{cfg.model.path} has no chat template, so it cannot chat. Use `leanft generate` to continue a text."
         )
+    if not cfg.tools.functions and cfg.tools != ToolsConfig.model_validate({}):
+        raise ValueError("the settings of tools are used only with tools.functions. Set it, or remove tools.")
     system, tools = cfg.system, Tools(cfg.tools)
     CallingTurn(tokenizer, tools.schemas)  # raises for a chat template without tools
     messages, images = _beginning(system), list[dict[str, Any]]()

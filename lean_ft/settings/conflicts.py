@@ -334,6 +334,10 @@ CONFLICTS = [
         for name in ("max_given_tokens", "turn_discount")
     ),
     Conflict(
+        lambda recipe, tools: not recipe.has_turns and tools != ToolsConfig.model_validate({}),
+        "the settings of tools are used only with tools.functions or an environment. Set one of them, or remove tools.",
+    ),
+    Conflict(
         lambda recipe, prompt_data: recipe.has_turns and prompt_data.chat is False,
         "tools and environments need a chat template, and data.chat=false writes plain text. Remove data.chat.",
     ),

@@ -19,6 +19,7 @@ REFUSED = [
     ("grpo", "generation.engine_url=http://127.0.0.1:9", "is used only with generation.engine=vllm"),
     ("grpo", "generation.max_given_tokens=9", "is used only with tools or an environment"),
     ("ppo", "generation.turn_discount=0.9", "is used only with tools or an environment"),
+    ("grpo", "tools.seconds=5", "used only with tools.functions or an environment"),
     ("grpo", f"{TOOLS} data.chat=false", "need a chat template"),
     ("grpo", f"{TOOLS} generation.engine=vllm loss.correction=token_truncate", "need generation.engine=own"),
     ("online_dpo", f"{TOOLS} model.images=frozen", "work with texts"),

@@ -79,12 +79,12 @@ GPU, TWO_GPUS = "1 x A100 80GB", "2 x A100 80GB"
 SAMPLED = "temperature=2 seed=3"
 SEES = "model.path=IN/sees model.images=frozen data.source=IN/photos.jsonl data.validation_source=null data.chat=auto"
 MIXTURE = "model.path=IN/experts model.random_init=true"
-TOOLED = "model.path=IN/tooled tools.functions=[IN/tools.py:add] tools.calls=2"
+TOOLED = "model.path=IN/tooled tools.functions=[IN/tools.py:add] tools.calls=1"
 CALLING = {
     "process": "true",
     "seconds": "0.02",
     "result_characters": "3",
-    "calls": "1",
+    "calls": "2",
     "parallel": "1",
 }
 ENVIRONMENT = "data.chat=auto environment=IN/environment.py:Counting"
@@ -313,8 +313,9 @@ OF_RECIPE: dict[str, Case | None] = {
     "distill generation.temperature": Case("0.5", "distill.on_policy=1"),
     "online_dpo reference.kind": Case("none"),
     "generate batch_size": Case("2", "prompt=null prompts_file=IN/prompts.txt output=out.jsonl", counts=("batches",)),
-    **{f"chat tools.{name}": Case(value, TOOLED, counts=("turns",)) for name, value in CALLING.items()},
-    "chat tools.functions": Case("[IN/tools.py:add]", "model.path=IN/tooled", counts=("turns",)),
+    # Several turns are too long for the tiny model.
+    **{f"chat tools.{name}": Case(value, TOOLED, counts=("turns", "error")) for name, value in CALLING.items()},
+    "chat tools.functions": Case("[IN/tools.py:add]", "model.path=IN/tooled", counts=("turns", "error")),
     "generate chat": Case("false"),
     "generate image": Case("IN/0.png", f"model.path=IN/sees {SAMPLED}"),
     "quantize model.images": Case("frozen"),
@@ -376,17 +377,17 @@ def score(completions):
     return [sum(map(ord, str(text))) / 100 for text in completions]
 """
 TOOLS = """
-import os, time
+import sys, time
 
 def add(a: int, b: int) -> str:
-    \'\'\'Add two numbers.
+    \'\'\'Add.
 
     Args:
-        a: the first
-        b: the second
+        a: one
+        b: one
     \'\'\'
     time.sleep(0.1)
-    return f"{a + b}, said process {os.getppid()}"
+    return "here" if "pytest" in sys.modules else "in a process, which gives another text"
 """
 ENVIRONMENTS = """
 class Counting:
