@@ -35,7 +35,7 @@ from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
-from lean_ft.generation.turns import Replies, Row, Sample, Waiting, divided
+from lean_ft.generation.turns import Replies, RunningRow, Sample, Waiting, divided
 from lean_ft.models import Decoder, FewRows, KVCache, pack_in_place
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
@@ -132,14 +132,16 @@ def pack_for_answers(model: Decoder, new_tokens: int) -> None:
         pack_in_place(model, _most_bytes(model, None) or 0)
 
 
-def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[Row]:
+def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[RunningRow]:
     asked = [as_document(prompt) for prompt in prompts]
     for place, prompt in enumerate(asked):
         if not len(prompt):
             raise ValueError(f"prompt {place} is empty; expected at least one token, such as the tokenizer's bos_id.")
     numbers = sample_numbers(asked) if numbers is None else numbers
     keys = [RowKey(sampling.seed, _identity(prompt), number) for prompt, number in zip(asked, numbers, strict=True)]
-    return [Row(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))]
+    return [
+        RunningRow(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))
+    ]
 
 
 def as_document(prompt: Asked | Tensor) -> Document:
@@ -171,7 +173,7 @@ def longest_first(lengths: Sequence[int], positions: int) -> Iterator[list[int]]
         waiting = waiting[count:]
 
 
-def _room(model: Decoder, rows: list[Row], num_new: int, cache_gib: float | None, copies: int) -> int:
+def _room(model: Decoder, rows: list[RunningRow], num_new: int, cache_gib: float | None, copies: int) -> int:
     """The number of rows that fit in the cache, with `num_new` tokens after each prompt and space for `copies` of each row."""
     limit = _most_bytes(model, cache_gib)
     capacity = max(len(row.prompt) for row in rows) + num_new
@@ -198,7 +200,7 @@ def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
 @torch.no_grad()
 def _decode_rows(
     model: Decoder,
-    rows: list[Row],
+    rows: list[RunningRow],
     sampling: Sampling,
     decode: Decode | None,
     room: int,
@@ -240,7 +242,7 @@ def _decode_rows(
             hidden = model(ids[:, None], cache=caches, return_hidden=True)[:, 0]
         return chosen(hidden, keys)
 
-    def keys_of(rows: list[Row], ahead: int = 0) -> Tensor | None:
+    def keys_of(rows: list[RunningRow], ahead: int = 0) -> Tensor | None:
         if sampling.temperature == 0:
             return None
         return in_pinned_memory([row.key.at(len(row.sample.ids) + ahead) for row in rows], hidden.device, torch.int32)
@@ -325,7 +327,7 @@ def _to_host(answers: Tensor) -> Callable[[], list[tuple[float, float]]]:
     return wait
 
 
-def _take(row: Row, token: float, log_prob: float, sampling: Sampling, decode: Decode | None) -> None:
+def _take(row: RunningRow, token: float, log_prob: float, sampling: Sampling, decode: Decode | None) -> None:
     """Add a token to a row."""
     if log_prob != log_prob or log_prob == float("-inf"):
         raise FloatingPointError(
@@ -352,7 +354,7 @@ def _say_too_long(context: int | None) -> None:  # once per process
 
 
 def _read(
-    model: Decoder, rows: list[Row], caches: KVCache, prompt_part: int | None
+    model: Decoder, rows: list[RunningRow], caches: KVCache, prompt_part: int | None
 ) -> Generator[dict[int, int], None, Tensor]:
     """Fill the cache with the rows' texts. Return the hidden state (B, D) of each row's last token.
 

@@ -52,7 +52,7 @@ class Replies(Protocol):
 
 
 @dataclass
-class Row:
+class RunningRow:
     """A completion in progress."""
 
     place: int  # in the order of the prompts
@@ -100,19 +100,19 @@ class Waiting:
 
     def __init__(self, replies: Replies | None, sampling: Sampling, max_given_tokens: int) -> None:
         self._replies, self._sampling, self._max_given_tokens = replies, sampling, max_given_tokens
-        self._rows: dict[int, tuple[Row, KVCache]] = {}
+        self._rows: dict[int, tuple[RunningRow, KVCache]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, row: Row, kept: KVCache | None) -> None:
+    def add(self, row: RunningRow, kept: KVCache | None) -> None:
         """Add a row whose turn has ended; without a part of the cache, it has reached a limit and does not wait."""
         assert self._replies is not None
         if kept is not None:
             self._rows[row.place] = row, kept
         self._replies.ended(row.place, row.sample)
 
-    def ready(self, wait: bool) -> list[tuple[Row, KVCache]]:
+    def ready(self, wait: bool) -> list[tuple[RunningRow, KVCache]]:
         """Return the rows that continue after their replies, those with the fewest tokens to compute first."""
         if self._replies is None or not self._rows:
             return []
@@ -123,10 +123,12 @@ class Waiting:
         return sorted(rows, key=lambda one: (one[0].length - one[1].filled, one[0].place))
 
 
-def divided(rows: list[tuple[Row, KVCache]], capacity: int, positions: int) -> Iterator[list[tuple[Row, KVCache]]]:
+def divided(
+    rows: list[tuple[RunningRow, KVCache]], capacity: int, positions: int
+) -> Iterator[list[tuple[RunningRow, KVCache]]]:
     """Divide rows in the order of `Waiting.ready`, so that the new tokens of each group fit, padded to the longest, into the cache and
     into `positions` in all. A single row always fits."""
-    group: list[tuple[Row, KVCache]] = []
+    group: list[tuple[RunningRow, KVCache]] = []
     for row, kept in rows:
         num_new, longest = row.length - kept.filled, max(one.filled for _, one in [*group, (row, kept)])
         if group and (longest + num_new > capacity or (len(group) + 1) * num_new > positions):

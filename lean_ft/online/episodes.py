@@ -78,7 +78,7 @@ class Episode(Sample):
         return {name: getattr(self, name) for name in ("messages", "turns", "calls", "errors")}
 
 
-class Results:
+class RecordedResults:
     """The results of finished calls, in the run's folder: a run that was killed does not request them again.
 
     A key depends on everything that leads to a call: the tools' files, the seed, the prompt, the sample number, and all
@@ -166,7 +166,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TurnOutcome:
     """What follows a turn."""
 
     given: list[int] | None  # None: the episode is over
@@ -187,7 +187,7 @@ class Episodes:
             methods = self.environment.methods_of(self.environment.objects[0])
         self.methods = {method.__name__ for method in methods}
         self.working = Semaphore(MOST_TURNS)
-        self.results = Results(cfg.output_dir, rank, cfg.tools.functions)
+        self.results = RecordedResults(cfg.output_dir, rank, cfg.tools.functions)
         self.turns_of = cache(lambda variables: ToolTurns(tokenizer, self.schemas, json.loads(variables)))
         self.turns_of(self.variables_of({}))
 
@@ -206,9 +206,9 @@ class Round:
         self._found = [Episode() for _ in prompts]
         self._tools = [episodes.tools] * len(prompts)  # of each episode
         self._starts = [0] * len(prompts)  # of the current turn in the ids
-        self._pending = [Outcome(None) for _ in prompts]  # whose tokens may not fit
+        self._pending = [TurnOutcome(None) for _ in prompts]  # whose tokens may not fit
         self._rewards: list[list[float]] = [[] for _ in prompts]
-        self._outcomes: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[int, TurnOutcome | BaseException]] = queue.SimpleQueue()
         self._limits = dict[int, float]()  # when the turns that are worked on must be done
         self.asked = [self._begin(place, prompt) for place, prompt in enumerate(prompts)]
 
@@ -258,10 +258,10 @@ class Round:
         steps = environment is not None and environment.has_steps and not turn.calls
         self._limits[place] = time.monotonic() + settings.seconds if steps else math.inf
         if not turn.calls and not steps:
-            self._outcomes.put((place, Outcome(None)))
+            self._outcomes.put((place, TurnOutcome(None)))
         elif episode.turns > settings.calls:
             episode.is_cut = True
-            self._outcomes.put((place, Outcome(None)))
+            self._outcomes.put((place, TurnOutcome(None)))
         else:
             episode.calls += len(turn.calls)
             work = self._step if steps else self._call
@@ -331,13 +331,13 @@ class Round:
 
     # In threads -------------------------------------------------------------------------------------------------------
 
-    def _try(self, work: Callable[..., Outcome], place: int, *arguments: Any) -> None:
+    def _try(self, work: Callable[..., TurnOutcome], place: int, *arguments: Any) -> None:
         try:
             self._outcomes.put((place, work(place, *arguments)))
         except BaseException as error:
             self._outcomes.put((place, error))
 
-    def _call(self, place: int, turn: Turn, ids: list[int], all_ids: list[int]) -> Outcome:
+    def _call(self, place: int, turn: Turn, ids: list[int], all_ids: list[int]) -> TurnOutcome:
         """Run the calls of a turn whose results are not recorded."""
         results, asked = self._all.results, self.asked[place].ids.tolist()
         keys = [results.key(self._seed, asked, self._numbers[place], all_ids, i) for i in range(len(turn.calls))]
@@ -354,9 +354,9 @@ class Round:
             {"role": "tool", "name": call.name, "content": text}
             for call, (text, _) in zip(turn.calls, found, strict=True)
         ]
-        return Outcome(given, said, errors=sum(failed for _, failed in found))
+        return TurnOutcome(given, said, errors=sum(failed for _, failed in found))
 
-    def _step(self, place: int, turn: Turn, ids: list[int], _: list[int]) -> Outcome:
+    def _step(self, place: int, turn: Turn, ids: list[int], _: list[int]) -> TurnOutcome:
         environment = self._all.environment
         assert environment is not None
         with _failing(environment.name, f"failed in step at {self._prompts[place].place}"):
@@ -364,9 +364,9 @@ class Round:
             reward = None if reward is None else float(reward)
             seen = "" if seen is None else check_text(seen, "the observation")
         if done:
-            return Outcome(None, reward=reward)
+            return TurnOutcome(None, reward=reward)
         said = [{"role": "user", "content": seen}]
-        return Outcome(self._turns(place).observation(ids, said), said, reward)
+        return TurnOutcome(self._turns(place).observation(ids, said), said, reward)
 
 
 def _message(turn: Turn) -> dict[str, Any]:
