@@ -12,7 +12,7 @@ from lean_ft.data import prompt_rows
 from lean_ft.frozen import load_reference
 from lean_ft.losses import AnswerLogProbs, TokenStatistics, pair_losses
 from lean_ft.memory import apply_memory
-from lean_ft.online import PairRollouts, Rewards, SampleLog, Sampler, tool_schemas
+from lean_ft.online import Episodes, PairRollouts, Rewards, SampleLog, Sampler
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
@@ -31,7 +31,8 @@ def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed, tool_schemas(cfg, tokenizer))
+    episodes = Episodes(cfg, tokenizer, ranks.rank)  # with `tools` or an `environment`
+    prompts, held_out = prompt_rows(cfg.data, tokenizer, cfg.seed, episodes.schemas)
     score = Rewards(cfg.rewards, tokenizer, device.type, ranks)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
@@ -47,7 +48,7 @@ def main(cfg: Config) -> None:
     )
     score.run = run  # so that reward functions can read `trainer_state` and call `log_metric`
     samples = SampleLog(run, cfg.sample_every)
-    answer = Sampler(cfg, model, tokenizer, optimizer, ranks)  # samples with the current weights
+    answer = Sampler(cfg, model, tokenizer, optimizer, ranks, episodes)  # samples with the current weights
 
     if held_out is not None and run.start_step == 0:
         run.log_evaluation(None, **answer.evaluate(held_out, score))

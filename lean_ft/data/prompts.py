@@ -6,6 +6,7 @@ All prompts are kept in memory.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -92,12 +93,13 @@ class Prompts:
 
 
 def prompt_rows(
-    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]] | None = None
+    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: Callable[[], list[dict[str, Any]]] = list
 ) -> tuple[Prompts, list[Prompt] | None]:
     """Return the prompts of `config.source`, and the held-out prompts, if any.
 
-    tools: JSON schemas of functions, which the chat template writes into each prompt. Held-out prompts come from `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError
-    with the place for unreadable files and rows, and if no prompt is left.
+    tools: returns JSON schemas of functions, which the chat template writes into each prompt. Held-out prompts come from
+    `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError with the place for unreadable files and
+    rows, and if no prompt is left.
     """
 
     def longest() -> tuple[Prompts, None]:
@@ -105,7 +107,7 @@ def prompt_rows(
         prompt = Prompt(document.ids.tolist(), "", {}, "", document)
         return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
 
-    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools or None), longest)
+    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools() or None), longest)
 
 
 def _read_prompts(
@@ -202,7 +204,9 @@ class PromptReader(RowReader):
             read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}
             if self.tools is not None:
                 if is_given(fields.get("tools")):
-                    raise ValueError("the row has `tools`, and the run has tools of its own. Remove one of them.")
+                    raise ValueError(
+                        "the row has `tools`, and the run sets tools.functions or an environment. Remove one of them."
+                    )
                 read["tools"] = self.tools
             return [self.render(chat, read, is_prompt=True)]
 

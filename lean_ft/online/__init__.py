@@ -1,6 +1,6 @@
 """Online training: completions sampled from the policy, their rewards, and the batches made of both."""
 
-from lean_ft.online.episodes import tool_schemas
+from lean_ft.online.episodes import Episodes
 from lean_ft.online.on_policy import OnPolicy
 from lean_ft.online.rewards import Rewards
 from lean_ft.online.rollouts import PairRollouts, Rollouts, ValuedRollouts
@@ -9,6 +9,7 @@ from lean_ft.online.sampler import Sampler
 from lean_ft.online.value_model import ValueModel
 
 __all__ = [
+    "Episodes",
     "OnPolicy",
     "PairRollouts",
     "Rewards",
@@ -17,5 +18,4 @@ __all__ = [
     "Sampler",
     "ValueModel",
     "ValuedRollouts",
-    "tool_schemas",
 ]

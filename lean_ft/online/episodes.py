@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock, Semaphore, Thread
@@ -43,7 +43,6 @@ from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.run_directory import checkpoint_step, list_checkpoints, read_training_state
 from lean_ft.system.user_functions import PASSED, file_digest, load_function
 from lean_ft.system.whole_files import open_in_place, write_whole
-from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Tools, ToolTurns, Turn
 from lean_ft.training.bad_steps import TrainingFailed
@@ -176,20 +175,38 @@ class TurnOutcome:
 
 
 class Episodes:
-    """The tools and the environment of a run."""
+    """The tools and the environment of a run. They are loaded when something asks for them, which a plan never does.
+
+    Loading raises ValueError if a tool or the environment cannot be loaded, or the chat template cannot write their turns.
+    """
 
     def __init__(self, cfg: OnlineConfig, tokenizer: Tokenizer, rank: int = 0) -> None:
-        """Raises ValueError if a tool or the environment cannot be loaded, or the chat template cannot write their turns."""
-        self.cfg, self.tokenizer = cfg, tokenizer
-        self.environment, self.tools = _loaded(cfg)
-        self.schemas, methods = self.tools.schemas, []
-        if self.environment is not None:
-            methods = self.environment.methods_of(self.environment.objects[0])
-        self.methods = {method.__name__ for method in methods}
+        self.cfg, self.tokenizer, self._rank = cfg, tokenizer, rank
         self.working = Semaphore(MOST_TURNS)
-        self.results = RecordedResults(cfg.output_dir, rank, cfg.tools.functions)
-        self.turns_of = cache(lambda variables: ToolTurns(tokenizer, self.schemas, json.loads(variables)))
-        self.turns_of(self.variables_of({}))
+        self.turns_of = cache(lambda variables: ToolTurns(tokenizer, self.tools.schemas, json.loads(variables)))
+
+    @cached_property
+    def environment(self) -> Environment | None:
+        return None if self.cfg.environment is None else Environment(self.cfg.environment)
+
+    @cached_property
+    def methods(self) -> list[Callable[..., Any]]:
+        """The environment's methods that are tools."""
+        return [] if self.environment is None else self.environment.methods_of(self.environment.objects[0])
+
+    @cached_property
+    def tools(self) -> Tools:
+        return Tools(self.cfg.tools).with_methods(self.methods)
+
+    @cached_property
+    def results(self) -> RecordedResults:
+        return RecordedResults(self.cfg.output_dir, self._rank, self.cfg.tools.functions)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The JSON schemas of the tools and of the environment's methods."""
+        if self.cfg.has_turns:
+            self.turns_of(self.variables_of({}))
+        return self.tools.schemas
 
     def variables_of(self, columns: dict[str, Any]) -> str:
         """The variables of the chat template for a row with these columns, as JSON."""
@@ -231,7 +248,7 @@ class Round:
         if cfg.data.system and chat[0]["role"] not in SYSTEM_ROLES:
             chat = [{"role": "system", "content": cfg.data.system}, *chat]
         variables = json.loads(self._all.variables_of(prompt.columns))
-        episode.asked, _ = self._all.tokenizer.render(chat, self._all.schemas or None, True, "all", variables)
+        episode.asked, _ = self._all.tokenizer.render(chat, self._all.tools.schemas or None, True, "all", variables)
         if len(episode.asked) > cfg.data.max_prompt_length:
             raise TrainingFailed(
                 f"{prompt.place}: with the observation of environment={environment.name}, the prompt has {len(episode.asked)} "
@@ -342,9 +359,10 @@ class Round:
         results, asked = self._all.results, self.asked[place].ids.tolist()
         keys = [results.key(self._seed, asked, self._numbers[place], all_ids, i) for i in range(len(turn.calls))]
         known = {i: one for i, key in enumerate(keys) if (one := results.take(key)) is not None}
+        own = {method.__name__ for method in self._all.methods}
 
         def finished(i: int, result: str, failed: bool) -> None:
-            if turn.calls[i].name not in self._all.methods:  # an environment needs all calls for its state
+            if turn.calls[i].name not in own:  # an environment needs all calls for its state
                 results.add(keys[i], result, failed)
 
         with self._all.working:
@@ -381,28 +399,8 @@ async def _awaited(value: Any) -> Any:
 
 @contextmanager
 def _failing(name: str, what: str, kind: type[Exception] = TrainingFailed) -> Iterator[None]:
-    """Name the environment in an error of its own."""
+    """Raise the errors of an environment's code with its name."""
     try:
         yield
     except (Exception, SystemExit) as error:
         raise kind(f"environment={name} {what}: {type(error).__name__}: {error}") from error
-
-
-def _loaded(cfg: OnlineConfig) -> tuple[Environment | None, Tools]:
-    environment = None if cfg.environment is None else Environment(cfg.environment)
-    tools = Tools(cfg.tools)
-    return environment, tools if environment is None else tools.with_methods(
-        environment.methods_of(environment.objects[0])
-    )
-
-
-def tool_schemas(cfg: OnlineConfig, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The JSON schemas of the tools and of the environment's methods. Raises ValueError as `Episodes` does."""
-
-    def read() -> list[dict[str, Any]]:
-        schemas = _loaded(cfg)[1].schemas
-        if cfg.has_turns:
-            ToolTurns(tokenizer, schemas, cfg.data.chat_template_kwargs)
-        return schemas
-
-    return world().read(read, list)

@@ -16,7 +16,6 @@ from lean_ft.parallel import generating
 from lean_ft.settings import OnlineConfig
 from lean_ft.system.host_link import open_link
 from lean_ft.system.shards import ALONE, Ranks
-from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 
 
@@ -28,9 +27,15 @@ class Sampler:
     """
 
     def __init__(
-        self, cfg: OnlineConfig, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, ranks: Ranks = ALONE
+        self,
+        cfg: OnlineConfig,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        optimizer: Optimizer,
+        ranks: Ranks = ALONE,
+        episodes: Episodes | None = None,
     ) -> None:
-        """optimizer: whose state makes room, with `generation.offload_training_state`."""
+        """optimizer: whose state makes room, with `generation.offload_training_state`. episodes: needed with tools or an environment."""
         self._generation, self._seed, self._model, self._tokenizer = cfg.generation, cfg.seed, model, tokenizer
         self._ranks = ranks
         self._stop_ids = stop_ids(model, tokenizer)
@@ -50,9 +55,12 @@ class Sampler:
             )
         self._server_folder = cfg.output_dir / "engine"
         self._max_given_tokens = cfg.completion_tokens - cfg.generation.max_new_tokens
-        self._episodes: Episodes | None = None
-        if cfg.has_turns:
-            self._episodes = world().read(lambda: Episodes(cfg, tokenizer, ranks.rank), lambda: None)
+        if cfg.has_turns and episodes is None:
+            raise ValueError(
+                "this recipe samples no turns with tools or an environment: it passes no Episodes to the Sampler. Copy the recipe again "
+                "with `leanft cp`, or remove tools and environment."
+            )
+        self._episodes = episodes if cfg.has_turns else None
 
     @cached_property
     def _server(self) -> VLLMServer:
@@ -62,9 +70,15 @@ class Sampler:
         """seed: of the round. Raises as `lean_ft.generation.sample` and `Round` do."""
         if self._episodes is not None:
             self._episodes.results.begin(seed % 2**32)
-        return self._answers(prompts, seed, None)
+        return self._answers(prompts, seed, None, self._episodes)
 
-    def _answers(self, prompts: Sequence[Prompt], seed: int, temperature: float | None) -> list[Sample]:
+    def first_turns(self, prompts: Sequence[Prompt], seed: int) -> list[Sample]:
+        """The completions up to the first call or observation. For plans, which run no tools."""
+        return self._answers(prompts, seed, None, None)
+
+    def _answers(
+        self, prompts: Sequence[Prompt], seed: int, temperature: float | None, episodes: Episodes | None
+    ) -> list[Sample]:
         generation = self._generation
         how = Sampling(
             temperature=generation.temperature if temperature is None else temperature,
@@ -85,10 +99,10 @@ class Sampler:
         mine = slice(place * share, (place + 1) * share)
 
         def answer() -> Sequence[Sample]:
-            if self._episodes is not None:
-                with self._episodes.tools.unchanged_process(seed % 2**32):
-                    return sampled(Round(self._episodes, prompts[mine], numbers[mine], seed))
-            return sampled(None)
+            if episodes is None:
+                return sampled(None)
+            with episodes.tools.unchanged_process(seed % 2**32):
+                return sampled(Round(episodes, prompts[mine], numbers[mine], seed))
 
         def sampled(played: Round | None) -> Sequence[Sample]:
             with self._makes_room(), generating(self._model, self._ranks, generation.gather):
@@ -110,7 +124,7 @@ class Sampler:
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """Return the mean reward (if any has one) and length of completions of held-out prompts, sampled at `generation.eval_temperature` with a fixed seed."""
-        answers = self._answers(held_out, self._seed, self._generation.eval_temperature)
+        answers = self._answers(held_out, self._seed, self._generation.eval_temperature, self._episodes)
         worth = [total for total in rewards(held_out, answers).totals if total is not None]
         lengths = [sum(answer.sampled) if answer.sampled else len(answer.ids) for answer in answers]
         found = {"eval_completion_length": sum(lengths) / len(answers)}

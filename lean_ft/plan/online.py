@@ -24,7 +24,9 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
             return
         asked = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
         prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), image_rules=rounds.image_rules)) for ids in asked)
-        answer([prompt for prompt in prompts for _ in range(cfg.generation.num_answers)], 0)
+        getattr(answer, "first_turns", answer)(
+            [prompt for prompt in prompts for _ in range(cfg.generation.num_answers)], 0
+        )
 
     replaced: dict[str, Any] = {
         "sample": sample,

@@ -117,14 +117,14 @@ class Reward(Settings):
 
 
 class ToolsConfig(Settings):
-    """Tools that the model may call while it samples a completion. A list of functions stands for the whole group."""
+    """Tools that the model may call while it samples a completion. `tools=[my_tools.py:search]` sets `functions`."""
 
     model_config = ConfigDict(json_schema_extra={"list_of": "functions"})
 
     functions: list[Annotated[OwnFunction, AfterValidator(check_function)]] = Field([])
     """Python functions with type hints and a docstring that describes each parameter: `my_tools.py:search`."""
     process: bool = False
-    """Run each call in a process of its own, which is killed after `seconds`. It costs the start of Python per call."""
+    """Run each call in a new process, which is killed after `seconds`. Python then starts once per call."""
     seconds: PositiveFloat = 30.0
     """Maximum time of a call. A call that takes longer gets an error message as its result."""
     result_characters: PositiveInt = 8192

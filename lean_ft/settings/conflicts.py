@@ -362,8 +362,8 @@ CONFLICTS = [
     ),
     Conflict(
         lambda recipe, tools: tools.process and recipe.environment is not None and not tools.functions,
-        "tools.process=true runs each call in a process of its own, and the methods of an environment keep its state in this "
-        "one. Remove tools.process.",
+        "tools.process=true runs each call in a new process, which lacks the state of an environment. Remove "
+        "tools.process.",
     ),
     Conflict(
         lambda generation, optimizer: (

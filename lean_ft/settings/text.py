@@ -182,7 +182,7 @@ class _Reader:
             self.given[key] = value, where(key)
             for name, inner in value.items():
                 self._take(f"{key}.{name}", inner, where)
-        elif not is_null and (name := setting.group.get("list_of")):  # a list, or one value, stands for the group
+        elif not is_null and (name := setting.group.get("list_of")):  # a value of this setting of the group
             self._take(f"{key}.{name}", value, lambda _: where(key))
         elif not is_null:  # an empty group sets nothing
             example = f"{key}.{next(iter(setting.group['properties']))}"

@@ -234,7 +234,7 @@ class Tools:
         return (result, False) if isinstance(result, str) else result
 
     def _left_behind(self, call: Call, future: Future[Any]) -> tuple[str, bool]:
-        """Give up a call that takes too long. Python cannot end a thread, so an async function ends, and another goes on."""
+        """Stop waiting for a call that takes too long. An async function is cancelled. Python cannot end a thread, so other functions run on."""
         ends = self._is_async(call) and future.cancel()
         if ends and self._loop is not None:
             try:

@@ -31,7 +31,7 @@ from lean_ft.losses import (
     value_loss,
 )
 from lean_ft.memory import apply_memory
-from lean_ft.online import PairRollouts, Rollouts, Sampler, ValuedRollouts, ValueModel, tool_schemas
+from lean_ft.online import PairRollouts, Rollouts, Sampler, ValuedRollouts, ValueModel
 from lean_ft.online.episodes import Episode, Episodes, Round
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.tools import Call, ToolTurns, Turn
@@ -311,7 +311,7 @@ def play(episodes: Episodes, prompts: list[Prompt], *turns: list[str], seed: int
 
 def asked(text: str, episodes: Episodes, **columns: Any) -> Prompt:
     chat = [{"role": "user", "content": text}]
-    ids = episodes.tokenizer.apply_chat_template(chat, episodes.schemas or None, add_generation_prompt=True)
+    ids = episodes.tokenizer.apply_chat_template(chat, episodes.schemas() or None, add_generation_prompt=True)
     return Prompt(ids, chat, columns, "rows.jsonl, line 1")
 
 
@@ -325,7 +325,7 @@ def test_an_episode_has_the_ids_of_its_whole_chat_and_trains_the_sampled_ones(fi
     turns = [[called(a=2, b=3), called(a=13, b=1) * 3, "Done."], ["5."], [called(a=1), "No."]]
     found = play(episodes, [prompt] * 3, *turns)
     for one in found:
-        whole = episodes.tokenizer.apply_chat_template([*prompt.asked, *one.messages], episodes.schemas)
+        whole = episodes.tokenizer.apply_chat_template([*prompt.asked, *one.messages], episodes.schemas())
         assert prompt.ids + one.ids == whole
         texts = [
             episodes.tokenizer.decode([t for t, s in zip(one.ids, one.sampled, strict=True) if s == kind])
@@ -409,7 +409,7 @@ def test_an_environment_that_hangs_counts_as_cut(files: Path) -> None:
 def test_methods_of_an_environment_are_tools_in_trl_form(files: Path) -> None:
     """Each episode has its own state; reward functions get the environments, as in TRL."""
     episodes = episodes_of(files, "environment=TMP/mine.py:Counter", "tools.functions=[TMP/mine.py:add]")
-    assert [tool["function"]["name"] for tool in episodes.schemas] == ["add", "count"]
+    assert [tool["function"]["name"] for tool in episodes.schemas()] == ["add", "count"]
     prompts = [asked("Count.", episodes)] * 2
     turns = [
         [f'<tool_call>{{"name": "count", "arguments": {{"by": {by}}}}}</tool_call>'] * n + ["End."]
@@ -443,13 +443,12 @@ def test_sampled_tokens_have_their_log_probabilities_and_do_not_depend_on_waitin
 ) -> None:
     monkeypatch.setattr(ToolTurns, "read", read_as_calls)
     stops = "generation.stop=[1,2,3,4,5,6,7,8,9]"
-    cfg = episodes_of(
-        files, "tools.functions=[TMP/mine.py:add]", stops, "generation.max_new_tokens=40", "generation.num_answers=6"
-    ).cfg
+    given = ("tools.functions=[TMP/mine.py:add]", stops, "generation.max_new_tokens=40", "generation.num_answers=6")
+    cfg = episodes_of(files, *given).cfg
     path, tokenizer = resolve_model_path("tiny"), load_tokenizer(cfg.model, cfg.data.chat_template)
     model = load_model(path, torch.device("cpu"), torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    schemas = tool_schemas(cfg, tokenizer)
+    schemas = episodes_of(files, *given).schemas()
     chat = [{"role": "user", "content": "5 + 5"}]
     ids = tokenizer.apply_chat_template(chat, schemas, add_generation_prompt=True)
     found = []
@@ -457,7 +456,7 @@ def test_sampled_tokens_have_their_log_probabilities_and_do_not_depend_on_waitin
         if is_slow:
             (files / "tool_results.jsonl").unlink()
             monkeypatch.setenv("CALLS", str(files / "calls"))  # each call takes 0.3 s
-        sampler = Sampler(cfg, model, tokenizer, None)  # pyright: ignore[reportArgumentType]
+        sampler = Sampler(cfg, model, tokenizer, None, episodes=episodes_of(files, *given))  # pyright: ignore[reportArgumentType]
         found.append(sampler([Prompt(ids, chat, {}, "")] * 6, 7))
     assert found[0] == found[1]
     assert {one.turns for one in found[0]} > {1}

@@ -25,7 +25,7 @@ REFUSED = [
     ("online_dpo", f"{TOOLS} model.images=frozen", "work with texts"),
     ("grpo", f"{TOOLS} parallel.tensor=2", "each of these ranks would call the tools"),
     ("grpo", "rewards=[environment]", "there is none. Set environment"),
-    ("grpo", f"environment={__file__}:load tools.process=true", "keep its state in this one"),
+    ("grpo", f"environment={__file__}:load tools.process=true", "which lacks the state of an environment"),
     ("finetune", "keep_every=2 save_every=1", "keep_last=null keeps all"),
     ("finetune", "keep_best=2 save_every=1", "keep_last=null keeps all"),
     ("finetune", "keep_best=2 keep_last=1 save_every=3 eval_every=2", "some would have none"),
