@@ -87,8 +87,9 @@ def sample(
             of the memory that the weights leave on the device.
         compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
         records_experts: record the experts that the tokens choose in a mixture (`Sample.experts`).
-        replies: gives tokens after each turn. The KV cache then takes half of its memory, and copies of rows that wait the rest.
-        max_given_tokens: the most given tokens of a completion.
+        replies: gives tokens after each turn.
+        max_given_tokens: the most given tokens of a completion. If there are any, the KV cache takes half of its memory, and copies of
+            rows that wait take the rest.
 
     Raises:
         ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, for an image that
@@ -98,7 +99,7 @@ def sample(
     rows = _rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
         num_new = sampling.max_new_tokens + max_given_tokens
-        room = _room(model, rows, num_new, cache_gib, 1 if replies is None else 2)
+        room = _room(model, rows, num_new, cache_gib, 2 if max_given_tokens else 1)
         packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
         packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
         more = records_experts, replies, max_given_tokens
@@ -223,7 +224,8 @@ def _decode_rows(
     if replies is not None and context is not None:
         for row in rows:
             row.longest = max(context, len(row.prompt) + 1)
-    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
+    copies = 2 if max_given_tokens else 1
+    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes, copies), waiting[room:]
     if not running:  # in a plan
         return
     caches = model.new_cache(len(running), capacity, records_experts)
@@ -300,8 +302,8 @@ def _decode_rows(
         groups = divided(list(compress(ready, keeps)), capacity, PROMPT_TOKENS)
         for group in filter(None, ([(row, None) for row in new], *groups)):
             part, joining = caches.part(len(running), len(running) + len(group)), [row for row, _ in group]
-            if copies := [kept for _, kept in group if kept is not None]:
-                part.put(copies)
+            if kept_parts := [kept for _, kept in group if kept is not None]:
+                part.put(kept_parts)
                 hidden = _last_hidden(model, [row.after(kept.filled) for row, kept in group if kept is not None], part)
             else:
                 hidden = yield from _read(model, joining, part, prompt_part)
