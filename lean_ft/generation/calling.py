@@ -11,6 +11,7 @@ from typing import Any
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.texts import asked_of, before_stop, text_of
 from lean_ft.models import Decoder
+from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.redaction import printable
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Call, Tools, ToolTurns
@@ -112,9 +113,10 @@ def converse(
             )
         if not turn.tool_calls or number == most_turns:
             return
-        (results,) = tools.run([turn.calls])
+        with tools.unchanged_process(len(messages)), slow_calls_reported("a tool"):
+            results = tools.results(turn.calls)
         said["tool_calls"] = turn.tool_calls
-        for call, sent, result in zip(turn.calls, turn.tool_calls, results, strict=True):
+        for call, sent, (result, _) in zip(turn.calls, turn.tool_calls, results, strict=True):
             arguments = ", ".join(f"{name}={value!r:.60}" for name, value in call.arguments.items())
             _print_dimly(f"{printable(call.name):.60}({arguments}): {result!r:.200}")
             messages.append({"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": result})
