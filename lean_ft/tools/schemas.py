@@ -7,11 +7,12 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import Enum
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+PLAIN = SCALARS | {list: "array", tuple: "array", dict: "object"}
 EXAMPLE = 'Write it as in:\n    """Search the web.\n\n    Args:\n        query: The words to search for.\n    """'
 # The sections of a docstring, the parameters of `Args:`, and choices at the end of a parameter's description.
 _DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL)
@@ -79,27 +80,14 @@ def _returned(hints: dict[str, Any], text: re.Match[str] | None) -> dict[str, An
 
 def _of_hint(hint: Any, what: str) -> dict[str, Any]:
     """The schema of a type hint. what: for the message."""
-
-    def refuse(found: str) -> NoReturn:
-        raise ValueError(
-            f"{what} has the type {found}. Expected int, float, str, bool, an Enum, Literal, or list, tuple, dict and Union of them."
-        )
-
-    spelled = str(hint).replace("typing.", "")
     origin, args = get_origin(hint), get_args(hint)
-    plain = {**{one: {"type": name} for one, name in SCALARS.items()}, Any: {}, dict: {"type": "object"}}
-    plain |= {one: {"type": "array"} for one in (list, tuple)}
-    if origin is None and isinstance(hint, type) and issubclass(hint, Enum):
-        return _of_values([one.value for one in hint]) or refuse(
-            f"{hint.__name__}, whose values are not numbers or texts"
-        )
-    if origin is None:
-        try:
-            return dict(plain[hint])
-        except (KeyError, TypeError):
-            refuse(spelled)
-    if origin is Literal:
-        return _of_values(list(args)) or refuse(spelled)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        origin, args = Literal, [one.value for one in hint]
+    if origin is Literal and args and all(type(one) in SCALARS for one in args):
+        kinds = list(dict.fromkeys(SCALARS[type(one)] for one in args))
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
+    if origin is None and (hint is Any or (isinstance(hint, Hashable) and hint in PLAIN)):
+        return {} if hint is Any else {"type": PLAIN[hint]}
     if origin in (Union, types.UnionType):
         members = [_of_hint(one, what) for one in args if one is not type(None)]
         names = sorted({str(one["type"]) for one in members if one.keys() == {"type"} and isinstance(one["type"], str)})
@@ -116,12 +104,7 @@ def _of_hint(hint: Any, what: str) -> dict[str, Any]:
         return {"type": "array", "prefixItems": [_of_hint(one, what) for one in args]}
     if origin is dict:
         return {"type": "object"} | ({"additionalProperties": _of_hint(args[1], what)} if len(args) == 2 else {})
-    return refuse(spelled)
-
-
-def _of_values(values: list[Any]) -> dict[str, Any]:
-    """The schema of some values; empty if there are none, or one is no JSON scalar."""
-    if not values or any(type(one) not in SCALARS for one in values):
-        return {}
-    kinds = list(dict.fromkeys(SCALARS[type(one)] for one in values))
-    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+    raise ValueError(
+        f"{what} has the type {str(hint).replace('typing.', '')}. Expected int, float, str, bool, an Enum or Literal of such values, "
+        "or list, tuple, dict and Union of them."
+    )

@@ -9,8 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 from lean_ft.tokenizers import Tokenizer
@@ -21,7 +20,7 @@ from lean_ft.tools.calls import FORMS, REASONING, Call, Form, Turn, Types, read_
 
 Messages = list[dict[str, Any]]
 REMEDY = "Set data.chat_template to a template for models that call tools, or remove `tools`."
-MARK = "LAST_WORDS_OF_THE_TURN"
+MARK = "LAST WORDS OF THE TURN"  # neither a name nor another text contains it
 # A known call and its tool. A template writes calls in the form that reads this call back.
 ARGUMENTS = {"number": 3, "flag": True, "list": [1, "b"], "text": f"a {MARK}"}
 PROPERTIES = {
@@ -50,19 +49,21 @@ class ToolTurns:
         }
         ends = {tokenizer.token_text(one) for one in {*tokenizer.turn_ends, tokenizer.eos_id} if one is not None}
         self._ends, self._control = any_of(ends), any_of(tokenizer.control_tokens)
-        self._num_marks = cache(lambda num_calls: self._text(self._turn([Call("f", {})] * num_calls)).count(MARK))
-        self._takes_objects = True
+        call, self._takes_objects, self._takes_several = Call("f", {}), True, False
         try:
-            self._text(self._turn([Call("f", {})]))
+            self._text(self._turn([call]))
         except ValueError:  # DeepSeek's templates take arguments as JSON in a string
             self._takes_objects = False
         self._form = self._form_of_calls() if schemas else None
         self.opening = self._form.begin if self._form else ""
-        prompts, self._takes_several = [self._text([ASKED], True)], False
+        prompts = [self._text([ASKED], True)]
         if schemas:
-            prompts.append(self._check_results())
+            called = self._turn([call])
+            prompts.append(self._text([*called, *_results([call], [RESULT])], True))
+            if RESULT not in prompts[1]:
+                raise ValueError(f"the chat template does not write the results of tools after the call. {REMEDY}")
             with contextlib.suppress(ValueError):  # Llama 3 refuses several
-                self._takes_several = self._num_marks(2) > self._num_marks(1)
+                self._takes_several = self._text(self._turn([call] * 2)).count(MARK) > self._text(called).count(MARK)
         # The beginning of reasoning that every turn follows.
         self._opened = next((one for one in REASONING if all(text.rstrip().endswith(one) for text in prompts)), "")
 
@@ -109,7 +110,7 @@ class ToolTurns:
             passage = written(_as_text)
         except ValueError:  # the template takes control tokens in these texts for its own
             passage = written(lambda text: self._control.sub("", _as_text(text)))
-        begin = self._end(passage.text, self._num_marks(len(calls)), self._ends if calls else self._control)
+        begin = self._end(passage.text, self._ends if calls else self._control)
         literal = [(start - begin, end - begin) for start, end in passage.literal if start >= begin]
         given = self._tokenizer.tokenize([Passage(passage.text[begin:], [], literal)])[0][0].tolist()
         end, sampled = given[0], ids[-1] if len(ids) else None
@@ -117,11 +118,10 @@ class ToolTurns:
         is_ended = sampled == end or (sampled in self._tokenizer.turn_ends and end not in self._tokenizer.turn_ends)
         return given[1:] if is_ended else given
 
-    def _end(self, text: str, num_marks: int, ends: re.Pattern[str]) -> int:
+    def _end(self, text: str, ends: re.Pattern[str]) -> int:
         """Where the token begins that ends the turn."""
-        marks = [match.end() for match in islice(re.finditer(MARK, text), num_marks)]
-        found = ends.search(text, marks[-1]) if marks else None
-        if found is None:
+        found = ends.search(text, text.rfind(MARK))
+        if found is None or MARK not in text:
             raise ValueError(
                 "the chat template writes no token that ends a turn. Set data.chat_template to one that does."
             )
@@ -153,7 +153,7 @@ class ToolTurns:
         said = called[_num_shared(asked, called) :]
         if MARK not in said:
             raise ValueError(f"the chat template writes no tool calls. {REMEDY}")
-        said = said[: self._end(said, said.count(MARK), self._ends)]
+        said = said[: self._end(said, self._ends)]
         for form in FORMS.values():
             if [call[:3] for call in form.read(said, {tool["name"]: PROPERTIES}).calls] == [
                 (tool["name"], ARGUMENTS, "")
@@ -162,14 +162,6 @@ class ToolTurns:
         raise ValueError(
             f"the chat template writes tool calls in an unknown form: {said!r:.300}. Known forms: {', '.join(FORMS)}."
         )
-
-    def _check_results(self) -> str:
-        """Return a chat that ends with a result. Raises ValueError if the template does not write the result."""
-        call = Call(self._schemas[0]["function"]["name"] if self._schemas else "", {})
-        text = self._text([*self._turn([call]), *_results([call], [RESULT])], True)
-        if RESULT not in text[self._end(text, self._num_marks(1), self._ends) :]:
-            raise ValueError(f"the chat template does not write the results of tools after the call. {REMEDY}")
-        return text
 
 
 def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -195,4 +187,4 @@ def _id(i: int, call: Call) -> str:
 
 def _as_text(text: str) -> str:
     """Replace what is no text, or what stands for the markers of a rendered chat."""
-    return MARKERS.sub("\ufffd", text.encode(errors="replace").decode())
+    return MARKERS.sub("\ufffd", text.encode(errors="replace").decode()).replace(MARK, MARK.lower())
