@@ -133,20 +133,15 @@ class _Tool(_Fields):
     function: _Function
 
 
-class _CalledFunction(_Fields):
+class _CalledFunction(_Fields, extra="ignore"):  # OpenAI's client keeps the parsed arguments too
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[str, AfterValidator(_check_arguments)]
-    parsed_arguments: Any = None  # not read: OpenAI's client keeps the object too
 
 
-class _ToolCall(_Fields):
+class _ToolCall(_Fields, extra="ignore"):  # a streamed call has an index
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
     function: _CalledFunction
-    index: int | None = None  # not read: of a streamed call
-
-    def for_template(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"index": True, "function": {"parsed_arguments"}})
 
 
 class Message(_Fields):
@@ -182,7 +177,7 @@ class Message(_Fields):
         """The message for chat templates. Its content is one text, or parts if it has an image."""
         content = [part.model_dump() for part in self.content] if self.images else self.text
         optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
-        optional["tool_calls"] = [call.for_template() for call in self.tool_calls or ()] or None
+        optional["tool_calls"] = [call.model_dump() for call in self.tool_calls or ()] or None
         return {"role": self.role, "content": content} | {
             name: value for name, value in optional.items() if value is not None
         }
