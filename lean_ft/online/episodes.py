@@ -41,7 +41,6 @@ from lean_ft.generation import Sample
 from lean_ft.settings import OnlineConfig
 from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.run_directory import checkpoint_step, list_checkpoints, read_training_state
-from lean_ft.system.tool_process import awaited
 from lean_ft.system.user_functions import PASSED, file_digest, load_function
 from lean_ft.system.whole_files import open_in_place, write_whole
 from lean_ft.tokenizers import Tokenizer
@@ -341,7 +340,7 @@ class Round:
             return None
         with _failing(environment.name, f"failed in get_reward at {self._prompts[place].place}"):
             found = own.get_reward()
-            return float(asyncio.run(awaited(found)) if inspect.isawaitable(found) else found)
+            return float(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
 
     # In threads -------------------------------------------------------------------------------------------------------
 
@@ -389,6 +388,10 @@ def _message(turn: Turn) -> dict[str, Any]:
     """A turn as a message."""
     calls = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in turn.calls]
     return {"role": "assistant", "content": turn.content} | ({"tool_calls": calls} if calls else {})
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
 
 
 @contextmanager

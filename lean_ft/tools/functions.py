@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Semaphore, Thread
+from threading import Lock, Semaphore, Thread
 from typing import Any
 
 import torch
@@ -59,9 +59,8 @@ class Tools:
         most = (os.cpu_count() or 1) * PROCESSES_A_CORE if settings.process else MOST_AT_ONCE
         self._slots, self._reported = Semaphore(most), set[str]()
         self._processes = set[subprocess.Popen[bytes]]()
-        # One for the whole run, since tools keep their connections.
-        is_async = any(inspect.iscoroutinefunction(function) for _, function in self._functions.values())
-        self._loop = _new_loop() if is_async else None
+        self._lock = Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None  # one for the whole run, since tools keep their connections
 
     def _add(self, text: str, function: Callable[..., Any]) -> None:
         schema = json_schema(function)
@@ -135,27 +134,35 @@ class Tools:
         with self._slots:
             if self._settings.process and text:
                 return self._in_process(text, call.arguments)
-            arguments, loop = copy.deepcopy(call.arguments), self._loop
-            if loop is not None and inspect.iscoroutinefunction(function):
-                future = asyncio.run_coroutine_threadsafe(_awaited(function, arguments, most), loop)
+            arguments, is_async = copy.deepcopy(call.arguments), inspect.iscoroutinefunction(function)
+            if is_async:
+                settled = _settled(function, arguments, most)
+                future = asyncio.run_coroutine_threadsafe(settled, self._running_loop())
             else:
-                future, loop = _in_thread(function, arguments, most), None
+                future = _in_thread(function, arguments, most)
             try:
                 return future.result(seconds)
             except TimeoutError:
-                ends = loop is not None and future.cancel() and self._still_runs(loop)
+                ends = is_async and future.cancel() and self._loop_answers()
                 if not ends and call.name not in self._reported:  # Python cannot end a thread
                     self._reported.add(call.name)
                     remedy = "tools.process=true runs each call in a process that is killed then."
                     say("WARNING", f"a call of the tool {call.name} runs on after its {seconds:g} s. {remedy}")
                 return self._too_long
 
-    def _still_runs(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether no function blocks the loop. Other calls get a new one."""
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                Thread(target=self._loop.run_forever, daemon=True).start()
+            return self._loop
+
+    def _loop_answers(self) -> bool:
+        """Whether the loop runs. If a function blocks it, later calls get a new one."""
         try:
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(1)
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._running_loop()).result(1)
         except TimeoutError:
-            self._loop = _new_loop() if self._loop is loop else self._loop
+            self._loop = None
             return False
         return True
 
@@ -192,12 +199,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
 def _in_thread(function: Callable[..., Any], arguments: dict[str, Any], most_characters: int) -> Future[Outcome]:
     future = Future[Outcome]()
     work = partial(outcome_of, function, arguments, most_characters)
@@ -205,7 +206,7 @@ def _in_thread(function: Callable[..., Any], arguments: dict[str, Any], most_cha
     return future
 
 
-async def _awaited(function: Callable[..., Any], arguments: dict[str, Any], most_characters: int) -> Outcome:
+async def _settled(function: Callable[..., Any], arguments: dict[str, Any], most_characters: int) -> Outcome:
     try:
         return as_text(await function(**arguments), most_characters), False
     except asyncio.CancelledError:
