@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock, Semaphore, Thread
+from threading import Lock, Thread
 from typing import Any
 
 from lean_ft.data import Prompt
@@ -48,7 +48,6 @@ from lean_ft.tools import Tools, ToolTurns, Turn
 from lean_ft.training.bad_steps import TrainingFailed
 
 FILE = "tool_results.jsonl"
-MOST_TURNS = 64  # whose calls run at once
 
 
 @dataclass
@@ -182,7 +181,6 @@ class Episodes:
 
     def __init__(self, cfg: OnlineConfig, tokenizer: Tokenizer, rank: int = 0) -> None:
         self.cfg, self.tokenizer, self._rank = cfg, tokenizer, rank
-        self.working = Semaphore(MOST_TURNS)
         self.turns_of = cache(lambda variables: ToolTurns(tokenizer, self.tools.schemas, json.loads(variables)))
 
     @cached_property
@@ -196,7 +194,7 @@ class Episodes:
 
     @cached_property
     def tools(self) -> Tools:
-        return Tools(self.cfg.tools).with_methods(self.methods)
+        return Tools(self.cfg.tools, self.methods)
 
     @cached_property
     def results(self) -> RecordedResults:
@@ -221,7 +219,6 @@ class Round:
         """numbers: of the samples. Raises TrainingFailed if the environment's `reset` fails, or its prompt is too long."""
         self._all, self._prompts, self._numbers, self._seed = episodes, prompts, numbers, seed
         self._found = [Episode() for _ in prompts]
-        self._tools = [episodes.tools] * len(prompts)  # of each episode
         self._starts = [0] * len(prompts)  # of the current turn in the ids
         self._pending = [TurnOutcome(None) for _ in prompts]  # whose tokens may not fit
         self._rewards: list[list[float]] = [[] for _ in prompts]
@@ -236,7 +233,6 @@ class Round:
             return prompt.text
         with _failing(environment.name, f"failed in reset at {prompt.place}"):
             episode.environment, seen = environment.begin(place, prompt.columns | {"prompt": prompt.asked})
-        self._tools[place] = self._all.tools.bound(environment.methods_of(episode.environment))
         if seen is None:
             return prompt.text
         cfg, chat = self._all.cfg, list(as_chat(prompt.asked, "prompt").messages)
@@ -365,8 +361,9 @@ class Round:
             if turn.calls[i].name not in own:  # an environment needs all calls for its state
                 results.add(keys[i], result, failed)
 
-        with self._all.working:
-            found = self._tools[place].results(turn.calls, known, finished)
+        environment = self._all.environment
+        methods = [] if environment is None else environment.methods_of(self._found[place].environment)
+        found = self._all.tools.results(turn.calls, known, finished, methods)
         given = self._turns(place).reply(ids, turn.calls, [text for text, _ in found])
         said = [
             {"role": "tool", "name": call.name, "content": text}
