@@ -4,6 +4,7 @@ A call never ends the run. If it fails, the model gets a text that begins with `
 """
 
 import asyncio
+import atexit
 import copy
 import inspect
 import json
@@ -53,6 +54,7 @@ class Tools:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # one for the whole run, since tools keep their connections
         self._reported, self._processes = set[str](), set[subprocess.Popen[bytes]]()
+        atexit.register(self._end_processes)
         for text in settings.functions:
             try:
                 function = load_function(text, _planned)
