@@ -294,7 +294,7 @@ def test_the_next_round_calls_its_tools_while_this_one_trains(
     monkeypatch.setattr(ToolTurns, "read", read_as_calls)
     rows = [json.dumps({"prompt": [{"role": "user", "content": f"{n} + {n}"}], "answer": "7"}) for n in range(9)]
     (files / "rows.jsonl").write_text("\n".join(rows))
-    given = ("generation.engine=vllm", "generation.ahead=1", f"tools.functions=[{files}/mine.py:add]", "tools.calls=2")
+    given = ("generation.engine=vllm", "generation.ahead=1", f"tools.functions=[{files}/mine.py:add]", "tools.calls=1")
     given += ("tools.process=true", f"data.chat_template={files}/template.jinja", f"data.source={files}/rows.jsonl")
     given += (
         "data.chat=true",
