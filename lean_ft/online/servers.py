@@ -108,7 +108,13 @@ class Server:
         found, seed = row.sample, row.key.at(len(row.sample.ids))[0] & (2**31 - 1)
         with self._places:
             now = replace(how, max_new_tokens=int(row.room(how)), seed=seed)
-            ids, log_probs, found.ended = self._turn(row.text.ids.tolist(), now)
+            ids, log_probs, reason = self._turn(row.text.ids.tolist(), now)
+        if not ids or len(ids) != len(log_probs) or reason not in ("stop", "length"):
+            raise TrainingFailed(
+                f"{self._url} returned {len(ids)} tokens with {len(log_probs)} log-probabilities, ended by {reason}; expected an end "
+                f"by stop or length. Start the server with `{self.command}`."
+            )
+        found.ended = reason == "stop"
         found.sampled += [True] * len(ids) if found.sampled else []
         found.ids += ids
         found.log_probs += log_probs
@@ -141,8 +147,8 @@ class Server:
         """Let the server load the weights in a folder, and forget what it computed with others."""
         raise NotImplementedError
 
-    def _turn(self, ids: list[int], how: Sampling) -> tuple[list[int], list[float], bool]:
-        """Sample after these ids. Return the new ids, their log-probabilities, and whether they end with a stop."""
+    def _turn(self, ids: list[int], how: Sampling) -> tuple[list[int], list[float], str]:
+        """Sample after these ids. Return the new ids, their log-probabilities, and why they end."""
         raise NotImplementedError
 
 
@@ -163,7 +169,7 @@ class VLLMServer(Server):
         self._ask("update_weight_version", {"new_version": version})
         self._ask("resume", {})
 
-    def _turn(self, ids: list[int], how: Sampling) -> tuple[list[int], list[float], bool]:
+    def _turn(self, ids: list[int], how: Sampling) -> tuple[list[int], list[float], str]:
         asked = {
             "model": self._name,
             "prompt": ids,
@@ -181,12 +187,7 @@ class VLLMServer(Server):
             "return_token_ids": True,
         }
         (choice,) = self._ask("v1/completions", asked)["choices"]
-        found, log_probs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if not found or log_probs is None or len(found) != len(log_probs):
-            raise TrainingFailed(
-                "the server's completions have no token_ids with log-probabilities. Use a vLLM version that supports return_token_ids."
-            )
-        return found, log_probs, choice["finish_reason"] == "stop"
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
 
 
 class SGLangServer(Server):
@@ -197,11 +198,10 @@ class SGLangServer(Server):
     version_route = "model_info"
 
     def _load(self, folder: str, version: str) -> None:
-        self._ask(
-            "update_weights_from_disk", {"model_path": folder, "weight_version": version}
-        )  # also clears the cache
+        # This waits for the requests under way, and clears the prefix cache.
+        self._ask("update_weights_from_disk", {"model_path": folder, "weight_version": version})
 
-    def _turn(self, ids: list[int], how: Sampling) -> tuple[list[int], list[float], bool]:
+    def _turn(self, ids: list[int], how: Sampling) -> tuple[list[int], list[float], str]:
         params = {
             "max_new_tokens": how.max_new_tokens,
             # Send every setting: the server takes missing ones from the model's generation_config.json.
@@ -214,15 +214,10 @@ class SGLangServer(Server):
             "stop": list(how.stop_texts),
             "stop_token_ids": sorted(how.stop_ids),
         }
-        found = self._ask("generate", {"input_ids": ids, "sampling_params": params, "return_logprob": True})[
-            "meta_info"
-        ]
-        tokens, reason = found["output_token_logprobs"], found["finish_reason"]["type"]
-        if reason not in ("stop", "length") or not tokens:
-            raise TrainingFailed(
-                f"{self._url}/generate ended a completion of {len(tokens)} tokens early: {found['finish_reason']}."
-            )
-        return [token for _, token, _ in tokens], [log_prob for log_prob, _, _ in tokens], reason == "stop"
+        answer = self._ask("generate", {"input_ids": ids, "sampling_params": params, "return_logprob": True})
+        found = answer["meta_info"]
+        tokens = found["output_token_logprobs"]
+        return [token for _, token, _ in tokens], [value for value, _, _ in tokens], found["finish_reason"]["type"]
 
 
 SERVERS: dict[str, type[Server]] = {kind.setting: kind for kind in (VLLMServer, SGLangServer)}

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from lean_ft import load_model, load_tokenizer
 from lean_ft.data import Prompt
+from lean_ft.data.columns import Document
 from lean_ft.generation import Sampling
 from lean_ft.generation.choosing import choose
 from lean_ft.generation.turns import RunningRow
@@ -329,5 +330,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path, train: Callable[..., Path], s
         with pytest.raises(TrainingFailed, match="has weights of version default; expected "):
             one.sample([], Sampling(1), [])
     server.complete = lambda *_: ([], [], "abort")
-    with pytest.raises(TrainingFailed, match="ended a completion of 0 tokens early: {'type': 'abort'}"):
-        one._turn([1], Sampling(1))
+    one.give_weights(server.model)
+    with pytest.raises(TrainingFailed, match="returned 0 tokens with 0 log-probabilities, ended by abort"):
+        one.sample([Document.of([1])], Sampling(1), [0])
