@@ -96,7 +96,7 @@ def sample(
             cannot be read, or for an empty reply.
         FloatingPointError: if the model's logits are not finite.
     """
-    rows = _rows(prompts, sampling, numbers)
+    rows = running_rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
         num_new = sampling.max_new_tokens + max_given_tokens
         room = _room(model, rows, num_new, cache_gib, 2 if max_given_tokens else 1)
@@ -121,7 +121,7 @@ def sample_steps(
     All rows run in one wave. With `prompt_part`, a single prompt is read that many tokens at a time, and each part
     except the last is a step without a token.
     """
-    rows = _rows(prompts, sampling, None)
+    rows = running_rows(prompts, sampling, None)
     if sampling.max_new_tokens and rows:
         for tokens in _decode_rows(model, rows, sampling, decode, len(rows), prompt_part=prompt_part):
             yield [tokens.get(row.place) for row in rows]
@@ -133,7 +133,9 @@ def pack_for_answers(model: Decoder, new_tokens: int) -> None:
         pack_in_place(model, _most_bytes(model, None) or 0)
 
 
-def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[RunningRow]:
+def running_rows(
+    prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None
+) -> list[RunningRow]:
     asked = [as_document(prompt) for prompt in prompts]
     for place, prompt in enumerate(asked):
         if not len(prompt):
@@ -346,7 +348,8 @@ def _take(row: RunningRow, token: float, log_prob: float, sampling: Sampling, de
         assert decode is not None
         # A token has at least one byte, so the last `longest` tokens contain any stop text that ends here.
         longest = max(len(text.encode()) for text in sampling.stop_texts)
-        tail = decode(found.ids[-longest - 4 :])
+        given = found.sampled[: -longest - 5 : -1]  # the latest first
+        tail = decode(found.ids[-(given.index(False) if False in given else longest + 4) :])
         found.ended = any(text in tail for text in sampling.stop_texts)
 
 

@@ -20,7 +20,7 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
     """Let `rounds` sample as many different prompts as a real round, and train on batches of `take(number)`."""
 
     def sample(answer: Callable[[list[Prompt], int], Any], score: Any) -> None:
-        if cfg.generation.engine == "vllm":  # on its own devices
+        if cfg.generation.engine != "own":  # on its own devices
             return
         asked = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
         prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), image_rules=rounds.image_rules)) for ids in asked)

@@ -4,6 +4,7 @@ A call never ends the run. If it fails, the model gets a text that begins with `
 """
 
 import asyncio
+import atexit
 import copy
 import inspect
 import json
@@ -59,6 +60,7 @@ class Tools:
         most = (os.cpu_count() or 1) * PROCESSES_A_CORE if settings.process else MOST_AT_ONCE
         self._slots, self._reported = Semaphore(most), set[str]()
         self._processes = set[subprocess.Popen[bytes]]()
+        atexit.register(self._end_processes)
         self._lock = Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # one for the whole run, since tools keep their connections
 
@@ -83,8 +85,11 @@ class Tools:
             try:
                 yield
             finally:
-                for process in tuple(self._processes):
-                    _kill(process)
+                self._end_processes()
+
+    def _end_processes(self) -> None:
+        for process in tuple(self._processes):
+            _kill(process)
 
     def results(
         self,
