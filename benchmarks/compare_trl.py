@@ -9,6 +9,7 @@
     python benchmarks/compare_trl.py --objective dpo                   # 4 pairs x 512, DPOTrainer, all four comparisons
     python benchmarks/compare_trl.py --objective dpo --only long_prompts   # one of them
     python benchmarks/compare_trl.py --objective grpo                  # 8 completions, 128 + 128 tokens, GRPOTrainer
+    python benchmarks/compare_trl.py --objective tools                 # 8 episodes with two calls each, 256 + 256 tokens
 
 lean_ft uses bfloat16 weights, compiled layers and chunked logits. Full fine-tuning and the other objectives add selective
 checkpointing and 8-bit AdamW in backward; LoRA adds selective checkpointing.
@@ -25,10 +26,13 @@ fill the cache of reference log-probabilities before the timed steps.
 grpo: one prompt per step, of half the length, with completions of a fixed length. Both sides train with dapo's loss and no reference. The
 time for sampling and rewards is also reported.
 
+tools: as grpo, and each completion has two calls of a tool that takes no time. Both sides sample with all logits and then take the
+token of a script (`scripted_turns.py`), so that the calls are the same. The result records the number of sampled and given tokens.
+
 The order of the sides is reversed in every second round. Ratios are computed per round; the median is reported. TRL is in the extra `compare`:
 pip install -e '.[compare]'.
 
-Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_` or `grpo_` before the shape.
+Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_`, `grpo_` or `tools_` before the shape.
 """
 
 import importlib.util
@@ -42,6 +46,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import product_rate
+import scripted_turns
 import typer
 from measure import Budget, measure_training, recipe_command
 from memory_ladder import outcome, rung_settings
@@ -66,6 +71,7 @@ class Objective(StrEnum):
     sft = "sft"
     dpo = "dpo"
     grpo = "grpo"
+    tools = "tools"
     distill = "distill"
 
 
@@ -158,15 +164,23 @@ COMPARISONS = {
         (SEPARATE,),
     ),
     "grpo": Comparison(Objective.grpo, "GRPO", "grpo", LEAN, _LEAN_LABEL, (), 1 / 2),
+    "tools": Comparison(Objective.tools, "GRPO with two calls of a tool", "grpo", LEAN, _LEAN_LABEL, (), 1 / 2),
 }
 
 
 def ours_command(
     comparison: Comparison, side: str, model: Path, data: Path, run: Path, *, length: int, batch_size: int, steps: int,
-    device: str,
+    given_tokens: int, device: str,
 ) -> list:  # fmt: skip
     """The command of lean_ft's recipe, with techniques that also work on a CPU."""
     prompt_tokens = round(length * comparison.prompt_share)
+    online = {
+        "data.max_prompt_length": prompt_tokens,
+        "generation.num_answers": batch_size,
+        "generation.max_new_tokens": length - prompt_tokens - given_tokens,
+        "sample_every": 0,
+    }
+    scripts = Path(__file__).parent
     own = {
         Objective.sft: {"data.max_length": length},
         Objective.distill: {"data.max_length": length, "distill.teacher": model},
@@ -176,13 +190,12 @@ def ours_command(
             "data.cache_dir": run.parent / "cache",
             "data.shared_prompt": side == OURS,
         },
-        Objective.grpo: {
-            "data.chat": False,
-            "data.max_prompt_length": prompt_tokens,
-            "rewards": f"[{Path(__file__).with_name('letters_reward.py')}:letters]",
-            "generation.num_answers": batch_size,
-            "generation.max_new_tokens": length - prompt_tokens,
-            "sample_every": 0,
+        Objective.grpo: {"data.chat": False, "rewards": f"[{scripts}/letters_reward.py:letters]", **online},
+        Objective.tools: {
+            "rewards": f"[{scripts}/scripted_turns.py:letters]",
+            "tools.functions": f"[{scripts}/scripted_turns.py:look_up]",
+            "generation.max_given_tokens": max(1, given_tokens),
+            **online,
         },
     }[comparison.objective]
     settings = {
@@ -195,11 +208,15 @@ def ours_command(
         "device": device,
         "output_dir": run,
     }
-    return recipe_command(comparison.recipe, settings | own | comparison.settings)
+    command = recipe_command(comparison.recipe, settings | own | comparison.settings)
+    if comparison.objective is Objective.tools:
+        command[1:3] = [str(scripts / "scripted_turns.py")]  # instead of `-m lean_ft`
+    return command
 
 
 def trl_command(
-    comparison: Comparison, side: str, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int
+    comparison: Comparison, side: str, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int,
+    given_tokens: int,
 ) -> list:  # fmt: skip
     """The command of TRL, with its defaults or with care."""
     prompt_tokens = round(length * comparison.prompt_share)
@@ -207,7 +224,14 @@ def trl_command(
         *(sys.executable, Path(__file__).with_name("trl_trainer.py"), "--objective", comparison.objective.value),
         *("--model-folder", model, "--data", data, "--run-directory", run, "--facts-file", facts),
         *("--batch-size", str(batch_size), "--length", str(length), "--prompt-tokens", str(prompt_tokens)),
-        *("--steps", str(steps), *comparison.trl_arguments, *(["--careful"] if side == CAREFUL else [])),
+        *(
+            "--given-tokens",
+            str(given_tokens),
+            "--steps",
+            str(steps),
+            *comparison.trl_arguments,
+            *(["--careful"] if side == CAREFUL else []),
+        ),
     ]
 
 
@@ -242,6 +266,8 @@ def write_rows(comparison: Comparison, folder: Path, model: Path, length: int, b
     file = folder / f"rows_{length}.jsonl"
     if comparison.prompt_share:
         prompt_tokens = round(length * comparison.prompt_share)
+        if comparison.objective is Objective.tools:
+            return scripted_turns.write_chat_rows(file, steps, prompt_tokens, model)
         num_rows = steps if comparison.objective is Objective.grpo else steps * batch_size
         return write_pair_rows(file, num_rows, prompt_tokens, length - prompt_tokens)
     write_text_rows(file, steps * batch_size, length)
@@ -272,6 +298,10 @@ def measure_sides(
     # Hide the GPU from both sides on a CPU run.
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
+        has_tools, given_tokens = comparison.objective is Objective.tools, 0
+        if has_tools:
+            tokenizer_folder = scripted_turns.write_tokenizer(Path(folder) / "tokenizer")
+            given_tokens = scripted_turns.num_given(tokenizer_folder)
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
         if comparison.objective is Objective.distill:
             write_weights(model)
@@ -279,6 +309,7 @@ def measure_sides(
         for length in lengths:
             data = write_rows(comparison, Path(folder), model, length, batch_size, num_steps)
             common: dict[str, Any] = {"length": length, "batch_size": batch_size, "steps": num_steps}
+            common["given_tokens"] = given_tokens
             tokens = computed = batch_size * length * (2 if is_pair else 1)
             for turn in range(rounds):
                 for side in sides if turn % 2 == 0 else sides[::-1]:
@@ -289,8 +320,12 @@ def measure_sides(
                         return ours_command(comparison, side, model, data, run, device=device, **common)
 
                     # lean_ft computes a prompt once: for both completions of a pair, or for all of grpo's.
-                    once = {Objective.dpo: batch_size, Objective.grpo: batch_size - 1}.get(comparison.objective, 0)
-                    shared = once * round(length * comparison.prompt_share) if side == OURS else 0
+                    once = {Objective.dpo: batch_size, Objective.grpo: batch_size - 1, Objective.tools: batch_size - 1}
+                    shared = (
+                        once.get(comparison.objective, 0) * round(length * comparison.prompt_share)
+                        if side == OURS
+                        else 0
+                    )
                     computed = tokens - shared
                     rate = int(subprocess.check_output(product_rate.command(device), text=True))
                     row = measure_training(
@@ -306,6 +341,12 @@ def measure_sides(
                     )
                     if row["status"] == "ok":
                         row |= {"computed_tokens": computed, "tokens_per_second": tokens / row["step_seconds"]}
+                        if has_tools:
+                            sampled = length - round(length * comparison.prompt_share) - given_tokens
+                            assert row["target_tokens_per_step"] == batch_size * sampled, row
+                            assert row["tool_calls"] == scripted_turns.NUM_CALLS, row
+                            episode = {"sampled_tokens": sampled, "given_tokens": given_tokens}
+                            row |= episode | {"episodes_per_second": batch_size / row["step_seconds"]}
                     what = {"comparison": name, "side": side, "length": length, "round": turn, "product_gflops": rate}
                     rows.append(what | row)
                     line = f"{comparison.title}, length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}"
@@ -314,7 +355,14 @@ def measure_sides(
 
 
 # The values of a side that are reported as medians, if present.
-MEDIANS = ("tokens_per_second", "step_seconds", "sampling_seconds", "peak_memory_bytes", "first_peak_memory_bytes")
+MEDIANS = (
+    "tokens_per_second",
+    "episodes_per_second",
+    "step_seconds",
+    "sampling_seconds",
+    "peak_memory_bytes",
+    "first_peak_memory_bytes",
+)
 RATIOS = {"speed_ratio": "tokens_per_second", "memory_ratio": "peak_memory_bytes", "sampling_ratio": "sampling_seconds"}
 
 
@@ -383,7 +431,11 @@ def describe(result: dict[str, Any]) -> str:
         Objective.dpo: "pairs, prompts of 1/8 of a row unless stated otherwise; tokens/s count the prompt once per completion; "
         "TRL's fused output layer needs Triton and uses its fallback on a CPU",
         Objective.grpo: "completions of one prompt, half of the tokens each",
+        Objective.tools: "episodes of one prompt, half of the tokens, with {sampled_tokens} sampled and {given_tokens} given tokens; "
+        "the sampled tokens are replaced by a script",
     }.get(first.objective, "rows")
+    if first.objective is Objective.tools:
+        rows = rows.format_map(next((row for row in result["rows"] if "given_tokens" in row), {}))
     peers = "".join(
         f"; TRL {trl} {how} ({describe_trl(facts)})"
         for key, how in {"trl_defaults": "with its defaults", "trl_careful": "configured with care"}.items()
@@ -413,6 +465,9 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
         other = TITLES.get(peer, peer) or "-"
         title = f"{comparison.title}, {line['length']}"
         cells.append([title, other, *memory, memory_ratio, *speeds, speed_ratio])
+        if any("episodes_per_second" in side for side in sides):
+            rates = [f"{side.get('episodes_per_second', 0):.3g}" for side in sides]
+            cells.append(["episodes per second", other, "-", "-", "-", *rates, speed_ratio])
         if any("sampling_seconds" in side for side in sides):
             times = [
                 f"{side['sampling_seconds']:.2f} of {side['step_seconds']:.2f}" if "sampling_seconds" in side else "-"
@@ -447,7 +502,9 @@ def main(
     batch_size: Annotated[
         int | None, typer.Option(help="Rows per step (completions for grpo): 8; for distill, and pairs for dpo: 4.")
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Row lengths, comma-separated; half is the prompt for grpo.")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="Row lengths, comma-separated; half is the prompt for grpo and tools.")
+    ] = "",
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 3,
     steps: Annotated[int, typer.Option(help="Counted steps.")] = 3,
     warmup_steps: Annotated[int, typer.Option(help="Warm-up steps before the counted steps.")] = 2,
