@@ -27,7 +27,7 @@ grpo: one prompt per step, of half the length, with completions of a fixed lengt
 time for sampling and rewards is also reported.
 
 tools: as grpo, and each completion has two calls of a tool that takes no time. Both sides sample with all logits and then take the
-token of a script (`scripted_turns.py`), so that the calls are the same. The result records the number of sampled and given tokens.
+token of a script (`scripted_turns.py`), so that the calls are the same. Both must have the same numbers of calls and of trained tokens.
 
 The order of the sides is reversed in every second round. Ratios are computed per round; the median is reported. TRL is in the extra `compare`:
 pip install -e '.[compare]'.
@@ -224,14 +224,8 @@ def trl_command(
         *(sys.executable, Path(__file__).with_name("trl_trainer.py"), "--objective", comparison.objective.value),
         *("--model-folder", model, "--data", data, "--run-directory", run, "--facts-file", facts),
         *("--batch-size", str(batch_size), "--length", str(length), "--prompt-tokens", str(prompt_tokens)),
-        *(
-            "--given-tokens",
-            str(given_tokens),
-            "--steps",
-            str(steps),
-            *comparison.trl_arguments,
-            *(["--careful"] if side == CAREFUL else []),
-        ),
+        *("--steps", str(steps), *comparison.trl_arguments, *(["--careful"] if side == CAREFUL else [])),
+        *("--given-tokens", str(given_tokens)),
     ]
 
 
@@ -298,7 +292,7 @@ def measure_sides(
     # Hide the GPU from both sides on a CPU run.
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
-        has_tools, given_tokens = comparison.objective is Objective.tools, 0
+        has_tools, given_tokens = comparison.objective is Objective.tools, 0  # the tokens of results per row
         if has_tools:
             tokenizer_folder = scripted_turns.write_tokenizer(Path(folder) / "tokenizer")
             given_tokens = scripted_turns.num_given(tokenizer_folder)
@@ -308,8 +302,12 @@ def measure_sides(
         facts = {side: Path(folder) / f"{side}.json" for side in (TRL, CAREFUL)}
         for length in lengths:
             data = write_rows(comparison, Path(folder), model, length, batch_size, num_steps)
-            common: dict[str, Any] = {"length": length, "batch_size": batch_size, "steps": num_steps}
-            common["given_tokens"] = given_tokens
+            common: dict[str, Any] = {
+                "length": length,
+                "batch_size": batch_size,
+                "steps": num_steps,
+                "given_tokens": given_tokens,
+            }
             tokens = computed = batch_size * length * (2 if is_pair else 1)
             for turn in range(rounds):
                 for side in sides if turn % 2 == 0 else sides[::-1]:
@@ -320,13 +318,9 @@ def measure_sides(
                         return ours_command(comparison, side, model, data, run, device=device, **common)
 
                     # lean_ft computes a prompt once: for both completions of a pair, or for all of grpo's.
-                    once = {Objective.dpo: batch_size, Objective.grpo: batch_size - 1, Objective.tools: batch_size - 1}
-                    shared = (
-                        once.get(comparison.objective, 0) * round(length * comparison.prompt_share)
-                        if side == OURS
-                        else 0
-                    )
-                    computed = tokens - shared
+                    prompt = round(length * comparison.prompt_share)
+                    once = batch_size - (not is_pair) if prompt and side == OURS else 0
+                    computed = tokens - once * prompt
                     rate = int(subprocess.check_output(product_rate.command(device), text=True))
                     row = measure_training(
                         command,
@@ -342,12 +336,11 @@ def measure_sides(
                     if row["status"] == "ok":
                         row |= {"computed_tokens": computed, "tokens_per_second": tokens / row["step_seconds"]}
                         if has_tools:
-                            sampled = length - round(length * comparison.prompt_share) - given_tokens
-                            assert row["target_tokens_per_step"] == batch_size * sampled, row
-                            assert row["tool_calls"] == scripted_turns.NUM_CALLS, row
-                            episode = {"sampled_tokens": sampled, "given_tokens": given_tokens}
-                            row |= episode | {"episodes_per_second": batch_size / row["step_seconds"]}
+                            num_trained = batch_size * (length - prompt - given_tokens)
+                            found = row["target_tokens_per_step"], row["tool_calls"]
+                            assert found == (num_trained, scripted_turns.NUM_CALLS), row
                     what = {"comparison": name, "side": side, "length": length, "round": turn, "product_gflops": rate}
+                    what |= {"given_tokens": given_tokens} if has_tools else {}
                     rows.append(what | row)
                     line = f"{comparison.title}, length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}"
                     console.print(f"{line}; products at {rate} GFLOP/s before", markup=False)
@@ -355,14 +348,7 @@ def measure_sides(
 
 
 # The values of a side that are reported as medians, if present.
-MEDIANS = (
-    "tokens_per_second",
-    "episodes_per_second",
-    "step_seconds",
-    "sampling_seconds",
-    "peak_memory_bytes",
-    "first_peak_memory_bytes",
-)
+MEDIANS = ("tokens_per_second", "step_seconds", "sampling_seconds", "peak_memory_bytes", "first_peak_memory_bytes")
 RATIOS = {"speed_ratio": "tokens_per_second", "memory_ratio": "peak_memory_bytes", "sampling_ratio": "sampling_seconds"}
 
 
@@ -431,11 +417,9 @@ def describe(result: dict[str, Any]) -> str:
         Objective.dpo: "pairs, prompts of 1/8 of a row unless stated otherwise; tokens/s count the prompt once per completion; "
         "TRL's fused output layer needs Triton and uses its fallback on a CPU",
         Objective.grpo: "completions of one prompt, half of the tokens each",
-        Objective.tools: "episodes of one prompt, half of the tokens, with {sampled_tokens} sampled and {given_tokens} given tokens; "
-        "the sampled tokens are replaced by a script",
+        Objective.tools: f"episodes of one prompt, half of the tokens each; {result['rows'][0].get('given_tokens')} tokens of an episode are "
+        "results, and a script replaces the sampled tokens",
     }.get(first.objective, "rows")
-    if first.objective is Objective.tools:
-        rows = rows.format_map(next((row for row in result["rows"] if "given_tokens" in row), {}))
     peers = "".join(
         f"; TRL {trl} {how} ({describe_trl(facts)})"
         for key, how in {"trl_defaults": "with its defaults", "trl_careful": "configured with care"}.items()
@@ -465,8 +449,9 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
         other = TITLES.get(peer, peer) or "-"
         title = f"{comparison.title}, {line['length']}"
         cells.append([title, other, *memory, memory_ratio, *speeds, speed_ratio])
-        if any("episodes_per_second" in side for side in sides):
-            rates = [f"{side.get('episodes_per_second', 0):.3g}" for side in sides]
+        if comparison.objective is Objective.tools:
+            batch = result["settings"]["batch_size"]
+            rates = [f"{batch / side['step_seconds']:.2g}" if "step_seconds" in side else "-" for side in sides]
             cells.append(["episodes per second", other, "-", "-", "-", *rates, speed_ratio])
         if any("sampling_seconds" in side for side in sides):
             times = [
