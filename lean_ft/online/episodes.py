@@ -290,7 +290,8 @@ class Round:
     def _collect(self, found: dict[int, list[int] | None], wait: bool) -> None:
         while True:
             try:
-                place, outcome = self._outcomes.get(wait and not found, timeout=0.1)
+                # Rows that continue together are computed together, so a first result waits a moment for the others.
+                place, outcome = self._outcomes.get(wait, timeout=0.01 if found else 0.1)
             except queue.Empty:
                 for place in [place for place, limit in self._limits.items() if time.monotonic() > limit]:
                     self._leave(place)
