@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from math import inf
@@ -257,6 +257,14 @@ class Tools:
                 threading.Thread(target=self._loop.run_forever, daemon=True).start()
             return self._loop
 
+    def awaited(self, value: Any) -> Any:
+        """The value of an awaitable, from the loop of all async tools. Other values are returned unchanged."""
+        return (
+            asyncio.run_coroutine_threadsafe(_awaited(value), self._running_loop()).result()
+            if inspect.isawaitable(value)
+            else value
+        )
+
     def _in_process(self, function: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Run a call in a new process. `function`: FILE.py:FUNCTION."""
         asked = {"function": function, "arguments": arguments, "characters": self._settings.result_characters}
@@ -294,6 +302,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _planned() -> None:
