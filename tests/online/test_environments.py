@@ -1,14 +1,10 @@
 """Environments of Gymnasium and OpenEnv, with the real packages, and environments whose state is recorded."""
 
 import json
-import os
-import random
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +14,6 @@ import pytest
 
 from lean_ft.training.bad_steps import TrainingFailed
 from tests.online.test_episodes import TEMPLATE, asked, episodes_of, play
-from tests.training.toy_runs import metrics
 
 
 @pytest.fixture
@@ -329,49 +324,3 @@ def test_recorded_turns_are_not_made_again_and_their_state_is_loaded(
         start = kept if name == "Steps" else [0, 1, 2, 4][kept]  # the second turn has two calls
         assert sorted(made) == sorted(calls[start:])
         assert file.read_text().splitlines() == lines
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_in_an_environment_ends_as_the_undisturbed_one(folder: Path) -> None:
-    """SIGKILL at random moments. A step whose result was recorded is not made again."""
-    (folder / "mine.py").write_text(STATEFUL)
-    rows = [json.dumps({"prompt": [{"role": "user", "content": f"{n} + {n}"}], "answer": f"{n}"}) for n in range(9)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    given = f"""run grpo model.path=tiny model.dtype=float32 device=cpu plan=false data.source={folder}/rows.jsonl
-        data.chat_template={folder}/template.jinja rewards=[environment] environment={folder}/mine.py:Steps tools.calls=9
-        generation.num_answers=4 generation.max_new_tokens=48 generation.stop=[1,2,3,4,5,6,7,8,9] generation.temperature=1.5
-        batch_size=8 max_steps=4 save_every=2 optimizer.lr=1e-3 sample_every=1""".split()
-
-    def calls(output: Path) -> Counter[str]:
-        log = Path(f"{output}.calls")
-        return Counter(log.read_text().splitlines() if log.exists() else [])
-
-    def run(output: Path, most: float = float("inf"), delay: float = 0) -> bool:
-        """Kill the run this many seconds after so many calls in all. Return whether it ended before."""
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CALLS": f"{output}.calls"}
-        command = [sys.executable, "-m", "lean_ft", *given, f"output_dir={output}"]
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment | {"DELAY": "0.2"}
-        ) as process:
-            while process.poll() is None:
-                if calls(output).total() >= most:
-                    time.sleep(delay)
-                    process.send_signal(signal.SIGKILL)
-                    return False
-                time.sleep(0.01)
-            assert process.returncode == 0
-            return True
-
-    run(whole := folder / "whole")
-    lines, generator = metrics(whole, timed=False), random.Random(0)
-    assert max(line["turns"] for line in lines) > 2
-    killed = folder / "killed"
-    for most in sorted(generator.sample(range(calls(whole).total()), 5)):
-        assert not run(killed, most, generator.uniform(0, 0.4))
-    run(killed)
-    assert metrics(killed, timed=False) == lines
-    assert (killed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert not calls(whole) - calls(killed)
-    again = (calls(killed) - calls(whole)).total()
-    print(f"{calls(whole).total()} calls, {again} of them again after 5 kills")
-    assert again <= 5 * 8  # only those that a kill interrupted: 8 completions at once
