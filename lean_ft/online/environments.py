@@ -17,7 +17,7 @@ adds. `format_observation(observation)`, if there is one, writes the observation
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Integral
 from threading import Thread
@@ -54,22 +54,20 @@ class Environment:
         kinds = {name: one.kind for name, one in inspect.signature(probe.reset).parameters.items()}
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
         self._names = None if takes_all else kinds.keys()  # of reset
-        self._form = _form(probe, kinds.keys(), takes_all)
-        self.has_steps = callable(getattr(probe, "step", None)) and self._form != "methods"
-        self.has_state = callable(getattr(probe, "state_dict", None))
-        if self.has_state and not callable(getattr(probe, "load_state_dict", None)):
-            raise ValueError(
-                f"environment={name} has state_dict but no load_state_dict(state). Add it, or remove state_dict."
-            )
-        if self._form == "methods" and all(hasattr(probe, one) for one in ("step", "state", "close")):
-            raise ValueError(
-                f"environment={name} is an OpenEnv environment without parse_action. Add parse_action(self, text), which "
-                "returns the action for a text, to its class."
-            )
-        if not self.has_steps and not self.methods_of(probe):
+        steps = callable(getattr(probe, "step", None))
+        if steps and {"seed", "options"} <= kinds.keys():
+            self._form = "gymnasium"
+        elif len(kinds) == 1 and not takes_all:
+            self._form = "row"
+        else:
+            self._form = "openenv" if steps and hasattr(probe, "parse_action") else "methods"
+        self.has_steps = steps and self._form != "methods"
+        self.has_state = hasattr(probe, "state_dict") and hasattr(probe, "load_state_dict")
+        is_openenv = all(hasattr(probe, one) for one in ("step", "state", "close"))
+        if not self.has_steps and (is_openenv or not self.methods_of(probe)):
             raise ValueError(
                 f"environment={name} has neither step(self, action) and reset(self, row), nor public methods, which would be "
-                "tools. Add them."
+                "tools. Add them. An environment of OpenEnv needs parse_action(self, text), which returns its action."
             )
         if self._form == "gymnasium" and not hasattr(probe, "parse_action"):
             space = probe.action_space
@@ -140,14 +138,6 @@ class Environment:
     def reward(self, environment: Any) -> float | None:
         """The reward of an environment whose methods are tools, if it has one."""
         return float(self._awaited(environment.get_reward())) if hasattr(environment, "get_reward") else None
-
-
-def _form(probe: Any, names: Collection[str], takes_all: bool) -> str:
-    if hasattr(probe, "step") and {"seed", "options"} <= set(names):
-        return "gymnasium"
-    if len(names) == 1 and not takes_all:
-        return "row"
-    return "openenv" if hasattr(probe, "step") and hasattr(probe, "parse_action") else "methods"
 
 
 def _action(environment: Any, text: str) -> Any:

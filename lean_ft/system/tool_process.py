@@ -43,7 +43,7 @@ def answer_a_call() -> None:
     try:
         value = load_function(asked["function"])(**asked["arguments"])
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+            value = asyncio.run(awaited(value))
         answer = {"text": as_text(value, asked["characters"]), "failed": False}
     except BaseException as error:
         answer = {"text": error_text(error, asked["characters"]), "failed": True}
@@ -52,5 +52,6 @@ def answer_a_call() -> None:
     os._exit(0)  # threads that the tool started do not delay the result
 
 
-async def _awaited(value: Any) -> Any:
+async def awaited(value: Any) -> Any:
+    """The coroutine of any awaitable."""
     return await value

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from math import inf
@@ -27,7 +27,7 @@ import torch
 from lean_ft.settings import ToolsConfig
 from lean_ft.system.log import say
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.tool_process import as_text, error_text
+from lean_ft.system.tool_process import as_text, awaited, error_text
 from lean_ft.system.unchanged_process import UnchangedProcess
 from lean_ft.system.user_functions import PASSED, load_function, without_os_exit
 from lean_ft.tools.calls import Call
@@ -258,12 +258,10 @@ class Tools:
             return self._loop
 
     def awaited(self, value: Any) -> Any:
-        """The value of an awaitable, from the loop of all async tools. Other values are returned unchanged."""
-        return (
-            asyncio.run_coroutine_threadsafe(_awaited(value), self._running_loop()).result()
-            if inspect.isawaitable(value)
-            else value
-        )
+        """Return the value of an awaitable, from the loop of all async tools, and other values unchanged."""
+        if not inspect.isawaitable(value):
+            return value
+        return asyncio.run_coroutine_threadsafe(awaited(value), self._running_loop()).result()
 
     def _in_process(self, function: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Run a call in a new process. `function`: FILE.py:FUNCTION."""
@@ -302,10 +300,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
 
 
 def _planned() -> None:

@@ -114,6 +114,7 @@ def test_gymnasium_actions_and_observations_can_be_texts(folder: Path) -> None:
 
 OPENENV = '''
 import os
+from openenv.core import GenericEnvClient
 from openenv.core.client_types import StepResult
 from openenv.core.env_client import EnvClient
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
@@ -158,6 +159,12 @@ class Client(Raw):
         if text == "quiet":
             raise ValueError("say something.")
         return Say(message=text)
+
+class Generic(GenericEnvClient):
+    def __init__(self):
+        super().__init__(base_url=os.environ["SERVER"])
+    def parse_action(self, text):
+        return {"message": Client.parse_action(self, text).message}
 
 def synchronous():
     return Client().sync() if hasattr(Client, "sync") else Client()
@@ -213,9 +220,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             process.kill()
 
 
-@pytest.mark.parametrize("name", ["Client", "synchronous", "Here"])
+@pytest.mark.parametrize("name", ["Client", "synchronous", "Generic", "Here"])
 def test_openenv_environments_are_stepped_with_the_users_actions(folder: Path, server: None, name: str) -> None:
-    """A client of a server, asynchronous or not, and an environment in this process."""
+    """Clients of a server, asynchronous or not, and an environment in this process."""
     episodes = environment_of(folder, OPENENV, name)
     prompts = [asked("Go.", episodes, word=word) for word in ("tree", "sea")]
     found = play(episodes, prompts, ["no", "quiet", "tree"], ["sea"])
@@ -241,7 +248,7 @@ def test_openenv_clients_work_in_trl_form(folder: Path, server: None) -> None:
     (one,) = play(episodes, prompts, [*calls, "Done."])
     assert (one.prompt[-1]["content"], one.reward) == ("Go. Say tree", 1.0)
     assert [said["content"] for said in one.messages if said["role"] == "tool"] == ["no", "no tree"]
-    with pytest.raises(ValueError, match="is an OpenEnv environment without parse_action"):
+    with pytest.raises(ValueError, match=r"Raw has neither .* OpenEnv needs parse_action\(self, text\)"):
         _ = environment_of(folder, OPENENV, "Raw").environment
 
 
