@@ -40,7 +40,7 @@ def outcome_of(function: Callable[..., Any], arguments: dict[str, Any], most_cha
     """Call a tool. Return its result as text, and whether it failed."""
     try:
         value = function(**arguments)
-        return as_text(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value, most_characters), False
+        return as_text(asyncio.run(awaited(value)) if inspect.isawaitable(value) else value, most_characters), False
     except BaseException as error:  # SystemExit too
         return error_text(error, most_characters), True
 
@@ -59,5 +59,6 @@ def answer_a_call() -> None:
     os._exit(0)  # threads that the tool started do not delay the result
 
 
-async def _awaited(value: Any) -> Any:
+async def awaited(value: Any) -> Any:
+    """The coroutine of any awaitable."""
     return await value

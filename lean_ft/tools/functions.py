@@ -26,7 +26,7 @@ import torch
 from lean_ft.settings import ToolsConfig
 from lean_ft.system.log import say
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.tool_process import as_text, error_text, outcome_of
+from lean_ft.system.tool_process import as_text, awaited, error_text, outcome_of
 from lean_ft.system.unchanged_process import UnchangedProcess
 from lean_ft.system.user_functions import PASSED, load_function, without_os_exit
 from lean_ft.tools.calls import Call
@@ -170,6 +170,12 @@ class Tools:
             self._loop = None
             return False
         return True
+
+    def awaited(self, value: Any) -> Any:
+        """The value of an awaitable, from the loop of all async tools. Other values are returned unchanged."""
+        if not inspect.isawaitable(value):
+            return value
+        return asyncio.run_coroutine_threadsafe(awaited(value), self._running_loop()).result()
 
     @property
     def _too_long(self) -> Outcome:
