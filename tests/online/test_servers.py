@@ -50,6 +50,8 @@ ENGINES = pytest.mark.parametrize("engine", UPDATES)
 class Server(ThreadingHTTPServer):
     """It has no weights until it gets their folder. A request's seed names the row and the position whose random draws it makes."""
 
+    request_queue_size = 128  # connections that wait
+
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.tokenizer = load_model("tiny"), load_tokenizer("tiny")
