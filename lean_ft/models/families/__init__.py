@@ -3,6 +3,7 @@
 
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import Family, no_layer
+from lean_ft.models.families.gemma import GEMMA
 from lean_ft.models.families.hybrids import HYBRIDS
 from lean_ft.models.families.mamba import MAMBA
 from lean_ft.models.families.mixtures import MIXTURES
@@ -10,4 +11,4 @@ from lean_ft.models.families.multimodal import MULTIMODAL, Multimodal
 
 __all__ = ["FAMILIES", "MULTIMODAL", "Family", "Multimodal", "no_layer"]
 
-FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **HYBRIDS, **MAMBA}
+FAMILIES: dict[str, Family] = {**DENSE, **GEMMA, **MIXTURES, **HYBRIDS, **MAMBA}
