@@ -172,7 +172,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
     fused_gate_up: bool = False  # one matrix for gate and up
-    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu", "relu2"] = "silu"
     gated: bool = True  # False: dense feed-forward layers have an up projection alone
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the output
 

@@ -197,13 +197,19 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.has_gate:
             up = self.up_proj(x)
-            return self.down_proj(self.act_fn(up) if self.activation == "xielu" else up.relu().square())
+            return self.down_proj(self.act_fn(up) if self.activation == "xielu" else _activated(up, self.activation))
         gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
         of_gate, of_result = self.multipliers
         gate = gate if of_gate == 1.0 else gate * of_gate
         overwrites = self.overwrites or not torch.compiler.is_compiling()
         down = self.down_proj(gated(gate, up, self.activation, overwrites=overwrites))
         return down if of_result == 1.0 else down * of_result
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    if activation in ACTIVATIONS:
+        return ACTIVATIONS[activation].value(x)
+    return x.relu() if activation == "relu" else x.relu().square()
 
 
 class _Gated(torch.autograd.Function):

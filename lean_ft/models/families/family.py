@@ -62,6 +62,13 @@ def rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeC
 
 
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+UNGATED_ACTIVATION_NAMES = {
+    **ACTIVATION_NAMES,
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 
 
 @dataclass(frozen=True)
