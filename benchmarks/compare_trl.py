@@ -9,6 +9,7 @@
     python benchmarks/compare_trl.py --objective dpo                   # 4 pairs x 512, DPOTrainer, all four comparisons
     python benchmarks/compare_trl.py --objective dpo --only long_prompts   # one of them
     python benchmarks/compare_trl.py --objective grpo                  # 8 completions, 128 + 128 tokens, GRPOTrainer
+    python benchmarks/compare_trl.py --objective tools                 # 8 episodes with two calls each, 256 + 256 tokens
 
 lean_ft uses bfloat16 weights, compiled layers and chunked logits. Full fine-tuning and the other objectives add selective
 checkpointing and 8-bit AdamW in backward; LoRA adds selective checkpointing.
@@ -25,10 +26,13 @@ fill the cache of reference log-probabilities before the timed steps.
 grpo: one prompt per step, of half the length, with completions of a fixed length. Both sides train with dapo's loss and no reference. The
 time for sampling and rewards is also reported.
 
+tools: as grpo, and each completion has two calls of a tool that takes no time. Both sides sample with all logits and then take the
+token of a script (`scripted_turns.py`), so that the calls are the same. Both must have the same numbers of calls and of trained tokens.
+
 The order of the sides is reversed in every second round. Ratios are computed per round; the median is reported. TRL is in the extra `compare`:
 pip install -e '.[compare]'.
 
-Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_` or `grpo_` before the shape.
+Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_`, `grpo_` or `tools_` before the shape.
 """
 
 import importlib.util
@@ -42,6 +46,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import product_rate
+import scripted_turns
 import typer
 from measure import Budget, measure_training, recipe_command
 from memory_ladder import outcome, rung_settings
@@ -66,6 +71,7 @@ class Objective(StrEnum):
     sft = "sft"
     dpo = "dpo"
     grpo = "grpo"
+    tools = "tools"
     distill = "distill"
 
 
@@ -158,15 +164,23 @@ COMPARISONS = {
         (SEPARATE,),
     ),
     "grpo": Comparison(Objective.grpo, "GRPO", "grpo", LEAN, _LEAN_LABEL, (), 1 / 2),
+    "tools": Comparison(Objective.tools, "GRPO with two calls of a tool", "grpo", LEAN, _LEAN_LABEL, (), 1 / 2),
 }
 
 
 def ours_command(
     comparison: Comparison, side: str, model: Path, data: Path, run: Path, *, length: int, batch_size: int, steps: int,
-    device: str,
+    given_tokens: int, device: str,
 ) -> list:  # fmt: skip
     """The command of lean_ft's recipe, with techniques that also work on a CPU."""
     prompt_tokens = round(length * comparison.prompt_share)
+    online = {
+        "data.max_prompt_length": prompt_tokens,
+        "generation.num_answers": batch_size,
+        "generation.max_new_tokens": length - prompt_tokens - given_tokens,
+        "sample_every": 0,
+    }
+    scripts = Path(__file__).parent
     own = {
         Objective.sft: {"data.max_length": length},
         Objective.distill: {"data.max_length": length, "distill.teacher": model},
@@ -176,13 +190,12 @@ def ours_command(
             "data.cache_dir": run.parent / "cache",
             "data.shared_prompt": side == OURS,
         },
-        Objective.grpo: {
-            "data.chat": False,
-            "data.max_prompt_length": prompt_tokens,
-            "rewards": f"[{Path(__file__).with_name('letters_reward.py')}:letters]",
-            "generation.num_answers": batch_size,
-            "generation.max_new_tokens": length - prompt_tokens,
-            "sample_every": 0,
+        Objective.grpo: {"data.chat": False, "rewards": f"[{scripts}/letters_reward.py:letters]", **online},
+        Objective.tools: {
+            "rewards": f"[{scripts}/scripted_turns.py:letters]",
+            "tools.functions": f"[{scripts}/scripted_turns.py:look_up]",
+            "generation.max_given_tokens": max(1, given_tokens),
+            **online,
         },
     }[comparison.objective]
     settings = {
@@ -195,11 +208,15 @@ def ours_command(
         "device": device,
         "output_dir": run,
     }
-    return recipe_command(comparison.recipe, settings | own | comparison.settings)
+    command = recipe_command(comparison.recipe, settings | own | comparison.settings)
+    if comparison.objective is Objective.tools:
+        command[1:3] = [str(scripts / "scripted_turns.py")]  # instead of `-m lean_ft`
+    return command
 
 
 def trl_command(
-    comparison: Comparison, side: str, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int
+    comparison: Comparison, side: str, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int,
+    given_tokens: int,
 ) -> list:  # fmt: skip
     """The command of TRL, with its defaults or with care."""
     prompt_tokens = round(length * comparison.prompt_share)
@@ -208,6 +225,7 @@ def trl_command(
         *("--model-folder", model, "--data", data, "--run-directory", run, "--facts-file", facts),
         *("--batch-size", str(batch_size), "--length", str(length), "--prompt-tokens", str(prompt_tokens)),
         *("--steps", str(steps), *comparison.trl_arguments, *(["--careful"] if side == CAREFUL else [])),
+        *("--given-tokens", str(given_tokens)),
     ]
 
 
@@ -242,6 +260,8 @@ def write_rows(comparison: Comparison, folder: Path, model: Path, length: int, b
     file = folder / f"rows_{length}.jsonl"
     if comparison.prompt_share:
         prompt_tokens = round(length * comparison.prompt_share)
+        if comparison.objective is Objective.tools:
+            return scripted_turns.write_chat_rows(file, steps, prompt_tokens, model)
         num_rows = steps if comparison.objective is Objective.grpo else steps * batch_size
         return write_pair_rows(file, num_rows, prompt_tokens, length - prompt_tokens)
     write_text_rows(file, steps * batch_size, length)
@@ -272,13 +292,22 @@ def measure_sides(
     # Hide the GPU from both sides on a CPU run.
     environment = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory(prefix="lean_ft_compare_") as folder:
+        has_tools, given_tokens = comparison.objective is Objective.tools, 0  # the tokens of results per row
+        if has_tools:
+            tokenizer_folder = scripted_turns.write_tokenizer(Path(folder) / "tokenizer")
+            given_tokens = scripted_turns.num_given(tokenizer_folder)
         model = write_model_folder(shape, Path(folder) / "model", tokenizer_folder)
         if comparison.objective is Objective.distill:
             write_weights(model)
         facts = {side: Path(folder) / f"{side}.json" for side in (TRL, CAREFUL)}
         for length in lengths:
             data = write_rows(comparison, Path(folder), model, length, batch_size, num_steps)
-            common: dict[str, Any] = {"length": length, "batch_size": batch_size, "steps": num_steps}
+            common: dict[str, Any] = {
+                "length": length,
+                "batch_size": batch_size,
+                "steps": num_steps,
+                "given_tokens": given_tokens,
+            }
             tokens = computed = batch_size * length * (2 if is_pair else 1)
             for turn in range(rounds):
                 for side in sides if turn % 2 == 0 else sides[::-1]:
@@ -289,9 +318,9 @@ def measure_sides(
                         return ours_command(comparison, side, model, data, run, device=device, **common)
 
                     # lean_ft computes a prompt once: for both completions of a pair, or for all of grpo's.
-                    once = {Objective.dpo: batch_size, Objective.grpo: batch_size - 1}.get(comparison.objective, 0)
-                    shared = once * round(length * comparison.prompt_share) if side == OURS else 0
-                    computed = tokens - shared
+                    prompt = round(length * comparison.prompt_share)
+                    once = batch_size - (not is_pair) if prompt and side == OURS else 0
+                    computed = tokens - once * prompt
                     rate = int(subprocess.check_output(product_rate.command(device), text=True))
                     row = measure_training(
                         command,
@@ -306,7 +335,12 @@ def measure_sides(
                     )
                     if row["status"] == "ok":
                         row |= {"computed_tokens": computed, "tokens_per_second": tokens / row["step_seconds"]}
+                        if has_tools:
+                            num_trained = batch_size * (length - prompt - given_tokens)
+                            found = row["target_tokens_per_step"], row["tool_calls"]
+                            assert found == (num_trained, scripted_turns.NUM_CALLS), row
                     what = {"comparison": name, "side": side, "length": length, "round": turn, "product_gflops": rate}
+                    what |= {"given_tokens": given_tokens} if has_tools else {}
                     rows.append(what | row)
                     line = f"{comparison.title}, length {length:<5} round {turn + 1}  {side:<5} {outcome(row)}"
                     console.print(f"{line}; products at {rate} GFLOP/s before", markup=False)
@@ -383,6 +417,8 @@ def describe(result: dict[str, Any]) -> str:
         Objective.dpo: "pairs, prompts of 1/8 of a row unless stated otherwise; tokens/s count the prompt once per completion; "
         "TRL's fused output layer needs Triton and uses its fallback on a CPU",
         Objective.grpo: "completions of one prompt, half of the tokens each",
+        Objective.tools: f"episodes of one prompt, half of the tokens each; {result['rows'][0].get('given_tokens')} tokens of an episode are "
+        "results, and a script replaces the sampled tokens",
     }.get(first.objective, "rows")
     peers = "".join(
         f"; TRL {trl} {how} ({describe_trl(facts)})"
@@ -413,6 +449,10 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
         other = TITLES.get(peer, peer) or "-"
         title = f"{comparison.title}, {line['length']}"
         cells.append([title, other, *memory, memory_ratio, *speeds, speed_ratio])
+        if comparison.objective is Objective.tools:
+            batch = result["settings"]["batch_size"]
+            rates = [f"{batch / side['step_seconds']:.2g}" if "step_seconds" in side else "-" for side in sides]
+            cells.append(["episodes per second", other, "-", "-", "-", *rates, speed_ratio])
         if any("sampling_seconds" in side for side in sides):
             times = [
                 f"{side['sampling_seconds']:.2f} of {side['step_seconds']:.2f}" if "sampling_seconds" in side else "-"
@@ -447,7 +487,9 @@ def main(
     batch_size: Annotated[
         int | None, typer.Option(help="Rows per step (completions for grpo): 8; for distill, and pairs for dpo: 4.")
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Row lengths, comma-separated; half is the prompt for grpo.")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="Row lengths, comma-separated; half is the prompt for grpo and tools.")
+    ] = "",
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 3,
     steps: Annotated[int, typer.Option(help="Counted steps.")] = 3,
     warmup_steps: Annotated[int, typer.Option(help="Warm-up steps before the counted steps.")] = 2,

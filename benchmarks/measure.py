@@ -407,9 +407,9 @@ def summarize(lines: list[Row], warmup_steps: int, tokens_per_step: int, token_s
         }
     seconds = [line["step_seconds"] for line in counted]
     median = statistics.median(seconds)
-    sampling = [line["sampling_seconds"] for line in counted if "sampling_seconds" in line]
+    optional = {name: [line[name] for line in counted if name in line] for name in ("sampling_seconds", "tool_calls")}
     return {
-        **({"sampling_seconds": statistics.median(sampling)} if sampling else {}),
+        **{name: statistics.median(values) for name, values in optional.items() if values},
         "tokens_per_second": tokens_per_step / median,
         "target_tokens_per_step": statistics.median(line["target_tokens"] for line in counted),
         "step_seconds": median,

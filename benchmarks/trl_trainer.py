@@ -19,11 +19,13 @@ Hub's kernels need a GPU.
   `cached` is `precompute_ref_log_probs`. With an adapter, the reference is the model without it.
 - `grpo`: GRPOTrainer, with completions of one length, sampled with transformers' generate in the training process. The time of sampling and
   rewards is recorded.
+- `tools`: the same with a tool that each completion calls twice. A script replaces the sampled tokens (`scripted_turns.py`).
 
 Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step, so that collating counts.
 """
 
 import copy
+import functools
 import json
 import os
 import resource
@@ -34,12 +36,13 @@ from typing import Annotated, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import scripted_turns
 import torch
 import typer
 from datasets import load_dataset
 from letters_reward import letters
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
 
 
 def peak_memory_bytes() -> int:
@@ -105,21 +108,36 @@ def time_sampling(trainer: Any, counts: dict[str, Any], prompt_tokens: int, new_
         counts["sampling_seconds"] = now() - started
         sizes = result["prompt_ids"].shape[1], result["completion_ids"].shape[1]
         assert sizes == (prompt_tokens, new_tokens), f"tokens of prompts and answers were {sizes}"
+        if "tool_mask" in result:
+            assert result["tool_mask"].sum() == counts["target_tokens"], f"{result['tool_mask'].sum()} sampled tokens"
+            counts["tool_calls"] = trainer._metrics["train"]["tools/call_frequency"][-1]
         return result
 
     trainer._generate_and_score_completions = timed
 
 
+def sample_scripted(model: Any, folder: Path, sampled_tokens: int, num_completions: int) -> None:
+    """Make `model.generate` compute and draw every token, and return those of the script."""
+    streams = scripted_turns.scripted(folder, sampled_tokens, num_completions)
+
+    def only_scripted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = torch.tensor([next(stream) for stream in streams])
+        return scores.fill_(-torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+    model.generate = functools.partial(model.generate, logits_processor=LogitsProcessorList([only_scripted]))
+
+
 def main(
-    objective: Annotated[str, typer.Option(help="sft, distill, dpo or grpo.")],
+    objective: Annotated[str, typer.Option(help="sft, distill, dpo, grpo or tools.")],
     model_folder: Annotated[Path, typer.Option()],
     data: Annotated[Path, typer.Option()],
     run_directory: Annotated[Path, typer.Option()],
     facts_file: Annotated[Path, typer.Option(help="File for the resolved configuration.")],
     batch_size: Annotated[int, typer.Option(help="Rows, pairs, or completions per step.")],
     length: Annotated[int, typer.Option(help="Tokens per row, with the prompt.")],
-    prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per row, for dpo and grpo.")],
+    prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per row, for dpo, grpo and tools.")],
     steps: Annotated[int, typer.Option()],
+    given_tokens: Annotated[int, typer.Option(help="Tokens of results per row, for tools.")] = 0,
     careful: Annotated[bool, typer.Option("--careful", help="Settings that save memory and time.")] = False,
     reference: Annotated[str, typer.Option(help="resident or cached, for a model without an adapter.")] = "resident",
     lora_rank: Annotated[int, typer.Option(help="LoRA rank; 0: full fine-tuning.")] = 0,
@@ -144,14 +162,18 @@ def main(
 
         own["precompute_ref_log_probs"] = reference == "cached"
         beside["ref_model"] = copy.deepcopy(model) if reference == "resident" and not lora_rank else None
-    elif objective == "grpo":
+    elif objective in ("grpo", "tools"):
         from trl import GRPOConfig as Config
         from trl import GRPOTrainer as Trainer
 
         new_tokens = length - prompt_tokens
         own = {"num_generations": batch_size, "max_completion_length": new_tokens}
-        own["generation_kwargs"] = {"min_new_tokens": new_tokens}
         beside["reward_funcs"] = letters
+        if objective == "tools":
+            beside |= {"reward_funcs": scripted_turns.letters, "tools": [scripted_turns.look_up]}
+            sample_scripted(model, model_folder, new_tokens - given_tokens, batch_size)
+        else:
+            own["generation_kwargs"] = {"min_new_tokens": new_tokens}
         told = ("beta",)
     else:
         from trl import SFTConfig as Config
@@ -182,8 +204,9 @@ def main(
         **beside,
     )
 
-    if objective == "grpo":
-        counts: dict[str, Any] = {"tokens": batch_size * length, "target_tokens": batch_size * new_tokens}
+    if objective in ("grpo", "tools"):
+        num_sampled = new_tokens - given_tokens
+        counts: dict[str, Any] = {"tokens": batch_size * length, "target_tokens": batch_size * num_sampled}
         time_sampling(trainer, counts, prompt_tokens, new_tokens)
     else:
         # Every row is longer than the length, so all batches have the size of the first.

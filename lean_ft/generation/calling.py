@@ -1,22 +1,18 @@
 """Assistant's turns that may call tools: their text, piece by piece, and their calls."""
 
 import json
-import re
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import Any
 
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.texts import asked_of, before_stop, text_of
 from lean_ft.models import Decoder
+from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.redaction import printable
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Call, Tools, ToolTurns
-
-_MARK = "WORDS_BEFORE_A_CALL"
-_CHANNEL = "<|channel|>"  # gpt-oss writes reasons, answers and calls into channels
 
 
 class CallingTurn:
@@ -41,14 +37,8 @@ class CallingTurn:
         self.tool_calls = list[dict[str, Any]]()
         """The calls in OpenAI's form. A turn with a malformed call is text, and has none; `parallel`: also more than one."""
         self._tokenizer, self._parallel = tokenizer, parallel
-        if schemas:
-            self._opening = _opening(*_written(tokenizer, schemas, template_kwargs)[:2])
-        if forced is not None:
-            prompt, *written = _written(tokenizer, schemas, template_kwargs, forced, content="")
-            pairs = zip(*(tokenizer.encode(one[len(prompt) :]) for one in written), strict=False)
-            self.begun = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-            if not self.begun or not written[0].startswith(prompt):
-                raise ValueError("the chat template does not show how a call begins. Set tool_choice to auto.")
+        if self._turns and forced is not None:
+            self.begun = self._turns.begin(forced)
         self._ids = list(self.begun)
 
     def content(self, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
@@ -56,11 +46,11 @@ class CallingTurn:
         if self._turns is None:
             yield from text_of(self._tokenizer, tokens, stop_texts)
             return
-        sent = held = ""
-        tags = (*stop_texts, *([self._opening] if len(self._opening) > 1 else []))
-        for piece in text_of(self._tokenizer, self._before_calls(tokens), tags):
+        sent, held, opening = "", "", self._turns.opening
+        tags = (*stop_texts, *([opening] if len(opening) > 1 else []))
+        for piece in text_of(self._tokenizer, self._before_calls(tokens, opening), tags):
             held += piece
-            is_whole = not sent and held.lstrip()[:1] == self._opening  # the turn may be nothing but calls
+            is_whole = not sent and held.lstrip()[:1] == opening  # the turn may be nothing but calls
             text = "" if is_whole else held.rstrip()
             held = held[len(text) :]
             sent += text
@@ -74,13 +64,13 @@ class CallingTurn:
         whole = before_stop(whole, stop_texts)
         yield whole[len(sent) :] if whole.startswith(sent) else ""
 
-    def _before_calls(self, tokens: Iterable[int | None]) -> Iterator[int | None]:
+    def _before_calls(self, tokens: Iterable[int | None], opening: str) -> Iterator[int | None]:
         """Yield tokens up to one that opens a call, and None from there on: special tokens have no text."""
-        is_call = bool(self.begun) or not self._opening
+        is_call = bool(self.begun)
         for token in tokens:
             if token is not None:
                 self._ids.append(token)
-                is_call = is_call or self._tokenizer.token_text(token) in (self._opening, _CHANNEL)
+                is_call = is_call or self._tokenizer.token_text(token) == opening
             yield None if is_call else token
 
 
@@ -112,9 +102,10 @@ def converse(
             )
         if not turn.tool_calls or number == most_turns:
             return
-        (results,) = tools.run([turn.calls])
+        with tools.unchanged_process(len(messages)), slow_calls_reported("a tool"):
+            results = tools.results(turn.calls)
         said["tool_calls"] = turn.tool_calls
-        for call, sent, result in zip(turn.calls, turn.tool_calls, results, strict=True):
+        for call, sent, (result, _) in zip(turn.calls, turn.tool_calls, results, strict=True):
             arguments = ", ".join(f"{name}={value!r:.60}" for name, value in call.arguments.items())
             _print_dimly(f"{printable(call.name):.60}({arguments}): {result!r:.200}")
             messages.append({"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": result})
@@ -128,31 +119,3 @@ def _as_message(call: Call) -> dict[str, Any]:
     # Mistral's templates only write ids of 9 letters and digits.
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     return {"id": call.id or secrets.token_hex(5)[:9], "type": "function", "function": function}
-
-
-def _written(
-    tokenizer: Tokenizer,
-    schemas: list[dict[str, Any]],
-    kwargs: dict[str, Any] | None,
-    name: str = "",
-    content: str = _MARK,
-) -> list[str]:
-    """Return a chat up to the generation prompt, and two with calls of different functions, or of `name` with other arguments."""
-    asked = {"role": "user", "content": "Hi"}
-
-    def rendered(*messages: dict[str, Any], prompt: bool = False) -> str:
-        return tokenizer.passage(list(messages), schemas, prompt, train_on="all", template_kwargs=kwargs).text
-
-    texts = [rendered(asked, prompt=True)]
-    for function, arguments in [(name, "{}"), (name, '{"x": 1}')] if name else [("a", "{}"), ("b", "{}")]:
-        call = {"type": "function", "id": "call00001", "function": {"name": function, "arguments": arguments}}
-        texts.append(rendered(asked, {"role": "assistant", "content": content, "tool_calls": [call]}))
-    return texts
-
-
-def _opening(prompt: str, written: str) -> str:
-    """The tag that a call begins with, or the first character of a turn that is nothing but calls, or "" if unknown."""
-    _, found, start = written.rpartition(_MARK)
-    start = start if found or not written.startswith(prompt) else written[len(prompt) :]
-    tag = re.match(r"\s*(<[^<>]*>|\[[A-Z_]+\]|\S)", start)
-    return tag[1] if tag else ""

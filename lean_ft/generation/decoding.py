@@ -87,18 +87,19 @@ def sample(
             of the memory that the weights leave on the device.
         compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
         records_experts: record the experts that the tokens choose in a mixture (`Sample.experts`).
-        replies: gives tokens after each turn. The KV cache then takes half of its memory, and copies of rows that wait the rest.
-        max_given_tokens: the most given tokens of a completion.
+        replies: gives tokens after each turn.
+        max_given_tokens: the most given tokens of a completion. If there are any, the KV cache takes half of its memory, and copies of
+            rows that wait take the rest.
 
     Raises:
         ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, for an image that
             cannot be read, or for an empty reply.
         FloatingPointError: if the model's logits are not finite.
     """
-    rows = _rows(prompts, sampling, numbers)
+    rows = running_rows(prompts, sampling, numbers)
     if sampling.max_new_tokens and rows:
         num_new = sampling.max_new_tokens + max_given_tokens
-        room = _room(model, rows, num_new, cache_gib, 1 if replies is None else 2)
+        room = _room(model, rows, num_new, cache_gib, 2 if max_given_tokens else 1)
         packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
         packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
         more = records_experts, replies, max_given_tokens
@@ -120,7 +121,7 @@ def sample_steps(
     All rows run in one wave. With `prompt_part`, a single prompt is read that many tokens at a time, and each part
     except the last is a step without a token.
     """
-    rows = _rows(prompts, sampling, None)
+    rows = running_rows(prompts, sampling, None)
     if sampling.max_new_tokens and rows:
         for tokens in _decode_rows(model, rows, sampling, decode, len(rows), prompt_part=prompt_part):
             yield [tokens.get(row.place) for row in rows]
@@ -132,7 +133,9 @@ def pack_for_answers(model: Decoder, new_tokens: int) -> None:
         pack_in_place(model, _most_bytes(model, None) or 0)
 
 
-def _rows(prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None) -> list[RunningRow]:
+def running_rows(
+    prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None
+) -> list[RunningRow]:
     asked = [as_document(prompt) for prompt in prompts]
     for place, prompt in enumerate(asked):
         if not len(prompt):
@@ -223,7 +226,8 @@ def _decode_rows(
     if replies is not None and context is not None:
         for row in rows:
             row.longest = max(context, len(row.prompt) + 1)
-    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes), waiting[room:]
+    copies = 2 if max_given_tokens else 1
+    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes, copies), waiting[room:]
     if not running:  # in a plan
         return
     caches = model.new_cache(len(running), capacity, records_experts)
@@ -300,8 +304,8 @@ def _decode_rows(
         groups = divided(list(compress(ready, keeps)), capacity, PROMPT_TOKENS)
         for group in filter(None, ([(row, None) for row in new], *groups)):
             part, joining = caches.part(len(running), len(running) + len(group)), [row for row, _ in group]
-            if copies := [kept for _, kept in group if kept is not None]:
-                part.put(copies)
+            if kept_parts := [kept for _, kept in group if kept is not None]:
+                part.put(kept_parts)
                 hidden = _last_hidden(model, [row.after(kept.filled) for row, kept in group if kept is not None], part)
             else:
                 hidden = yield from _read(model, joining, part, prompt_part)
@@ -344,7 +348,8 @@ def _take(row: RunningRow, token: float, log_prob: float, sampling: Sampling, de
         assert decode is not None
         # A token has at least one byte, so the last `longest` tokens contain any stop text that ends here.
         longest = max(len(text.encode()) for text in sampling.stop_texts)
-        tail = decode(found.ids[-longest - 4 :])
+        given = found.sampled[: -longest - 5 : -1]  # the latest first
+        tail = decode(found.ids[-(given.index(False) if False in given else longest + 4) :])
         found.ended = any(text in tail for text in sampling.stop_texts)
 
 

@@ -3,7 +3,6 @@
 Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` and `chat_template_kwargs` as in vLLM.
 """
 
-import json
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -25,8 +24,6 @@ from lean_ft.system.spelling import did_you_mean
 
 MOST_PIXELS = 1 << 26  # of an image
 MOST_TOOLS = 128  # in a request, and calls in a message
-MOST_SCHEMA_CHARACTERS = 1 << 16  # of a tool's parameters as JSON
-MOST_NESTED = 32  # objects and lists of such JSON in each other
 # Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
 # `ChatRequest` lacks are refused.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -103,29 +100,15 @@ def _as_parts(content: Any) -> Any:
 _Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
 
 
-def _check_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema or arguments. Raises ValueError if they are too long, too deep, or have a number that JSON lacks."""
-    if len(json.dumps(value, ensure_ascii=False, allow_nan=False)) > MOST_SCHEMA_CHARACTERS:
-        raise ValueError(f"expected at most {MOST_SCHEMA_CHARACTERS} characters of JSON")
-    level: list[Any] = [value]
-    for _ in range(MOST_NESTED):
-        parts = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
-        level = [part for part in parts if isinstance(part, dict | list)]
-    if level:
-        raise ValueError(f"expected at most {MOST_NESTED} objects and lists in each other")
-    return value
-
-
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(schema.get("properties", {}), dict):
         raise ValueError("expected an object as `properties`")
-    return _check_json(schema)
+    return schema
 
 
 def _check_arguments(arguments: str) -> str:
-    if not isinstance(given := from_json(arguments or "{}"), dict):
+    if not isinstance(from_json(arguments or "{}"), dict):
         raise ValueError("expected a JSON object in a string")
-    _check_json(given)
     return arguments or "{}"
 
 
@@ -134,9 +117,9 @@ class _Named(_Fields):
 
 
 class _Function(_Named):
-    description: Annotated[str, Field(max_length=MOST_SCHEMA_CHARACTERS)] | None = ""
+    description: str | None = ""
     parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = {"type": "object", "properties": {}}
-    returns: Annotated[dict[str, Any], AfterValidator(_check_json)] | None = Field(None, alias="return")  # transformers
+    returns: dict[str, Any] | None = Field(None, alias="return")  # transformers
     strict: bool | None = None  # not read: nothing forces a call to have these parameters
 
 
@@ -150,20 +133,15 @@ class _Tool(_Fields):
     function: _Function
 
 
-class _CalledFunction(_Fields):
+class _CalledFunction(_Fields, extra="ignore"):  # OpenAI's client keeps the parsed arguments too
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[str, AfterValidator(_check_arguments)]
-    parsed_arguments: Any = None  # not read: OpenAI's client keeps the object too
 
 
-class _ToolCall(_Fields):
+class _ToolCall(_Fields, extra="ignore"):  # a streamed call has an index
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
     function: _CalledFunction
-    index: int | None = None  # not read: of a streamed call
-
-    def for_template(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"index": True, "function": {"parsed_arguments"}})
 
 
 class Message(_Fields):
@@ -199,7 +177,7 @@ class Message(_Fields):
         """The message for chat templates. Its content is one text, or parts if it has an image."""
         content = [part.model_dump() for part in self.content] if self.images else self.text
         optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
-        optional["tool_calls"] = [call.for_template() for call in self.tool_calls or ()] or None
+        optional["tool_calls"] = [call.model_dump() for call in self.tool_calls or ()] or None
         return {"role": self.role, "content": content} | {
             name: value for name, value in optional.items() if value is not None
         }

@@ -190,8 +190,8 @@ class ChatServer:
         if not asked.stream:
             text = "".join([piece async for piece in pieces])
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-            if answer.calls:
-                message |= {"content": text or None, "tool_calls": answer.calls}
+            if calls := answer.turn.tool_calls:
+                message |= {"content": text or None, "tool_calls": calls}
             choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
             body = {**head, "object": "chat.completion", "choices": [choice], "usage": answer.usage}
             return JSONResponse(body)
@@ -271,7 +271,7 @@ class _Answer:
         self.client_left = False
         self._tokenizer = tokenizer
         steps = sample_steps(model, [prompt], how, tokenizer.decode, prompt_part=PROMPT_PART)
-        self._turn, self._texts = turn, turn.content(self._kept(steps), how.stop_texts)
+        self.turn, self._texts = turn, turn.content(self._kept(steps), how.stop_texts)
         self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue[str | _End]()
 
     def _kept(self, steps: Iterator[list[int | None]]) -> Iterator[int | None]:
@@ -313,13 +313,8 @@ class _Answer:
         self.client_left = self.is_over = True
 
     @property
-    def calls(self) -> list[dict[str, Any]]:
-        """Its calls of tools, once it is over."""
-        return self._turn.tool_calls
-
-    @property
     def finish_reason(self) -> str:
-        if self.calls:
+        if self.turn.tool_calls:
             return "tool_calls"
         if len(self.ids) < self.how.max_new_tokens or self.ids[-1] in self.how.stop_ids:
             return "stop"
@@ -383,7 +378,7 @@ async def _events(
         yield chunk({"role": "assistant", "content": ""})
         async for piece in pieces:
             yield chunk({"content": piece})
-        for index, call in enumerate(answer.calls):
+        for index, call in enumerate(answer.turn.tool_calls):
             yield chunk({"tool_calls": [{"index": index, **call}]})
         yield chunk({}, answer.finish_reason)
         if with_usage:

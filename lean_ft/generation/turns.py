@@ -74,11 +74,14 @@ class RunningRow:
         """The text after the first tokens, which include the prompt."""
         return Document.of(self.sample.ids[num_tokens - len(self.prompt) :])
 
+    def room(self, sampling: Sampling) -> float:
+        """The number of tokens until a limit."""
+        num_sampled = len(self.sample.ids) - self.num_given
+        return min(sampling.max_new_tokens - num_sampled, self.longest - self.length)
+
     def continues(self, sampling: Sampling, ahead: int = 0) -> bool:
         """Whether the row needs a token after `ahead` more."""
-        num_sampled = len(self.sample.ids) - self.num_given + ahead
-        has_room = num_sampled < sampling.max_new_tokens and self.length + ahead < self.longest
-        return has_room and not self.sample.ended
+        return self.room(sampling) > ahead and not self.sample.ended
 
     def give(self, ids: Sequence[int], sampling: Sampling, max_given_tokens: int) -> bool:
         """Append given tokens. Return whether the row continues; if not, it has reached a limit without them."""

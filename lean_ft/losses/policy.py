@@ -205,7 +205,9 @@ def batch_loss(
     loss, weights = cfg.needed(PolicyLossConfig), None
     old = now.log_probs.detach() if batch.old is None else batch.old  # equal with one update per round
     if loss.correction != "none":
-        weights = correction(old, batch.sampled, batch.counts, loss.correction, loss.correction_max)
+        weights, limited = correction(old, batch.sampled, batch.counts, loss.correction, loss.correction_max)
+        if statistics is not None:
+            statistics.add(correction_share=(limited * batch.counts).sum())
     return policy_loss(
         loss.name,
         now.log_probs,
@@ -272,9 +274,11 @@ def deviation(values: Tensor, counted: Tensor, dim: int) -> Tensor:
     return (squares / (counts - 1).clamp(min=1)).sqrt()
 
 
-def correction(old_logps: Tensor, sampler_logps: Tensor, mask: Tensor, kind: str, bound: float = 2.0) -> Tensor:
+def correction(
+    old_logps: Tensor, sampler_logps: Tensor, mask: Tensor, kind: str, bound: float = 2.0
+) -> tuple[Tensor, Tensor]:
     """Return importance weights for completions sampled with other probabilities than the trainer's (another engine,
-    top-p).
+    older weights, top-p), and whether each was limited.
 
     kind: LEVEL_ACTION, with TRL's names. The weight is exp(old - sampler) per token, (B, T), with the level `token`, or
     per completion, (B, 1), with `sequence`. Above `bound`, `truncate` sets it to `bound` and `mask` to zero. Weights
@@ -285,4 +289,5 @@ def correction(old_logps: Tensor, sampler_logps: Tensor, mask: Tensor, kind: str
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)
     ratio = log_ratio.exp()
-    return ratio.clamp(max=bound) if what == "truncate" else torch.where(ratio > bound, 0.0, ratio)
+    limited = ratio > bound
+    return torch.where(limited, bound if what == "truncate" else 0.0, ratio), limited

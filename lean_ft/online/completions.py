@@ -140,7 +140,8 @@ def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[s
         calls = sum(one["calls"] for one in episodes)
         told["turns"] = sum(one["turns"] for one in episodes) / len(episodes)
         told["tool_calls"] = calls / len(episodes)
-        told["tool_errors"] = sum(one["errors"] for one in episodes) / max(1, calls)
+        asked = calls + sum(one.get("steps", 0) for one in episodes)
+        told["tool_errors"] = sum(one["errors"] for one in episodes) / max(1, asked)
     return {name: value for name, value in told.items() if not math.isnan(value)}
 
 

@@ -3,52 +3,39 @@
 After its prompt, an episode is one list of ids: sampled tokens, given tokens (the results of calls, or an observation),
 sampled tokens, and so on. Nothing is rendered or tokenized again, so the trained tokens are the sampled ones. An episode
 ends after a turn without a call, when the environment is done, or at a limit; then it counts as cut.
-
-An environment has one of two forms:
-
-    class Env:                                        class Env:
-        def reset(self, row): ...                         def reset(self, **row): ...
-        def step(self, action): ...                       def any_method(self, word: str) -> str: ...
-                                                          def get_reward(self): ...
-
-On the left, `action` is the text of a turn without calls, and `step` returns (observation, reward, done). On the right, the
-public methods are tools: TRL's `environment_factory`. `reset` returns a text that is added to the last message of the
-prompt, messages that follow it, or None.
 """
 
-import asyncio
-import inspect
 import json
 import math
 import os
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock, Semaphore, Thread
+from threading import Lock, Thread
 from typing import Any
 
 from lean_ft.data import Prompt
-from lean_ft.data.chats import check_text, read_variables
+from lean_ft.data.chats import read_variables
 from lean_ft.data.columns import Document
 from lean_ft.data.formats import SYSTEM_ROLES, as_chat
 from lean_ft.generation import Sample
+from lean_ft.online.environments import Environment, Reply, failing
 from lean_ft.settings import OnlineConfig
 from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.run_directory import checkpoint_step, list_checkpoints, read_training_state
-from lean_ft.system.user_functions import PASSED, file_digest, load_function
+from lean_ft.system.user_functions import PASSED, file_digest
 from lean_ft.system.whole_files import open_in_place, write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Tools, ToolTurns, Turn
 from lean_ft.training.bad_steps import TrainingFailed
 
 FILE = "tool_results.jsonl"
-MOST_TURNS = 64  # whose calls run at once
 
 
 @dataclass
@@ -59,8 +46,10 @@ class Episode(Sample):
     """The assistant's turns with their `tool_calls`, the results (role `tool`) and observations (role `user`)."""
     turns: int = 0
     calls: int = 0
+    steps: int = 0
+    """Turns that the environment was to answer."""
     errors: int = 0
-    """Calls whose result is an error message."""
+    """Calls and steps whose result is an error message."""
     reward: float | None = None
     """The environment's."""
     asked: list[int] = field(default_factory=list)
@@ -74,36 +63,36 @@ class Episode(Sample):
     @property
     def told(self) -> dict[str, Any]:
         """What a round keeps."""
-        return {name: getattr(self, name) for name in ("messages", "turns", "calls", "errors")}
+        return {name: getattr(self, name) for name in ("messages", "turns", "calls", "steps", "errors")}
 
 
 class RecordedResults:
     """The results of finished calls, in the run's folder: a run that was killed does not request them again.
 
-    A key depends on everything that leads to a call: the tools' files, the seed, the prompt, the sample number, and all
+    Of an environment with `state_dict`, they are its resets and turns, with the state after each. A key depends on everything that leads to a call: the tools' files, the seed, the prompt, the sample number, and all
     ids. Lines of rounds that are in a checkpoint are removed.
     """
 
     def __init__(self, folder: Path, rank: int, files: Sequence[str]) -> None:
         self._folder, self._path = folder, folder / (f"{rank}_{FILE}" if rank else FILE)
-        self._lock, self._known, self.round = Lock(), defaultdict[str, list[tuple[str, bool]]](list), 0
+        self._lock, self._known, self.round = Lock(), defaultdict[str, list[dict[str, Any]]](list), 0
         self._digests = "".join(name if name in PASSED else file_digest(name) for name in files).encode()
         self._seen: Path | None = None  # the newest checkpoint
         if rows := self._rows():
             self._keep(rows)  # a kill can leave a part of a line at the end
         for row in rows:
-            self._known[row["key"]].append((row["result"], row["failed"]))
+            self._known[row["key"]].append(row)
 
     def key(self, *parts: Any) -> str:
         return blake2b(repr(parts).encode() + self._digests, digest_size=16).hexdigest()
 
-    def take(self, key: str) -> tuple[str, bool] | None:
-        """The result of a call and whether it failed, if it is known. Each is returned once."""
+    def take(self, key: str) -> dict[str, Any] | None:
+        """What was added, if it is known. Each is returned once."""
         with self._lock:
             return self._known[key].pop(0) if self._known.get(key) else None
 
-    def add(self, key: str, result: str, failed: bool) -> None:
-        line = json.dumps({"round": self.round, "key": key, "result": result, "failed": failed})
+    def add(self, key: str, **values: Any) -> None:
+        line = json.dumps({"round": self.round, "key": key, **values})
         with self._lock, open_in_place(self._path, "a") as file:
             file.write(line + "\n")
             file.flush()
@@ -131,39 +120,6 @@ class RecordedResults:
         return rows
 
 
-class Environment:
-    """An environment's class or factory, `my_env.py:Env`. Its objects are used again in later rounds, after a reset."""
-
-    def __init__(self, name: str) -> None:
-        """Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step` and methods."""
-        self.name, self.make = name, load_function(name)
-        with _failing(name, "cannot be made", ValueError):
-            self.objects = [probe] = [self.make()]
-        if not callable(getattr(probe, "reset", None)):
-            raise ValueError(f"environment={name} has no reset. Add reset(self, row), or reset(self, **row).")
-        kinds = [one.kind for one in inspect.signature(probe.reset).parameters.values()]
-        self._takes_row = len(kinds) == 1 and kinds[0] is not inspect.Parameter.VAR_KEYWORD
-        self.has_steps = self._takes_row and callable(getattr(probe, "step", None))
-        if not self.has_steps and not self.methods_of(probe):
-            raise ValueError(
-                f"environment={name} has neither step(self, action) and reset(self, row), nor public methods, which would be "
-                "tools. Add them."
-            )
-
-    def methods_of(self, environment: Any) -> list[Callable[..., Any]]:
-        """The methods that are tools."""
-        found = inspect.getmembers(type(environment), inspect.isfunction)
-        names = [name for name, _ in found if name not in ("reset", "get_reward") and not name.startswith("_")]
-        return [] if self.has_steps else [getattr(environment, name) for name in names]
-
-    def begin(self, number: int, row: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the environment of this number and its first observation."""
-        while len(self.objects) <= number:
-            self.objects.append(self.make())
-        one = self.objects[number]
-        return one, one.reset(row) if self._takes_row else one.reset(**row)
-
-
 @dataclass(frozen=True)
 class TurnOutcome:
     """What follows a turn."""
@@ -182,12 +138,15 @@ class Episodes:
 
     def __init__(self, cfg: OnlineConfig, tokenizer: Tokenizer, rank: int = 0) -> None:
         self.cfg, self.tokenizer, self._rank = cfg, tokenizer, rank
-        self.working = Semaphore(MOST_TURNS)
         self.turns_of = cache(lambda variables: ToolTurns(tokenizer, self.tools.schemas, json.loads(variables)))
 
     @cached_property
     def environment(self) -> Environment | None:
-        return None if self.cfg.environment is None else Environment(self.cfg.environment)
+        return (
+            None
+            if self.cfg.environment is None
+            else Environment(self.cfg.environment, lambda value: self.tools.awaited(value))
+        )
 
     @cached_property
     def methods(self) -> list[Callable[..., Any]]:
@@ -196,11 +155,12 @@ class Episodes:
 
     @cached_property
     def tools(self) -> Tools:
-        return Tools(self.cfg.tools).with_methods(self.methods)
+        return Tools(self.cfg.tools, self.methods)
 
     @cached_property
     def results(self) -> RecordedResults:
-        return RecordedResults(self.cfg.output_dir, self._rank, self.cfg.tools.functions)
+        files = [*self.cfg.tools.functions, *([self.cfg.environment] if self.cfg.environment else [])]
+        return RecordedResults(self.cfg.output_dir, self._rank, files)
 
     def schemas(self) -> list[dict[str, Any]]:
         """The JSON schemas of the tools and of the environment's methods."""
@@ -221,7 +181,6 @@ class Round:
         """numbers: of the samples. Raises TrainingFailed if the environment's `reset` fails, or its prompt is too long."""
         self._all, self._prompts, self._numbers, self._seed = episodes, prompts, numbers, seed
         self._found = [Episode() for _ in prompts]
-        self._tools = [episodes.tools] * len(prompts)  # of each episode
         self._starts = [0] * len(prompts)  # of the current turn in the ids
         self._pending = [TurnOutcome(None) for _ in prompts]  # whose tokens may not fit
         self._rewards: list[list[float]] = [[] for _ in prompts]
@@ -234,9 +193,13 @@ class Round:
         environment, episode = self._all.environment, self._found[place]
         if environment is None:
             return prompt.text
-        with _failing(environment.name, f"failed in reset at {prompt.place}"):
-            episode.environment, seen = environment.begin(place, prompt.columns | {"prompt": prompt.asked})
-        self._tools[place] = self._all.tools.bound(environment.methods_of(episode.environment))
+        with failing(environment.name, f"failed in reset at {prompt.place}"):
+            episode.environment = one = environment.object(place)
+            row = prompt.columns | {"prompt": prompt.asked}
+            # One seed for all completions of a prompt, whose rewards are compared.
+            seed = blake2b(repr((self._seed, Path(prompt.place).name)).encode(), digest_size=4).digest()
+            reset = partial(environment.reset, one, row, int.from_bytes(seed))
+            seen = self._recorded(place, reset, prompt.ids)
         if seen is None:
             return prompt.text
         cfg, chat = self._all.cfg, list(as_chat(prompt.asked, "prompt").messages)
@@ -280,7 +243,7 @@ class Round:
             episode.is_cut = True
             self._outcomes.put((place, TurnOutcome(None)))
         else:
-            episode.calls += len(turn.calls)
+            episode.calls, episode.steps = episode.calls + len(turn.calls), episode.steps + steps
             work = self._step if steps else self._call
             Thread(target=self._try, args=(work, place, turn, ids, list(sample.ids)), daemon=True).start()
 
@@ -294,7 +257,8 @@ class Round:
     def _collect(self, found: dict[int, list[int] | None], wait: bool) -> None:
         while True:
             try:
-                place, outcome = self._outcomes.get(wait and not found, timeout=0.1)
+                # Rows that continue together are computed together, so a first result waits a moment for the others.
+                place, outcome = self._outcomes.get(wait, timeout=0.01 if found else 0.1)
             except queue.Empty:
                 for place in [place for place, limit in self._limits.items() if time.monotonic() > limit]:
                     self._leave(place)
@@ -318,7 +282,7 @@ class Round:
             "WARNING",
             f"environment={environment.name} took more than tools.seconds={self._all.cfg.tools.seconds:g} in step. Its episode counts as cut",
         )
-        environment.objects[place] = environment.make()
+        environment.replace(place)
         episode.is_cut, episode.errors = True, episode.errors + 1
         del self._limits[place]
 
@@ -340,11 +304,8 @@ class Round:
         if environment.has_steps:
             discount, rewards = self._all.cfg.generation.turn_discount, self._rewards[place]
             return sum(discount**turn * reward for turn, reward in enumerate(rewards)) if rewards else None
-        if not hasattr(own, "get_reward"):
-            return None
-        with _failing(environment.name, f"failed in get_reward at {self._prompts[place].place}"):
-            found = own.get_reward()
-            return float(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
+        with failing(environment.name, f"failed in get_reward at {self._prompts[place].place}"):
+            return environment.reward(own)
 
     # In threads -------------------------------------------------------------------------------------------------------
 
@@ -358,15 +319,19 @@ class Round:
         """Run the calls of a turn whose results are not recorded."""
         results, asked = self._all.results, self.asked[place].ids.tolist()
         keys = [results.key(self._seed, asked, self._numbers[place], all_ids, i) for i in range(len(turn.calls))]
-        known = {i: one for i, key in enumerate(keys) if (one := results.take(key)) is not None}
+        taken = {i: one for i, key in enumerate(keys) if (one := results.take(key)) is not None}
+        known = {i: (one["result"], one["failed"]) for i, one in taken.items()}
         own = {method.__name__ for method in self._all.methods}
 
         def finished(i: int, result: str, failed: bool) -> None:
             if turn.calls[i].name not in own:  # an environment needs all calls for its state
-                results.add(keys[i], result, failed)
+                results.add(keys[i], result=result, failed=failed)
 
-        with self._all.working:
-            found = self._tools[place].results(turn.calls, known, finished)
+        environment = self._all.environment
+        methods = [] if environment is None else environment.methods_of(self._found[place].environment)
+        call = partial(self._all.tools.results, turn.calls, known, finished, methods)
+        acts = any(one.name in own for one in turn.calls)
+        found = self._recorded(place, call, asked, all_ids) if acts else call()
         given = self._turns(place).reply(ids, turn.calls, [text for text, _ in found])
         said = [
             {"role": "tool", "name": call.name, "content": text}
@@ -374,33 +339,35 @@ class Round:
         ]
         return TurnOutcome(given, said, errors=sum(failed for _, failed in found))
 
-    def _step(self, place: int, turn: Turn, ids: list[int], _: list[int]) -> TurnOutcome:
-        environment = self._all.environment
+    def _step(self, place: int, turn: Turn, ids: list[int], all_ids: list[int]) -> TurnOutcome:
+        environment, one = self._all.environment, self._found[place].environment
         assert environment is not None
-        with _failing(environment.name, f"failed in step at {self._prompts[place].place}"):
-            seen, reward, done = self._found[place].environment.step(turn.content)
-            reward = None if reward is None else float(reward)
-            seen = "" if seen is None else check_text(seen, "the observation")
-        if done:
-            return TurnOutcome(None, reward=reward)
-        said = [{"role": "user", "content": seen}]
-        return TurnOutcome(self._turns(place).observation(ids, said), said, reward)
+        with failing(environment.name, f"failed in step at {self._prompts[place].place}"):
+            step = partial(environment.step, one, turn.content)
+            reply = Reply(*self._recorded(place, step, self.asked[place].ids.tolist(), all_ids))
+        if reply.done:
+            return TurnOutcome(None, reward=reply.reward)
+        said = [{"role": "user", "content": reply.observation}]
+        return TurnOutcome(self._turns(place).observation(ids, said), said, reply.reward, int(reply.failed))
+
+    def _recorded(self, place: int, act: Callable[[], Any], *ids: list[int]) -> Any:
+        """What an act on the environment returns. With `state_dict`, a resumed run takes it and the state after it from
+        its records."""
+        environment, one = self._all.environment, self._found[place].environment
+        assert environment is not None
+        if not environment.has_state:
+            return act()
+        key = self._all.results.key(self._seed, ids, self._numbers[place])
+        if (known := self._all.results.take(key)) is not None:
+            one.load_state_dict(known["state"])
+            return known["found"]
+        found = act()
+        if environment.objects[place] is one:  # else its time was over
+            self._all.results.add(key, found=found, state=one.state_dict())
+        return found
 
 
 def _message(turn: Turn) -> dict[str, Any]:
     """A turn as a message."""
     calls = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in turn.calls]
     return {"role": "assistant", "content": turn.content} | ({"tool_calls": calls} if calls else {})
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
-
-
-@contextmanager
-def _failing(name: str, what: str, kind: type[Exception] = TrainingFailed) -> Iterator[None]:
-    """Raise the errors of an environment's code with its name."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise kind(f"environment={name} {what}: {type(error).__name__}: {error}") from error

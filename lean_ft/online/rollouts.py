@@ -8,8 +8,7 @@ holds the whole round (prompts, tokens, log-probabilities, rewards, advantages),
 completions; if it was killed before it had them, it samples the same ones again. Completions are in the order of their
 prompts, and each pass has the same micro-batches.
 
-Source: our own; the order of sampling follows TRL's GRPOTrainer, dynamic sampling DAPO (Yu et al. 2025,
-arXiv:2503.14476).
+Source: the order of sampling follows TRL's GRPOTrainer; dynamic sampling: DAPO (Yu et al. 2025, arXiv:2503.14476).
 """
 
 import math
@@ -35,6 +34,7 @@ from lean_ft.losses import AnswerTokens, advantages, whitened
 from lean_ft.online.completions import Completion, differ, documents_of, round_metrics, why_untrained
 from lean_ft.online.episodes import Episode
 from lean_ft.online.rewards import Rewards, Scores
+from lean_ft.online.sampler import Sampler
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
@@ -83,6 +83,7 @@ class Rounds(Generic[BatchT]):
         self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
         self._told = set[str]()  # reasons why a round trained nothing
         self._sampling_seconds: float | None = None  # of the round, until it is logged
+        self._ahead: Callable[[], list[Sample]] | None = None  # waits for the first completions of the next round
 
     @property
     def answers_in_a_row(self) -> int:
@@ -104,20 +105,19 @@ class Rounds(Generic[BatchT]):
         return self._step == self._steps
 
     def sample(self, answer: Callable[[list[Prompt], int], list[Sample]], score: Rewards) -> None:
-        """Fill the next round. `answer`: a `Sampler`, or another function of prompts and a seed; with dynamic sampling
-        it is called several times.
+        """Fill the next round. `answer`: a `Sampler`, or, without `generation.ahead`, a function of prompts and a seed.
 
-        All sampled tokens of a completion are trained, or none: none without a reward, and with `loss.mask_truncated`
-        none of a cut one.
+        All sampled tokens of a completion are trained, or none: without a reward, or if cut with `loss.mask_truncated`.
         """
         started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
         self._answers, even = [], list[Completion]()
         while len(self._answers) < self.num_answers and attempts:
             attempts -= 1
-            asked = self._ask()
-            answers = answer(asked, seed)
-            even += self._add(answers, score(asked, answers))
+            numbers, asked = self._ask(self.num_answers - len(self._answers))
+            answers = answer(asked, seed) if self._ahead is None else self._ahead()
+            self._ahead = None
+            even += self._add(numbers, answers, score(asked, answers))
         self._answers += even[: self.num_answers - len(self._answers)]
         for one in self._answers:
             one.counts = [sampled and self._counts(one) for sampled in one.trained]
@@ -126,20 +126,20 @@ class Rounds(Generic[BatchT]):
             self._told.add(why)
             told = f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported."
             say("WARNING", told)
+        if self._cfg.generation.ahead:
+            if not isinstance(answer, Sampler):
+                raise ValueError("generation.ahead=1 needs a Sampler as `answer`. Pass one, or set generation.ahead=0.")
+            self._ahead = answer.ahead(self._ask(self.num_answers)[1], seed + 1)
         self._sampling_seconds = time.perf_counter() - started
 
-    def _ask(self) -> list[Prompt]:
-        """The next prompts, each repeated for its completions."""
-        return [self._prompts[number] for number in self._asked() for _ in range(self._cfg.generation.num_answers)]
+    def _ask(self, num_answers: int) -> tuple[list[int], list[Prompt]]:
+        """The numbers of the next prompts, and these prompts, each repeated for its completions."""
+        numbers = self._prompts.take(self._place, num_answers // self._cfg.generation.num_answers)
+        return numbers, [self._prompts[one] for one in numbers for _ in range(self._cfg.generation.num_answers)]
 
-    def _asked(self) -> list[int]:
-        missing = (self.num_answers - len(self._answers)) // self._cfg.generation.num_answers
-        return self._prompts.take(self._place, missing)
-
-    def _add(self, samples: Sequence[Sample], scores: Scores) -> list[Completion]:
-        """Add the completions of `_ask`'s prompts with their rewards. Return those of prompts that dynamic sampling
-        replaces."""
-        size, asked = self._cfg.generation.num_answers, self._asked()
+    def _add(self, asked: list[int], samples: Sequence[Sample], scores: Scores) -> list[Completion]:
+        """Add completions with their rewards. Return those of prompts that dynamic sampling replaces."""
+        size = self._cfg.generation.num_answers
         answers = [
             Completion(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
             for i, (one, total) in enumerate(zip(samples, scores.totals, strict=True))
@@ -229,6 +229,7 @@ class Rounds(Generic[BatchT]):
             "round": self._round,
             "step": None if self.used_up else self._step,
             "answers": [] if self.used_up else [dict(vars(answer)) for answer in self._answers],
+            "ahead": [] if self._ahead is None else [dict(vars(sample)) for sample in self._ahead()],
             **self._sizes(),
         }
 
@@ -243,6 +244,8 @@ class Rounds(Generic[BatchT]):
         self._place, self._round = state["place"], state["round"]
         self._step = self._steps if state["step"] is None else state["step"]
         self._answers = [Completion(**answer) for answer in state["answers"]]
+        ahead = [(Episode if "turns" in one else Sample)(**one) for one in state.get("ahead") or ()]
+        self._ahead = (lambda: ahead) if ahead else None
 
     def _sizes(self) -> dict[str, Any]:
         generation = self._cfg.generation

@@ -1,6 +1,7 @@
 """Samples completions from the model in training, as the `generation` settings say."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -10,7 +11,7 @@ from lean_ft.generation import Sample, Sampling, sample, sample_numbers, stop_id
 from lean_ft.models import Decoder
 from lean_ft.online.episodes import Episodes, Round
 from lean_ft.online.rewards import Rewards
-from lean_ft.online.vllm_server import VLLMServer
+from lean_ft.online.servers import SERVERS, Server, in_thread
 from lean_ft.optim import Optimizer
 from lean_ft.parallel import generating
 from lean_ft.settings import OnlineConfig
@@ -44,9 +45,9 @@ class Sampler:
             setting = "generation.offload_training_state"
             link = open_link(model.device, f"{setting}=true", f"{setting}=false")
             self._makes_room = partial(optimizer.state_away, link)
-        uses_vllm = cfg.generation.engine == "vllm"
-        if ranks.size > 1 and (cfg.generation.compile or uses_vllm):
-            setting = "compile=true" if cfg.generation.compile else "engine=vllm"
+        uses_server = cfg.generation.engine != "own"
+        if ranks.size > 1 and (cfg.generation.compile or uses_server):
+            setting = "compile=true" if cfg.generation.compile else f"engine={cfg.generation.engine}"
             raise ValueError(f"generation.{setting} needs a single process, but there are several. Remove the setting.")
         if cfg.generation.router_replay and model.mixture is None:
             raise ValueError(
@@ -61,16 +62,31 @@ class Sampler:
                 "with `leanft cp`, or remove tools and environment."
             )
         self._episodes = episodes if cfg.has_turns else None
+        self._under_way: Future[list[Sample]] | None = None  # a round that is sampled ahead
 
     @cached_property
-    def _server(self) -> VLLMServer:
-        return VLLMServer(self._generation.engine_url, self._server_folder)
+    def _server(self) -> Server | None:
+        kind = SERVERS.get(self._generation.engine)
+        return kind and kind(self._generation.engine_url, self._server_folder)
 
     def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Sample]:
-        """seed: of the round. Raises as `lean_ft.generation.sample` and `Round` do."""
-        if self._episodes is not None:
-            self._episodes.results.begin(seed % 2**32)
+        """seed: of the round. Raises as `lean_ft.generation.sample`, `Round` and `Server` do."""
+        self._begin(seed)
         return self._answers(prompts, seed, None, self._episodes)
+
+    def ahead(self, prompts: Sequence[Prompt], seed: int) -> Callable[[], list[Sample]]:
+        """Sample with the present weights in another thread. Return a function that waits for the completions."""
+        self._begin(seed)
+        self._under_way = in_thread(partial(self._answers, prompts, seed, None, self._episodes))
+        return self._under_way.result
+
+    def _begin(self, seed: int | None = None) -> None:
+        """seed: of a round."""
+        if self._server is not None:
+            wait([] if self._under_way is None else [self._under_way])
+            self._server.give_weights(self._model)
+        if self._episodes is not None and seed is not None:
+            self._episodes.results.begin(seed % 2**32)
 
     def first_turns(self, prompts: Sequence[Prompt], seed: int) -> list[Sample]:
         """The completions up to the first call or observation. For plans, which run no tools."""
@@ -87,8 +103,6 @@ class Sampler:
             stop_texts=tuple(generation.stop),
             **generation.drawn,
         )
-        if self._generation.engine == "vllm":
-            return self._server(self._model, [prompt.ids for prompt in prompts], how)
         asked = [prompt.text for prompt in prompts]
         numbers = sample_numbers(asked)
         # Consecutive prompts, and all completions of a prompt on one rank, which reads it once. Ranks that share
@@ -101,29 +115,35 @@ class Sampler:
         def answer() -> Sequence[Sample]:
             if episodes is None:
                 return sampled(None)
-            with episodes.tools.unchanged_process(seed % 2**32):
+            # The main thread trains meanwhile, with this process's random generators.
+            with nullcontext() if generation.ahead else episodes.tools.unchanged_process(seed % 2**32):
                 return sampled(Round(episodes, prompts[mine], numbers[mine], seed))
 
         def sampled(played: Round | None) -> Sequence[Sample]:
-            with self._makes_room(), generating(self._model, self._ranks, generation.gather):
-                found = sample(
-                    self._model,
-                    asked[mine] if played is None else played.asked,
-                    how,
-                    numbers=numbers[mine],
-                    decode=self._tokenizer.decode,
-                    cache_gib=generation.cache_gib,
-                    compile=generation.compile,
-                    records_experts=generation.router_replay,
-                    replies=played,
-                    max_given_tokens=self._max_given_tokens,
-                )
+            texts = asked[mine] if played is None else played.asked
+            if self._server is not None:
+                found = self._server.sample(texts, how, numbers[mine], played, self._max_given_tokens)
+            else:
+                with self._makes_room(), generating(self._model, self._ranks, generation.gather):
+                    found = sample(
+                        self._model,
+                        texts,
+                        how,
+                        numbers=numbers[mine],
+                        decode=self._tokenizer.decode,
+                        cache_gib=generation.cache_gib,
+                        compile=generation.compile,
+                        records_experts=generation.router_replay,
+                        replies=played,
+                        max_given_tokens=self._max_given_tokens,
+                    )
             return found if played is None else played.finish(found, keeps_environments=self._ranks.size == 1)
 
         return [one for answers in self._ranks.on_every_rank(answer)[::alike] for one in answers]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """Return the mean reward (if any has one) and length of completions of held-out prompts, sampled at `generation.eval_temperature` with a fixed seed."""
+        self._begin()
         answers = self._answers(held_out, self._seed, self._generation.eval_temperature, self._episodes)
         worth = [total for total in rewards(held_out, answers).totals if total is not None]
         lengths = [sum(answer.sampled) if answer.sampled else len(answer.ids) for answer in answers]

@@ -20,7 +20,7 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
     """Let `rounds` sample as many different prompts as a real round, and train on batches of `take(number)`."""
 
     def sample(answer: Callable[[list[Prompt], int], Any], score: Any) -> None:
-        if cfg.generation.engine == "vllm":  # on its own devices
+        if cfg.generation.engine != "own":  # on its own devices
             return
         asked = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
         prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), image_rules=rounds.image_rules)) for ids in asked)
@@ -40,9 +40,12 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
 
 
 def rehearse_generation(
-    model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, *, is_cpu: bool
+    model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, copies: int, *, is_cpu: bool
 ) -> None:
-    """Run the cache, the prompts' pass, and the pass of the last token. Prompts with rules of images are full of images."""
+    """Run the cache, the prompts' pass, and the pass of the last token. Prompts with rules of images are full of images.
+
+    copies: of the cache, in which case rows that wait take the second.
+    """
     packed = FewRows(model, packed_bytes, pack=torch.clone) if is_cpu else None
     longest = max(map(len, prompts))
     caches = model.new_cache(len(prompts), capacity)
@@ -52,6 +55,7 @@ def rehearse_generation(
     images = {} if image_rules is None else longest_images(image_rules, shape, texts, longest)
     forward_as_written(model, torch.zeros(shape, dtype=torch.int64), caches.part(0, texts), **images)
     caches.filled = capacity - 1
+    waiting = [model.new_cache(len(prompts), capacity) for _ in range(copies - 1)]
     hidden = forward_as_written(model, torch.zeros(len(prompts), 1, dtype=torch.int64), caches)[:, 0]
     choose(model.logits(hidden), torch.zeros(len(prompts), 2, dtype=torch.int32), Sampling(1, temperature=0.5))
-    del packed
+    del packed, waiting

@@ -143,9 +143,9 @@ class PlannedWorld(World):
         self.trace.time.module_names |= {id(module): name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
 
-    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float) -> list[T]:
+    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         prompts = [cast(Any, row).prompt for row in rows]
-        rehearse_generation(model, prompts, capacity, packed_bytes, is_cpu=self.trace.device.is_cpu)
+        rehearse_generation(model, prompts, capacity, packed_bytes, copies, is_cpu=self.trace.device.is_cpu)
         return []
 
     # The step ---------------------------------------------------------------------------------------------------------

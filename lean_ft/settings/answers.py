@@ -75,10 +75,14 @@ class GenerationConfig(Settings):
     router_replay: bool = False
     """Mixture of experts: record the experts that every token chooses while sampling, and use them in training too, with
     weights from the present router. Rounding then changes no expert between sampling and training (R3, Ma et al. 2025)."""
-    engine: Literal["own", "vllm"] = "own"
-    """What samples the completions: the model that trains (`own`), or a vLLM server beside it (see docs/online.md)."""
+    engine: Literal["own", "vllm", "sglang"] = "own"
+    """What samples the completions: the model that trains (`own`), or a vLLM or SGLang server beside it (see
+    docs/online.md)."""
     engine_url: str = "http://127.0.0.1:8000"
-    """URL of the vLLM server, for engine=vllm."""
+    """URL of the server, for engine=vllm and engine=sglang."""
+    ahead: int = Field(0, ge=0, le=1)
+    """1: the server samples the next round while this one trains, with the weights from before this round's updates.
+    Tools then need tools.process=true, and checkpoints wait for the round that is sampled."""
 
     @property
     def drawn(self) -> dict[str, Any]:

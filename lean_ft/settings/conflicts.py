@@ -106,8 +106,8 @@ CONFLICTS = [
     ),
     Conflict(
         lambda generation: _differs(generation, "engine_url") and generation.engine == "own",
-        "generation.engine_url={generation.engine_url} is used only with generation.engine=vllm. Set generation.engine, or "
-        "remove generation.engine_url.",
+        "generation.engine_url={generation.engine_url} is used only with generation.engine=vllm or sglang. Set "
+        "generation.engine, or remove generation.engine_url.",
     ),
     # Checkpoints and evaluations
     *(
@@ -170,8 +170,9 @@ CONFLICTS = [
         "Set parallel.tensor=1.",
     ),
     Conflict(
-        lambda model, generation: model.images != "none" and generation.engine == "vllm",
-        "generation.engine=vllm gets no images, and model.images={model.images} reads them. Set generation.engine=own.",
+        lambda model, generation: model.images != "none" and generation.engine != "own",
+        "generation.engine={generation.engine} gets no images, and model.images={model.images} reads them. Set "
+        "generation.engine=own.",
     ),
     # The optimizer
     Conflict(
@@ -342,8 +343,24 @@ CONFLICTS = [
         "tools and environments need a chat template, and data.chat=false writes plain text. Remove data.chat.",
     ),
     Conflict(
-        lambda recipe, generation: recipe.has_turns and generation.engine != "own",
-        "tools and environments need generation.engine=own, and it is {generation.engine}. Remove generation.engine.",
+        lambda generation: generation.engine == "sglang" and generation.narrows,
+        "generation.engine=sglang returns log-probabilities before top_k, top_p and min_p, so they are not those of the "
+        "sampled distribution. Remove these settings, or set generation.engine=vllm.",
+    ),
+    Conflict(
+        lambda generation: generation.ahead and generation.engine == "own",
+        "generation.ahead=1 samples while the model trains, and with generation.engine=own both need the same device and "
+        "weights. Set generation.engine=vllm or sglang, or remove generation.ahead.",
+    ),
+    Conflict(
+        lambda generation, tools: generation.ahead and tools.functions and not tools.process,
+        "generation.ahead=1 calls tools while this process trains, so their changes of its random generators cannot be undone. "
+        "Set tools.process=true, or remove generation.ahead.",
+    ),
+    Conflict(
+        lambda recipe, generation: generation.ahead and recipe.environment is not None,
+        "generation.ahead=1 would run environment={recipe.environment} while this process trains, so its changes of the random "
+        "generators could not be undone. Remove generation.ahead.",
     ),
     Conflict(
         lambda recipe, model: recipe.has_turns and model.images != "none",

@@ -257,7 +257,8 @@ class OnlineConfig(AnswersConfig):
     environment: Annotated[OwnFunction, AfterValidator(check_function)] | None = None
     """Your own environment, `my_env.py:Env`: a class with `reset(row)`, which returns what is added to the prompt, and
     `step(action)`, which returns an observation, a reward and whether the episode is over. Or a class whose methods are
-    tools, with `reset(**row)` and perhaps `get_reward()`, as TRL's environment_factory. See docs/online.md."""
+    tools, with `reset(**row)` and perhaps `get_reward()`, as TRL's environment_factory. Or a function that makes an
+    environment of Gymnasium or OpenEnv. See docs/online.md."""
     batch_size: PositiveInt = 8
     """Completions, or pairs of them, per forward pass. If a round would not have all generation.num_answers completions
     of each prompt, and gradient_accumulation_steps is not set, it is raised."""

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from lean_ft.system.user_functions import load_function
@@ -35,22 +36,29 @@ def cut(text: str, most_characters: int) -> str:
     return f"{text[:most_characters]}\n[cut after {most_characters:,} of {len(text):,} characters]"
 
 
+def outcome_of(function: Callable[..., Any], arguments: dict[str, Any], most_characters: int) -> tuple[str, bool]:
+    """Call a tool. Return its result as text, and whether it failed."""
+    try:
+        value = function(**arguments)
+        return as_text(asyncio.run(awaited(value)) if inspect.isawaitable(value) else value, most_characters), False
+    except BaseException as error:  # SystemExit too
+        return error_text(error, most_characters), True
+
+
 def answer_a_call() -> None:
-    """Read {function, arguments, characters}, and write {text, failed}, all as JSON."""
+    """Read {function, arguments, characters}, and write [text, failed], all as JSON."""
     asked = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the tool prints is no result
     try:
-        value = load_function(asked["function"])(**asked["arguments"])
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-        answer = {"text": as_text(value, asked["characters"]), "failed": False}
-    except BaseException as error:
-        answer = {"text": error_text(error, asked["characters"]), "failed": True}
-    json.dump(answer, answers)
+        outcome = outcome_of(load_function(asked["function"]), asked["arguments"], asked["characters"])
+    except BaseException as error:  # of the file
+        outcome = error_text(error, asked["characters"]), True
+    json.dump(outcome, answers)
     answers.flush()
     os._exit(0)  # threads that the tool started do not delay the result
 
 
-async def _awaited(value: Any) -> Any:
+async def awaited(value: Any) -> Any:
+    """The coroutine of any awaitable."""
     return await value

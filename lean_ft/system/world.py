@@ -52,9 +52,9 @@ class World:
             fill(model, None)
         return model
 
-    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float) -> list[T]:
+    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         """Return the `rows` to sample together in a cache of `capacity` tokens: none in a plan, which has done it then.
-        `packed_bytes`: memory for packed copies of the weights."""
+        `packed_bytes`: memory for packed copies of the weights. `copies`: 2 if rows can wait, which then take a second cache."""
         return rows
 
     def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:

@@ -34,8 +34,16 @@ Types = dict[str, dict[str, Any]]
 """The JSON schemas of the parameters of each tool."""
 Read = Callable[[str, Types], list[Call]]
 """Reads the text of one or more calls. Raises ValueError if it is malformed."""
-Form = Callable[[str, Types], Turn]
-"""Reads the text of a turn, without reasoning and without the token that ends it."""
+
+
+class Form(NamedTuple):
+    """How a family writes calls."""
+
+    begin: str
+    """What a call begins with. One character: the turn is nothing but calls."""
+    read: Callable[[str, Types], Turn]
+    """Reads the text of a turn, without reasoning and without the token that ends it."""
+
 
 REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
 """Texts around the reasoning that precedes an answer. A call in it is not meant."""
@@ -45,16 +53,16 @@ def read_turn(form: Form, text: str, types: Types, opened: str = "") -> Turn:
     """Read the text of a turn. opened: the beginning of reasoning in the prompt, if the turn begins inside of reasoning."""
     begin = opened or next((one for one in REASONING if text.lstrip().startswith(one)), "")
     if not begin:
-        return form(text, types)
+        return form.read(text, types)
     reasoning, closed, rest = text.partition(REASONING[begin])
-    turn = form(rest, types)
+    turn = form.read(rest, types)
     return Turn(reasoning + closed + turn.content, turn.calls)
 
 
 def _between(begin: str, end: str, read: Read) -> Form:
     """Each call, or group of calls, is between two texts. `end` may be empty: up to the next `begin`."""
 
-    def form(text: str, types: Types) -> Turn:
+    def turn(text: str, types: Types) -> Turn:
         content, *pieces = text.split(begin)
         calls = list[Call]()
         for piece in pieces:
@@ -63,13 +71,15 @@ def _between(begin: str, end: str, read: Read) -> Form:
             content += after
         return Turn(content, calls)
 
-    return form
+    return Form(begin, turn)
 
 
-def _whole(start: str, read: Read) -> Form:
+def _whole(begin: str, start: str, read: Read) -> Form:
     """The turn is nothing but calls, if it matches the pattern `start`."""
     pattern = re.compile(rf"\s*(?:{start})")
-    return lambda text, types: Turn("", _tried(read, text, types)) if pattern.match(text) else Turn(text, [])
+    return Form(
+        begin, lambda text, types: Turn("", _tried(read, text, types)) if pattern.match(text) else Turn(text, [])
+    )
 
 
 def _tried(read: Read, body: str, types: Types) -> list[Call]:
@@ -149,27 +159,29 @@ def _qwen3_coder(body: str, types: Types) -> list[Call]:
     name, _, rest = body.removeprefix("<function=").partition(">")
     if not body.startswith("<function=") or not rest.endswith("</function>"):
         raise ValueError("expected <function=NAME>...</function>")
-    texts = dict[str, str]()
-    for piece in rest.split("<parameter=")[1:]:
-        key, _, value = piece.partition(">")
-        value, closed, _ = value.partition("</parameter>")
-        if not closed:
-            raise ValueError("expected <parameter=NAME>...</parameter>")
-        texts[key.strip()] = value.removeprefix("\n").removesuffix("\n")
-    return [_typed(name.strip(), texts, types)]
+    texts = _tagged(rest, "<parameter=", ">", "</parameter>")
+    return [
+        _typed(name.strip(), {key: text.removeprefix("\n").removesuffix("\n") for key, text in texts.items()}, types)
+    ]
 
 
 def _glm(body: str, types: Types) -> list[Call]:
     """`f<arg_key>x</arg_key><arg_value>1</arg_value>`, perhaps with line breaks between the tags."""
-    name, *pieces = body.split("<arg_key>")
-    texts = dict[str, str]()
-    for piece in pieces:
-        key, _, value = piece.partition("</arg_key>")
-        value, closed, _ = value.lstrip().removeprefix("<arg_value>").partition("</arg_value>")
+    body = re.sub(r"</arg_key>\s*<arg_value>", "</arg_key><arg_value>", body)
+    texts = _tagged(body, "<arg_key>", "</arg_key><arg_value>", "</arg_value>")
+    return [_typed(body.partition("<arg_key>")[0].strip(), texts, types)]
+
+
+def _tagged(text: str, begin: str, middle: str, end: str) -> dict[str, str]:
+    """The parameters that are written between tags."""
+    found = dict[str, str]()
+    for piece in text.split(begin)[1:]:
+        key, _, value = piece.partition(middle)
+        value, closed, _ = value.partition(end)
         if not closed:
-            raise ValueError("expected <arg_key>NAME</arg_key><arg_value>...</arg_value>")
-        texts[key.strip()] = value
-    return [_typed(name.strip(), texts, types)]
+            raise ValueError(f"expected {begin}NAME{middle}VALUE{end}")
+        found[key.strip()] = value
+    return found
 
 
 def _typed(name: str, texts: dict[str, str], types: Types) -> Call:
@@ -198,25 +210,18 @@ def _gemma(quote: str, body: str, types: Types) -> list[Call]:
     return [_call(name.strip(), "".join(parts))]
 
 
-class _Constants(ast.NodeTransformer):
-    """Replaces JSON's constants, which some templates write inside of Python's values."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant({"true": True, "false": False}.get(node.id)) if node.id in _JSON_NAMES else node
-
-
-_JSON_NAMES = ("true", "false", "null")
-
-
 def _python(body: str, types: Types) -> list[Call]:
     """`[f(x=1, y='a')]`"""
     with warnings.catch_warnings(action="ignore"):  # of invalid escapes
         tree = ast.parse(body, mode="eval").body
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):  # some templates write JSON's constants
+            node.id = {"true": "True", "false": "False", "null": "None"}.get(node.id, node.id)
     found = list[Call]()
     for one in tree.elts if isinstance(tree, ast.List) else [tree]:
         if not isinstance(one, ast.Call) or one.args or any(word.arg is None for word in one.keywords):
             raise ValueError("expected [NAME(PARAMETER=VALUE, ...)]")
-        arguments = {str(word.arg): ast.literal_eval(_Constants().visit(word.value)) for word in one.keywords}
+        arguments = {str(word.arg): ast.literal_eval(ast.unparse(word.value)) for word in one.keywords}
         found.append(_call(ast.unparse(one.func), arguments))
     return found
 
@@ -227,11 +232,11 @@ FORMS: dict[str, Form] = {
     "GLM": _between("<tool_call>", "</tool_call>", _glm),
     "Mistral": _between("[TOOL_CALLS]", "", _mistral),
     "DeepSeek": _between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek),
-    "gpt-oss": _harmony,
+    "gpt-oss": Form("<|channel|>", _harmony),  # of reasons, answers and calls
     "FunctionGemma": _between("<start_function_call>", "<end_function_call>", partial(_gemma, "<escape>")),
     "Gemma 4": _between("<|tool_call>", "<tool_call|>", partial(_gemma, '<|"|>')),
     "LFM2": _between("<|tool_call_start|>", "<|tool_call_end|>", _python),
-    "Llama 3": _whole(r'<\|python_tag\|>|\{\s*"(?:name|type)"', _json),
-    "Llama 4, Gemma 3": _whole(r"\[\s*[\w.]+\(", _python),
+    "Llama 3": _whole("{", r'<\|python_tag\|>|\{\s*"(?:name|type)"', _json),
+    "Llama 4, Gemma 3": _whole("[", r"\[\s*[\w.]+\(", _python),
 }
 """Sources: the chat templates of these families, and the parsers of vLLM."""

@@ -7,11 +7,13 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from enum import Enum
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+PLAIN = SCALARS | {list: "array", tuple: "array", dict: "object"}
 EXAMPLE = 'Write it as in:\n    """Search the web.\n\n    Args:\n        query: The words to search for.\n    """'
 # The sections of a docstring, the parameters of `Args:`, and choices at the end of a parameter's description.
 _DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL)
@@ -29,30 +31,29 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
         raise ValueError(f"the function {name} has no docstring, so a model cannot know what it does. {EXAMPLE}")
     try:
         hints = get_type_hints(function)
-        parameters = dict(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError, NameError, AttributeError) as error:
         raise ValueError(f"the type hints of {name} cannot be read ({type(error).__name__}: {error}).") from None
-    first = next(iter(parameters), None)
-    if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty:
-        del parameters[first]
-        hints.pop(first, None)
-    if bare := [one for one, parameter in parameters.items() if parameter.annotation is inspect.Parameter.empty]:
+    if bare := [one for one, parameter in parameters.items() if parameter.annotation is parameter.empty]:
         raise ValueError(f"{name}: the parameter {', '.join(bare)} has no type hint. Add one, as in `{bare[0]}: str`.")
     args = _ARGS.search(text)
     lines = "\n".join(line for line in args[1].split("\n") if line.strip()) if args else ""
     described = {match[2]: re.sub(r"\s*\n+\s*", " ", match[3].strip()) for match in _PARAMETER.finditer(lines)}
-    properties = dict[str, Any]()
-    for one, hint in hints.items():
-        if one != "return":
-            if one not in described:
-                raise ValueError(f"{name}: the docstring does not describe the parameter {one}. {EXAMPLE}")
-            properties[one] = _described(name, one, _of_hint(hint, f"{name}: the parameter {one}"), described[one])
+    if missing := [one for one in parameters if one not in described]:
+        raise ValueError(f"{name}: the docstring does not describe the parameter {', '.join(missing)}. {EXAMPLE}")
+    properties = {
+        one: _described(name, one, _of_hint(hints[one], f"{name}: the parameter {one}"), described[one])
+        for one in parameters
+    }
     schema: dict[str, Any] = {"type": "object", "properties": properties}
-    if required := [one for one, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]:
+    if required := [one for one, parameter in parameters.items() if parameter.default is parameter.empty]:
         schema["required"] = required
     description = _DESCRIPTION.search(text)
     made = {"name": name, "description": description[1].strip() if description else None, "parameters": schema}
-    return {"type": "function", "function": made | _returned(hints, _RETURNS.search(text))}
+    with suppress(KeyError, ValueError):  # no hint, or that of a value that a model never writes
+        returns = _RETURNS.search(text)
+        made["return"] = _of_hint(hints["return"], "") | ({"description": returns[1].strip()} if returns else {})
+    return {"type": "function", "function": made}
 
 
 def _described(function: str, name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
@@ -67,48 +68,22 @@ def _described(function: str, name: str, schema: dict[str, Any], text: str) -> d
     return schema | {"description": text}
 
 
-def _returned(hints: dict[str, Any], text: re.Match[str] | None) -> dict[str, Any]:
-    try:
-        schema = _of_hint(hints["return"], "") if "return" in hints else None
-    except ValueError:  # a model never writes such a value
-        return {}
-    if schema is None:
-        return {}
-    return {"return": schema | ({"description": text[1].strip()} if text else {})}
-
-
 def _of_hint(hint: Any, what: str) -> dict[str, Any]:
     """The schema of a type hint. what: for the message."""
-
-    def refuse(found: str) -> NoReturn:
-        raise ValueError(
-            f"{what} has the type {found}. Expected int, float, str, bool, an Enum, Literal, or list, tuple, dict and Union of them."
-        )
-
-    spelled = str(hint).replace("typing.", "")
     origin, args = get_origin(hint), get_args(hint)
-    plain = {**{one: {"type": name} for one, name in SCALARS.items()}, Any: {}, dict: {"type": "object"}}
-    plain |= {one: {"type": "array"} for one in (list, tuple)}
-    if origin is None and isinstance(hint, type) and issubclass(hint, Enum):
-        return _of_values([one.value for one in hint]) or refuse(
-            f"{hint.__name__}, whose values are not numbers or texts"
-        )
-    if origin is None:
-        try:
-            return dict(plain[hint])
-        except (KeyError, TypeError):
-            refuse(spelled)
-    if origin is Literal:
-        return _of_values(list(args)) or refuse(spelled)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        origin, args = Literal, [one.value for one in hint]
+    if origin is Literal and args and all(type(one) in SCALARS for one in args):
+        kinds = list(dict.fromkeys(SCALARS[type(one)] for one in args))
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
+    if origin is None and (hint is Any or (isinstance(hint, Hashable) and hint in PLAIN)):
+        return {} if hint is Any else {"type": PLAIN[hint]}
     if origin in (Union, types.UnionType):
         members = [_of_hint(one, what) for one in args if one is not type(None)]
-        names = sorted({str(one["type"]) for one in members if one.keys() == {"type"} and isinstance(one["type"], str)})
-        if len(members) == 1:
-            schema = members[0]
-        elif all(one.keys() == {"type"} and isinstance(one["type"], str) for one in members):
+        schema = members[0] if len(members) == 1 else {"anyOf": members}
+        if all(one.keys() == {"type"} for one in members):
+            names = sorted({one["type"] for one in members})
             schema = {"type": names[0] if len(names) == 1 else names}
-        else:
-            schema = {"anyOf": members}
         return schema | ({"nullable": True} if type(None) in args else {})
     if origin is list:
         return {"type": "array", "items": _of_hint(args[0], what)}
@@ -116,12 +91,7 @@ def _of_hint(hint: Any, what: str) -> dict[str, Any]:
         return {"type": "array", "prefixItems": [_of_hint(one, what) for one in args]}
     if origin is dict:
         return {"type": "object"} | ({"additionalProperties": _of_hint(args[1], what)} if len(args) == 2 else {})
-    return refuse(spelled)
-
-
-def _of_values(values: list[Any]) -> dict[str, Any]:
-    """The schema of some values; empty if there are none, or one is no JSON scalar."""
-    if not values or any(type(one) not in SCALARS for one in values):
-        return {}
-    kinds = list(dict.fromkeys(SCALARS[type(one)] for one in values))
-    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+    raise ValueError(
+        f"{what} has the type {str(hint).replace('typing.', '')}. Expected int, float, str, bool, an Enum or Literal of such values, "
+        "or list, tuple, dict and Union of them."
+    )

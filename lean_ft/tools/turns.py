@@ -9,8 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import islice
+from itertools import takewhile
 from typing import Any
 
 from lean_ft.tokenizers import Tokenizer
@@ -20,10 +19,8 @@ from lean_ft.tokenizers.vocabulary import any_of
 from lean_ft.tools.calls import FORMS, REASONING, Call, Form, Turn, Types, read_turn
 
 Messages = list[dict[str, Any]]
-Following = Callable[[Callable[[str], str]], Messages]
-"""The messages after a turn, with their texts changed by a function."""
 REMEDY = "Set data.chat_template to a template for models that call tools, or remove `tools`."
-MARK = "LAST_WORDS_OF_THE_TURN"
+MARK = "LAST WORDS OF THE TURN"  # neither a name nor another text contains it
 # A known call and its tool. A template writes calls in the form that reads this call back.
 ARGUMENTS = {"number": 3, "flag": True, "list": [1, "b"], "text": f"a {MARK}"}
 PROPERTIES = {
@@ -52,18 +49,21 @@ class ToolTurns:
         }
         ends = {tokenizer.token_text(one) for one in {*tokenizer.turn_ends, tokenizer.eos_id} if one is not None}
         self._ends, self._control = any_of(ends), any_of(tokenizer.control_tokens)
-        self._num_marks = cache(lambda num_calls: self._text(self._turn([Call("f", {})] * num_calls)).count(MARK))
-        self._arguments: Any = ARGUMENTS
+        call, self._takes_objects, self._takes_several = Call("f", {}), True, False
         try:
-            self._text(self._turn([Call("f", {})]))
+            self._text(self._turn([call]))
         except ValueError:  # DeepSeek's templates take arguments as JSON in a string
-            self._arguments = json.dumps(ARGUMENTS)
+            self._takes_objects = False
         self._form = self._form_of_calls() if schemas else None
-        prompts, self._takes_several = [self._text([ASKED], True)], False
+        self.opening = self._form.begin if self._form else ""
+        prompts = [self._text([ASKED], True)]
         if schemas:
-            prompts.append(self._check_results())
+            called = self._turn([call])
+            prompts.append(self._text([*called, *_results([call], [RESULT])], True))
+            if RESULT not in prompts[1]:
+                raise ValueError(f"the chat template does not write the results of tools after the call. {REMEDY}")
             with contextlib.suppress(ValueError):  # Llama 3 refuses several
-                self._takes_several = self._num_marks(2) > self._num_marks(1)
+                self._takes_several = self._text(self._turn([call] * 2)).count(MARK) > self._text(called).count(MARK)
         # The beginning of reasoning that every turn follows.
         self._opened = next((one for one in REASONING if all(text.rstrip().endswith(one) for text in prompts)), "")
 
@@ -81,21 +81,36 @@ class ToolTurns:
     def reply(self, ids: Sequence[int], calls: Sequence[Call], results: Sequence[str]) -> list[int]:
         """The given ids that follow the sampled `ids` of a turn with `calls`: what the template writes after the turn, the
         results in the order of the calls, and the generation prompt. Control tokens in a result are ordinary text."""
-        return self._after(ids, calls, lambda clean: _results(calls, [clean(one) for one in results]))
+        return self._after(ids, calls, _results(calls, results))
 
     def observation(self, ids: Sequence[int], messages: Messages) -> list[int]:
         """The given ids that follow the sampled `ids` of a turn without calls: `messages`, whose contents are texts, and the
         generation prompt."""
-        return self._after(ids, [], lambda clean: [{**one, "content": clean(one["content"])} for one in messages])
+        return self._after(ids, [], messages)
 
-    def _after(self, ids: Sequence[int], calls: Sequence[Call], following: Following) -> list[int]:
+    def begin(self, name: str) -> list[int]:
+        """The ids that a turn with a call of the tool `name`, or of any tool if it is empty, begins with.
+
+        Raises ValueError if the template does not show them.
+        """
+        prompt = self._text([ASKED], True)
+        cases = [(name, {}), (name, {"x": 1})] if name else [("a", {}), ("b", {})]
+        written = [self._text(self._turn([Call(one, {})], arguments)) for one, arguments in cases]
+        ids, others = (self._tokenizer.encode(one[len(prompt) :]) for one in written)
+        if not (begun := ids[: _num_shared(ids, others)]) or not written[0].startswith(prompt):
+            raise ValueError("the chat template does not show how a call begins. Set tool_choice to auto.")
+        return begun
+
+    def _after(self, ids: Sequence[int], calls: Sequence[Call], messages: Messages) -> list[int]:
+        def written(clean: Callable[[str], str]) -> Passage:
+            following = [{**one, "content": clean(one["content"])} for one in messages]
+            return self._passage([*self._turn(calls), *following], True)
+
         try:
-            passage = self._passage([*self._turn(calls), *following(_as_text)], True)
+            passage = written(_as_text)
         except ValueError:  # the template takes control tokens in these texts for its own
-            passage = self._passage(
-                [*self._turn(calls), *following(lambda text: self._control.sub("", _as_text(text)))], True
-            )
-        begin = self._end(passage.text, self._num_marks(len(calls)), self._ends if calls else self._control)
+            passage = written(lambda text: self._control.sub("", _as_text(text)))
+        begin = self._end(passage.text, self._ends if calls else self._control)
         literal = [(start - begin, end - begin) for start, end in passage.literal if start >= begin]
         given = self._tokenizer.tokenize([Passage(passage.text[begin:], [], literal)])[0][0].tolist()
         end, sampled = given[0], ids[-1] if len(ids) else None
@@ -103,26 +118,24 @@ class ToolTurns:
         is_ended = sampled == end or (sampled in self._tokenizer.turn_ends and end not in self._tokenizer.turn_ends)
         return given[1:] if is_ended else given
 
-    def _end(self, text: str, num_marks: int, ends: re.Pattern[str]) -> int:
+    def _end(self, text: str, ends: re.Pattern[str]) -> int:
         """Where the token begins that ends the turn."""
-        marks = [match.end() for match in islice(re.finditer(MARK, text), num_marks)]
-        found = ends.search(text, marks[-1]) if marks else None
-        if found is None:
+        found = ends.search(text, text.rfind(MARK))
+        if found is None or MARK not in text:
             raise ValueError(
                 "the chat template writes no token that ends a turn. Set data.chat_template to one that does."
             )
         return found.start()
 
-    def _turn(self, calls: Sequence[Call]) -> Messages:
+    def _turn(self, calls: Sequence[Call], arguments: dict[str, Any] = ARGUMENTS) -> Messages:
         """A question, and a turn with calls of these names, or else with an answer. The mark is the last text of the turn."""
+        given = arguments if self._takes_objects else json.dumps(arguments)
         tool_calls = [
-            {"type": "function", "id": _id(i, call), "function": {"name": _name(call), "arguments": self._arguments}}
+            {"type": "function", "id": _id(i, call), "function": {"name": _name(call), "arguments": given}}
             for i, call in enumerate(calls)
         ]
-        return [
-            ASKED,
-            {"role": "assistant"} | ({"content": "", "tool_calls": tool_calls} if calls else {"content": MARK}),
-        ]
+        said = {"content": "", "tool_calls": tool_calls} if calls else {"content": MARK}
+        return [ASKED, {"role": "assistant", **said}]
 
     def _passage(self, messages: Messages, prompt: bool, tools: list[dict[str, Any]] | None = None) -> Passage:
         tools = self._schemas if tools is None else tools
@@ -137,26 +150,23 @@ class ToolTurns:
         if tool["name"] not in asked:
             raise ValueError(f"the chat template writes no tools. {REMEDY}")
         called = self._text(self._turn([Call(tool["name"], ARGUMENTS)]), False, [PROBE])
-        said = called[
-            next((i for i, (one, other) in enumerate(zip(asked, called, strict=False)) if one != other), len(asked)) :
-        ]
+        said = called[_num_shared(asked, called) :]
         if MARK not in said:
             raise ValueError(f"the chat template writes no tool calls. {REMEDY}")
-        said = said[: self._end(said, said.count(MARK), self._ends)]
+        said = said[: self._end(said, self._ends)]
         for form in FORMS.values():
-            if [call[:3] for call in form(said, {tool["name"]: PROPERTIES}).calls] == [(tool["name"], ARGUMENTS, "")]:
+            if [call[:3] for call in form.read(said, {tool["name"]: PROPERTIES}).calls] == [
+                (tool["name"], ARGUMENTS, "")
+            ]:
                 return form
         raise ValueError(
             f"the chat template writes tool calls in an unknown form: {said!r:.300}. Known forms: {', '.join(FORMS)}."
         )
 
-    def _check_results(self) -> str:
-        """Return a chat that ends with a result. Raises ValueError if the template does not write the result."""
-        call = Call(self._schemas[0]["function"]["name"] if self._schemas else "", {})
-        text = self._text([*self._turn([call]), *_results([call], [RESULT])], True)
-        if RESULT not in text[self._end(text, self._num_marks(1), self._ends) :]:
-            raise ValueError(f"the chat template does not write the results of tools after the call. {REMEDY}")
-        return text
+
+def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The number of items at the start that are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _results(calls: Sequence[Call], results: Sequence[str]) -> Messages:
@@ -177,4 +187,4 @@ def _id(i: int, call: Call) -> str:
 
 def _as_text(text: str) -> str:
     """Replace what is no text, or what stands for the markers of a rendered chat."""
-    return MARKERS.sub("\ufffd", text.encode(errors="replace").decode())
+    return MARKERS.sub("\ufffd", text.encode(errors="replace").decode()).replace(MARK, MARK.lower())

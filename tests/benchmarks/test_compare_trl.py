@@ -65,6 +65,7 @@ def test_committed_results_have_a_table_and_a_sentence(file):
         ("dpo_cached", CAREFUL, 32, 4 * 28, 4 * 32),
         ("dpo_lora", CAREFUL, 32, 4 * 28, 4 * 32),
         ("grpo", CAREFUL, 64, 2 * 32, 2 * 64),
+        ("tools", CAREFUL, 416, 2 * 96, 2 * 416),
         ("distill", TRL, 64, None, 2 * 64),
         ("dpo_cached", TRL, 32, 4 * 28, 4 * 32),
         ("dpo_lora", TRL, 32, 4 * 28, 4 * 32),
@@ -72,6 +73,7 @@ def test_committed_results_have_a_table_and_a_sentence(file):
         ("dpo_long_prompts", SEPARATE, 32, 4 * 8, 4 * 32),
         ("grpo", OURS, 64, None, 32 + 2 * 32),
         ("grpo", TRL, 64, 2 * 32, 2 * 64),
+        ("tools", OURS, 416, 2 * 96, 208 + 2 * 208),
     ],
 )
 def test_each_side_trains_on_the_requested_tokens(name, side, length, targets, computed, monkeypatch):
@@ -84,7 +86,7 @@ def test_each_side_trains_on_the_requested_tokens(name, side, length, targets, c
     assert measured["computed_tokens"] == computed
     if targets is not None:
         assert measured["target_tokens_per_step"] == targets
-    if name == "grpo":
+    if name in ("grpo", "tools"):
         assert 0 < measured["sampling_seconds"] < measured["step_seconds"]
     if side in (TRL, CAREFUL):
         facts = resolved[side]

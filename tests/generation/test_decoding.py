@@ -115,7 +115,7 @@ def test_a_prompt_is_read_once_for_all_its_samples_and_rows_that_wait_take_the_p
     assert read == [(1, 7), *[(3, 1)] * 3, (2, 7), *[(3, 1)] * 3, (1, 3), *[(2, 1)] * 3]
     stops = Sampling(4, 1.0, stop_ids=frozenset(answer.ids[i % 3] for i, answer in enumerate(whole)))
     expected = sample(model, prompts, stops)
-    rows = decoding._rows(prompts, stops, None)
+    rows = decoding.running_rows(prompts, stops, None)
     widths = [len(tokens) for tokens in decoding._decode_rows(model, rows, stops, None, room=3)]
     assert [row.sample.ids for row in rows] == [answer.ids for answer in expected]
     assert len({len(answer.ids) for answer in expected}) > 1 and sum(width < 3 for width in widths) < 4

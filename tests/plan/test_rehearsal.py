@@ -235,3 +235,20 @@ def test_quantized_weights_count_with_their_dense_shapes(tmp_path: Path) -> None
         for form in ("none", "auto", "nf4", "float8")
     }
     assert len(set(numbers.values())) == 1, numbers
+
+
+def test_rows_that_wait_for_a_reply_have_a_second_cache(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("env.py").write_text("class Env:\n    def reset(self, row): ...\n    def step(self, action): ...\n")
+    recipe = load_recipe(find_recipe("grpo"))
+    shape = ["batch_size=1", "gradient_accumulation_steps=64", "generation.cache_gib=1", "data.max_prompt_length=100"]
+    own = ["model.path=tiny", "data.source=none.jsonl", "output_dir=run", *shape]
+    with_turns = ["environment=env.py:Env", "rewards=[environment]", "generation.max_given_tokens=300"]
+    cases = {
+        1: ["rewards=[length]", "generation.max_new_tokens=500"],
+        2: [*with_turns, "generation.max_new_tokens=200"],
+    }
+    cache_bytes = 64 * 600 * 2 * 2 * 32 * 4 * 2  # rows, tokens, keys and values, heads, features, layers, bytes
+    for num_caches, settings in cases.items():
+        parts = rehearse(recipe, load_config(recipe.Config, None, [*own, *settings]), CPU).peak.bytes_by_label
+        assert num_caches * cache_bytes <= parts["generation"] < (num_caches + 0.5) * cache_bytes

@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from lean_ft import load_model, load_tokenizer, save_model
 from lean_ft.data import Prompt, prompt_rows
-from lean_ft.generation import Sample
+from lean_ft.generation import Sample, decoding
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import AnswerTokens, policy
-from lean_ft.online import Rewards, Rollouts
+from lean_ft.online import Rewards, Rollouts, Sampler
 from lean_ft.online.rewards import Scores
 from lean_ft.settings import Reward
 from lean_ft.system.user_functions import load_function
 from tests.recipes.conftest import PROBLEMS, Train, config_of, planned
+from tests.tokenizers.conftest import byte_level_tokenizer
 from tests.training.toy_runs import digests, metrics
 
 RECIPE = "grpo"
@@ -443,3 +444,140 @@ def test_the_planner_counts_it() -> None:
     bytes_of_cache = 2 * 4 * 2 * 32 * 4 * 40 * 512
     assert peak("generation.steps_per_round=32", "generation.num_answers=512")[1] >= bytes_of_cache
     assert peak()[1] < 1024  # only the lists of the round
+
+
+# Two calls and an answer; a turn with two calls; two calls; an answer without a call.
+SCRIPTED = [
+    ["I add. {2,3}", "{5,13}", "It is eighteen."],
+    ["{1,1} {2,2}", "Two and four."],
+    ["{1,3}", "{7,8}", "15"],
+    ["I know it: 9."],
+]
+ADD = '''
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: A number.
+        b: Another number.
+    """
+    return f"{a} + {b} is {a + b}"
+
+def chars(completions, **_):
+    return [sum(len(one.get("content") or "") for one in chat) / 7 for chat in completions]
+'''
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("grpo", {}),
+        ("dapo", {"epsilon_high": 0.28}),
+        ("dr_grpo", {"scale_rewards": "none"}),
+        ("cispo", {"epsilon_high": 5.0}),
+    ],
+)
+def test_losses_of_calls_of_tools_equal_those_of_trls_trainer(
+    name: str, settings: dict[str, Any], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides sample the same turns. Each of them reads the calls, runs the tool and writes the results itself. The ratios of the
+    second step differ from 1."""
+    import trl
+    from datasets import Dataset
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder, template = tmp_path / "model", Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = template.read_text()
+    tokenizer.save_pretrained(folder)
+    sizes = {
+        "vocab_size": 640,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(
+        Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=2)
+    ).save_pretrained(folder)
+    (tmp_path / "mine.py").write_text(ADD)
+    rows = [{"prompt": [{"role": "user", "content": f"Add {word} numbers."}]} for word in ("some", "two")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def ids_of(text: str) -> list[int]:
+        called = re.sub(
+            r"{(\w+),(\w+)}", r'<tool_call>\n{"name": "add", "arguments": {"a": \1, "b": \2}}\n</tool_call>', text
+        )
+        return [*tokenizer.encode(called), tokenizer.eos_token_id]
+
+    turns = [[ids_of(text) for text in one] for one in SCRIPTED]
+    streams = [iter([token for turn in one for token in turn]) for one in turns]
+    places: dict[Any, int] = {}
+
+    class Scripted(decoding.RowKey):
+        def __init__(self, *facts: Any) -> None:
+            self.place = places.setdefault(facts[1:], len(places))
+
+        def at(self, position: int) -> tuple[int, int]:
+            return self.place, 0
+
+    def choose(logits: torch.Tensor, keys: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.tensor([next(streams[place]) for place in keys[:, 0].tolist()])
+        return ids, logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+    episodes: list[Any] = []
+
+    def watched(self: Any, *given: Any) -> Any:
+        episodes.extend(found := sampled(self, *given))
+        return found
+
+    sampled = Sampler.__call__
+    monkeypatch.setattr(Sampler, "__call__", watched)
+    monkeypatch.setattr(decoding, "RowKey", Scripted)
+    monkeypatch.setattr(decoding, "choose", choose)
+    ours = train(
+        f"model.path={folder}", "data.source=TMP/rows.jsonl", "data.chat=true", "data.shuffle=false", "data.max_prompt_length=2048",
+        "rewards=[TMP/mine.py:chars]", "tools.functions=[TMP/mine.py:add]", "generation.num_answers=2", "generation.passes=2",
+        "generation.max_new_tokens=500", "batch_size=4", "gradient_accumulation_steps=1", "max_steps=2", f"loss.name={name}",
+        "optimizer.lr=1e-2",
+    )  # fmt: skip
+
+    arguments = trl.GRPOConfig(
+        str(tmp_path / "trl"), per_device_train_batch_size=4, num_generations=2, num_iterations=2, max_completion_length=500,
+        max_steps=2, learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=1e9, loss_type=name, shuffle_dataset=False,
+        logging_steps=1, bf16=False, use_cpu=True, report_to=[], save_strategy="no", **settings,
+    )  # fmt: skip
+    tool, reward = (load_function(f"{tmp_path}/mine.py:{one}") for one in ("add", "chars"))
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = trl.GRPOTrainer(
+        model, reward, arguments, Dataset.from_list(rows), processing_class=tokenizer, tools=[tool]
+    )
+    numbers, trained, score = iter(range(3)), list[Any](), trainer._generate_and_score_completions
+
+    def single_turn(prompts: Any, *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        number = next(numbers)
+        return [one[number] for one in turns if number < len(one)], None
+
+    def kept(inputs: Any) -> Any:
+        trained.append(score(inputs))
+        return trained[-1]
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", single_turn)
+    monkeypatch.setattr(trainer, "_generate_and_score_completions", kept)
+    trainer.train()
+    (batch,), lengths = trained, [len(one.ids) for one in episodes]
+    assert batch["completion_mask"].sum(1).tolist() == lengths
+    for i, (one, length) in enumerate(zip(episodes, lengths, strict=True)):
+        assert one.ids == batch["completion_ids"][i, :length].tolist()
+        assert (one.sampled or [True] * length) == batch["tool_mask"][i, :length].bool().tolist()
+    theirs = [line for line in trainer.state.log_history if "loss" in line]
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our["loss"], our["grad_norm"]) == pytest.approx((their["loss"], their["grad_norm"]), rel=1e-4, abs=1e-6)
+    first = [theirs[0][one] for one in ("reward", "tools/call_frequency", "completions/mean_length")]
+    assert [ours[0][one] for one in ("reward", "tool_calls", "completion_length")] == pytest.approx(first)
+    assert ours[0]["tool_calls"] == 6 / 4 and ours[1]["clip_share"] > 0

@@ -10,6 +10,7 @@ COMMON = ("model.path=tiny", "data.source=tiny/train.jsonl", "output_dir=run")
 REQUIRED = {"distill": ("distill.teacher=tiny",), **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",))}
 # For each row of the table: a recipe, settings that it rejects, and part of the message.
 TOOLS = f"tools.functions=[{__file__}:load]"
+SERVER = "generation.engine=vllm loss.correction=token_truncate"
 REFUSED = [
     ("finetune", "profile_steps=[1,1,1]", "is used only with profile"),
     ("dpo", "eval_tasks_every=2", "eval_tasks_every=2 is used only with eval_tasks"),
@@ -21,7 +22,10 @@ REFUSED = [
     ("ppo", "generation.turn_discount=0.9", "is used only with tools or an environment"),
     ("grpo", "tools.seconds=5", "used only with tools.functions or an environment"),
     ("grpo", f"{TOOLS} data.chat=false", "need a chat template"),
-    ("grpo", f"{TOOLS} generation.engine=vllm loss.correction=token_truncate", "need generation.engine=own"),
+    ("grpo", f"{SERVER} generation.engine=sglang generation.top_k=2", "log-probabilities before top_k"),
+    ("online_dpo", "generation.ahead=1", "both need the same device and weights"),
+    ("grpo", f"{SERVER} {TOOLS} generation.ahead=1", "Set tools.process=true"),
+    ("grpo", f"{SERVER} environment={__file__}:load generation.ahead=1", "would run environment="),
     ("online_dpo", f"{TOOLS} model.images=frozen", "work with texts"),
     ("grpo", f"{TOOLS} parallel.tensor=2", "each of these ranks would call the tools"),
     ("grpo", "rewards=[environment]", "there is none. Set environment"),

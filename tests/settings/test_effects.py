@@ -354,6 +354,7 @@ REFUSED = {
         "generation.top_k generation.top_p generation.min_p generation.engine",
     ),
     "Set loss.correction=token_truncate": ("grpo", "generation.engine"),
+    "both need the same device and weights": ("grpo online_dpo ppo", "generation.ahead"),
     "does not answer": ("online_dpo", "generation.engine"),  # no server runs in the tests
     "compares each with its expected value": ("ppo", "generation.most_attempts"),
     "new_tokens is for training": ("generate chat evaluate", "model.new_tokens"),

@@ -1,0 +1,337 @@
+"""Sampling by a server, with a small one that implements the routes of vLLM 0.32 and SGLang 0.5 on top of lean_ft's models."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lean_ft import load_model, load_tokenizer
+from lean_ft.data import Prompt
+from lean_ft.data.columns import Document
+from lean_ft.generation import Sampling
+from lean_ft.generation.choosing import choose
+from lean_ft.generation.turns import RunningRow
+from lean_ft.models.source import tensors_on_disk
+from lean_ft.online import Sampler, servers
+from lean_ft.online.episodes import Round
+from lean_ft.online.servers import SGLangServer, VLLMServer
+from lean_ft.optim import Optimizer
+from lean_ft.peft import load_merged
+from lean_ft.tools import ToolTurns
+from lean_ft.training.bad_steps import TrainingFailed
+from tests.models.conftest import whole_model
+from tests.online.test_episodes import episodes_of, read_as_calls
+from tests.online.test_episodes import files as files
+from tests.recipes.conftest import PROBLEMS, run_recipe
+from tests.training.toy_runs import digests, metrics
+
+SETTINGS = (*PROBLEMS, "rewards=[length]", "generation.num_answers=4", "generation.temperature=1.3", "save_every=1")
+SETTINGS += (
+    "loss.correction=token_truncate",
+    "optimizer.lr=1e-3",
+    "batch_size=8",
+    "max_steps=2",
+    "gradient_accumulation_steps=1",
+)
+UPDATES = {
+    "vllm": ["pause?mode=wait", "collective_rpc", "update_weight_version", "resume", "weight_info"],
+    "sglang": ["update_weights_from_disk", "model_info"],
+}
+ENGINES = pytest.mark.parametrize("engine", UPDATES)
+
+
+class Server(ThreadingHTTPServer):
+    """It has no weights until it gets their folder. A request's seed names the row and the position whose random draws it makes."""
+
+    request_queue_size = 128  # connections that wait
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.tokenizer = load_model("tiny"), load_tokenizer("tiny")
+        self.rows: list[RunningRow] = []  # that were sampled here
+        self.asked: list[str] = []
+        self.prompts: list[list[int]] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.version = "default"
+        self.before_an_answer: Callable[[], None] = lambda: None
+        for tensor in tensors_on_disk(self.model).values():
+            tensor.zero_()
+
+    def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any] | list[Any]:
+        if route == "v1/models":
+            return {"object": "list", "data": [{"id": "tiny"}]}
+        if route == "v1/completions":
+            told = ("model", "repetition_penalty", "logprobs", "return_token_ids", "top_k", "top_p", "min_p")
+            assert [body[name] for name in told] == ["tiny", 1.0, 0, True, 0, 1.0, 0.0]
+            ids, log_probs, reason = self.complete(body["prompt"], body["seed"], body["max_tokens"], body)
+            choice = {"token_ids": ids, "logprobs": {"token_logprobs": log_probs}, "finish_reason": reason}
+            return {"choices": [choice]}
+        if route == "generate":
+            params = body["sampling_params"]
+            assert [params[name] for name in ("repetition_penalty", "top_k", "top_p", "min_p")] == [1.0, -1, 1.0, 0.0]
+            assert body["return_logprob"] is True
+            ids, log_probs, reason = self.complete(
+                body["input_ids"], params["sampling_seed"], params["max_new_tokens"], params
+            )
+            found = [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
+            return {"meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": found}}
+        self.asked.append(route)
+        if route == "collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.load(Path(body["kwargs"]["weights_path"]))
+            return {"results": [None]}
+        if route == "update_weights_from_disk":
+            self.load(Path(body["model_path"]))
+        self.version = body.get("new_version") or body.get("weight_version") or self.version
+        return {"weight_version": self.version}
+
+    def load(self, path: Path) -> None:
+        assert path.is_absolute()
+        self.weights.append({k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()})
+        here = tensors_on_disk(self.model)
+        assert here.keys() == self.weights[-1].keys()
+        for name, tensor in here.items():
+            tensor.copy_(self.weights[-1][name])
+
+    @torch.no_grad()
+    def complete(
+        self, prompt: list[int], seed: int, most: int, told: dict[str, Any]
+    ) -> tuple[list[int], list[float], str]:
+        """One token after the other, without a cache."""
+        self.prompts.append(prompt)
+        self.before_an_answer()
+        (key, position), *_ = [
+            (row.key, len(prompt) - len(row.prompt))
+            for row in self.rows
+            if len(row.prompt) <= len(prompt) and row.key.at(len(prompt) - len(row.prompt))[0] & (2**31 - 1) == seed
+        ]
+        ids, log_probs, how = list[int](), list[float](), Sampling(most, told["temperature"])
+        for place in range(position, position + most):
+            keys = torch.tensor([key.at(place)], dtype=torch.int32)
+            token, log_prob = choose(self.model(torch.tensor([prompt + ids]))[:, -1], keys, how)
+            ids.append(int(token))
+            log_probs.append(float(log_prob))
+            if ids[-1] in told["stop_token_ids"] or any(t in self.tokenizer.decode(ids[-5:]) for t in told["stop"]):
+                return ids, log_probs, "stop"
+        return ids, log_probs, "length"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        try:
+            status, said = 200, server.answer(self.path[1:], body)
+        except Exception as error:
+            status, said = 500, {"error": repr(error)}
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(said).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    plain = servers.running_rows
+    with Server() as server:
+
+        def watched(*arguments: Any) -> list[RunningRow]:
+            server.rows += (rows := plain(*arguments))
+            return rows
+
+        monkeypatch.setattr(servers, "running_rows", watched)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def train(tmp_path: Path, server: Server) -> Callable[..., Path]:
+    def run(*settings: str, output: str = "run", recipe: str = "grpo") -> Path:
+        url = f"generation.engine_url=http://127.0.0.1:{server.server_port}"
+        own = [url] if any(setting.startswith("generation.engine=") for setting in settings) else []
+        given = [one for one in SETTINGS if recipe == "grpo" or not one.startswith("loss.")]
+        run_recipe(recipe, tmp_path / output, *given, *own, *settings)
+        return tmp_path / output
+
+    return run
+
+
+def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Equal up to the rounding of the server's log-probabilities."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert value == (
+                pytest.approx(other[name], rel=1e-3, abs=1e-6) if isinstance(value, float) else other[name]
+            )
+
+
+@ENGINES
+def test_a_server_with_the_weights_answers_as_the_model_itself(
+    engine: str, train: Callable[..., Path], server: Server
+) -> None:
+    lines = metrics(train(f"generation.engine={engine}"), timed=False)
+    assert_close(lines, metrics(train(output="own"), timed=False))
+    version = UPDATES[engine][-1]
+    assert server.asked == [version, *(2 * [*UPDATES[engine], version])]  # the version is also read after a round
+    assert any(not torch.equal(server.weights[0][name], tensor) for name, tensor in server.weights[1].items())
+
+
+def test_an_adapter_is_merged_on_the_way(train: Callable[..., Path], server: Server) -> None:
+    folder = train("generation.engine=vllm", "lora.rank=4")
+    merged, _ = load_merged(folder / "step_00000001", dtype=torch.float32)
+    for name, tensor in tensors_on_disk(merged).items():
+        torch.testing.assert_close(server.weights[1][name], tensor, rtol=0, atol=0)
+    assert any(not torch.equal(server.weights[0][name], tensor) for name, tensor in server.weights[1].items())
+
+
+def test_the_server_gets_the_names_of_the_folder_that_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_model("Gemma3").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(VLLMServer, "_ask", lambda self, *_: {"weight_version": self._version})
+    VLLMServer("http://server", tmp_path / "weights").give_weights(load_model(tmp_path / "model"))
+    given = {name for file in (tmp_path / "weights").glob("*.safetensors") for name in load_file(file)}
+    assert given == {name for name in load_file(tmp_path / "model" / "model.safetensors") if "language_model" in name}
+
+
+@ENGINES
+def test_episodes_are_those_of_the_model_itself(
+    engine: str,
+    server: Server,
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Turns with calls, stop texts and limits. The first call ends when another completion has asked for its next turn."""
+    monkeypatch.setattr(ToolTurns, "read", read_as_calls)
+    plain, went_on, waited = Round._call, threading.Event(), list[bool]()
+
+    def call(self: Round, *arguments: Any) -> Any:
+        if server.prompts and not waited:
+            waited.append(True)
+            waited[0] = went_on.wait(60)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Round, "_call", call)
+    server.before_an_answer = lambda: went_on.set() if len(server.prompts[-1]) > len(ids) else None
+    stops = "generation.stop=[1,2,3,4,5,6,7,8,9]"
+    given = ("tools.functions=[TMP/mine.py:add]", stops, "generation.max_new_tokens=24", "generation.temperature=1.5")
+    url = f"generation.engine_url=http://127.0.0.1:{server.server_port}"
+    given += ("generation.num_answers=16", "tools.calls=3")
+    at_server = (f"generation.engine={engine}", url, "loss.correction=token_truncate")
+    chat, found = [{"role": "user", "content": "5 + 5"}], []
+    for settings in ((), at_server):
+        episodes = episodes_of(files, *given, *settings)
+        ids = episodes.tokenizer.apply_chat_template(chat, episodes.schemas(), add_generation_prompt=True)
+        sampler = Sampler(episodes.cfg, load_model("tiny"), episodes.tokenizer, None, episodes=episodes)  # pyright: ignore[reportArgumentType]
+        found.append(sampler([Prompt(ids, chat, {}, "")] * 16, 7))
+        (files / "tool_results.jsonl").unlink()
+    for own, one in zip(*found, strict=True):
+        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(own.log_probs), rtol=1e-4, atol=1e-4)
+        own.log_probs = one.log_probs
+        assert one == own
+    assert max(one.turns for one in found[0]) > 2 and {one.ended for one in found[0]} == {True, False}
+    assert waited == [True]
+
+
+def test_the_next_round_is_sampled_while_this_one_trains(
+    train: Callable[..., Path], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers for a round that is sampled ahead only after the step that trains meanwhile."""
+    plain, steps = Optimizer.step, 0
+
+    def step(self: Optimizer) -> None:
+        nonlocal steps
+        plain(self)
+        steps += 1
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while steps < len(server.weights) - 1:
+            assert time.monotonic() < deadline, "the training step waits for the round"
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Optimizer, "step", step)
+    server.before_an_answer = wait
+    ahead = ("generation.engine=vllm", "generation.ahead=1", "loss.correction_max=0.9")
+    whole = train(*ahead, "max_steps=4")
+    assert len(server.prompts) == 5 * 8
+    sent = [load_file(whole / f"step_0000000{number}" / "model.safetensors") for number in (1, 2, 3)]
+    assert len(server.weights) == 5
+    for weights, expected in zip(server.weights, [server.weights[0], server.weights[0], *sent], strict=True):
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    lines = metrics(whole, timed=False)
+    assert all(0 < line["correction_share"] < 1 for line in lines[1:])
+    # A run that is resumed trains on the round that its checkpoint has, and samples no token again.
+    steps = 0
+    server.prompts.clear()
+    server.weights.clear()
+    train(*ahead, "max_steps=2", output="resumed")
+    steps = 99
+    resumed = train(*ahead, "max_steps=4", output="resumed")
+    assert len(server.prompts) == 5 * 8
+    assert metrics(resumed, timed=False) == lines
+    assert digests(resumed / "step_00000004") == digests(whole / "step_00000004")
+
+
+def test_the_next_round_calls_its_tools_while_this_one_trains(
+    train: Callable[..., Path],
+    server: Server,
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Episodes of a round that is sampled ahead are part of the checkpoint, with their messages."""
+    monkeypatch.setattr(ToolTurns, "read", read_as_calls)
+    rows = [json.dumps({"prompt": [{"role": "user", "content": f"{n} + {n}"}], "answer": "7"}) for n in range(9)]
+    (files / "rows.jsonl").write_text("\n".join(rows))
+    given = ("generation.engine=vllm", "generation.ahead=1", f"tools.functions=[{files}/mine.py:add]", "tools.calls=1")
+    given += ("tools.process=true", f"data.chat_template={files}/template.jinja", f"data.source={files}/rows.jsonl")
+    given += (
+        "data.chat=true",
+        "data.max_prompt_length=256",
+        "generation.max_new_tokens=32",
+        "generation.stop=[1,2,3,4,5,6,7,8,9]",
+        "batch_size=4",
+    )
+    whole = train(*given, "max_steps=2", "sample_every=1")
+    assert max(line["turns"] for line in metrics(whole)) > 1
+    train(*given, "max_steps=1", "sample_every=1", output="resumed")
+    resumed = train(*given, "max_steps=2", "sample_every=1", output="resumed")
+    assert metrics(resumed, timed=False) == metrics(whole, timed=False)
+    assert (resumed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+def test_pairs_are_sampled_ahead(train: Callable[..., Path], server: Server) -> None:
+    train("generation.engine=sglang", "generation.ahead=1", "batch_size=2", recipe="online_dpo")
+    assert len(server.weights) == 3
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, train: Callable[..., Path], server: Server) -> None:
+    with pytest.raises(ValueError, match="loss.correction=token_truncate"):
+        train("generation.engine=vllm", "loss.correction=none")
+    for engine, command in (("vllm", "VLLM_SERVER_DEV_MODE=1 vllm serve"), ("sglang", "python -m sglang")):
+        with pytest.raises(ValueError, match=f"engine={engine}.*does not answer.*Start it with `{command}"):
+            train(f"generation.engine={engine}", "generation.engine_url=http://127.0.0.1:9")
+    for kind in (VLLMServer, SGLangServer):
+        one = kind(f"http://127.0.0.1:{server.server_port}", tmp_path)
+        one.give_weights(server.model)
+        server.version = "default"  # it was restarted
+        with pytest.raises(TrainingFailed, match="has weights of version default; expected "):
+            one.sample([], Sampling(1), [])
+    server.complete = lambda *_: ([], [], "abort")
+    one.give_weights(server.model)
+    with pytest.raises(TrainingFailed, match="returned 0 tokens with 0 log-probabilities, ended by abort"):
+        one.sample([Document.of([1])], Sampling(1), [0])
