@@ -164,6 +164,7 @@ class DecoderConfig:
     # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel on one norm.
     norm_placement: Literal["pre", "post", "both", "parallel"] = "pre"
     norm_centered: bool = False  # LayerNorm instead of RMSNorm on the residual stream
+    norm_weights: bool = True  # False: the norms of the residual stream have neither weight nor bias
     norm_bias: bool = False  # these LayerNorms have a bias
     norm_weight_offset: float = 0.0  # added to every norm's weight
 
@@ -176,8 +177,9 @@ class DecoderConfig:
     gated: bool = True  # False: dense feed-forward layers have an up projection alone
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the output
 
-    # Norm of queries and keys: per head before or after rotation, or over all heads at once.
-    qk_norm: Literal["head", "turned_head", "projection"] | None = None
+    # Norm of queries and keys: per head before or after rotation, or over all heads at once. centered_head: a LayerNorm per
+    # head before rotation, with a weight for each head.
+    qk_norm: Literal["head", "turned_head", "projection", "centered_head"] | None = None
     value_norm: bool = False  # each head's values are RMS-normed without a weight
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
@@ -187,6 +189,7 @@ class DecoderConfig:
     attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
     embedding_multiplier: float = 1.0
+    embedding_norm: bool = False  # the last norm also norms the embeddings
     embedding_multiplier_in_weight_dtype: bool = False  # the multiplier is rounded to the weights' dtype first
     residual_multiplier: float = 1.0  # of the outputs of attention and feed-forward
     logits_divisor: float = 1.0

@@ -80,6 +80,11 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
     ),
+    "iquestcoder": (
+        "llama",
+        "LlamaForCausalLM",
+        {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
+    ),
     "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),

@@ -19,7 +19,7 @@ from lean_ft.models.attention.latent_attention import LatentAttention
 from lean_ft.models.cache import KVCache, LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
 from lean_ft.models.few_rows import few_rows_linear
-from lean_ft.models.layers import MLP, RMSNorm, gated
+from lean_ft.models.layers import MLP, RMSNorm, gated, residual_norm
 from lean_ft.models.moe import MixtureOfExperts
 from lean_ft.models.positions import lengths_of_documents, positions_of
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
@@ -81,7 +81,7 @@ class Block(nn.Module):
         if mixture is not None and mixture.config.beside_mlp:
             self.mixture = mixture
             for name in _BESIDE_MLP:
-                self.add_module(name, _norm(config))
+                self.add_module(name, residual_norm(config))
         elif mixture is not None:
             self.mlp = mixture
         if self.mlp is None and layer.has_mlp:
@@ -92,12 +92,12 @@ class Block(nn.Module):
         if self.has_input:
             self.per_layer_input_gate = nn.Linear(config.hidden_size, config.layer_input_dim, bias=False)
             self.per_layer_projection = nn.Linear(config.layer_input_dim, config.hidden_size, bias=False)
-            self.post_per_layer_input_norm = _norm(config)
+            self.post_per_layer_input_norm = residual_norm(config)
         self.layer_scalar = nn.Buffer(torch.ones(1)) if config.layer_scalars else None
         of_mixers, of_mlp = self.norms[:2], self.norms[2:]
         for name in (*(of_mixers if self.mixer_names else ()), *(of_mlp if layer.has_mlp else ())):
             if name is not None:
-                self.add_module(name, _norm(config))
+                self.add_module(name, residual_norm(config))
 
     def forward(
         self,
@@ -169,12 +169,6 @@ class Block(nn.Module):
         return x if name is None else getattr(self, name)(x)
 
 
-def _norm(config: DecoderConfig) -> nn.Module:
-    if config.norm_centered:
-        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
-    return RMSNorm(config.hidden_size, config.norm_eps, config.norm_weight_offset)
-
-
 class Trunk(nn.Module):
     """Everything before the output layer, as a module named `model` as in Hugging Face's format."""
 
@@ -182,7 +176,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = _norm(config)
+        self.norm = residual_norm(config)
         if dim := config.layer_input_dim:
             pad_id = config.vision and config.vision.pad_id  # images do not train its row, as in transformers
             self.embed_tokens_per_layer = nn.Embedding(config.layer_input_vocab_size, config.num_layers * dim, pad_id)
@@ -359,6 +353,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states of the width of `output_weight`."""
         hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
+        hidden = self.model.norm(hidden) if self.config.embedding_norm else hidden
         deep, wider, tower = [], sight, self.vision  # wider: the sight of layers that see images
         if images is not None and tower is not None:
             hidden, deep = tower.put(hidden, images)

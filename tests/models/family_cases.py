@@ -24,6 +24,19 @@ LONG_CASES = {
     "ministral3_window_tied",
     "olmo3_listed_windows",
     "glm4_tied",
+    "glm_linear_rope_tied",
+    "cwm_listed_windows_tied",
+    "hyperclovax_tied_biases",
+    "granite_swa_one_base",
+    "vaultgemma_without_caps",
+    "arcee_tied_biases",
+    "nanochat_gelu_biases",
+    "jais2_tied_relu",
+    "nemotron_other_rope",
+    "olmo_tied_biases",
+    "cohere_untied_biases",
+    "stablelm_tied_biases",
+    "stablelm_parallel",
     "seed_oss_other_biases",
     "ernie4_5_untied_biases",
     "hunyuan_v1_dense_tied_biases",
@@ -128,6 +141,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None,
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11, "hidden_activation": "silu",
     }),
+    "vaultgemma": ("vaultgemma", {
+        "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    }),
+    "vaultgemma_without_caps": ("vaultgemma", {
+        "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11, "hidden_activation": "silu",
+        "tie_word_embeddings": False,
+    }),
     "gemma3_text": ("gemma3_text", {
         "num_hidden_layers": 7, "head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 6,
         "rope_parameters": {
@@ -220,6 +242,72 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0}
         },
     ),
+    "glm": ("glm", {"head_dim": 20}),
+    "glm_linear_rope_tied": (
+        "glm",
+        {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}
+        | {
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0}
+        },
+    ),
+    "cwm": ("cwm", {"head_dim": 20, "sliding_window": 7, "rope_parameters": LLAMA3}),
+    "cwm_listed_windows_tied": ("cwm", {
+        "head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "mlp_bias": True,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "hidden_act": "gelu",
+    }),
+    "hyperclovax": ("hyperclovax", {
+        "attention_multiplier": 0.3, "embedding_multiplier": 5.0, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    }),
+    "hyperclovax_tied_biases": ("hyperclovax", {
+        "head_dim": 20, "logits_scaling": 0.7, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+        "rope_parameters": YARN,
+    }),
+    "granite_swa": ("granite_swa", {
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "layer_rope_theta": [500.0, 0, 10_000.0], "sliding_window": 7, "attention_multiplier": 0.3,
+        "embedding_multiplier": 5.0, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    }),
+    "granite_swa_one_base": ("granite_swa", {
+        "sliding_window": 9, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+        "attention_multiplier": 0.5, "rope_parameters": YARN,
+    }),
+    "arcee": ("arcee", {"head_dim": 20, "rope_parameters": YARN}),
+    "arcee_tied_biases": ("arcee", {
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_new",
+        "rms_norm_eps": 1e-3,
+    }),
+    "nanochat": ("nanochat", {"final_logit_softcapping": 3.0}),
+    "nanochat_gelu_biases": ("nanochat", {
+        "num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu",
+        "final_logit_softcapping": None, "rms_norm_eps": 1e-3, "rope_parameters": YARN,
+    }),
+    "jais2": ("jais2", {"head_dim": 20}),
+    "jais2_tied_relu": ("jais2", {
+        "num_key_value_heads": 6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "layer_norm_eps": 1e-2, "hidden_act": "relu", "rope_parameters": LLAMA3,
+    }),
+    "nemotron": ("nemotron", {}),
+    "nemotron_other_rope": ("nemotron", {
+        "head_dim": 20, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "norm_eps": 1e-2,
+        "hidden_act": "silu", "rope_parameters": {**YARN, "partial_rotary_factor": 0.8},
+    }),
+    "olmo": ("olmo", {}),
+    "olmo_tied_biases": ("olmo", {
+        "num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN,
+        "hidden_act": "gelu",
+    }),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.6}),
+    "cohere_untied_biases": ("cohere", {
+        "attention_bias": True, "tie_word_embeddings": False, "layer_norm_eps": 1e-2, "logit_scale": 1.5,
+        "rope_parameters": YARN, "num_key_value_heads": 6,
+    }),
+    "stablelm": ("stablelm", {"hidden_size": 96, "qk_layernorm": True}),
+    "stablelm_tied_biases": ("stablelm", {
+        "hidden_size": 96, "use_qkv_bias": True, "tie_word_embeddings": True, "layer_norm_eps": 1e-2,
+        "num_key_value_heads": 6, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+    }),
+    "stablelm_parallel": ("stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "num_key_value_heads": 1, "hidden_size": 96}),
     "seed_oss": ("seed_oss", {"head_dim": 20}),
     "seed_oss_other_biases": (
         "seed_oss",

@@ -5,6 +5,7 @@ Each test that is a key of `COLUMNS` runs over all cases, or over at least one c
 """
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,7 +66,16 @@ def depends_on_length(reference: Reference) -> bool:
 
 def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     names, parameters = zip(*named_as_in_transformers(model).items(), strict=True)
-    return dict(zip(names, torch.autograd.grad(next_token_loss(logits, ids), parameters), strict=True))
+    found = torch.autograd.grad(next_token_loss(logits, ids), parameters)
+    return with_stacked_heads(dict(zip(names, found, strict=True)))
+
+
+def with_stacked_heads(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack norms of heads that transformers has one by one."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(re.sub(r"_layernorm\.norms\.\d+", "_norm", name), []).append(tensor)
+    return {name: tensors[name] if name in tensors else torch.stack(heads) for name, heads in found.items()}
 
 
 def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -96,6 +106,7 @@ def test_logits_equal_transformers(checkpoint, case):
 LATENT = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10}
 SAME_AS = {
     "internlm3": {},
+    "iquestcoder": {"attention_bias": True, "mlp_bias": True},
     "helium": {"head_dim": 8},
     "glm4_moe_lite": LATENT
     | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_hidden_layers": 3}
@@ -231,7 +242,7 @@ def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_p
     source, reference = checkpoint(case, dtype)
     model = load_model(source, dtype=dtype)
     assert model.source.folder == source
-    of_theirs = {name: p.dtype for name, p in named_as_in_transformers(reference).items()}
+    of_theirs = {name: p.dtype for name, p in with_stacked_heads(named_as_in_transformers(reference)).items()}
     assert {name: p.dtype for name, p in named_as_in_transformers(model).items()} == of_theirs
     assert dtype in of_theirs.values()
     save_model(model, tmp_path)
@@ -336,14 +347,14 @@ def decoder_of(reference: Reference) -> Decoder:
     """Our model of the reference's config and weights, without a folder."""
     model = build_decoder(decoder_config(reference.config.to_dict()))
     model.source.config = reference.config.to_dict()
-    weights, own = named_as_in_transformers(reference), named_as_in_transformers(model)
+    weights, own = with_stacked_heads(named_as_in_transformers(reference)), named_as_in_transformers(model)
     assert own.keys() == weights.keys()
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
         tensors = [*reference.named_buffers(), *reference.named_parameters()]
         tensors = {name.replace(".gate.", ".").replace(".moe_statics.", "."): tensor for name, tensor in tensors}
-        for name, buffer in model.named_buffers():
+        for name, buffer in [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()]:
             place = model.source.module_name(name).replace(".gate.", ".").replace(".moe_statics.", ".")
             buffer.copy_(tensors[place])
     return model
@@ -386,7 +397,8 @@ def configurations(draw, model_type: str) -> dict:
         "linear_value_head_dim": st.integers(1, 9), "linear_conv_kernel_dim": st.integers(2, 5),
         "conv_L_cache": st.integers(2, 5), "conv_bias": st.booleans(), "block_auto_adjust_ff_dim": st.booleans(),
         "block_multiple_of": st.integers(1, 9), "shared_intermediate_size": st.integers(3, 40),
-        "position_embedding_type": st.sampled_from(["rope", None]), "mamba_d_state": st.integers(1, 9),
+        "use_qkv_bias": st.booleans(), "qk_layernorm": st.booleans(),
+        "use_parallel_residual": st.booleans(), "position_embedding_type": st.sampled_from(["rope", None]), "mamba_d_state": st.integers(1, 9),
         "mamba_d_conv": st.integers(2, 5), "mamba_conv_bias": st.booleans(), "mamba_proj_bias": st.booleans(),
         "mamba_rms_norm": st.booleans(), "mamba_norm_before_gate": st.booleans(), "projectors_bias": st.booleans(),
         "ssm_multipliers": st.none() | st.lists(st.floats(0.3, 2.0), min_size=5, max_size=5),
@@ -466,7 +478,7 @@ def configurations(draw, model_type: str) -> dict:
         **chosen,
         activation: only_one or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
         "hidden_size": num_heads * head_dim
-        if model_type in ("phi3", "phimoe", "olmoe", "cohere2", "lfm2")
+        if model_type in ("phi3", "phimoe", "olmoe", "cohere2", "lfm2", "stablelm")
         else num_heads * draw(st.integers(3, 9)),
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(5, 60)),

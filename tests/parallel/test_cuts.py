@@ -88,6 +88,13 @@ TWO: dict[str, Case] = {
     "context, latent": Case(CONTEXT, model=LATENT),
     "context, mixture": Case(CONTEXT, {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}),
     "context, adapter": Case(CONTEXT, {"in_backward": True}, model={"lora": LoRAConfig(rank=4, dora=True)}),
+    "context, norms without weights": Case(
+        CONTEXT, {"in_backward": True}, FULL, model={"norm_weights": False, "embedding_norm": True}
+    ),
+    "shards of norms of heads": Case(
+        ALONE,
+        model={"qk_norm": "centered_head", "norm_centered": True, "norm_bias": True, "norm_weight_offset": 1.0},
+    ),
     "tensor, biases, head norms, sinks": Case(
         TENSOR,
         model=dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "attention_sinks"), True)

@@ -28,7 +28,7 @@ from lean_ft.models.attention.document_attention import document_attention
 from lean_ft.models.attention.kernels import kernel_of
 from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.layers import RMSNorm, unit_rms
+from lean_ft.models.layers import HeadLayerNorm, RMSNorm, unit_rms
 from lean_ft.models.rope import rotate, rotate_both
 
 # Versions of torch without this flag accept grouped heads by default.
@@ -106,7 +106,10 @@ class Attention(nn.Module):
         self.values_are_keys, self.is_kv_source = layer.values_are_keys, layer_index in config.kv_source_layers
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.is_gated, self.qk_norm = config.attention_gate, config.qk_norm
-        if self.qk_norm is not None:
+        if self.qk_norm == "centered_head":
+            counts = config.num_heads, config.num_kv_heads_of(layer_index)
+            self.q_norm, self.k_norm = (HeadLayerNorm(n, self.head_dim, config.norm_eps) for n in counts)
+        elif self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
         self.qk_unit_eps = config.norm_eps if layer.unit_qk else None
@@ -139,7 +142,7 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         # (B, T, H, D), and (B, T, K, D) twice
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "centered_head"):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.value_norm_eps is not None:
             value = unit_rms(value, self.value_norm_eps)

@@ -5,10 +5,11 @@ from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import Family, no_layer
 from lean_ft.models.families.gemma import GEMMA
 from lean_ft.models.families.hybrids import HYBRIDS
+from lean_ft.models.families.layer_norm import LAYER_NORM
 from lean_ft.models.families.mamba import MAMBA
 from lean_ft.models.families.mixtures import MIXTURES
 from lean_ft.models.families.multimodal import MULTIMODAL, Multimodal
 
 __all__ = ["FAMILIES", "MULTIMODAL", "Family", "Multimodal", "no_layer"]
 
-FAMILIES: dict[str, Family] = {**DENSE, **GEMMA, **MIXTURES, **HYBRIDS, **MAMBA}
+FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORM, **GEMMA, **MIXTURES, **HYBRIDS, **MAMBA}

@@ -1,17 +1,20 @@
 """Dense families: attention and a feed-forward layer in every layer."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lean_ft.models.families.family import (
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
+    UNGATED_ACTIVATION_NAMES,
     Family,
     all_but_every_nth_layer,
     every_layer,
     flag,
     has_rope,
     number,
+    number_or_null,
     partial_rope,
     rope_by_window,
     upper_layers,
@@ -35,6 +38,20 @@ def _unlisted_layers_but_every_nth(fields: ConfigFields, layer: int) -> bool:
     return all_but_every_nth_layer(fields, layer)
 
 
+def _all_but_the_first_of_four(fields: ConfigFields, layer: int) -> bool:
+    return layer % 4 != 0
+
+
+def _attention_multiplier(fields: ConfigFields) -> float:
+    return fields.positive_or_null("attention_multiplier") or head_dim_of(fields) ** -0.5
+
+
+def _norms_on_both_sides(fields: ConfigFields) -> str:
+    if not fields.flag("use_post_norm"):
+        raise fields.wrong("use_post_norm", "true, as in the published models")
+    return "both"
+
+
 _LONGEST = "max_position_embeddings"
 
 # Rotary settings by the fields, the layer's number and whether the layer has a window.
@@ -42,10 +59,6 @@ _LONGEST = "max_position_embeddings"
 
 def _rope_except_in_some_layers(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     return rope_config(fields) if has_rope(fields, layer) else None
-
-
-def _interleaved_rope_in_windows(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    return rope_config(fields, interleaved=True, in_float32=True) if is_windowed else None
 
 
 def _rope_in_windowed_layers(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
@@ -64,6 +77,14 @@ def _rope_with_alpha(fields: ConfigFields, layer: int, is_windowed: bool) -> Rop
     return rope_config(fields, settings={"rope_theta": theta}, key=key)
 
 
+def _rope_by_layer(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    """Each layer has its own base, or no rope if that is 0."""
+    if fields.get("layer_rope_theta") is None:
+        return rope_config(fields)
+    theta, (key, settings) = fields.of_each_layer("layer_rope_theta")[layer], rope_settings(fields)
+    return rope_config(fields, settings={**settings, "rope_theta": theta}, key=key) if theta else None
+
+
 def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("llama_4_scaling_beta"):
@@ -79,6 +100,26 @@ def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bo
 # fmt: off
 _MLP_BIAS = {"mlp_bias": flag("mlp_bias")}
 _EVERY_BIAS: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), flag("use_bias"))
+
+_GLM = Family(
+    scores_as="Glm", facts={"qkv_bias": flag("attention_bias"), "fused_gate_up": True},
+    rope=partial(partial_rope, interleaved=True),
+    defaults={
+        "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5, "attention_bias": True,
+    },
+)
+_GRANITE = Family(
+    facts={
+        **ATTENTION_BIAS, **_MLP_BIAS, "attention_scale": number("attention_multiplier"),
+        "embedding_multiplier": number("embedding_multiplier"),
+        "residual_multiplier": number("residual_multiplier"), "logits_divisor": number("logits_scaling"),
+    },
+    defaults={
+        "max_position_embeddings": 2048, "attention_multiplier": 1.0, "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0, "logits_scaling": 1.0,
+    },
+)
 
 DENSE: dict[str, Family] = {
     "llama": Family(scores_as="Llama", facts={**ATTENTION_BIAS, **_MLP_BIAS}, defaults={"max_position_embeddings": 2048}),
@@ -110,16 +151,27 @@ DENSE: dict[str, Family] = {
             "no_rope_layer_interval": 4, "tie_word_embeddings": True,
         },
     ),
-    "granite": Family(
-        facts={
-            **ATTENTION_BIAS, **_MLP_BIAS, "attention_scale": number("attention_multiplier"),
-            "embedding_multiplier": number("embedding_multiplier"),
-            "residual_multiplier": number("residual_multiplier"), "logits_divisor": number("logits_scaling"),
-        },
+    "granite": _GRANITE,
+    "granite_swa": replace(
+        _GRANITE, facts={**_GRANITE.facts, "attention_sinks": True}, has_window=_all_but_the_first_of_four,
+        reads_layer_types=True, rope=_rope_by_layer,
         defaults={
-            "max_position_embeddings": 2048, "attention_multiplier": 1.0, "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0, "logits_scaling": 1.0,
+            **_GRANITE.defaults, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True, "sliding_window": 128,
         },
+    ),
+    "hyperclovax": replace(
+        _GRANITE,
+        facts={
+            **_GRANITE.facts, "norm_placement": _norms_on_both_sides,
+            "attention_scale": _attention_multiplier,
+            "logits_divisor": lambda fields: 1 / fields.positive("logits_scaling"),
+        },
+        on_disk={
+            "post_attention_layernorm": ("post_norm1",), "pre_feedforward_layernorm": ("post_attention_layernorm",),
+            "post_feedforward_layernorm": ("post_norm2",),
+        },
+        defaults={**_GRANITE.defaults, "attention_multiplier": None, "use_post_norm": True},
     ),
     "ministral": Family(
         scores_as="Ministral", has_window=every_layer, reads_layer_types=True,
@@ -143,18 +195,39 @@ DENSE: dict[str, Family] = {
             "sliding_window_pattern": 4, "rope_theta": 5e5, "rope_local_base_freq": 5e5,
         },
     ),
-    "glm4": Family(
-        scores_as="Glm4", facts={"qkv_bias": flag("attention_bias"), "norm_placement": "both", "fused_gate_up": True},
-        rope=partial(partial_rope, interleaved=True),
+    "glm": _GLM,
+    "glm4": replace(
+        _GLM, scores_as="Glm4", facts={**_GLM.facts, "norm_placement": "both"},
         on_disk={
             "post_attention_layernorm": ("post_self_attn_layernorm",),
             "pre_feedforward_layernorm": ("post_attention_layernorm",),
             "post_feedforward_layernorm": ("post_mlp_layernorm",),
         },
+    ),
+    "cwm": Family(
+        facts=_MLP_BIAS, has_window=_all_but_the_first_of_four, reads_layer_types=True,
         defaults={
-            "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7,
-            "partial_rotary_factor": 0.5, "attention_bias": True,
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+            "sliding_window": 8192, "rope_theta": 1e6,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            },
         },
+    ),
+    "arcee": Family(
+        scores_as="Arcee", facts={**ATTENTION_BIAS, **_MLP_BIAS, "gated": False}, activations=UNGATED_ACTIVATION_NAMES,
+        defaults={"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "nanochat": Family(
+        facts={
+            **ATTENTION_BIAS, "norm_weights": False, "embedding_norm": True, "gated": False,
+            "logits_softcap": number_or_null("final_logit_softcapping"),
+        },
+        layer_facts=lambda fields, is_windowed, layer: {"unit_qk": True}, activations=UNGATED_ACTIVATION_NAMES,
+        rope=lambda fields, layer, is_windowed: rope_config(fields, backwards=True),
+        on_disk={"mlp.up_proj": ("mlp.fc1",), "mlp.down_proj": ("mlp.fc2",)},
+        defaults={"hidden_act": "relu2", "max_position_embeddings": 2048, "final_logit_softcapping": 15.0},
     ),
     "seed_oss": Family(
         scores_as="SeedOss",
@@ -194,18 +267,6 @@ DENSE: dict[str, Family] = {
                 "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
             },
-        },
-    ),
-    "cohere2": Family(
-        facts={
-            **ATTENTION_BIAS, "norm_placement": "parallel", "norm_centered": True,
-            "logits_divisor": lambda fields: 1 / fields.positive("logit_scale"),
-        },
-        has_window=all_but_every_nth_layer, reads_layer_types=True, rope=_interleaved_rope_in_windows,
-        norm_eps_field="layer_norm_eps",
-        defaults={
-            "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "logit_scale": 0.0625,
-            "tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 4,
         },
     ),
 }

@@ -84,6 +84,10 @@ _GEMMA_DEFAULTS = {
     "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }
+_GEMMA_2_DEFAULTS = {
+    **_GEMMA_DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}
 
 _GEMMA_4 = Family(
     facts={
@@ -112,10 +116,15 @@ GEMMA: dict[str, Family] = {
     "gemma2": Family(
         scores_as="Gemma2", facts={**_GEMMA_2_FACTS, "attention_softcap": number_or_null("attn_logit_softcapping")},
         has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
-        defaults={
-            **_GEMMA_DEFAULTS, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        defaults=_GEMMA_2_DEFAULTS,
+        activation_field="hidden_activation",
+    ),
+    "vaultgemma": Family(
+        facts={
+            **_GEMMA_2_FACTS, "norm_placement": "pre", "attention_softcap": number_or_null("attn_logit_softcapping"),
         },
+        has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
+        on_disk={"post_attention_layernorm": ("pre_feedforward_layernorm",)}, defaults=_GEMMA_2_DEFAULTS,
         activation_field="hidden_activation",
     ),
     "gemma3_text": Family(
