@@ -161,8 +161,9 @@ class DecoderConfig:
     tied_embeddings: bool
 
     norm_eps: float
-    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel on one norm.
-    norm_placement: Literal["pre", "post", "both", "parallel"] = "pre"
+    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel, on one norm or on
+    # a norm each.
+    norm_placement: Literal["pre", "post", "both", "parallel", "parallel_normed"] = "pre"
     norm_centered: bool = False  # LayerNorm instead of RMSNorm on the residual stream
     norm_bias: bool = False  # these LayerNorms have a bias
     norm_weight_offset: float = 0.0  # added to every norm's weight
@@ -171,6 +172,9 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
+    qkv_by_head: bool = (
+        False  # its rows are the first head's query, key and value, then the second head's; False: all queries first
+    )
     fused_gate_up: bool = False  # one matrix for gate and up
     activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu", "relu2"] = "silu"
     gated: bool = True  # False: dense feed-forward layers have an up projection alone
@@ -178,6 +182,7 @@ class DecoderConfig:
 
     # Norm of queries and keys: per head before or after rotation, or over all heads at once.
     qk_norm: Literal["head", "turned_head", "projection"] | None = None
+    qk_norm_centered: bool = False  # these norms are LayerNorms with a bias
     value_norm: bool = False  # each head's values are RMS-normed without a weight
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)

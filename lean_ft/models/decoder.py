@@ -39,6 +39,7 @@ _NORMS = {
     "post": (None, _MIDDLE, None, _OUT),
     "both": (_IN, _MIDDLE, "pre_feedforward_layernorm", _OUT),
     "parallel": (_IN, None, None, None),
+    "parallel_normed": (_IN, None, _MIDDLE, None),
 }
 # With a mixture of experts beside a feed-forward layer: after the latter, before the mixture and after it.
 _BESIDE_MLP = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
@@ -63,7 +64,7 @@ class Block(nn.Module):
         super().__init__()
         self.initial = {"layer_scalar": 1.0}
         self.norms = _NORMS[config.norm_placement]
-        self.is_parallel = config.norm_placement == "parallel"
+        self.is_parallel = config.norm_placement.startswith("parallel")
         self.residual_multiplier = config.residual_multiplier
         self.attention_multipliers = config.attention_multipliers
         layer, self.mixer_names = config.layers[layer_index], []
@@ -121,14 +122,16 @@ class Block(nn.Module):
         attributes, so that compilation and checkpointing handle them.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        normed, given = hidden, None
+        given = beside = None
         routes: tuple[Tensor, ...] | None = None
         if self.mixer_names:
             normed = self._normed(into_attention, hidden)
+            if self.is_parallel:
+                beside = normed if into_mlp is None else self._normed(into_mlp, hidden)
             added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, sight, shared)
             hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         if self.mlp is not None:
-            read = normed if self.is_parallel else self._normed(into_mlp, hidden)
+            read = self._normed(into_mlp, hidden) if beside is None else beside
             added = self.mlp(read) if recorded is None or self.mixture is not None else self.mlp(read, read, recorded)
             if isinstance(added, tuple):
                 added, routes = added[0], added[1:]

@@ -65,11 +65,7 @@ class Source:
         if name.startswith("vision."):
             yield self._of_tower(name), parameter
             return
-        family = self.family
-        part = next((part for part in family.on_disk if part in name), None)
-        places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
-        if name.startswith("model."):
-            places = [family.prefix_on_disk + place.removeprefix("model.") for place in places]
+        places = self.places(name)
         if len(places) == 1 and "*" not in places[0]:
             yield places[0], parameter
             return
@@ -77,6 +73,15 @@ class Source:
         for index, tensor in stack:
             for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
                 yield place.replace("*", str(index)), piece
+
+    def places(self, name: str) -> list[str]:
+        """The names of a parameter's tensors in a folder of the language model; `*` stands for an expert's number."""
+        family = self.family
+        part = next((part for part in family.on_disk if part in name), None)
+        places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
+        if name.startswith("model."):
+            places = [family.prefix_on_disk + place.removeprefix("model.") for place in places]
+        return places
 
     def _of_tower(self, name: str) -> str:
         """The name of a module or parameter of the vision tower in the folder, without the `model.` before it."""
@@ -136,9 +141,11 @@ class Source:
             return self.name_in_whole(self._of_tower(name)) if in_whole else self._of_tower(name)
         family = self.family
         renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
-        renamed = {**family.in_memory, **renamed}
+        renamed = {**family.in_memory, **renamed, **family.in_memory}
         part = next((part for part in renamed if part in name), None)
         name = name if part is None else name.replace(part, renamed[part])
+        if name.startswith("model."):
+            name = family.prefix_in_memory + name.removeprefix("model.")
         return self.name_in_whole(name) if self.part_of and in_whole else name
 
 

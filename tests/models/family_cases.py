@@ -30,6 +30,10 @@ LONG_CASES = {
     "exaone4_listed_windows",
     "exaone4_without_windows",
     "apertus_tied_biases",
+    "starcoder2_window_untied",
+    "phi_normed_heads",
+    "gpt_neox_one_after_the_other",
+    "persimmon_tied",
     "cohere2_untied_biases",
     "gemma4_text_keys_are_values",
     "phimoe_window_tied",
@@ -254,6 +258,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 3, "sliding_window": 9,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "attention_bias": True,
         "tie_word_embeddings": False, "layer_norm_eps": 1e-2, "logit_scale": 1.5,
+    }),
+    "starcoder2": ("starcoder2", {"head_dim": 20}),
+    "starcoder2_window_untied": ("starcoder2", {
+        "sliding_window": 7, "use_bias": False, "tie_word_embeddings": False, "norm_epsilon": 1e-2, "hidden_act": "relu2",
+        "rope_parameters": YARN,
+    }),
+    "phi": ("phi", {"num_key_value_heads": 6}),
+    "phi_normed_heads": ("phi", {
+        "qk_layernorm": True, "layer_norm_eps": 1e-2, "hidden_act": "relu",
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0},
+    }),
+    "gpt_neox": ("gpt_neox", {"num_attention_heads": 3}),
+    "gpt_neox_one_after_the_other": ("gpt_neox", {
+        "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-2,
+        "hidden_act": "gelu_new", "rotary_pct": 0.5, "rotary_emb_base": 300,
+    }),
+    "persimmon": ("persimmon", {}),
+    "persimmon_tied": ("persimmon", {
+        "qk_layernorm": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-2, "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0},
     }),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "mixtral_window_tied": (

@@ -38,6 +38,8 @@ COLUMNS = {
     "test_peft_reads_what_was_saved": "PEFT",
     "test_peft_reads_what_was_saved_and_a_merge_computes_the_same": "PEFT",
 }
+# Their heads have their own keys, of the hidden size's share, whatever the configuration's fields say.
+WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon")
 WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text")
 KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
@@ -398,7 +400,8 @@ def configurations(draw, model_type: str) -> dict:
         "mamba_head_dim": st.integers(1, 9), "moe_shared_expert_intermediate_size": st.integers(3, 20),
         "ssm_state_size": st.integers(1, 9), "conv_kernel": st.integers(2, 5), "use_conv_bias": st.booleans(),
         "attention_k_eq_v": st.booleans(), "use_double_wide_mlp": st.booleans(), "enable_moe_block": st.booleans(),
-        "hidden_size_per_layer_input": st.sampled_from([0, 5]),
+        "hidden_size_per_layer_input": st.sampled_from([0, 5]), "qk_layernorm": st.booleans(),
+        "use_parallel_residual": st.booleans(),
     }
     # fmt: on
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
@@ -444,6 +447,8 @@ def configurations(draw, model_type: str) -> dict:
         num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
     if model_type == "ernie4_5_moe":
         chosen["use_bias"] = False  # with them the output layer has one too, and they are refused
+    if model_type in ("phi", *WITHOUT_GROUPED_HEADS):
+        chosen["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
     if model_type == "bamba":
         chosen["attn_layer_indices"] = [num_layers - 1]
     elif model_type != "falcon_h1" and (mixers := FAMILIES[model_type].mixers):
@@ -466,7 +471,7 @@ def configurations(draw, model_type: str) -> dict:
         **chosen,
         activation: only_one or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
         "hidden_size": num_heads * head_dim
-        if model_type in ("phi3", "phimoe", "olmoe", "cohere2", "lfm2")
+        if model_type in ("phi", "phi3", "phimoe", "olmoe", "cohere2", "lfm2", *WITHOUT_GROUPED_HEADS)
         else num_heads * draw(st.integers(3, 9)),
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(5, 60)),
@@ -475,7 +480,7 @@ def configurations(draw, model_type: str) -> dict:
         "num_key_value_heads": num_kv_heads,
         "max_position_embeddings": draw(st.sampled_from([20, 256])),
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
-        "tie_word_embeddings": draw(st.booleans()) and not chosen.get("lm_head_bias"),
+        "tie_word_embeddings": draw(st.booleans()) and not chosen.get("lm_head_bias") and model_type != "phi",
     }
 
 
