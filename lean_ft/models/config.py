@@ -191,6 +191,8 @@ class DecoderConfig:
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
     attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
+    # The first position's row in a learned embedding of positions, which is added to the tokens'; None: there is none.
+    position_row: int | None = None
     embedding_multiplier: float = 1.0
     embedding_multiplier_in_weight_dtype: bool = False  # the multiplier is rounded to the weights' dtype first
     residual_multiplier: float = 1.0  # of the outputs of attention and feed-forward

@@ -79,9 +79,13 @@ class Source:
         family = self.family
         part = next((part for part in family.on_disk if part in name), None)
         places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
-        if name.startswith("model."):
-            places = [family.prefix_on_disk + place.removeprefix("model.") for place in places]
-        return places
+        return [self._with_prefix(place, family.prefix_on_disk) for place in places]
+
+    def _with_prefix(self, name: str, prefix: str) -> str:
+        for own, theirs in (("model.layers.", f"{prefix}{self.family.layers}."), ("model.", prefix)):
+            if name.startswith(own):
+                return theirs + name.removeprefix(own)
+        return name
 
     def _of_tower(self, name: str) -> str:
         """The name of a module or parameter of the vision tower in the folder, without the `model.` before it."""
@@ -102,8 +106,11 @@ class Source:
 
     def stored(self, name: str, parameter: Tensor, as_read: bool = False) -> Iterator[tuple[str, Part]]:
         """Yield the stored tensors of a parameter, which may be sharded: their names in a folder of the language model, and this
-        rank's part of each as a contiguous view. With `as_read`, each of `stacks` is one tensor under the parameter's name."""
+        rank's part of each as a view, contiguous unless it is transposed. With `as_read`, each of `stacks` is one tensor under the parameter's name."""
         here = part_of(parameter)
+        if self.is_transposed(name):
+            yield self.places(name)[0], here.transposed
+            return
         if as_read and name in self.stacks:
             yield name, here
             return
@@ -122,6 +129,10 @@ class Source:
             stop = max(start, min(end, piece.storage_offset() + piece.numel()))
             values = flat[start - here.first : stop - here.first] if stop > start else flat[:0]
             yield place, Part(values, tuple(piece.shape), int(start - piece.storage_offset()), here.is_kept_by_others)
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether the folder has a parameter transposed."""
+        return name.endswith("weight") and any(part in name for part in self.family.transposed)
 
     def turned(self, place: str, part: Part) -> Part:
         """A part of `stored` as the folder has it, to write: for transposed `stacks` a view that is not contiguous."""
@@ -144,8 +155,7 @@ class Source:
         renamed = {**family.in_memory, **renamed, **family.in_memory}
         part = next((part for part in renamed if part in name), None)
         name = name if part is None else name.replace(part, renamed[part])
-        if name.startswith("model."):
-            name = family.prefix_in_memory + name.removeprefix("model.")
+        name = self._with_prefix(name, family.prefix_in_memory)
         return self.name_in_whole(name) if self.part_of and in_whole else name
 
 

@@ -34,6 +34,8 @@ LONG_CASES = {
     "phi_normed_heads",
     "gpt_neox_one_after_the_other",
     "persimmon_tied",
+    "gpt2_unscaled_untied",
+    "opt_untied",
     "cohere2_untied_biases",
     "gemma4_text_keys_are_values",
     "phimoe_window_tied",
@@ -279,6 +281,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_layernorm": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-2, "hidden_act": "gelu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0},
     }),
+    "gpt2": ("gpt2", {}),
+    "gpt2_unscaled_untied": ("gpt2", {
+        "n_inner": 80, "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-2,
+        "activation_function": "relu",
+    }),
+    "opt": ("opt", {"ffn_dim": 80}),
+    "opt_untied": ("opt",
+        {"ffn_dim": 60, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "mixtral_window_tied": (
         "mixtral",

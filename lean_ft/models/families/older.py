@@ -8,8 +8,10 @@ from lean_ft.models.families.family import (
     Family,
     every_layer,
     flag,
+    number,
     partial_rope,
 )
+from lean_ft.models.rope import RopeConfig
 from lean_ft.system.config_fields import ConfigFields
 
 
@@ -34,9 +36,33 @@ def _placement(fields: ConfigFields) -> str:
     return "parallel_normed" if fields.flag("use_parallel_residual") else "pre"
 
 
+def _no_rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    return None
+
+
+def _gpt2_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    usual = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    usual |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
+    config = _spelled(usual, (*_BY_HEAD, "intermediate_size"))(config)
+    hidden_size = config.get("hidden_size")
+    return ({"intermediate_size": 4 * hidden_size} if isinstance(hidden_size, int) else {}) | config
+
+
+def _gpt2_scale(fields: ConfigFields) -> float | None:
+    fields.expect(scale_attn_by_inverse_layer_idx=False)
+    return None if fields.flag("scale_attn_weights") else 1.0
+
+
+def _opt_bias(fields: ConfigFields) -> bool:
+    fields.expect(do_layer_norm_before=True, layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
+    if fields.get("word_embed_proj_dim") is not None:
+        fields.expect("the hidden size", word_embed_proj_dim=fields.count("hidden_size"))
+    return fields.flag("enable_bias")
+
+
 # A table: related fields share a line.
 # fmt: off
-_BY_HEAD = ("head_dim", "num_key_value_heads")  # ignored where every head has its own keys
+_BY_HEAD = ("head_dim", "num_key_value_heads")
 _LAYER_NORM = {"norm_centered": True, "norm_bias": True, "gated": False}
 _EVERY_BIAS: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 _MLP_ON_DISK = {"mlp.up_proj": ("mlp.dense_h_to_4h",), "mlp.down_proj": ("mlp.dense_4h_to_h",)}
@@ -76,7 +102,7 @@ OLDER: dict[str, Family] = {
         },
         preprocessed=_spelled(
             {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
-            (*_BY_HEAD, "rope_theta", "partial_rotary_factor"),
+            ("num_key_value_heads", "rope_theta", "partial_rotary_factor"),
         ),
         prefix_on_disk="gpt_neox.", prefix_in_memory="gpt_neox.", in_memory={"lm_head": "lm_head"},
         unread=(".attention.bias", ".attention.masked_bias"),
@@ -93,7 +119,7 @@ OLDER: dict[str, Family] = {
     "persimmon": Family(
         scores_as="Persimmon", rope=partial_rope, norm_eps_field="layer_norm_eps", activations=UNGATED_ACTIVATION_NAMES,
         facts={**_LAYER_NORM, **_EVERY_BIAS, **_QK_NORM, "fused_qkv": True, "qkv_by_head": True},
-        preprocessed=_spelled({}, _BY_HEAD),
+        preprocessed=_spelled({}, ("num_key_value_heads",)),
         on_disk={
             **_MLP_ON_DISK, **_QK_NORM_ON_DISK, "self_attn.qkv_proj": ("self_attn.query_key_value",),
             "self_attn.o_proj": ("self_attn.dense",), "model.norm": ("model.final_layernorm",),
@@ -101,6 +127,41 @@ OLDER: dict[str, Family] = {
         defaults={
             "hidden_act": "relu2", "max_position_embeddings": 16384, "layer_norm_eps": 1e-5, "qk_layernorm": True,
             "partial_rotary_factor": 0.5,
+        },
+    ),
+    "gpt2": Family(
+        scores_as="GPT2", rope=_no_rope, norm_eps_field="layer_norm_epsilon", activation_field="activation_function",
+        activations=UNGATED_ACTIVATION_NAMES, preprocessed=_gpt2_config,
+        facts={**_LAYER_NORM, **_EVERY_BIAS, "fused_qkv": True, "position_row": 0, "attention_scale": _gpt2_scale},
+        prefix_on_disk="transformer.", prefix_in_memory="transformer.", layers="h", unread=(".attn.bias", ".attn.masked_bias"),
+        on_disk={
+            "self_attn.qkv_proj": ("attn.c_attn",), "self_attn.o_proj": ("attn.c_proj",), "mlp.up_proj": ("mlp.c_fc",),
+            "mlp.down_proj": ("mlp.c_proj",), "input_layernorm": ("ln_1",), "post_attention_layernorm": ("ln_2",),
+            "embed_tokens": ("wte",), "embed_positions": ("wpe",), "model.norm": ("model.ln_f",),
+        },
+        transposed=("self_attn.", "mlp."),
+        defaults={
+            "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+            "scale_attn_weights": True, "max_position_embeddings": 1024,
+        },
+    ),
+    "opt": Family(
+        scores_as="OPT", rope=_no_rope, norm_eps_field="layer_norm_eps", activation_field="activation_function",
+        activations=UNGATED_ACTIVATION_NAMES,
+        preprocessed=_spelled(
+            {"ffn_dim": "intermediate_size", "init_std": "initializer_range"},
+            (*_BY_HEAD, "intermediate_size", "initializer_range", "layer_norm_eps"),
+        ),
+        facts={**_LAYER_NORM, **dict.fromkeys(_EVERY_BIAS, _opt_bias), "position_row": 2},
+        prefix_on_disk="model.decoder.", prefix_in_memory="model.decoder.",
+        on_disk={
+            "self_attn.o_proj": ("self_attn.out_proj",), "mlp.up_proj": ("fc1",), "mlp.down_proj": ("fc2",),
+            "input_layernorm": ("self_attn_layer_norm",), "post_attention_layernorm": ("final_layer_norm",),
+            "model.norm": ("model.final_layer_norm",),
+        },
+        defaults={
+            "activation_function": "relu", "layer_norm_eps": 1e-5, "tie_word_embeddings": True, "enable_bias": True,
+            "intermediate_size": 3072, "max_position_embeddings": 2048,
         },
     ),
 }
