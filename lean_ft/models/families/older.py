@@ -8,7 +8,6 @@ from lean_ft.models.families.family import (
     Family,
     every_layer,
     flag,
-    number,
     partial_rope,
 )
 from lean_ft.models.rope import RopeConfig
