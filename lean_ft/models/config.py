@@ -161,8 +161,9 @@ class DecoderConfig:
     tied_embeddings: bool
 
     norm_eps: float
-    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel on one norm.
-    norm_placement: Literal["pre", "post", "both", "parallel"] = "pre"
+    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel, on one norm or on
+    # a norm each.
+    norm_placement: Literal["pre", "post", "both", "parallel", "parallel_normed"] = "pre"
     norm_centered: bool = False  # LayerNorm instead of RMSNorm on the residual stream
     norm_weights: bool = True  # False: the norms of the residual stream have neither weight nor bias
     norm_bias: bool = False  # these LayerNorms have a bias
@@ -172,6 +173,9 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
+    qkv_by_head: bool = (
+        False  # its rows are the first head's query, key and value, then the second head's; False: all queries first
+    )
     fused_gate_up: bool = False  # one matrix for gate and up
     activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu", "relu2"] = "silu"
     gated: bool = True  # False: dense feed-forward layers have an up projection alone
@@ -180,6 +184,7 @@ class DecoderConfig:
     # Norm of queries and keys: per head before or after rotation, or over all heads at once. centered_head: a LayerNorm per
     # head before rotation, with a weight for each head.
     qk_norm: Literal["head", "turned_head", "projection", "centered_head"] | None = None
+    qk_norm_centered: bool = False  # these norms are LayerNorms with a bias
     value_norm: bool = False  # each head's values are RMS-normed without a weight
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
@@ -188,6 +193,8 @@ class DecoderConfig:
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
     attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
+    # The first position's row in a learned embedding of positions, which is added to the tokens'; None: there is none.
+    position_row: int | None = None
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False  # the last norm also norms the embeddings
     embedding_multiplier_in_weight_dtype: bool = False  # the multiplier is rounded to the weights' dtype first

@@ -367,9 +367,10 @@ def _activation(fields: ConfigFields, family: Family) -> str:
 
 def _check_architecture(config: Mapping[str, Any], where: str) -> None:
     architectures = [] if gives_scores(config) else config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(str(name).endswith("ForCausalLM") for name in architectures):
+    ends = ("ForCausalLM", "LMHeadModel")
+    if not isinstance(architectures, list) or not all(str(name).endswith(ends) for name in architectures):
         raise ValueError(
-            f"{where}: architectures is {architectures!r}; expected a language model, whose name ends in ForCausalLM. Bare, "
+            f"{where}: architectures is {architectures!r}; expected a language model, whose name ends in {' or '.join(ends)}. Bare, "
             "classification and multimodal models have other weights."
         )
     quantization = config.get("quantization_config")
@@ -392,5 +393,5 @@ def _check_neutral_fields(config: Mapping[str, Any], handled: set[str], where: s
 
 def dropouts(config: Mapping[str, Any]) -> list[str]:
     """Dropout settings above 0 in a config.json, as `name=value`. The decoder trains without dropout."""
-    is_dropout = re.compile(r"(?<!classifier_)(dropout|pdrop)(_prob|_rate)?$")
+    is_dropout = re.compile(r"(?<!classifier_)(dropout|pdrop|layerdrop)(_prob|_rate)?$")
     return [f"{name}={value}" for name, value in config.items() if is_dropout.search(name) and value]

@@ -77,6 +77,7 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
         "fused projections (query, key and value, or gate and up)": config.fused_qkv or config.fused_gate_up,
         "keys and values made from one latent vector": config.latent is not None,
         "layers that use another layer's keys": bool(config.kv_source_layers),
+        "learned positions": config.position_row is not None,
         "norms over the queries and keys of all heads together": config.qk_norm == "projection",
         "norms of queries and keys with a weight for each head": config.qk_norm == "centered_head",
     }

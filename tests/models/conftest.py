@@ -41,7 +41,7 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             # Norms vary around their initial value: 1, or 0 if the family adds 1.
-            is_scale = "norm" in name or name.endswith("scale")
+            is_scale = "norm" in name or ".ln_" in name or name.endswith("scale")
             parameter.copy_(parameter + 0.3 * noise if is_scale else 0.2 * noise)
         for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
             if name.endswith("e_score_correction_bias"):

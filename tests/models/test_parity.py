@@ -39,6 +39,8 @@ COLUMNS = {
     "test_peft_reads_what_was_saved": "PEFT",
     "test_peft_reads_what_was_saved_and_a_merge_computes_the_same": "PEFT",
 }
+# Their heads have their own keys, of the hidden size's share, whatever the configuration's fields say.
+WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon", "gpt2", "opt")
 WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text")
 KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
@@ -66,8 +68,9 @@ def depends_on_length(reference: Reference) -> bool:
 
 def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     names, parameters = zip(*named_as_in_transformers(model).items(), strict=True)
-    found = torch.autograd.grad(next_token_loss(logits, ids), parameters)
-    return with_stacked_heads(dict(zip(names, found, strict=True)))
+    grads = dict(zip(names, torch.autograd.grad(next_token_loss(logits, ids), parameters), strict=True))
+    turned = transposed_in_transformers(model)
+    return with_stacked_heads({name: grad.T if name in turned else grad for name, grad in grads.items()})
 
 
 def with_stacked_heads(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -85,6 +88,14 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
     if not isinstance(model, Decoder):
         return parameters
     return {model.source.module_name(name): parameter for name, parameter in parameters.items()}
+
+
+def transposed_in_transformers(model: torch.nn.Module) -> set[str]:
+    """The parameters of our model that transformers has transposed, by its names."""
+    if not isinstance(model, Decoder):
+        return set()
+    source = model.source
+    return {source.module_name(name) for name, _ in model.named_parameters() if source.is_transposed(name)}
 
 
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -351,7 +362,7 @@ def decoder_of(reference: Reference) -> Decoder:
     assert own.keys() == weights.keys()
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(weights[name])
+            parameter.copy_(weights[name].T if name in transposed_in_transformers(model) else weights[name])
         tensors = [*reference.named_buffers(), *reference.named_parameters()]
         tensors = {name.replace(".gate.", ".").replace(".moe_statics.", "."): tensor for name, tensor in tensors}
         for name, buffer in [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()]:
@@ -410,7 +421,8 @@ def configurations(draw, model_type: str) -> dict:
         "mamba_head_dim": st.integers(1, 9), "moe_shared_expert_intermediate_size": st.integers(3, 20),
         "ssm_state_size": st.integers(1, 9), "conv_kernel": st.integers(2, 5), "use_conv_bias": st.booleans(),
         "attention_k_eq_v": st.booleans(), "use_double_wide_mlp": st.booleans(), "enable_moe_block": st.booleans(),
-        "hidden_size_per_layer_input": st.sampled_from([0, 5]),
+        "hidden_size_per_layer_input": st.sampled_from([0, 5]), "n_inner": st.none() | st.integers(5, 60), "ffn_dim": st.integers(5, 60),
+        "enable_bias": st.booleans(), "scale_attn_weights": st.booleans(), "layer_norm_epsilon": st.floats(1e-6, 1e-2),
     }
     # fmt: on
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
@@ -418,7 +430,9 @@ def configurations(draw, model_type: str) -> dict:
     if model_type == "nemotron_h":  # the same of a window
         del optional["sliding_window"]
     chosen = {name: draw(values) for name, values in optional.items() if name in known}
-    activation = next((name for name in ("hidden_activation", "mlp_hidden_act") if name in known), "hidden_act")
+    activation = next(
+        (name for name in ("hidden_activation", "mlp_hidden_act", "activation_function") if name in known), "hidden_act"
+    )
     only_one = next(chosen for family, chosen in CASES.values() if family == model_type).get(activation)
     ropes = [{"rope_type": "default", "rope_theta": 700.0}]
     if model_type == "phimoe":
@@ -456,6 +470,10 @@ def configurations(draw, model_type: str) -> dict:
         num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
     if model_type == "ernie4_5_moe":
         chosen["use_bias"] = False  # with them the output layer has one too, and they are refused
+    if model_type in ("gpt2", "opt"):
+        del chosen["rope_parameters"]
+    elif model_type in ("phi", *WITHOUT_GROUPED_HEADS):
+        chosen["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
     if model_type == "bamba":
         chosen["attn_layer_indices"] = [num_layers - 1]
     elif model_type != "falcon_h1" and (mixers := FAMILIES[model_type].mixers):
@@ -478,16 +496,16 @@ def configurations(draw, model_type: str) -> dict:
         **chosen,
         activation: only_one or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
         "hidden_size": num_heads * head_dim
-        if model_type in ("phi3", "phimoe", "olmoe", "cohere2", "lfm2", "stablelm")
+        if model_type in ("phi", "phi3", "phimoe", "olmoe", "cohere2", "lfm2", "stablelm", *WITHOUT_GROUPED_HEADS)
         else num_heads * draw(st.integers(3, 9)),
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(5, 60)),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "max_position_embeddings": draw(st.sampled_from([20, 256])),
+        "max_position_embeddings": draw(st.sampled_from([256] if model_type in ("gpt2", "opt") else [20, 256])),
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
-        "tie_word_embeddings": draw(st.booleans()) and not chosen.get("lm_head_bias"),
+        "tie_word_embeddings": draw(st.booleans()) and not chosen.get("lm_head_bias") and model_type != "phi",
     }
 
 

@@ -9,7 +9,8 @@ from lean_ft.models.families.layer_norm import LAYER_NORM
 from lean_ft.models.families.mamba import MAMBA
 from lean_ft.models.families.mixtures import MIXTURES
 from lean_ft.models.families.multimodal import MULTIMODAL, Multimodal
+from lean_ft.models.families.older import OLDER
 
 __all__ = ["FAMILIES", "MULTIMODAL", "Family", "Multimodal", "no_layer"]
 
-FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORM, **GEMMA, **MIXTURES, **HYBRIDS, **MAMBA}
+FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORM, **OLDER, **GEMMA, **MIXTURES, **HYBRIDS, **MAMBA}

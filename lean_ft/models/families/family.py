@@ -107,6 +107,11 @@ class Family:
     # the index of a stacked matrix, which is stored by itself.
     on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prefix_on_disk: str = "model."  # of all parameters but the output layer's
+    prefix_in_memory: str = "model."  # the same in transformers and PEFT
+    layers: str = "layers"  # the name of the layers after either prefix
+    transposed: tuple[str, ...] = ()  # parts of the names of matrices that the folder stores transposed
+    # Ends of the names of tensors in old folders that the computation does not need.
+    unread: tuple[str, ...] = ()
     # Names of modules in memory in transformers and PEFT, if they differ from `on_disk`.
     in_memory: Mapping[str, str] = field(default_factory=dict)
     # The start of the name of transformers' sequence classification model; empty if the family has none.
