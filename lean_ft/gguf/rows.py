@@ -306,8 +306,8 @@ DENSE = {
         "nemotron", "Nemotron", changes={"norm.weight": PLUS_ONE}, config=biases, tied=False, whole_heads=True,
         norm_eps=("attention.layer_norm_epsilon", "norm_eps"),
     ),
-    "jais2": GGUFFamily("jais2", "Jais2", config=biases, norm_eps=_LAYER_NORM_EPS),
-    "arcee": GGUFFamily("arcee", "Arcee", config=biases, pairs_neighbors=True, scalings=LLAMA3_SCALINGS),
+    "jais2": GGUFFamily("jais2", "Jais2", norm_eps=_LAYER_NORM_EPS),
+    "arcee": GGUFFamily("arcee", "Arcee", pairs_neighbors=True, scalings=LLAMA3_SCALINGS),
     "glm": GGUFFamily("chatglm", "Glm", pairs_neighbors=True, config=attention_bias),
     "glm4": GGUFFamily("glm4", "Glm4", pairs_neighbors=True, config=attention_bias),
     "phi3": GGUFFamily(

@@ -11,12 +11,12 @@ from lean_ft.system.catalog import shipped_config
 from lean_ft.system.spelling import did_you_mean
 
 _ASSETS = Path(__file__).parents[1] / "assets"
-EMBEDDED = ("tiny", "tiny-images")
+EMBEDDED = ("tiny", "tiny-images", "tiny-tools")
 """Names of the embedded models. Each has a folder of data files of the same name."""
 
 
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
-    """Return the folder of the model `path`: a folder on disk, `tiny` or `tiny-images` for an embedded model, or a repository of the Hub
+    """Return the folder of the model `path`: a folder on disk, an embedded model by its name, or a repository of the Hub
     (`org/name` or `org/name@revision`), downloaded into the Hub's cache if necessary. For a GGUF file on disk or of a
     repository (`org/name:FILE.gguf`), return a folder of the cache with its configuration and tokenizer.
 
@@ -39,7 +39,7 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     if name is None:
         raise ValueError(
             f"model path {str(path)!r} does not exist.{_nearest_folder(folder)} Expected a folder with config.json, a "
-            "repository of the Hugging Face Hub (org/name), a GGUF file, or `tiny` or `tiny-images` for an embedded model."
+            f"repository of the Hugging Face Hub (org/name), a GGUF file, or an embedded model ({', '.join(EMBEDDED)})."
         )
     with _mentioning_folders(path):
         found = hub.model_folder(name, weights)

@@ -125,8 +125,9 @@ class ToolsConfig(Settings):
 
     model_config = ConfigDict(json_schema_extra={"list_of": "functions"})
 
-    functions: list[Annotated[OwnFunction, AfterValidator(check_function)]] = Field([])
-    """Python functions with type hints and a docstring that describes each parameter: `my_tools.py:search`."""
+    functions: list[Annotated[Literal["calculator"] | OwnFunction, AfterValidator(check_function)]] = Field([])
+    """Python functions with type hints and a docstring that describes each parameter: `my_tools.py:search`. `calculator` is
+    built in."""
     process: bool = False
     """Run each call in a new process, which is killed after `seconds`. Python then starts once per call."""
     seconds: PositiveFloat = 30.0

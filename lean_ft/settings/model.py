@@ -12,8 +12,8 @@ class ModelConfig(Settings):
 
     path: str
     """A Hugging Face model folder, a run (its newest checkpoint), a Hub repository (`org/name` or `org/name@revision`),
-    a GGUF file (`model.gguf`, or `org/name:model.gguf` of a repository), or `tiny` or `tiny-images`, the embedded models. A run records
-    the commit or checkpoint and resumes with it."""
+    a GGUF file (`model.gguf`, or `org/name:model.gguf` of a repository), or an embedded model (`tiny`, `tiny-images`,
+    `tiny-tools`). A run records the commit or checkpoint and resumes with it."""
     dtype: Dtype = "bfloat16"
     """Dtype of the weights and of the computation. `float16` keeps float32 master weights, computes in float16 and
     scales the loss."""

@@ -36,6 +36,7 @@ class Passed(NamedTuple):
 
 PASSED: dict[str, Passed] = {}
 """By the texts that stand for them."""
+_BUILT_IN = Path(__file__).resolve().parents[1] / "tools"
 _HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
 
 
@@ -171,6 +172,8 @@ def line_in(file: Path, error: BaseException) -> str:
 
 def _file_and_name(value: str) -> tuple[Path, str]:
     path, _, name = value.rpartition(":")
+    if not path:  # a tool of lean_ft
+        return _BUILT_IN / f"{name}.py", name
     file = Path(path).expanduser()
     if not file.is_file():
         passed = f" An earlier program passed {name} from Python. Pass it again." if _HASH.search(value) else ""
@@ -185,7 +188,7 @@ def _lacks(file: Path, name: str, functions: list[str]) -> str:
 
 @cache
 def _load(file: Path, _version: int) -> ModuleType:
-    if (folder := str(file.parent)) not in sys.path:
+    if (folder := str(file.parent)) not in sys.path and file.parent != _BUILT_IN:
         sys.path.append(folder)  # last, so that its modules hide no library
     try:
         with without_os_exit():

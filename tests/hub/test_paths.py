@@ -24,7 +24,8 @@ def test_a_missing_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-1b").mkdir()
     with pytest.raises(
-        ValueError, match=r"'nowhere' does not exist\. Expected a folder .*\(org/name\), a GGUF file, or `tiny`"
+        ValueError,
+        match=r"'nowhere' does not exist\. Expected a folder .*\(org/name\), a GGUF file, or an embedded model",
     ):
         paths.resolve_model_path("nowhere")
     with pytest.raises(ValueError, match=r"does not exist\. Did you mean 'llama-1b'\?"):

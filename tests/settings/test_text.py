@@ -188,7 +188,7 @@ def test_a_list_of_tools_stands_for_their_group(write, tmp_path):
         assert load_config(Called, None, [f"tools={text}", "tools.seconds=2"]).tools == expected
     assert ToolsConfig.model_validate([name]).functions == [name]
     for text, message in (
-        ("3", "expected list of FILE.py:FUNCTION"),
+        ("3", "expected list of calculator or FILE.py:FUNCTION"),
         (name.replace("sea", "se"), "Did you mean 'search'"),
     ):
         with pytest.raises(ValueError, match=rf"^tools.functions \(command line\): .*{message}"):
