@@ -11,6 +11,9 @@ import transformers
 
 from tests.models.family_cases import CASES, LONG_CASES, SIZES
 
+# transformers has this language model without an entry in its table, because it is published inside a multimodal model.
+transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+
 Reference = transformers.PreTrainedModel
 MakeCheckpoint = Callable[..., tuple[Path, Reference]]
 
@@ -44,7 +47,7 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
             is_scale = "norm" in name or name.endswith("scale")
             parameter.copy_(parameter + 0.3 * noise if is_scale else 0.2 * noise)
         for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
             elif name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
@@ -61,7 +64,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         folder = tmp_path_factory.mktemp(case)
         model.to(dtype)
         for name, tensor in [*model.named_buffers(), *model.named_parameters()]:  # as from_pretrained does
-            if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
+            if any(kept in name for kept in (*(model._keep_in_fp32_modules_strict or ()), "gate.wg.")):
                 tensor.data = tensor.float()
         model.save_pretrained(folder)
         # Read back, because `to` also rounded the rotary frequencies.
