@@ -102,6 +102,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Lfm2Vl": ("lfm2", {**VISION, "num_patches": 16, "patch_size": 4, "vision_use_head": False}, {}),
     "SmolVLM": ("llama", {**VISION, "image_size": 28, "patch_size": 14}, {}),
     "Mistral3": ("ministral3", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
+    "Mistral4": ("mistral4", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
     "Qwen2_5_VL": ("qwen2", {}, {}),
     "Qwen3VL": ("qwen3", {}, {"vision_start_token_id": 96}),
     "Qwen3VLMoe": ("qwen3_moe", {}, {"vision_start_token_id": 96}),
@@ -135,6 +136,7 @@ def whole_model(name: str) -> Reference:
         text = {**text, "no_rope_layers": []}  # as published: an empty list means the default
     if name == "Qwen3VLMoe":
         model_type = "qwen3_vl_moe_text"
+    name = "Mistral3" if name == "Mistral4" else name  # one class for several language models
     ids = {"image_token_id": 98, "video_token_id": 97, "image_token_index": 98}
     config = getattr(transformers, f"{name}Config")(
         text_config={**SIZES, **text, "model_type": model_type}, vision_config=vision or _QWEN_VISION, **ids, **others

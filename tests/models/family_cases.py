@@ -574,6 +574,8 @@ def with_all_experts(case: str) -> dict[str, float]:
     num_experts = next((settings[name] for name in counts if name in settings), None)
     if num_experts is None:
         return {}
-    experts_a_token = next((name for name in ("top_k_experts", "moe_k", "moe_topk") if name in settings), "num_experts_per_tok")
+    experts_a_token = next(
+        (name for name in ("top_k_experts", "moe_k", "moe_topk") if name in settings), "num_experts_per_tok"
+    )
     groups = {"n_group": 1, "topk_group": 1} if "n_group" in settings else {}
     return {experts_a_token: num_experts, **groups}

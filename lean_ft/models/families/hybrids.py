@@ -124,11 +124,12 @@ HYBRIDS: dict[str, Family] = {
         },
         has_mixture=lambda fields, layer: layer >= fields.count("num_dense_layers", least=0),
         on_disk={
-            "mlp.gate.e_score_correction_bias": ("feed_forward.expert_bias",), "mlp.gate.": ("feed_forward.gate.",),
+            "mlp.gate.e_score_correction_bias": ("feed_forward.expert_bias",),
             "mlp.experts.gate_up_proj": ("feed_forward.experts.*.w1.weight", "feed_forward.experts.*.w3.weight"),
             "mlp.experts.down_proj": ("feed_forward.experts.*.w2.weight",), **_LFM2_ON_DISK,
+            "mlp.gate": ("feed_forward.gate",),
         },
-        in_memory={"mlp.experts.": "feed_forward.experts."},
+        in_memory={"mlp.experts": "feed_forward.experts"},
         defaults={
             **_LFM2_DEFAULTS, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
             "num_experts_per_tok": 4, "num_local_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,

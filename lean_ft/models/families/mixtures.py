@@ -242,7 +242,7 @@ MIXTURES: dict[str, Family] = {
             "router_in_float32": True, "router_weight_in_float32": True,
         },
         on_disk={
-            **DENSE["hunyuan_v1_dense"].on_disk, "mlp.gate.": ("mlp.gate.wg.",),
+            **DENSE["hunyuan_v1_dense"].on_disk, "mlp.gate": ("mlp.gate.wg",),
             "mlp.shared_expert.": ("mlp.shared_mlp.",), **EXPERTS_ON_DISK,
         },
         defaults={
