@@ -33,11 +33,15 @@ class MixtureConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's logits into weights
     has_score_correction: bool = False  # a bias per expert takes part in the choice of experts, not in their weights
     correction_is_row: bool = False  # this bias is stored as (1, E), not (E,)
-    num_groups: int = 1  # groups of experts; a token chooses the groups with the largest sum of two best scores
+    num_groups: int = 1  # groups of experts; a token chooses groups first, and experts from them
     groups_per_token: int = 1
+    scores_per_group: int = 2  # a group's score is the sum of this many best scores of its experts
     # Experts are chosen one at a time. Each weight is a softmax over the remaining experts whose scores are below the best by
     # at most this relative margin. None: all experts are chosen at once.
     sparsemixer_margin: float | None = None
+    weights_sum_offset: float = (
+        1e-20  # added to the sum of a token's weights that divides them, unless a softmax normalizes them
+    )
     weights_factor: float = 1.0  # multiplies a token's weights
     scales_input: bool = False  # weights multiply the experts' inputs, not their outputs
     router_in_float32: bool = False  # the router computes in float32 and keeps its correction in float32

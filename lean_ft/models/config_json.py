@@ -289,13 +289,13 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
     if (
         num_experts % num_groups
         or mixture.groups_per_token > num_groups
-        or (num_groups > 1 and num_experts < 2 * num_groups)
+        or (num_groups > 1 and num_experts < mixture.scores_per_group * num_groups)
         or per_token > mixture.groups_per_token * num_experts // num_groups
     ):
         raise ValueError(
             f"{fields.where}: {num_experts} experts are in {num_groups} groups (n_group), and a token uses {per_token} experts "
-            f"of {mixture.groups_per_token} groups (topk_group); expected groups of equal size, of at least 2 experts, with "
-            "enough experts for a token."
+            f"of {mixture.groups_per_token} groups (topk_group); expected groups of equal size, of at least "
+            f"{mixture.scores_per_group} experts, with enough experts for a token."
         )
     if mixture.gate_scale != 1.0 and mixture.activation != "silu":
         raise fields.wrong(family.activation_field, "'silu', the only activation of this family's experts")

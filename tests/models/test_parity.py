@@ -41,7 +41,7 @@ COLUMNS = {
 }
 # Their heads have their own keys, of the hidden size's share, whatever the configuration's fields say.
 WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon", "gpt2", "opt")
-WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text")
+WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text", "mellum")
 KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
 
@@ -292,7 +292,9 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])
-@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"])
+@pytest.mark.parametrize(
+    "kind", ["Gemma3", "Mistral3", "Mistral4", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"]
+)
 def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_renamed, tmp_path):
     """With tensor names of transformers 4 and of transformers 5."""
     whole = whole_model(kind)
@@ -349,8 +351,8 @@ def test_whether_a_multimodal_model_ties_its_embeddings_is_read_as_in_transforme
 
 
 def test_a_multimodal_model_with_an_unknown_language_model_is_refused():
-    config = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
-    with pytest.raises(ValueError, match="model_type 'mistral4'; expected for mistral3: ministral3, mistral"):
+    config = {"model_type": "mistral3", "text_config": {"model_type": "mixtral"}}
+    with pytest.raises(ValueError, match="model_type 'mixtral'; expected for mistral3: ministral3, mistral"):
         language_model_config(config)
 
 
@@ -421,8 +423,14 @@ def configurations(draw, model_type: str) -> dict:
         "mamba_head_dim": st.integers(1, 9), "moe_shared_expert_intermediate_size": st.integers(3, 20),
         "ssm_state_size": st.integers(1, 9), "conv_kernel": st.integers(2, 5), "use_conv_bias": st.booleans(),
         "attention_k_eq_v": st.booleans(), "use_double_wide_mlp": st.booleans(), "enable_moe_block": st.booleans(),
-        "hidden_size_per_layer_input": st.sampled_from([0, 5]), "n_inner": st.none() | st.integers(5, 60), "ffn_dim": st.integers(5, 60),
-        "enable_bias": st.booleans(), "scale_attn_weights": st.booleans(), "layer_norm_epsilon": st.floats(1e-6, 1e-2),
+        "hidden_size_per_layer_input": st.sampled_from([0, 5]), "n_inner": st.none() | st.integers(5, 60),
+        "ffn_dim": st.integers(5, 60), "enable_bias": st.booleans(), "scale_attn_weights": st.booleans(),
+        "layer_norm_epsilon": st.floats(1e-6, 1e-2),
+        "moe_topk": st.integers(1, 3),
+        "use_expert_bias": st.booleans(), "num_dense_layers": st.integers(0, 2),
+        "num_shared_experts": st.integers(1, 2), "router_scaling_factor": st.floats(0.5, 3.0),
+        "enable_moe_fp32_combine": st.booleans(),
+        "topk_method": st.sampled_from(["greedy", "group_limited_greedy"]),
     }
     # fmt: on
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
@@ -443,6 +451,8 @@ def configurations(draw, model_type: str) -> dict:
     elif model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
         ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
         chosen["original_max_position_embeddings"] = draw(st.sampled_from([16, 64]))
+    elif model_type == "mistral4":  # transformers fails with others
+        ropes = [{**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}]
     elif model_type not in WITH_OWN_WINDOWED_ROPE:  # whose layers with a window have settings of their own
         ropes += [YARN, {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}]
         ropes += [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 700.0}]
@@ -466,14 +476,30 @@ def configurations(draw, model_type: str) -> dict:
         chosen["rope_parameters"] = dict(rope)
     if "n_group" in chosen:
         chosen["topk_group"] = draw(st.integers(1, chosen["n_group"]))
-    if model_type == "deepseek_v3":
+    if "kv_lora_rank" in chosen:
         num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
+    if model_type == "mistral4":  # transformers rounds the share of rotated features down
+        chosen["qk_nope_head_dim"] = head_dim
     if model_type == "ernie4_5_moe":
         chosen["use_bias"] = False  # with them the output layer has one too, and they are refused
     if model_type in ("gpt2", "opt"):
         del chosen["rope_parameters"]
     elif model_type in ("phi", *WITHOUT_GROUPED_HEADS):
         chosen["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
+    if model_type in ("deepseek_v2", "hy_v3", "exaone_moe"):  # their experts have biases too, and they are refused
+        chosen |= {"mlp_bias": False} if "mlp_bias" in chosen else {}
+    if model_type == "deepseek_v2":  # transformers ignores true, and fails with odd sizes
+        even = {name: 2 * chosen[name] for name in ("qk_nope_head_dim", "kv_lora_rank")}
+        chosen |= {"norm_topk_prob": False, **even}
+    if model_type == "exaone_moe":
+        chosen["layer_types"] = draw(st.lists(st.sampled_from(KINDS), min_size=num_layers, max_size=num_layers))
+        chosen["num_experts"] = draw(st.sampled_from([8, 12]))
+    if "layer_rope_theta" in known:
+        bases = draw(st.lists(st.sampled_from([0, 70.0, 700.0]), min_size=num_layers, max_size=num_layers))
+        chosen["layer_rope_theta"] = draw(st.sampled_from([None, bases]))
+    if "mlp_layer_types" in known:
+        kinds = st.lists(st.sampled_from(["dense", "sparse"]), min_size=num_layers, max_size=num_layers)
+        chosen["mlp_layer_types"] = draw(kinds)
     if model_type == "bamba":
         chosen["attn_layer_indices"] = [num_layers - 1]
     elif model_type != "falcon_h1" and (mixers := FAMILIES[model_type].mixers):
