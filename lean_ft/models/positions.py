@@ -53,9 +53,7 @@ def position_rows(positions: Tensor, config: DecoderConfig) -> Tensor:
     failure is a device-side assertion."""
     assert config.position_row is not None
     longest = config.max_positions
-    message = (
-        f"a text is longer than {longest} tokens, and the model has embeddings of {longest} positions. Shorten it."
-    )
+    message = f"a text is longer than {longest} tokens, and the model has embeddings of {longest} positions. Set a lower data.max_length."
     _check((positions < longest).all(), message)
     return positions + config.position_row
 

@@ -40,7 +40,8 @@ COLUMNS = {
     "test_peft_reads_what_was_saved_and_a_merge_computes_the_same": "PEFT",
 }
 # Their heads have their own keys, of the hidden size's share, whatever the configuration's fields say.
-WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon", "gpt2", "opt")
+WITHOUT_ROPE_SETTINGS = ("gpt2", "gpt_bigcode", "gptj", "opt")
+WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon", *WITHOUT_ROPE_SETTINGS)
 WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text", "mellum")
 KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
@@ -424,7 +425,7 @@ def configurations(draw, model_type: str) -> dict:
         "ssm_state_size": st.integers(1, 9), "conv_kernel": st.integers(2, 5), "use_conv_bias": st.booleans(),
         "attention_k_eq_v": st.booleans(), "use_double_wide_mlp": st.booleans(), "enable_moe_block": st.booleans(),
         "hidden_size_per_layer_input": st.sampled_from([0, 5]), "n_inner": st.none() | st.integers(5, 60),
-        "ffn_dim": st.integers(5, 60), "enable_bias": st.booleans(), "scale_attn_weights": st.booleans(),
+        "ffn_dim": st.integers(5, 60), "enable_bias": st.booleans(), "scale_attn_weights": st.booleans(), "multi_query": st.booleans(),
         "layer_norm_epsilon": st.floats(1e-6, 1e-2),
         "moe_topk": st.integers(1, 3),
         "use_expert_bias": st.booleans(), "num_dense_layers": st.integers(0, 2),
@@ -482,8 +483,9 @@ def configurations(draw, model_type: str) -> dict:
         chosen["qk_nope_head_dim"] = head_dim
     if model_type == "ernie4_5_moe":
         chosen["use_bias"] = False  # with them the output layer has one too, and they are refused
-    if model_type in ("gpt2", "opt"):
+    if model_type in WITHOUT_ROPE_SETTINGS:
         del chosen["rope_parameters"]
+        chosen["rotary_dim"] = draw(st.sampled_from([head_dim // 2, head_dim]))
     elif model_type in ("phi", *WITHOUT_GROUPED_HEADS):
         chosen["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
     if model_type in ("deepseek_v2", "hy_v3", "exaone_moe"):  # their experts have biases too, and they are refused
@@ -529,9 +531,11 @@ def configurations(draw, model_type: str) -> dict:
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "max_position_embeddings": draw(st.sampled_from([256] if model_type in ("gpt2", "opt") else [20, 256])),
+        "max_position_embeddings": draw(st.sampled_from([256] if model_type in WITHOUT_ROPE_SETTINGS else [20, 256])),
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
-        "tie_word_embeddings": draw(st.booleans()) and not chosen.get("lm_head_bias") and model_type != "phi",
+        "tie_word_embeddings": draw(st.booleans())
+        and not chosen.get("lm_head_bias")
+        and model_type not in ("phi", "gptj"),
     }
 
 

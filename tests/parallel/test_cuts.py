@@ -261,6 +261,8 @@ REFUSED = [
     ("keys and values made from one latent vector", Case(TENSOR, model=LATENT)),
     ("layers that use another layer's keys", Case(TENSOR, model={"layer": {"kv_from_layer": 0}})),
     ("muon works on whole matrices", Case(TENSOR, {"name": "muon"})),
+    ("does not support this model's learned positions", Case(TENSOR, model={"position_row": 0})),
+    ("does not support this model's learned positions", Case(CONTEXT, model={"position_row": 0})),
     ("parallel.tensor=2 does not support this model's fused projections", Case(TENSOR, model={"fused_qkv": True})),
     ("norms over the queries and keys of all heads", Case(TENSOR, model={"qk_norm": "projection"})),
     ("does not divide this model's 1 key-value heads", Case(TENSOR, model={"num_kv_heads": 1})),

@@ -11,6 +11,7 @@ from lean_ft.models.families.family import (
     partial_rope,
 )
 from lean_ft.models.rope import RopeConfig
+from lean_ft.models.rope_settings import head_dim_of, rope_config
 from lean_ft.system.config_fields import ConfigFields
 
 
@@ -47,6 +48,19 @@ def _gpt2_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return ({"intermediate_size": 4 * hidden_size} if isinstance(hidden_size, int) else {}) | config
 
 
+def _bigcode_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _gpt2_config(config) | ({"num_key_value_heads": 1} if config.get("multi_query", True) else {})
+
+
+def _rope_of_some_features(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
+    head_dim = head_dim_of(fields)
+    share = min(
+        1.0, (fields.count("rotary_dim", most=head_dim, multiple_of=2) + 0.5) / head_dim
+    )  # products are cut off
+    settings = {"rope_theta": 10_000.0, "partial_rotary_factor": share}
+    return rope_config(fields, settings, "rotary_dim", may_be_partial=True, interleaved=True)
+
+
 def _gpt2_scale(fields: ConfigFields) -> float | None:
     fields.expect(scale_attn_by_inverse_layer_idx=False)
     return None if fields.flag("scale_attn_weights") else 1.0
@@ -65,6 +79,20 @@ _BY_HEAD = ("head_dim", "num_key_value_heads")
 _LAYER_NORM = {"norm_centered": True, "norm_bias": True, "gated": False}
 _EVERY_BIAS: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 _MLP_ON_DISK = {"mlp.up_proj": ("mlp.dense_h_to_4h",), "mlp.down_proj": ("mlp.dense_4h_to_h",)}
+_GPT_ON_DISK = {
+    "self_attn.qkv_proj": ("attn.c_attn",), "self_attn.o_proj": ("attn.c_proj",), "mlp.up_proj": ("mlp.c_fc",),
+    "mlp.down_proj": ("mlp.c_proj",), "input_layernorm": ("ln_1",), "post_attention_layernorm": ("ln_2",),
+    "embed_tokens": ("wte",), "embed_positions": ("wpe",), "model.norm": ("model.ln_f",),
+}
+_GPT_DEFAULTS: dict[str, Any] = {
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "scale_attn_weights": True,
+    "max_position_embeddings": 1024,
+}
+_GPT: dict[str, Any] = {
+    "norm_eps_field": "layer_norm_epsilon", "activation_field": "activation_function", "layers": "h",
+    "activations": UNGATED_ACTIVATION_NAMES, "prefix_on_disk": "transformer.", "prefix_in_memory": "transformer.",
+    "unread": (".attn.bias", ".attn.masked_bias"),
+}
 _QK_NORM_ON_DISK = {"self_attn.q_norm": ("self_attn.q_layernorm",), "self_attn.k_norm": ("self_attn.k_layernorm",)}
 _QK_NORM = {
     "qk_norm": lambda fields: "head" if fields.flag("qk_layernorm") else None,
@@ -129,20 +157,26 @@ OLDER: dict[str, Family] = {
         },
     ),
     "gpt2": Family(
-        scores_as="GPT2", rope=_no_rope, norm_eps_field="layer_norm_epsilon", activation_field="activation_function",
-        activations=UNGATED_ACTIVATION_NAMES, preprocessed=_gpt2_config,
+        **_GPT, scores_as="GPT2", rope=_no_rope, preprocessed=_gpt2_config,
         facts={**_LAYER_NORM, **_EVERY_BIAS, "fused_qkv": True, "position_row": 0, "attention_scale": _gpt2_scale},
-        prefix_on_disk="transformer.", prefix_in_memory="transformer.", layers="h", unread=(".attn.bias", ".attn.masked_bias"),
+        on_disk=_GPT_ON_DISK, transposed=("self_attn.", "mlp."), defaults=_GPT_DEFAULTS,
+    ),
+    "gpt_bigcode": Family(
+        **_GPT, scores_as="GPTBigCode", rope=_no_rope, preprocessed=_bigcode_config, on_disk=_GPT_ON_DISK,
+        facts={
+            **_LAYER_NORM, **_EVERY_BIAS, "fused_qkv": True, "qkv_by_head": lambda fields: not fields.flag("multi_query"),
+            "position_row": 0, "attention_scale": _gpt2_scale,
+        },
+        defaults={**_GPT_DEFAULTS, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
+    ),
+    "gptj": Family(
+        **_GPT, scores_as="GPTJ", rope=_rope_of_some_features, preprocessed=_gpt2_config,
+        facts={**_LAYER_NORM, "mlp_bias": True, "norm_placement": "parallel", "head_bias": _head_bias},
         on_disk={
-            "self_attn.qkv_proj": ("attn.c_attn",), "self_attn.o_proj": ("attn.c_proj",), "mlp.up_proj": ("mlp.c_fc",),
-            "mlp.down_proj": ("mlp.c_proj",), "input_layernorm": ("ln_1",), "post_attention_layernorm": ("ln_2",),
-            "embed_tokens": ("wte",), "embed_positions": ("wpe",), "model.norm": ("model.ln_f",),
+            **_GPT_ON_DISK, "self_attn.o_proj": ("attn.out_proj",), "self_attn": ("attn",),
+            "mlp.up_proj": ("mlp.fc_in",), "mlp.down_proj": ("mlp.fc_out",),
         },
-        transposed=("self_attn.", "mlp."),
-        defaults={
-            "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-            "scale_attn_weights": True, "max_position_embeddings": 1024,
-        },
+        defaults={**_GPT_DEFAULTS, "tie_word_embeddings": False, "max_position_embeddings": 2048, "rotary_dim": 64},
     ),
     "opt": Family(
         scores_as="OPT", rope=_no_rope, norm_eps_field="layer_norm_eps", activation_field="activation_function",
