@@ -480,7 +480,7 @@ def configurations(draw, model_type: str) -> dict:
     if "kv_lora_rank" in chosen:
         num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
     if model_type == "mistral4":  # transformers rounds the share of rotated features down
-        chosen["qk_nope_head_dim"] = head_dim
+        chosen["qk_nope_head_dim"], head_dim = head_dim, 2 * head_dim
     if model_type == "ernie4_5_moe":
         chosen["use_bias"] = False  # with them the output layer has one too, and they are refused
     if model_type in WITHOUT_ROPE_SETTINGS:

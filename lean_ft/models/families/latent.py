@@ -40,11 +40,15 @@ def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bo
     if not isinstance(settings, dict):
         return rope_config(fields)
     rotated, plain = fields.count("qk_rope_head_dim"), fields.count("qk_nope_head_dim")
+    if fields.get("head_dim") is not None:
+        fields.expect("the sum of qk_nope_head_dim and qk_rope_head_dim", head_dim=plain + rotated)
     own = fields.object(key, partial_rotary_factor=rotated / (plain + rotated), llama_4_scaling_beta=0.0)
     if abs(own.positive("partial_rotary_factor") * (plain + rotated) - rotated) > 1e-3:
         raise own.wrong("partial_rotary_factor", "the share of qk_rope_head_dim in all features of a head")
     growth = own.positive("llama_4_scaling_beta", or_0=True)
-    facts = {"query_growth": growth, "query_growth_positions": own.positive(_ORIGINAL)} if growth else {}
+    facts: dict[str, Any] = (
+        {"query_growth": growth, "query_growth_positions": own.positive(_ORIGINAL)} if growth else {}
+    )
     dropped = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings")
     known = {name: value for name, value in settings.items() if name not in dropped}
     return rope_config(fields, settings=known, key=key, interleaved=fields.flag("rope_interleave"), **facts)
