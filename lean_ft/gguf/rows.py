@@ -113,6 +113,28 @@ def biases(facts: Facts) -> dict[str, Any]:
     return {**attention_bias(facts), "mlp_bias": facts.has("ffn_up.bias")}
 
 
+def _logit_scale(model: "Decoder") -> dict[str, Any]:
+    return {"logit_scale": 1.0 / model.config.logits_divisor}
+
+
+def _cohere_config(facts: Facts) -> dict[str, Any]:
+    """llama.cpp reads norms of queries and keys in models of the depth of Command R+."""
+    return {"logit_scale": facts.number("logit_scale"), "use_qk_norm": facts.num_layers >= 64}
+
+
+def _olmo_config(facts: Facts) -> dict[str, Any]:
+    if not math.isclose(facts.number("attention.layer_norm_epsilon"), 1e-5, rel_tol=1e-6):
+        raise facts.wrong("attention.layer_norm_epsilon", "1e-5, as in every OLMo")
+    return {}
+
+
+def _stablelm_config(facts: Facts) -> dict[str, Any]:
+    return {
+        "use_qkv_bias": facts.has("attn_q.bias"), "qk_layernorm": facts.has("attn_q_norm.weight"),
+        "use_parallel_residual": not facts.has("ffn_norm.weight"),
+    }  # fmt: skip
+
+
 def _ministral3_config(facts: Facts) -> dict[str, Any]:
     """Files of llama.cpp's converter have yarn's `mscale_all_dim`; `mscale` is 1."""
     key = "rope.scaling.yarn_log_multiplier"
@@ -245,6 +267,8 @@ LLAMA = GGUFFamily("llama", "Llama", pairs_neighbors=True, scalings=LLAMA3_SCALI
 _GEMMA = GGUFFamily("gemma", "Gemma", changes={"norm.weight": PLUS_ONE}, tied=True)
 _OLMO2 = GGUFFamily("olmo2", "Olmo2", tied=False, whole_heads=True)
 
+_LAYER_NORM_EPS = "attention.layer_norm_epsilon", "layer_norm_eps"
+
 DENSE = {
     "llama": LLAMA,
     "mistral": LLAMA,  # read as llama, which computes the same
@@ -266,10 +290,25 @@ DENSE = {
         scalings=LLAMA3_SCALINGS,
     ),
     "cohere2": GGUFFamily(
-        "cohere2", "Cohere2", metadata=lambda model: {"logit_scale": 1.0 / model.config.logits_divisor},
+        "cohere2", "Cohere2", metadata=_logit_scale,
         config=lambda facts: {"logit_scale": facts.number("logit_scale")}, tied=True, whole_heads=True,
-        norm_eps=("attention.layer_norm_epsilon", "layer_norm_eps"), pairs_neighbors=True, windows=always, period=4,
+        norm_eps=_LAYER_NORM_EPS, pairs_neighbors=True, windows=always, period=4,
     ),
+    "cohere": GGUFFamily(
+        "command-r", "Cohere", metadata=_logit_scale, config=_cohere_config, tied=True, whole_heads=True, norm_eps=_LAYER_NORM_EPS,
+        pairs_neighbors=True,
+    ),
+    "olmo": GGUFFamily("olmo", "Olmo", config=_olmo_config, whole_heads=True, norm_eps=_LAYER_NORM_EPS, pairs_neighbors=True),
+    "stablelm": GGUFFamily(
+        "stablelm", "StableLm", config=_stablelm_config, tied=False, whole_heads=True, norm_eps=_LAYER_NORM_EPS,
+    ),
+    "nemotron": GGUFFamily(
+        "nemotron", "Nemotron", changes={"norm.weight": PLUS_ONE}, config=biases, tied=False, whole_heads=True,
+        norm_eps=("attention.layer_norm_epsilon", "norm_eps"),
+    ),
+    "jais2": GGUFFamily("jais2", "Jais2", norm_eps=_LAYER_NORM_EPS),
+    "arcee": GGUFFamily("arcee", "Arcee", pairs_neighbors=True, scalings=LLAMA3_SCALINGS),
+    "glm": GGUFFamily("chatglm", "Glm", pairs_neighbors=True, config=attention_bias),
     "glm4": GGUFFamily("glm4", "Glm4", pairs_neighbors=True, config=attention_bias),
     "phi3": GGUFFamily(
         "phi3", "Phi3", metadata=_longrope, whole_heads=True, scalings=frozenset({"default", "linear", "longrope"}),

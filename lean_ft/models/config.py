@@ -33,11 +33,15 @@ class MixtureConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's logits into weights
     has_score_correction: bool = False  # a bias per expert takes part in the choice of experts, not in their weights
     correction_is_row: bool = False  # this bias is stored as (1, E), not (E,)
-    num_groups: int = 1  # groups of experts; a token chooses the groups with the largest sum of two best scores
+    num_groups: int = 1  # groups of experts; a token chooses groups first, and experts from them
     groups_per_token: int = 1
+    scores_per_group: int = 2  # a group's score is the sum of this many best scores of its experts
     # Experts are chosen one at a time. Each weight is a softmax over the remaining experts whose scores are below the best by
     # at most this relative margin. None: all experts are chosen at once.
     sparsemixer_margin: float | None = None
+    weights_sum_offset: float = (
+        1e-20  # added to the sum of a token's weights that divides them, unless a softmax normalizes them
+    )
     weights_factor: float = 1.0  # multiplies a token's weights
     scales_input: bool = False  # weights multiply the experts' inputs, not their outputs
     router_in_float32: bool = False  # the router computes in float32 and keeps its correction in float32
@@ -161,9 +165,11 @@ class DecoderConfig:
     tied_embeddings: bool
 
     norm_eps: float
-    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel on one norm.
-    norm_placement: Literal["pre", "post", "both", "parallel"] = "pre"
+    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel, on one norm or on
+    # a norm each.
+    norm_placement: Literal["pre", "post", "both", "parallel", "parallel_normed"] = "pre"
     norm_centered: bool = False  # LayerNorm instead of RMSNorm on the residual stream
+    norm_weights: bool = True  # False: the norms of the residual stream have neither weight nor bias
     norm_bias: bool = False  # these LayerNorms have a bias
     norm_weight_offset: float = 0.0  # added to every norm's weight
 
@@ -171,13 +177,18 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
+    qkv_by_head: bool = (
+        False  # its rows are the first head's query, key and value, then the second head's; False: all queries first
+    )
     fused_gate_up: bool = False  # one matrix for gate and up
-    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu", "relu2"] = "silu"
     gated: bool = True  # False: dense feed-forward layers have an up projection alone
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the output
 
-    # Norm of queries and keys: per head before or after rotation, or over all heads at once.
-    qk_norm: Literal["head", "turned_head", "projection"] | None = None
+    # Norm of queries and keys: per head before or after rotation, or over all heads at once. centered_head: a LayerNorm per
+    # head before rotation, with a weight for each head.
+    qk_norm: Literal["head", "turned_head", "projection", "centered_head"] | None = None
+    qk_norm_centered: bool = False  # these norms are LayerNorms with a bias
     value_norm: bool = False  # each head's values are RMS-normed without a weight
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
@@ -186,7 +197,10 @@ class DecoderConfig:
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
     attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
+    # The first position's row in a learned embedding of positions, which is added to the tokens'; None: there is none.
+    position_row: int | None = None
     embedding_multiplier: float = 1.0
+    embedding_norm: bool = False  # the last norm also norms the embeddings
     embedding_multiplier_in_weight_dtype: bool = False  # the multiplier is rounded to the weights' dtype first
     residual_multiplier: float = 1.0  # of the outputs of attention and feed-forward
     logits_divisor: float = 1.0

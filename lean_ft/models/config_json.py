@@ -80,6 +80,11 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
     ),
+    "iquestcoder": (
+        "llama",
+        "LlamaForCausalLM",
+        {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
+    ),
     "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),
@@ -284,13 +289,13 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
     if (
         num_experts % num_groups
         or mixture.groups_per_token > num_groups
-        or (num_groups > 1 and num_experts < 2 * num_groups)
+        or (num_groups > 1 and num_experts < mixture.scores_per_group * num_groups)
         or per_token > mixture.groups_per_token * num_experts // num_groups
     ):
         raise ValueError(
             f"{fields.where}: {num_experts} experts are in {num_groups} groups (n_group), and a token uses {per_token} experts "
-            f"of {mixture.groups_per_token} groups (topk_group); expected groups of equal size, of at least 2 experts, with "
-            "enough experts for a token."
+            f"of {mixture.groups_per_token} groups (topk_group); expected groups of equal size, of at least "
+            f"{mixture.scores_per_group} experts, with enough experts for a token."
         )
     if mixture.gate_scale != 1.0 and mixture.activation != "silu":
         raise fields.wrong(family.activation_field, "'silu', the only activation of this family's experts")
@@ -362,9 +367,10 @@ def _activation(fields: ConfigFields, family: Family) -> str:
 
 def _check_architecture(config: Mapping[str, Any], where: str) -> None:
     architectures = [] if gives_scores(config) else config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(str(name).endswith("ForCausalLM") for name in architectures):
+    ends = ("ForCausalLM", "LMHeadModel")
+    if not isinstance(architectures, list) or not all(str(name).endswith(ends) for name in architectures):
         raise ValueError(
-            f"{where}: architectures is {architectures!r}; expected a language model, whose name ends in ForCausalLM. Bare, "
+            f"{where}: architectures is {architectures!r}; expected a language model, whose name ends in {' or '.join(ends)}. Bare, "
             "classification and multimodal models have other weights."
         )
     quantization = config.get("quantization_config")
@@ -387,5 +393,5 @@ def _check_neutral_fields(config: Mapping[str, Any], handled: set[str], where: s
 
 def dropouts(config: Mapping[str, Any]) -> list[str]:
     """Dropout settings above 0 in a config.json, as `name=value`. The decoder trains without dropout."""
-    is_dropout = re.compile(r"(?<!classifier_)(dropout|pdrop)(_prob|_rate)?$")
+    is_dropout = re.compile(r"(?<!classifier_)(dropout|pdrop|layerdrop)(_prob|_rate)?$")
     return [f"{name}={value}" for name, value in config.items() if is_dropout.search(name) and value]

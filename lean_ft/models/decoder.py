@@ -19,9 +19,9 @@ from lean_ft.models.attention.latent_attention import LatentAttention
 from lean_ft.models.cache import KVCache, LayerCache, StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
 from lean_ft.models.few_rows import few_rows_linear
-from lean_ft.models.layers import MLP, RMSNorm, gated
+from lean_ft.models.layers import MLP, RMSNorm, gated, residual_norm
 from lean_ft.models.moe import MixtureOfExperts
-from lean_ft.models.positions import lengths_of_documents, positions_of
+from lean_ft.models.positions import lengths_of_documents, position_rows, positions_of
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 from lean_ft.models.routing import Routes, RoutingStatistics
 from lean_ft.models.source import Sharding, Source
@@ -39,6 +39,7 @@ _NORMS = {
     "post": (None, _MIDDLE, None, _OUT),
     "both": (_IN, _MIDDLE, "pre_feedforward_layernorm", _OUT),
     "parallel": (_IN, None, None, None),
+    "parallel_normed": (_IN, None, _MIDDLE, None),
 }
 # With a mixture of experts beside a feed-forward layer: after the latter, before the mixture and after it.
 _BESIDE_MLP = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
@@ -62,8 +63,7 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         self.initial = {"layer_scalar": 1.0}
-        self.norms = _NORMS[config.norm_placement]
-        self.is_parallel = config.norm_placement == "parallel"
+        self.norms, self.is_parallel = _NORMS[config.norm_placement], config.norm_placement.startswith("parallel")
         self.residual_multiplier = config.residual_multiplier
         self.attention_multipliers = config.attention_multipliers
         layer, self.mixer_names = config.layers[layer_index], []
@@ -81,7 +81,7 @@ class Block(nn.Module):
         if mixture is not None and mixture.config.beside_mlp:
             self.mixture = mixture
             for name in _BESIDE_MLP:
-                self.add_module(name, _norm(config))
+                self.add_module(name, residual_norm(config))
         elif mixture is not None:
             self.mlp = mixture
         if self.mlp is None and layer.has_mlp:
@@ -92,12 +92,12 @@ class Block(nn.Module):
         if self.has_input:
             self.per_layer_input_gate = nn.Linear(config.hidden_size, config.layer_input_dim, bias=False)
             self.per_layer_projection = nn.Linear(config.layer_input_dim, config.hidden_size, bias=False)
-            self.post_per_layer_input_norm = _norm(config)
+            self.post_per_layer_input_norm = residual_norm(config)
         self.layer_scalar = nn.Buffer(torch.ones(1)) if config.layer_scalars else None
         of_mixers, of_mlp = self.norms[:2], self.norms[2:]
         for name in (*(of_mixers if self.mixer_names else ()), *(of_mlp if layer.has_mlp else ())):
             if name is not None:
-                self.add_module(name, _norm(config))
+                self.add_module(name, residual_norm(config))
 
     def forward(
         self,
@@ -121,14 +121,15 @@ class Block(nn.Module):
         attributes, so that compilation and checkpointing handle them.
         """
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        normed, given = hidden, None
+        given = beside = None
         routes: tuple[Tensor, ...] | None = None
         if self.mixer_names:
             normed = self._normed(into_attention, hidden)
+            beside = self._normed(into_mlp, normed if into_mlp is None else hidden) if self.is_parallel else None
             added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, sight, shared)
             hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
         if self.mlp is not None:
-            read = normed if self.is_parallel else self._normed(into_mlp, hidden)
+            read = self._normed(into_mlp, hidden) if beside is None else beside
             added = self.mlp(read) if recorded is None or self.mixture is not None else self.mlp(read, read, recorded)
             if isinstance(added, tuple):
                 added, routes = added[0], added[1:]
@@ -169,20 +170,16 @@ class Block(nn.Module):
         return x if name is None else getattr(self, name)(x)
 
 
-def _norm(config: DecoderConfig) -> nn.Module:
-    if config.norm_centered:
-        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
-    return RMSNorm(config.hidden_size, config.norm_eps, config.norm_weight_offset)
-
-
 class Trunk(nn.Module):
     """Everything before the output layer, as a module named `model` as in Hugging Face's format."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.position_row is not None:
+            self.embed_positions = nn.Embedding(config.position_row + config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = _norm(config)
+        self.norm = residual_norm(config)
         if dim := config.layer_input_dim:
             pad_id = config.vision and config.vision.pad_id  # images do not train its row, as in transformers
             self.embed_tokens_per_layer = nn.Embedding(config.layer_input_vocab_size, config.num_layers * dim, pad_id)
@@ -211,8 +208,7 @@ class Decoder(nn.Module):
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, rope.head_dim or config.head_dim) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
-        self.source = Source()
-        self.sharding = Sharding()
+        self.source, self.sharding = Source(), Sharding()
         self.mixture = config.mixture
         self.router_aux_loss_coef = 0.0 if self.mixture is None else self.mixture.router_aux_loss_coef
         self.routing: RoutingStatistics | None = None
@@ -359,6 +355,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states of the width of `output_weight`."""
         hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
+        if self.config.position_row is not None:
+            hidden = hidden + self.model.embed_positions(position_rows(positions, self.config))
+        hidden = self.model.norm(hidden) if self.config.embedding_norm else hidden
         deep, wider, tower = [], sight, self.vision  # wider: the sight of layers that see images
         if images is not None and tower is not None:
             hidden, deep = tower.put(hidden, images)

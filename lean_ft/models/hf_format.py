@@ -248,6 +248,8 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     spellings = None if model.vision is None else VISION_FAMILIES[model.source.part_of].spellings
     own_name = partial(name_in_language_model, spellings=spellings) if model.source.part_of else str
     names = {name: own_name(name) for name in whole}
+    if (prefix := model.source.family.prefix_on_disk) != "model." and not any(n.startswith(prefix) for n in whole):
+        names = {name: prefix + name for name in whole}  # a folder of the model without its output layer
     own = {own: whole[name] for name, own in names.items() if own is not None}
     stacks = {name: tensor for name in _one_per_expert(model) if isinstance(tensor := own.get(name), StoredTensor)}
     # The same for all, because some may have square matrices.
@@ -285,7 +287,7 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
             part_of(parameter).values.zero_()
             return
         for place, part in model.source.stored(name, parameter, as_read=True):
-            if model.source.new_ids and place in _ROWS_PER_TOKEN:
+            if model.source.new_ids and name in _ROWS_PER_TOKEN:
                 _read_and_add_rows(stored[place], part, model.source.new_ids)
             else:
                 stored[place].read_part(part)
@@ -324,11 +326,11 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     unread += tuple(
         f"model.layers.{i}.self_attn.{own}" for i in keys_elsewhere for own in ("k_proj.", "v_proj.", "k_norm.")
     )
-    unread += ("lm_head.",) if model.source.score_is_new else ()
+    embedding, head = (model.source.places(f"{own}.weight")[0] for own in ("model.embed_tokens", "lm_head"))
+    unread += (head.removesuffix("weight"),) if model.source.score_is_new else ()
+    ends = (".rotary_emb.inv_freq", *model.source.family.unread)
     stored = {
-        name: tensor
-        for name, tensor in stored.items()
-        if not name.startswith(unread) and not name.endswith(".rotary_emb.inv_freq")
+        name: tensor for name, tensor in stored.items() if not name.startswith(unread) and not name.endswith(ends)
     }
     expected = {name: part.shape for name, part in parts_on_disk(model, as_read=True).items()}
     if model.source.score_is_new:
@@ -336,16 +338,17 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     if missing := expected.keys() - stored.keys():
         lacking = f"the weights lack {first_few(missing)}"
         raise ValueError(f"{folder}: {lacking}. They are incomplete, or config.json belongs to another model.")
-    if config.tied_embeddings and "lm_head.weight" in stored:
-        _check_tied(stored["model.embed_tokens.weight"], stored.pop("lm_head.weight"))
+    if config.tied_embeddings and head in stored:
+        _check_tied(stored[embedding], stored.pop(head))
     if unexpected := stored.keys() - expected.keys():
         file, names = stored[min(unexpected)].file, first_few(unexpected)
         raise ValueError(
             f"{file}: unexpected tensors: {names}. config.json belongs to another model, or lacks a field."
         )
+    of_tokens = {place for own in _ROWS_PER_TOKEN for place in model.source.places(own)}
     for name, tensor in stored.items():
         shape = expected[name]
-        if model.source.new_ids and name in _ROWS_PER_TOKEN and 0 < tensor.shape[0] <= shape[0]:
+        if model.source.new_ids and name in of_tokens and 0 < tensor.shape[0] <= shape[0]:
             shape = (tensor.shape[0], *shape[1:])  # the folder has no rows of new tokens
         if tensor.shape != shape:
             shapes = f"{list(tensor.shape)}; expected from config.json: {list(shape)}"

@@ -1,4 +1,4 @@
-"""RMSNorm and feed-forward layers, with backward passes that keep less than autograd.
+"""Norms and feed-forward layers, with backward passes that keep less than autograd.
 
 The norm keeps its input instead of three float32 tensors of that size. A gated layer keeps gate and up but not
 activation(gate), and writes their gradients in place. Compiled and eager numbers are the same.
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lean_ft.models.config import DecoderConfig
 from lean_ft.system.world import device_type
 from lean_ft.torch_private import graph_is_kept
 
@@ -67,6 +68,53 @@ class RMSNormFunction(torch.autograd.Function):
         # The gradient's component along x changes only the length of x, which the norm removes.
         grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
         return grad_x.to(x.dtype), grad_weight, None, None
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm with the scale `weight + weight_offset`."""
+
+    def __init__(self, size: int, eps: float, bias: bool, weight_offset: float) -> None:
+        super().__init__(size, eps, bias=bias)
+        self.initial, self.weight_offset = {"weight": 1.0 - weight_offset}, weight_offset
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight + self.weight_offset, self.bias, self.eps)
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm of each head (..., H, D), with a weight for each."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.initial, self.eps = {"weight": 1.0}, eps
+        self.weight = nn.Parameter(torch.ones(num_heads, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_dtype(F.layer_norm(wide(x), x.shape[-1:], eps=self.eps) * self.weight, x.dtype)
+
+
+class PlainNorm(nn.Module):
+    """LayerNorm or RMSNorm without a weight. The empty `weight` only follows the model's dtype and device."""
+
+    def __init__(self, eps: float, centered: bool) -> None:
+        super().__init__()
+        self.eps, self.centered = eps, centered
+        self.weight = nn.Buffer(torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=self.eps) if self.centered else unit_rms(x, self.eps)
+
+
+def residual_norm(config: DecoderConfig) -> nn.Module:
+    """A norm of the residual stream."""
+    eps, offset = config.norm_eps, config.norm_weight_offset
+    if not config.norm_weights:
+        return PlainNorm(eps, config.norm_centered)
+    if config.norm_centered and not offset:
+        return nn.LayerNorm(config.hidden_size, eps, bias=config.norm_bias)
+    if config.norm_centered:
+        return LayerNorm(config.hidden_size, eps, config.norm_bias, offset)
+    return RMSNorm(config.hidden_size, eps, offset)
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -197,13 +245,19 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.has_gate:
             up = self.up_proj(x)
-            return self.down_proj(self.act_fn(up) if self.activation == "xielu" else up.relu().square())
+            return self.down_proj(self.act_fn(up) if self.activation == "xielu" else _activated(up, self.activation))
         gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
         of_gate, of_result = self.multipliers
         gate = gate if of_gate == 1.0 else gate * of_gate
         overwrites = self.overwrites or not torch.compiler.is_compiling()
         down = self.down_proj(gated(gate, up, self.activation, overwrites=overwrites))
         return down if of_result == 1.0 else down * of_result
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    if activation in ACTIVATIONS:
+        return ACTIVATIONS[activation].value(x)
+    return x.relu() if activation == "relu" else x.relu().square()
 
 
 class _Gated(torch.autograd.Function):

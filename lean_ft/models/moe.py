@@ -46,23 +46,24 @@ class Router(nn.Module):
         logits = wide(logits)
         if config.sparsemixer_margin is not None:
             return _sparsemixer(logits, config.experts_per_token, config.sparsemixer_margin, recorded)
-        if config.score == "softmax" and not config.has_score_correction and config.weights_sum_to_one:
+        by_logits = not config.has_score_correction and config.num_groups == 1
+        if config.score == "softmax" and by_logits and config.weights_sum_to_one:
             best, chosen = _best(logits, config.experts_per_token, recorded)
             return best.softmax(-1) * config.weights_factor, chosen
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
         # Logits if there is no correction: sigmoids of logits far from 0 round to the same number.
-        ranks = scores.detach() if config.has_score_correction or config.num_groups > 1 else logits.detach()
+        ranks = (logits if by_logits else scores).detach()
         if config.has_score_correction:
             ranks = ranks + self.e_score_correction_bias
         if config.num_groups > 1:
             groups = ranks.unflatten(-1, (config.num_groups, -1))  # (N, groups, experts of a group)
-            best = groups.topk(2).values.sum(-1).topk(config.groups_per_token).indices
+            best = groups.topk(config.scores_per_group).values.sum(-1).topk(config.groups_per_token).indices
             is_open = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
             ranks = groups.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
         _, chosen = _best(ranks, config.experts_per_token, recorded)
         weights = scores.gather(-1, chosen)
         if config.weights_sum_to_one:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + config.weights_sum_offset)
         return weights * config.weights_factor, chosen
 
 

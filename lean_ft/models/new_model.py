@@ -11,7 +11,7 @@ from lean_ft.models.config import DecoderConfig
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.frozen_weight import FrozenParameter
 from lean_ft.models.moe import Experts
-from lean_ft.models.source import all_tensors, own_tensors
+from lean_ft.models.source import own_tensors
 from lean_ft.settings import MemoryConfig
 from lean_ft.system.host_link import open_link
 from lean_ft.system.shards import part_of
@@ -36,7 +36,7 @@ def empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
         with without_modes(), torch.device("meta"):
             model = Decoder(config)
             wide = () if model.mixture is None else model.mixture.in_float32
-            for name, tensor in all_tensors(model):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if not name.endswith(wide):
                     tensor.data = tensor.data.to(dtype)
             return model
@@ -97,4 +97,4 @@ def random_weights(model: Decoder) -> Fill:
 
 
 def _initial(module: nn.Module) -> dict[str, float | Callable[[Tensor], object]]:
-    return {"weight": 1.0} if isinstance(module, nn.LayerNorm) else getattr(module, "initial", {})
+    return getattr(module, "initial", {"weight": 1.0} if isinstance(module, nn.LayerNorm) else {})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.cache import KVCache
+from lean_ft.models.config import DecoderConfig
 from lean_ft.torch_private import assert_on_device
 
 
@@ -45,6 +46,16 @@ def positions_of(
     document = _document_of(indices, cu_seqlens)
     positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
     return positions if prefixes is None else positions + prefixes.diff(dim=1)[document].view_as(positions)
+
+
+def position_rows(positions: Tensor, config: DecoderConfig) -> Tensor:
+    """The rows of positions in the learned embedding of a model. Raises ValueError for a position that has none; on a GPU a
+    failure is a device-side assertion."""
+    assert config.position_row is not None
+    longest = config.max_positions
+    message = f"a text is longer than {longest} tokens, and the model has embeddings of {longest} positions. Set a lower data.max_length."
+    _check((positions < longest).all(), message)
+    return positions + config.position_row
 
 
 def lengths_of_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -87,7 +98,11 @@ def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None
     message = (
         f"cu_seqlens has a document longer than a row of {num_tokens} tokens, or does not end with the batch, at {end}."
     )
-    if cu_seqlens.is_cuda:
-        assert_on_device(fits, message)
-    elif not fits:
+    _check(fits, message)
+
+
+def _check(holds: Tensor, message: str) -> None:
+    if holds.is_cuda:
+        assert_on_device(holds, message)
+    elif not holds:
         raise ValueError(message)

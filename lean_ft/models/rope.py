@@ -28,6 +28,7 @@ class RopeConfig:
     head_dim: int | None = None  # None: the model's
     rotary_fraction: float = 1.0  # the fraction of a head's features, from the first, that is rotated
     interleaved: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
+    backwards: bool = False  # rotated by the negative angle
     in_float32: bool = False  # queries and keys are rotated in float32, then rounded to the model's dtype
     # Queries are multiplied by 1 + query_growth * log(1 + (position + query_growth_start) // query_growth_positions).
     query_growth: float = 0.0
@@ -161,6 +162,8 @@ class RotaryEmbedding:
         if positions.dim() == 3:
             turned, positions = self._by_frequency(positions), positions[0]
         angles = turned.float() * self._of(positions, lengths)  # (B, T, R / 2)
+        if self.rope.backwards:
+            angles = -angles
         if self.rope.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
         else:

@@ -70,10 +70,14 @@ class StoredTensor:
 
     def read_part(self, part: Part) -> None:
         """Fill this rank's part of a tensor of this shape, on any device and in any floating dtype, with 1 MiB of memory; with
-        none if the part is on the CPU and has the stored dtype, and with a matrix at a time if those are transposed."""
+        none if the part is on the CPU and has the stored dtype, and with a matrix at a time if it is transposed."""
         assert self.dtype is not None
         assert part.shape == self.shape
-        assert part.values.is_contiguous()
+        if not part.values.is_contiguous():
+            values = torch.empty(part.values.shape, dtype=self.dtype)
+            self.read_part(replace(part, values=values))
+            part.values.copy_(values)
+            return
         if self.is_transposed:
             size = math.prod(self.shape[1:])
             assert not part.first % size, "a stack is cut by its first dimension"

@@ -65,11 +65,7 @@ class Source:
         if name.startswith("vision."):
             yield self._of_tower(name), parameter
             return
-        family = self.family
-        part = next((part for part in family.on_disk if part in name), None)
-        places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
-        if name.startswith("model."):
-            places = [family.prefix_on_disk + place.removeprefix("model.") for place in places]
+        places = self.places(name)
         if len(places) == 1 and "*" not in places[0]:
             yield places[0], parameter
             return
@@ -77,6 +73,19 @@ class Source:
         for index, tensor in stack:
             for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
                 yield place.replace("*", str(index)), piece
+
+    def places(self, name: str) -> list[str]:
+        """The names of a parameter's tensors in a folder of the language model; `*` stands for an expert's number."""
+        family = self.family
+        part = next((part for part in family.on_disk if part in name), None)
+        places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
+        return [self._with_prefix(place, family.prefix_on_disk) for place in places]
+
+    def _with_prefix(self, name: str, prefix: str) -> str:
+        for own, theirs in (("model.layers.", f"{prefix}{self.family.layers}."), ("model.", prefix)):
+            if name.startswith(own):
+                return theirs + name.removeprefix(own)
+        return name
 
     def _of_tower(self, name: str) -> str:
         """The name of a module or parameter of the vision tower in the folder, without the `model.` before it."""
@@ -97,8 +106,11 @@ class Source:
 
     def stored(self, name: str, parameter: Tensor, as_read: bool = False) -> Iterator[tuple[str, Part]]:
         """Yield the stored tensors of a parameter, which may be sharded: their names in a folder of the language model, and this
-        rank's part of each as a contiguous view. With `as_read`, each of `stacks` is one tensor under the parameter's name."""
+        rank's part of each as a view, contiguous unless it is transposed. With `as_read`, each of `stacks` is one tensor under the parameter's name."""
         here = part_of(parameter)
+        if self.is_transposed(name):
+            yield self.places(name)[0], here.transposed
+            return
         if as_read and name in self.stacks:
             yield name, here
             return
@@ -118,6 +130,10 @@ class Source:
             values = flat[start - here.first : stop - here.first] if stop > start else flat[:0]
             yield place, Part(values, tuple(piece.shape), int(start - piece.storage_offset()), here.is_kept_by_others)
 
+    def is_transposed(self, name: str) -> bool:
+        """Whether the folder has a parameter transposed."""
+        return name.endswith("weight") and any(part in name for part in self.family.transposed)
+
     def turned(self, place: str, part: Part) -> Part:
         """A part of `stored` as the folder has it, to write: for transposed `stacks` a view that is not contiguous."""
         if not self.stacks.get(place):
@@ -136,9 +152,10 @@ class Source:
             return self.name_in_whole(self._of_tower(name)) if in_whole else self._of_tower(name)
         family = self.family
         renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
-        renamed = {**family.in_memory, **renamed}
+        renamed = {**family.in_memory, **renamed, **family.in_memory}
         part = next((part for part in renamed if part in name), None)
         name = name if part is None else name.replace(part, renamed[part])
+        name = self._with_prefix(name, family.prefix_in_memory)
         return self.name_in_whole(name) if self.part_of and in_whole else name
 
 

@@ -16,7 +16,7 @@ from lean_ft.optim.adamw_8bit_torchao import Moment8bitTorchao
 from lean_ft.optim.apollo_mini import ApolloMini
 from lean_ft.optim.muon import Muon
 from lean_ft.optim.optimizer import Optimizer
-from lean_ft.optim.rule import Rule
+from lean_ft.optim.rule import VECTORS, Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
 from lean_ft.settings import MUON_MOMENTUM, OptimizerConfig, TrainingConfig
@@ -179,11 +179,11 @@ def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
     """Whether a parameter is a layer's matrix or stack of matrices.
 
     Embeddings and the output layer do not count: their rows are tokens, whose gradients differ greatly in size. Stacks of
-    biases do not count either, nor does the patch projection of a vision tower, which is stored as a convolution.
+    biases and norms of heads do not count either, nor does the patch projection of a vision tower, which is stored as a convolution.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = {param for module in embeddings for param in module.parameters()}
-    others |= {param for name, param in model.named_parameters() if name.endswith("bias")}
+    others |= {param for name, param in model.named_parameters() if name.endswith(VECTORS)}
     outputs = (getattr(module, "output_weight", None) for module in model.modules())  # two models may train together
     others |= {output for output in outputs if isinstance(output, nn.Parameter)}
     return lambda param: 2 <= param.ndim <= 3 and param not in others

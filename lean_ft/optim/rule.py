@@ -12,6 +12,9 @@ from torch import Tensor
 
 from lean_ft.system.shards import ALONE, Ranks, local
 
+# Endings of names of parameters that have the shape of a matrix and are vectors: stacks of biases, and norms of heads.
+VECTORS = ("bias", "norm.weight")
+
 
 @dataclass(eq=False)
 class ParameterState:
@@ -89,5 +92,5 @@ class Rule:
 
 
 def decay_of(state: ParameterState, weight_decay: float) -> float:
-    """The parameter's weight decay: 0 for vectors (norms, biases) and stacks of biases."""
-    return weight_decay if state.param.ndim >= 2 and not state.name.endswith("bias") else 0.0
+    """The parameter's weight decay: 0 for norms, biases and other vectors."""
+    return weight_decay if state.param.ndim >= 2 and not state.name.endswith(VECTORS) else 0.0

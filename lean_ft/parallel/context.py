@@ -92,9 +92,10 @@ class HeadExchange:
 def check_heads(model: Decoder, num_context: int, num_tensor: int) -> None:
     """Raise ValueError unless the heads of each of `num_tensor` ranks can be exchanged over `num_context` ranks."""
     config = model.config
-    if config.has_states:
+    unsupported = {"recurrent layers": config.has_states, "learned positions": config.position_row is not None}
+    for what in (what for what, is_present in unsupported.items() if is_present):
         raise ValueError(
-            f"parallel.context={num_context} does not support this model's recurrent layers. Set parallel.shard instead."
+            f"parallel.context={num_context} does not support this model's {what}. Set parallel.shard instead."
         )
     num_heads, *kv_heads = (n // num_tensor for n in (config.num_heads, *config.kv_head_counts))
     if num_heads % num_context or any(n % num_context and num_context % n for n in kv_heads):

@@ -10,7 +10,8 @@ Mixtures of experts are not split: their tokens already are, and `parallel.exper
 each row has one token, so every rank has all rows, and the sums go to all ranks.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, with tokens split as in Korthikanti et al. 2022,
-https://arxiv.org/abs/2205.05198. Left out: fused input projections, and norms over all heads together.
+https://arxiv.org/abs/2205.05198. Left out: fused input projections, and norms over all heads together or
+with a weight for each head.
 """
 
 from collections.abc import Iterator
@@ -76,7 +77,9 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
         "fused projections (query, key and value, or gate and up)": config.fused_qkv or config.fused_gate_up,
         "keys and values made from one latent vector": config.latent is not None,
         "layers that use another layer's keys": bool(config.kv_source_layers),
+        "learned positions": config.position_row is not None,
         "norms over the queries and keys of all heads together": config.qk_norm == "projection",
+        "norms of queries and keys with a weight for each head": config.qk_norm == "centered_head",
     }
     for what, is_present in unsupported.items():
         if is_present:

@@ -216,7 +216,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "use_rslora": first.rslora,
         "use_dora": first.dora,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(model.source.is_transposed(f"{name}.weight") for name in layers),
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": None if model.score is None else [SCORE],

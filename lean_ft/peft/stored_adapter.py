@@ -39,7 +39,7 @@ _KNOWN_FIELDS = {
     *("r", "rank_pattern", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "lora_dropout", "init_lora_weights", "corda_config", "eva_config", "loftq_config"),
     *("lora_ga_config", "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
-    *("runtime_config", "task_type", "trainable_token_indices"),
+    *("runtime_config", "task_type", "trainable_token_indices", "fan_in_fan_out"),  # the last: how the base is stored
 }
 _NAME_PATTERN = re.compile(r"(\^)?(?:\.\*\\\.)?((?:[\w.-]|\\[.-])+)\$?", re.ASCII)
 # Values of `init_lora_weights` that do not change the model's own weights.

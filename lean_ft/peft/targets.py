@@ -67,7 +67,7 @@ def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     if isinstance(getattr(layer, "base_layer", layer), Router):
         return True
     family = model.source.family
-    were_single = any("*" in place for places in family.on_disk.values() for place in places)
+    were_single = family.mixture and any("*" in place for places in family.on_disk.values() for place in places)
     if not were_single or family.one_part_per_layer:  # PEFT has no older version of this family
         return False
     return model.source.module_name(name).rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")

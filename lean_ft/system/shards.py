@@ -7,7 +7,7 @@ is on this rank. `ALONE` is a single process.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -115,7 +115,7 @@ def whole_numel(tensor: Tensor) -> int:
 class Part:
     """This rank's part of a tensor: consecutive elements of the flattened whole from `first` on, or equally spaced runs."""
 
-    values: Tensor  # contiguous
+    values: Tensor  # contiguous, except in transposed parts
     shape: tuple[int, ...]  # of the whole
     first: int = 0
     is_kept_by_others: bool = False
@@ -130,6 +130,14 @@ class Part:
     @property
     def whole_bytes(self) -> int:
         return math.prod(self.shape) * self.values.element_size()
+
+    @property
+    def transposed(self) -> "Part":
+        """The same part of the transposed matrix, as a view that is not contiguous."""
+        assert self.run is None, "a matrix that is divided by columns is not stored transposed"
+        rows, first = len(self.values), self.first // self.shape[1]
+        of_rows = {"values": self.values.mT, "run": rows or None, "stride": self.shape[0]}
+        return replace(self, shape=self.shape[::-1], first=first, **of_rows)
 
     def within(self, whole: Tensor) -> Tensor:
         """Return this part of `whole`, a contiguous tensor, as a view."""

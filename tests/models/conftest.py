@@ -11,6 +11,9 @@ import transformers
 
 from tests.models.family_cases import CASES, LONG_CASES, SIZES
 
+# transformers has this language model without an entry in its table, because it is published inside a multimodal model.
+transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+
 Reference = transformers.PreTrainedModel
 MakeCheckpoint = Callable[..., tuple[Path, Reference]]
 
@@ -41,10 +44,10 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             # Norms vary around their initial value: 1, or 0 if the family adds 1.
-            is_scale = "norm" in name or name.endswith("scale")
+            is_scale = "norm" in name or ".ln_" in name or name.endswith("scale")
             parameter.copy_(parameter + 0.3 * noise if is_scale else 0.2 * noise)
         for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
             elif name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
@@ -61,7 +64,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         folder = tmp_path_factory.mktemp(case)
         model.to(dtype)
         for name, tensor in [*model.named_buffers(), *model.named_parameters()]:  # as from_pretrained does
-            if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
+            if any(kept in name for kept in (*(model._keep_in_fp32_modules_strict or ()), "gate.wg.")):
                 tensor.data = tensor.float()
         model.save_pretrained(folder)
         # Read back, because `to` also rounded the rotary frequencies.
@@ -99,6 +102,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Lfm2Vl": ("lfm2", {**VISION, "num_patches": 16, "patch_size": 4, "vision_use_head": False}, {}),
     "SmolVLM": ("llama", {**VISION, "image_size": 28, "patch_size": 14}, {}),
     "Mistral3": ("ministral3", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
+    "Mistral4": ("mistral4", {**VISION, "head_dim": 8, "image_size": 28, "patch_size": 14}, {}),
     "Qwen2_5_VL": ("qwen2", {}, {}),
     "Qwen3VL": ("qwen3", {}, {"vision_start_token_id": 96}),
     "Qwen3VLMoe": ("qwen3_moe", {}, {"vision_start_token_id": 96}),
@@ -132,6 +136,7 @@ def whole_model(name: str) -> Reference:
         text = {**text, "no_rope_layers": []}  # as published: an empty list means the default
     if name == "Qwen3VLMoe":
         model_type = "qwen3_vl_moe_text"
+    name = "Mistral3" if name == "Mistral4" else name  # one class for several language models
     ids = {"image_token_id": 98, "video_token_id": 97, "image_token_index": 98}
     config = getattr(transformers, f"{name}Config")(
         text_config={**SIZES, **text, "model_type": model_type}, vision_config=vision or _QWEN_VISION, **ids, **others

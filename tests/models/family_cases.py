@@ -24,12 +24,32 @@ LONG_CASES = {
     "ministral3_window_tied",
     "olmo3_listed_windows",
     "glm4_tied",
+    "glm_linear_rope_tied",
+    "cwm_listed_windows_tied",
+    "hyperclovax_tied_biases",
+    "granite_swa_one_base",
+    "vaultgemma_without_caps",
+    "arcee_tied_biases",
+    "nanochat_gelu_biases",
+    "jais2_tied_relu",
+    "nemotron_other_rope",
+    "olmo_tied_biases",
+    "cohere_untied_biases",
+    "stablelm_tied_biases",
+    "stablelm_parallel",
     "seed_oss_other_biases",
     "ernie4_5_untied_biases",
     "hunyuan_v1_dense_tied_biases",
     "exaone4_listed_windows",
     "exaone4_without_windows",
     "apertus_tied_biases",
+    "starcoder2_window_untied",
+    "phi_normed_heads",
+    "gpt_neox_one_after_the_other",
+    "persimmon_tied",
+    "gpt2_unscaled_untied",
+    "opt_untied",
+    "gpt_bigcode_heads_with_their_own_keys",
     "cohere2_untied_biases",
     "gemma4_text_keys_are_values",
     "phimoe_window_tied",
@@ -39,6 +59,19 @@ LONG_CASES = {
     "llama4_text_listed_layers",
     "deepseek_v3_dense",
     "granitemoehybrid_dense_tied",
+    "granitemoe_tied_biases",
+    "granitemoe_swa_listed_layers",
+    "lfm2_moe_untied_biases",
+    "dots1_windows_groups",
+    "solar_open_tied_biases",
+    "hunyuan_v1_moe_tied_biases",
+    "youtu_untied_biases",
+    "exaone_moe_listed_layers",
+    "flex_olmo_tied_biases",
+    "hy_v3_listed_layers",
+    "mellum_listed_layers",
+    "deepseek_v2_groups",
+    "mistral4_groups",
     "falcon_h1_normed_biases",
     "falcon_h1_norm_after_gate",
     "nemotron_h_experts",
@@ -127,6 +160,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_without_caps": ("gemma2", {
         "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None,
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11, "hidden_activation": "silu",
+    }),
+    "vaultgemma": ("vaultgemma", {
+        "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    }),
+    "vaultgemma_without_caps": ("vaultgemma", {
+        "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11, "hidden_activation": "silu",
+        "tie_word_embeddings": False,
     }),
     "gemma3_text": ("gemma3_text", {
         "num_hidden_layers": 7, "head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 6,
@@ -220,6 +262,72 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0}
         },
     ),
+    "glm": ("glm", {"head_dim": 20}),
+    "glm_linear_rope_tied": (
+        "glm",
+        {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}
+        | {
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0}
+        },
+    ),
+    "cwm": ("cwm", {"head_dim": 20, "sliding_window": 7, "rope_parameters": LLAMA3}),
+    "cwm_listed_windows_tied": ("cwm", {
+        "head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "mlp_bias": True,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "hidden_act": "gelu",
+    }),
+    "hyperclovax": ("hyperclovax", {
+        "attention_multiplier": 0.3, "embedding_multiplier": 5.0, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    }),
+    "hyperclovax_tied_biases": ("hyperclovax", {
+        "head_dim": 20, "logits_scaling": 0.7, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+        "rope_parameters": YARN,
+    }),
+    "granite_swa": ("granite_swa", {
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "layer_rope_theta": [500.0, 0, 10_000.0], "sliding_window": 7, "attention_multiplier": 0.3,
+        "embedding_multiplier": 5.0, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    }),
+    "granite_swa_one_base": ("granite_swa", {
+        "sliding_window": 9, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+        "attention_multiplier": 0.5, "rope_parameters": YARN,
+    }),
+    "arcee": ("arcee", {"head_dim": 20, "rope_parameters": YARN}),
+    "arcee_tied_biases": ("arcee", {
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_new",
+        "rms_norm_eps": 1e-3,
+    }),
+    "nanochat": ("nanochat", {"final_logit_softcapping": 3.0}),
+    "nanochat_gelu_biases": ("nanochat", {
+        "num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu",
+        "final_logit_softcapping": None, "rms_norm_eps": 1e-3, "rope_parameters": YARN,
+    }),
+    "jais2": ("jais2", {"head_dim": 20}),
+    "jais2_tied_relu": ("jais2", {
+        "num_key_value_heads": 6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "layer_norm_eps": 1e-2, "hidden_act": "relu", "rope_parameters": LLAMA3,
+    }),
+    "nemotron": ("nemotron", {}),
+    "nemotron_other_rope": ("nemotron", {
+        "head_dim": 20, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "norm_eps": 1e-2,
+        "hidden_act": "silu", "rope_parameters": {**YARN, "partial_rotary_factor": 0.8},
+    }),
+    "olmo": ("olmo", {}),
+    "olmo_tied_biases": ("olmo", {
+        "num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN,
+        "hidden_act": "gelu",
+    }),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.6}),
+    "cohere_untied_biases": ("cohere", {
+        "attention_bias": True, "tie_word_embeddings": False, "layer_norm_eps": 1e-2, "logit_scale": 1.5,
+        "rope_parameters": YARN, "num_key_value_heads": 6,
+    }),
+    "stablelm": ("stablelm", {"hidden_size": 96, "qk_layernorm": True}),
+    "stablelm_tied_biases": ("stablelm", {
+        "hidden_size": 96, "use_qkv_bias": True, "tie_word_embeddings": True, "layer_norm_eps": 1e-2,
+        "num_key_value_heads": 6, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+    }),
+    "stablelm_parallel": ("stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "num_key_value_heads": 1, "hidden_size": 96}),
     "seed_oss": ("seed_oss", {"head_dim": 20}),
     "seed_oss_other_biases": (
         "seed_oss",
@@ -255,6 +363,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "attention_bias": True,
         "tie_word_embeddings": False, "layer_norm_eps": 1e-2, "logit_scale": 1.5,
     }),
+    "starcoder2": ("starcoder2", {"head_dim": 20}),
+    "starcoder2_window_untied": ("starcoder2", {
+        "sliding_window": 7, "use_bias": False, "tie_word_embeddings": False, "norm_epsilon": 1e-2, "hidden_act": "relu2",
+        "rope_parameters": YARN,
+    }),
+    "phi": ("phi", {"num_key_value_heads": 6}),
+    "phi_normed_heads": ("phi", {
+        "qk_layernorm": True, "layer_norm_eps": 1e-2, "hidden_act": "relu",
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0},
+    }),
+    "gpt_neox": ("gpt_neox", {"num_attention_heads": 3}),
+    "gpt_neox_one_after_the_other": ("gpt_neox", {
+        "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-2,
+        "hidden_act": "gelu_new", "rotary_pct": 0.5, "rotary_emb_base": 300,
+    }),
+    "persimmon": ("persimmon", {}),
+    "persimmon_tied": ("persimmon", {
+        "qk_layernorm": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-2, "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0},
+    }),
+    "gpt2": ("gpt2", {}),
+    "gpt2_unscaled_untied": ("gpt2", {
+        "n_inner": 80, "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-2,
+        "activation_function": "relu",
+    }),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode_heads_with_their_own_keys": ("gpt_bigcode", {
+        "multi_query": False, "scale_attn_weights": False, "tie_word_embeddings": False, "activation_function": "relu",
+    }),
+    "gptj": ("gptj", {"rotary_dim": 4, "n_inner": 80}),
+    "opt": ("opt", {"ffn_dim": 80}),
+    "opt_untied": ("opt",
+        {"ffn_dim": 60, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "mixtral_window_tied": (
         "mixtral",
@@ -334,6 +475,124 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_nope_head_dim": 6, "v_head_dim": 16, "rope_interleave": False, "attention_bias": True,
         "tie_word_embeddings": True,
     }),
+    "deepseek_v2": ("deepseek_v2", {
+        "num_key_value_heads": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1, "kv_lora_rank": 14, "q_lora_rank": None, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 6, "v_head_dim": 12, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    }),
+    "deepseek_v2_groups": ("deepseek_v2", {
+        "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+        "kv_lora_rank": 20, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 16,
+        "attention_bias": True, "tie_word_embeddings": True,
+    }),
+    "mistral4": ("mistral4", {
+        "num_key_value_heads": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "kv_lora_rank": 14, "q_lora_rank": 10, "qk_rope_head_dim": 8, "qk_nope_head_dim": 7, "v_head_dim": 12,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "mscale": 0.8, "mscale_all_dim": 0.3}
+        | {"llama_4_scaling_beta": 0.9, "max_position_embeddings": 256},
+    }),
+    "mistral4_groups": ("mistral4", {
+        "num_hidden_layers": 3, "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "kv_lora_rank": 20, "q_lora_rank": None, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6, "v_head_dim": 16, "rope_interleave": False, "tie_word_embeddings": True,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4},
+    }),
+    # Without a padding token, whose row transformers sets to 0 when it loads the family.
+    "youtu": ("youtu", {
+        "pad_token_id": None, "num_key_value_heads": 6, "kv_lora_rank": 14, "q_lora_rank": 10, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 7, "v_head_dim": 12, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    }),
+    "youtu_untied_biases": ("youtu", {
+        "pad_token_id": None, "num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": None, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6, "v_head_dim": 16, "rope_interleave": False, "attention_bias": True,
+        "tie_word_embeddings": False,
+    }),
+    "granitemoe": ("granitemoe", {
+        "num_local_experts": 5, "attention_multiplier": 0.3, "embedding_multiplier": 5.0,
+        "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    }),
+    "granitemoe_tied_biases": ("granitemoe", {
+        "num_local_experts": 4, "num_experts_per_tok": 3, "attention_multiplier": 0.5, "tie_word_embeddings": True,
+        "attention_bias": True, "rms_norm_eps": 1e-3,
+    }),
+    "granitemoeshared": ("granitemoeshared", {
+        "num_local_experts": 5, "shared_intermediate_size": 40, "attention_multiplier": 0.3, "logits_scaling": 0.5,
+        "residual_multiplier": 0.4,
+    }),
+    "granitemoe_swa": ("granitemoe_swa", {
+        "num_hidden_layers": 3, "num_local_experts": 5, "sliding_window": 7, "attention_multiplier": 0.3,
+        "shared_intermediate_size": 40, "layer_rope_theta": [0, 300.0, 5000.0],
+    }),
+    "granitemoe_swa_listed_layers": ("granitemoe_swa", {
+        "num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9,
+        "attention_multiplier": 0.5, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN,
+    }),
+    "dots1": ("dots1", {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True,
+    }),
+    "dots1_windows_groups": ("dots1", {
+        "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "sliding_window": 7, "max_window_layers": 1,
+        "attention_bias": True, "tie_word_embeddings": True, "head_dim": 12,
+    }),
+    "solar_open": ("solar_open", {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7,
+        "head_dim": 12, "rope_parameters": YARN,
+    }),
+    "solar_open_tied_biases": ("solar_open", {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2,
+        "n_shared_experts": 2, "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True,
+    }),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {
+        "num_experts": 5, "moe_topk": 2, "head_dim": 12,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 20.0, "factor": 1.0}
+        | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0},
+    }),
+    "hunyuan_v1_moe_tied_biases": ("hunyuan_v1_moe", {
+        "num_experts": 4, "moe_topk": [3, 3], "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-3,
+    }),
+    "exaone_moe": ("exaone_moe", {
+        "num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3, "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "head_dim": 12,
+    }),
+    "exaone_moe_listed_layers": ("exaone_moe", {
+        "num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": "LG",
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "num_experts": 8, "num_experts_per_tok": 3,
+        "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16, "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    }),
+    "flex_olmo": ("flex_olmo", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "flex_olmo_tied_biases": ("flex_olmo", {
+        "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_key_value_heads": 6,
+        "attention_bias": True, "tie_word_embeddings": True,
+    }),
+    "hy_v3": ("hy_v3", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
+        "router_scaling_factor": 1.7,
+    }),
+    "hy_v3_listed_layers": ("hy_v3", {
+        "num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"], "num_experts": 4,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 16, "num_shared_experts": 2, "head_dim": 8,
+        "attention_bias": True, "tie_word_embeddings": True, "enable_moe_fp32_combine": False,
+    }),
+    "mellum": ("mellum", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+    }),
+    "mellum_listed_layers": ("mellum", {
+        "num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"], "num_experts": 4,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": False, "head_dim": 8,
+        "attention_bias": True, "tie_word_embeddings": True, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+        },
+    }),
     "llama4_text": ("llama4_text", {
         "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40,
         "num_local_experts": 5, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,
@@ -382,6 +641,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_untied_biases": ("lfm2", {
         "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True,
         "conv_L_cache": 5, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3,
+    }),
+    "lfm2_moe": ("lfm2_moe", {
+        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7, "hidden_act": "silu",
+    }),
+    "lfm2_moe_untied_biases": ("lfm2_moe", {
+        "layer_types": ["full_attention", "conv"], "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False,
+        "norm_eps": 1e-3, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False, "hidden_act": "silu",
     }),
     "granitemoehybrid": ("granitemoehybrid", {
         "layer_types": ["full_attention", "linear_attention"], **MAMBA, "num_local_experts": 5,
@@ -433,5 +702,8 @@ def with_all_experts(case: str) -> dict[str, float]:
     num_experts = next((settings[name] for name in counts if name in settings), None)
     if num_experts is None:
         return {}
-    experts_a_token = next((name for name in ("top_k_experts", "moe_k") if name in settings), "num_experts_per_tok")
-    return {experts_a_token: num_experts, "n_group": 1, "topk_group": 1}
+    experts_a_token = next(
+        (name for name in ("top_k_experts", "moe_k", "moe_topk") if name in settings), "num_experts_per_tok"
+    )
+    groups = {"n_group": 1, "topk_group": 1} if "n_group" in settings else {}
+    return {experts_a_token: num_experts, **groups}

@@ -207,3 +207,18 @@ def test_layers_that_share_keys_and_have_inputs_are_checkpointed_as_others(make_
         next_token_loss(model(ids), ids).backward()
     for expected, found in zip(plain.parameters(), checkpointed.parameters(), strict=True):
         assert torch.equal(expected.grad, found.grad)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["gpt2", "opt"])
+def test_a_text_beyond_the_learned_positions_is_refused(make_checkpoint, case):
+    """Packed documents restart at the first position, so their row may be longer."""
+    model = load_model(make_checkpoint(case, max_position_embeddings=16)[0])
+    ids, halves = torch.arange(34)[None], torch.tensor([0, 16, 32], dtype=torch.int32)
+    packed = model(ids[:, :32], cu_seqlens=halves)
+    torch.testing.assert_close(packed.view(2, 16, -1), model(ids[:, :32].view(2, 16)), atol=1e-5, rtol=1e-5)
+    refused = "longer than 16 tokens, and the model has embeddings of 16 positions"
+    with pytest.raises(ValueError, match=refused):
+        model(ids[:, :17])
+    with pytest.raises(ValueError, match=refused):
+        sample(model, [ids[0, :12].tolist()], Sampling(8))

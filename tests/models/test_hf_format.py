@@ -336,3 +336,23 @@ def test_kimi_k2_is_loaded_and_saved_as_deepseek_v3(make_checkpoint, tmp_path):
     torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
     save_model(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == config
+
+
+@torch.no_grad()
+def test_folders_of_gpt_2_as_published_are_read(make_checkpoint, tmp_path):
+    """Without the prefix of all names, and with the masks of early versions; matrices are transposed there."""
+    folder, reference = make_checkpoint("gpt2")
+    shutil.copytree(folder, tmp_path / "old")
+
+    def as_published(tensors: dict[str, torch.Tensor]) -> None:
+        old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(old, **{"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.1.attn.masked_bias": torch.ones(())})
+
+    replace_weights(tmp_path / "old", as_published)
+    model = load_model(tmp_path / "old")
+    torch.testing.assert_close(model(IDS), reference(IDS).logits, atol=1e-4, rtol=1e-4)
+    weight = reference.transformer.h[1].attn.c_attn.weight
+    assert torch.equal(model.model.layers[1].self_attn.qkv_proj.weight, weight.T)
+    save_model(model, tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()

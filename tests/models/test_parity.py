@@ -5,6 +5,7 @@ Each test that is a key of `COLUMNS` runs over all cases, or over at least one c
 """
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,7 +39,10 @@ COLUMNS = {
     "test_peft_reads_what_was_saved": "PEFT",
     "test_peft_reads_what_was_saved_and_a_merge_computes_the_same": "PEFT",
 }
-WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text")
+# Their heads have their own keys, of the hidden size's share, whatever the configuration's fields say.
+WITHOUT_ROPE_SETTINGS = ("gpt2", "gpt_bigcode", "gptj", "opt")
+WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon", *WITHOUT_ROPE_SETTINGS)
+WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text", "mellum")
 KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
 
@@ -65,7 +69,17 @@ def depends_on_length(reference: Reference) -> bool:
 
 def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     names, parameters = zip(*named_as_in_transformers(model).items(), strict=True)
-    return dict(zip(names, torch.autograd.grad(next_token_loss(logits, ids), parameters), strict=True))
+    grads = dict(zip(names, torch.autograd.grad(next_token_loss(logits, ids), parameters), strict=True))
+    turned = transposed_in_transformers(model)
+    return with_stacked_heads({name: grad.T if name in turned else grad for name, grad in grads.items()})
+
+
+def with_stacked_heads(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack norms of heads that transformers has one by one."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(re.sub(r"_layernorm\.norms\.\d+", "_norm", name), []).append(tensor)
+    return {name: tensors[name] if name in tensors else torch.stack(heads) for name, heads in found.items()}
 
 
 def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -75,6 +89,14 @@ def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Param
     if not isinstance(model, Decoder):
         return parameters
     return {model.source.module_name(name): parameter for name, parameter in parameters.items()}
+
+
+def transposed_in_transformers(model: torch.nn.Module) -> set[str]:
+    """The parameters of our model that transformers has transposed, by its names."""
+    if not isinstance(model, Decoder):
+        return set()
+    source = model.source
+    return {source.module_name(name) for name, _ in model.named_parameters() if source.is_transposed(name)}
 
 
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -96,6 +118,7 @@ def test_logits_equal_transformers(checkpoint, case):
 LATENT = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10}
 SAME_AS = {
     "internlm3": {},
+    "iquestcoder": {"attention_bias": True, "mlp_bias": True},
     "helium": {"head_dim": 8},
     "glm4_moe_lite": LATENT
     | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_hidden_layers": 3}
@@ -231,7 +254,7 @@ def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_p
     source, reference = checkpoint(case, dtype)
     model = load_model(source, dtype=dtype)
     assert model.source.folder == source
-    of_theirs = {name: p.dtype for name, p in named_as_in_transformers(reference).items()}
+    of_theirs = {name: p.dtype for name, p in with_stacked_heads(named_as_in_transformers(reference)).items()}
     assert {name: p.dtype for name, p in named_as_in_transformers(model).items()} == of_theirs
     assert dtype in of_theirs.values()
     save_model(model, tmp_path)
@@ -270,7 +293,9 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])
-@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"])
+@pytest.mark.parametrize(
+    "kind", ["Gemma3", "Mistral3", "Mistral4", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"]
+)
 def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_renamed, tmp_path):
     """With tensor names of transformers 4 and of transformers 5."""
     whole = whole_model(kind)
@@ -327,8 +352,8 @@ def test_whether_a_multimodal_model_ties_its_embeddings_is_read_as_in_transforme
 
 
 def test_a_multimodal_model_with_an_unknown_language_model_is_refused():
-    config = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
-    with pytest.raises(ValueError, match="model_type 'mistral4'; expected for mistral3: ministral3, mistral"):
+    config = {"model_type": "mistral3", "text_config": {"model_type": "mixtral"}}
+    with pytest.raises(ValueError, match="model_type 'mixtral'; expected for mistral3: ministral3, mistral"):
         language_model_config(config)
 
 
@@ -336,14 +361,14 @@ def decoder_of(reference: Reference) -> Decoder:
     """Our model of the reference's config and weights, without a folder."""
     model = build_decoder(decoder_config(reference.config.to_dict()))
     model.source.config = reference.config.to_dict()
-    weights, own = named_as_in_transformers(reference), named_as_in_transformers(model)
+    weights, own = with_stacked_heads(named_as_in_transformers(reference)), named_as_in_transformers(model)
     assert own.keys() == weights.keys()
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(weights[name])
+            parameter.copy_(weights[name].T if name in transposed_in_transformers(model) else weights[name])
         tensors = [*reference.named_buffers(), *reference.named_parameters()]
         tensors = {name.replace(".gate.", ".").replace(".moe_statics.", "."): tensor for name, tensor in tensors}
-        for name, buffer in model.named_buffers():
+        for name, buffer in [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()]:
             place = model.source.module_name(name).replace(".gate.", ".").replace(".moe_statics.", ".")
             buffer.copy_(tensors[place])
     return model
@@ -386,7 +411,8 @@ def configurations(draw, model_type: str) -> dict:
         "linear_value_head_dim": st.integers(1, 9), "linear_conv_kernel_dim": st.integers(2, 5),
         "conv_L_cache": st.integers(2, 5), "conv_bias": st.booleans(), "block_auto_adjust_ff_dim": st.booleans(),
         "block_multiple_of": st.integers(1, 9), "shared_intermediate_size": st.integers(3, 40),
-        "position_embedding_type": st.sampled_from(["rope", None]), "mamba_d_state": st.integers(1, 9),
+        "use_qkv_bias": st.booleans(), "qk_layernorm": st.booleans(),
+        "use_parallel_residual": st.booleans(), "position_embedding_type": st.sampled_from(["rope", None]), "mamba_d_state": st.integers(1, 9),
         "mamba_d_conv": st.integers(2, 5), "mamba_conv_bias": st.booleans(), "mamba_proj_bias": st.booleans(),
         "mamba_rms_norm": st.booleans(), "mamba_norm_before_gate": st.booleans(), "projectors_bias": st.booleans(),
         "ssm_multipliers": st.none() | st.lists(st.floats(0.3, 2.0), min_size=5, max_size=5),
@@ -398,7 +424,14 @@ def configurations(draw, model_type: str) -> dict:
         "mamba_head_dim": st.integers(1, 9), "moe_shared_expert_intermediate_size": st.integers(3, 20),
         "ssm_state_size": st.integers(1, 9), "conv_kernel": st.integers(2, 5), "use_conv_bias": st.booleans(),
         "attention_k_eq_v": st.booleans(), "use_double_wide_mlp": st.booleans(), "enable_moe_block": st.booleans(),
-        "hidden_size_per_layer_input": st.sampled_from([0, 5]),
+        "hidden_size_per_layer_input": st.sampled_from([0, 5]), "n_inner": st.none() | st.integers(5, 60),
+        "ffn_dim": st.integers(5, 60), "enable_bias": st.booleans(), "scale_attn_weights": st.booleans(), "multi_query": st.booleans(),
+        "layer_norm_epsilon": st.floats(1e-6, 1e-2),
+        "moe_topk": st.integers(1, 3),
+        "use_expert_bias": st.booleans(), "num_dense_layers": st.integers(0, 2),
+        "num_shared_experts": st.integers(1, 2), "router_scaling_factor": st.floats(0.5, 3.0),
+        "enable_moe_fp32_combine": st.booleans(),
+        "topk_method": st.sampled_from(["greedy", "group_limited_greedy"]),
     }
     # fmt: on
     if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
@@ -406,7 +439,9 @@ def configurations(draw, model_type: str) -> dict:
     if model_type == "nemotron_h":  # the same of a window
         del optional["sliding_window"]
     chosen = {name: draw(values) for name, values in optional.items() if name in known}
-    activation = next((name for name in ("hidden_activation", "mlp_hidden_act") if name in known), "hidden_act")
+    activation = next(
+        (name for name in ("hidden_activation", "mlp_hidden_act", "activation_function") if name in known), "hidden_act"
+    )
     only_one = next(chosen for family, chosen in CASES.values() if family == model_type).get(activation)
     ropes = [{"rope_type": "default", "rope_theta": 700.0}]
     if model_type == "phimoe":
@@ -417,6 +452,8 @@ def configurations(draw, model_type: str) -> dict:
     elif model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
         ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
         chosen["original_max_position_embeddings"] = draw(st.sampled_from([16, 64]))
+    elif model_type == "mistral4":  # transformers fails with others
+        ropes = [{**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}]
     elif model_type not in WITH_OWN_WINDOWED_ROPE:  # whose layers with a window have settings of their own
         ropes += [YARN, {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}]
         ropes += [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 700.0}]
@@ -440,10 +477,31 @@ def configurations(draw, model_type: str) -> dict:
         chosen["rope_parameters"] = dict(rope)
     if "n_group" in chosen:
         chosen["topk_group"] = draw(st.integers(1, chosen["n_group"]))
-    if model_type == "deepseek_v3":
+    if "kv_lora_rank" in chosen:
         num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
+    if model_type == "mistral4":  # transformers rounds the share of rotated features down
+        chosen["qk_nope_head_dim"], head_dim = head_dim, 2 * head_dim
     if model_type == "ernie4_5_moe":
         chosen["use_bias"] = False  # with them the output layer has one too, and they are refused
+    if model_type in WITHOUT_ROPE_SETTINGS:
+        del chosen["rope_parameters"]
+        chosen["rotary_dim"] = draw(st.sampled_from([head_dim // 2, head_dim]))
+    elif model_type in ("phi", *WITHOUT_GROUPED_HEADS):
+        chosen["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
+    if model_type in ("deepseek_v2", "hy_v3", "exaone_moe"):  # their experts have biases too, and they are refused
+        chosen |= {"mlp_bias": False} if "mlp_bias" in chosen else {}
+    if model_type == "deepseek_v2":  # transformers ignores true, and fails with odd sizes
+        even = {name: 2 * chosen[name] for name in ("qk_nope_head_dim", "kv_lora_rank")}
+        chosen |= {"norm_topk_prob": False, **even}
+    if model_type == "exaone_moe":
+        chosen["layer_types"] = draw(st.lists(st.sampled_from(KINDS), min_size=num_layers, max_size=num_layers))
+        chosen["num_experts"] = draw(st.sampled_from([8, 12]))
+    if "layer_rope_theta" in known:
+        bases = draw(st.lists(st.sampled_from([0, 70.0, 700.0]), min_size=num_layers, max_size=num_layers))
+        chosen["layer_rope_theta"] = draw(st.sampled_from([None, bases]))
+    if "mlp_layer_types" in known:
+        kinds = st.lists(st.sampled_from(["dense", "sparse"]), min_size=num_layers, max_size=num_layers)
+        chosen["mlp_layer_types"] = draw(kinds)
     if model_type == "bamba":
         chosen["attn_layer_indices"] = [num_layers - 1]
     elif model_type != "falcon_h1" and (mixers := FAMILIES[model_type].mixers):
@@ -466,16 +524,18 @@ def configurations(draw, model_type: str) -> dict:
         **chosen,
         activation: only_one or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
         "hidden_size": num_heads * head_dim
-        if model_type in ("phi3", "phimoe", "olmoe", "cohere2", "lfm2")
+        if model_type in ("phi", "phi3", "phimoe", "olmoe", "cohere2", "lfm2", "stablelm", *WITHOUT_GROUPED_HEADS)
         else num_heads * draw(st.integers(3, 9)),
         "head_dim": head_dim,
         "intermediate_size": draw(st.integers(5, 60)),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "max_position_embeddings": draw(st.sampled_from([20, 256])),
+        "max_position_embeddings": draw(st.sampled_from([256] if model_type in WITHOUT_ROPE_SETTINGS else [20, 256])),
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
-        "tie_word_embeddings": draw(st.booleans()) and not chosen.get("lm_head_bias"),
+        "tie_word_embeddings": draw(st.booleans())
+        and not chosen.get("lm_head_bias")
+        and model_type not in ("phi", "gptj"),
     }
 
 

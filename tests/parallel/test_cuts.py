@@ -88,6 +88,13 @@ TWO: dict[str, Case] = {
     "context, latent": Case(CONTEXT, model=LATENT),
     "context, mixture": Case(CONTEXT, {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}),
     "context, adapter": Case(CONTEXT, {"in_backward": True}, model={"lora": LoRAConfig(rank=4, dora=True)}),
+    "context, norms without weights": Case(
+        CONTEXT, {"in_backward": True}, FULL, model={"norm_weights": False, "embedding_norm": True}
+    ),
+    "shards of norms of heads": Case(
+        ALONE,
+        model={"qk_norm": "centered_head", "norm_centered": True, "norm_bias": True, "norm_weight_offset": 1.0},
+    ),
     "tensor, biases, head norms, sinks": Case(
         TENSOR,
         model=dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "attention_sinks"), True)
@@ -254,6 +261,8 @@ REFUSED = [
     ("keys and values made from one latent vector", Case(TENSOR, model=LATENT)),
     ("layers that use another layer's keys", Case(TENSOR, model={"layer": {"kv_from_layer": 0}})),
     ("muon works on whole matrices", Case(TENSOR, {"name": "muon"})),
+    ("does not support this model's learned positions", Case(TENSOR, model={"position_row": 0})),
+    ("does not support this model's learned positions", Case(CONTEXT, model={"position_row": 0})),
     ("parallel.tensor=2 does not support this model's fused projections", Case(TENSOR, model={"fused_qkv": True})),
     ("norms over the queries and keys of all heads", Case(TENSOR, model={"qk_norm": "projection"})),
     ("does not divide this model's 1 key-value heads", Case(TENSOR, model={"num_kv_heads": 1})),

@@ -28,7 +28,7 @@ from lean_ft.models.attention.document_attention import document_attention
 from lean_ft.models.attention.kernels import kernel_of
 from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.layers import RMSNorm, unit_rms
+from lean_ft.models.layers import HeadLayerNorm, RMSNorm, unit_rms
 from lean_ft.models.rope import rotate, rotate_both
 
 # Versions of torch without this flag accept grouped heads by default.
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap, layer.chunk)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
         self.split_sizes = [query_size, kv_size, kv_size]
-        self.is_fused = config.fused_qkv
+        self.is_fused, self.qkv_by_head = config.fused_qkv, config.qkv_by_head
         if self.is_fused:
             self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
         else:
@@ -106,9 +106,15 @@ class Attention(nn.Module):
         self.values_are_keys, self.is_kv_source = layer.values_are_keys, layer_index in config.kv_source_layers
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.is_gated, self.qk_norm = config.attention_gate, config.qk_norm
-        if self.qk_norm is not None:
+        if self.qk_norm == "centered_head":
+            counts = config.num_heads, config.num_kv_heads_of(layer_index)
+            self.q_norm, self.k_norm = (HeadLayerNorm(n, self.head_dim, config.norm_eps) for n in counts)
+        elif self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
-            self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
+            centered, offset = config.qk_norm_centered, config.norm_weight_offset
+            self.q_norm, self.k_norm = (
+                nn.LayerNorm(n, config.norm_eps) if centered else RMSNorm(n, config.norm_eps, offset) for n in sizes
+            )
         self.qk_unit_eps = config.norm_eps if layer.unit_qk else None
         self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
@@ -128,7 +134,9 @@ class Attention(nn.Module):
         Returns (B, T, hidden_size), and also keys and values (B, T, K, D) if other layers attend to them.
         """
         if self.is_fused:
-            query, key, value = self.qkv_proj(hidden).split(self.split_sizes, -1)
+            fused = self.qkv_proj(hidden)
+            by_head = fused.unflatten(-1, (-1, 3 * self.head_dim)) if self.qkv_by_head else None
+            query, key, value = fused.split(self.split_sizes, -1) if by_head is None else by_head.chunk(3, -1)
         else:
             query, key = self.q_proj(hidden), self.k_proj(hidden)
             value = key if self.values_are_keys else self.v_proj(hidden)
@@ -138,8 +146,9 @@ class Attention(nn.Module):
         if self.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
         # (B, T, H, D), and (B, T, K, D) twice
-        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
-        if self.qk_norm == "head":
+        if not self.qkv_by_head:
+            query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
+        if self.qk_norm in ("head", "centered_head"):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.value_norm_eps is not None:
             value = unit_rms(value, self.value_norm_eps)

@@ -23,6 +23,13 @@ from lean_ft.torch_private import is_wrapper_tensor
 _NORM_EPS = 1e-6  # transformers ignores config.json's value here
 
 
+def _growth(cos: Tensor, sin: Tensor) -> Tensor:
+    """The factor (B, T, 1, 1) of queries in cos and sin (2, B, T, R) of queries and keys: a turn of keys keeps the length of
+    a pair of features, or multiplies it by the factor of the rotary scaling."""
+    of_query, of_key = torch.hypot(cos[..., :1].float(), sin[..., :1].float())
+    return (of_query / of_key)[..., None]
+
+
 class LatentAttention(nn.Module):
     """Latent attention with its projections."""
 
@@ -66,6 +73,8 @@ class LatentAttention(nn.Module):
         latent, shared = self.kv_a_proj_with_mqa(hidden).split([self.latent.rank, sizes[1]], -1)
         latent, shared = self.kv_a_layernorm(latent)[:, :, None], shared[:, :, None]  # (B, T, 1, L) and (B, T, 1, R)
         turned, shared = rotate_both(turned, shared, cos, sin, self.interleaved)
+        if cos.dim() == 4:  # queries grow with the position: the growth of the features without rotation too
+            query = query * _growth(cos, sin).to(query.dtype)
         if cache is not None:
             both = torch.cat((latent, shared), -1)
             kept, _ = cache.store(both, both)  # (B, filled, 1, L + R)

@@ -31,6 +31,10 @@ def upper_layers(fields: ConfigFields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer >= fields.count("max_window_layers", least=0)
 
 
+def all_but_every_nth_layer(fields: ConfigFields, layer: int) -> bool:
+    return (layer + 1) % fields.count("sliding_window_pattern") != 0
+
+
 def has_rope(fields: ConfigFields, layer: int) -> bool:
     by_interval = (layer + 1) % fields.count("no_rope_layer_interval") != 0
     if fields.get("no_rope_layers") is None:
@@ -43,7 +47,28 @@ def partial_rope(fields: ConfigFields, layer: int, is_windowed: bool, **facts: A
     return rope_config(fields, may_be_partial=True, **facts)
 
 
+def rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
+    """One base for layers with a window; another base and the scaling for full attention."""
+    theta = fields.positive("rope_local_base_freq" if is_windowed else "rope_theta")
+    if fields.get("rope_parameters") is None:
+        scaling = {} if is_windowed else fields.get("rope_scaling") or {}
+        return rope_config(fields, settings={"rope_theta": theta, **scaling}, key="rope_scaling")
+    kinds = fields.get("rope_parameters")
+    if not isinstance(kinds, dict) or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise fields.wrong("rope_parameters", "an object with full_attention and sliding_attention")
+    kind = "sliding_attention" if is_windowed else "full_attention"
+    settings = {"rope_theta": theta, **(kinds.get(kind) or {})}
+    return rope_config(fields, settings=settings, key=f"rope_parameters: {kind}")
+
+
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+UNGATED_ACTIVATION_NAMES = {
+    **ACTIVATION_NAMES,
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +107,11 @@ class Family:
     # the index of a stacked matrix, which is stored by itself.
     on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prefix_on_disk: str = "model."  # of all parameters but the output layer's
+    prefix_in_memory: str = "model."  # the same in transformers and PEFT
+    layers: str = "layers"  # the name of the layers after either prefix
+    transposed: tuple[str, ...] = ()  # parts of the names of matrices that the folder stores transposed
+    # Ends of the names of tensors in old folders that the computation does not need.
+    unread: tuple[str, ...] = ()
     # Names of modules in memory in transformers and PEFT, if they differ from `on_disk`.
     in_memory: Mapping[str, str] = field(default_factory=dict)
     # The start of the name of transformers' sequence classification model; empty if the family has none.

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from lean_ft.models.config import DeltaRuleConfig, ShortConvolutionConfig
-from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, partial_rope
+from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, number, partial_rope
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, MIXTURE, MIXTURE_DEFAULTS, every_nth_layer_but_some
 from lean_ft.system.config_fields import ConfigFields
 
@@ -27,6 +27,10 @@ def _delta_rule(fields: ConfigFields, fused_projections: bool) -> DeltaRuleConfi
     key_dim, value_dim = (fields.count(f"linear_{of}_head_dim") for of in ("key", "value"))
     num_taps = fields.count("linear_conv_kernel_dim")
     return DeltaRuleConfig(num_key_heads, num_heads, key_dim, value_dim, num_taps, fused_projections)
+
+
+def _listed_type(fields: ConfigFields, layer: int) -> str:
+    return fields.of_each_layer("layer_types")[layer]
 
 
 def _short_convolution(fields: ConfigFields) -> ShortConvolutionConfig:
@@ -61,6 +65,22 @@ _QWEN_HYBRID_MIXTURE = {
 }
 _DELTA_RULE = {"linear_attention": partial(_delta_rule, fused_projections=False)}
 
+_LFM2_FACTS = {
+    "qk_norm": "head", "activation": "silu", "tied_embeddings": lambda fields: fields.flag(
+        "tie_word_embeddings" if fields.get("tie_embedding") is None else "tie_embedding"
+    ),
+}
+_LFM2_ON_DISK = {
+    "input_layernorm": ("operator_norm",), "post_attention_layernorm": ("ffn_norm",),
+    "model.norm": ("model.embedding_norm",), "self_attn.o_proj": ("self_attn.out_proj",),
+    "self_attn.q_norm": ("self_attn.q_layernorm",), "self_attn.k_norm": ("self_attn.k_layernorm",),
+    "mlp.gate_proj": ("feed_forward.w1",), "mlp.up_proj": ("feed_forward.w3",), "mlp.down_proj": ("feed_forward.w2",),
+}
+_LFM2_DEFAULTS = {
+    "num_key_value_heads": 8, "max_position_embeddings": 128_000, "norm_eps": 1e-5, "rope_theta": 1e6,
+    "tie_word_embeddings": True, "conv_L_cache": 3, "conv_bias": False,
+}
+
 HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family(
         scores_as="Qwen3Next", **_QWEN_HYBRID, mixers={"linear_attention": partial(_delta_rule, fused_projections=True)},
@@ -87,24 +107,33 @@ HYBRIDS: dict[str, Family] = {
         },
     ),
     "lfm2": Family(
-        facts={
-            "qk_norm": "head", "activation": "silu", "intermediate_size": _adjusted_intermediate_size,
-            "tied_embeddings": lambda fields: fields.flag(
-                "tie_word_embeddings" if fields.get("tie_embedding") is None else "tie_embedding"
-            ),
-        },
-        mixers={"conv": _short_convolution}, layer_type=_attention_in_full_attn_idxs, norm_eps_field="norm_eps",
-        on_disk={
-            "input_layernorm": ("operator_norm",), "post_attention_layernorm": ("ffn_norm",),
-            "model.norm": ("model.embedding_norm",), "self_attn.o_proj": ("self_attn.out_proj",),
-            "self_attn.q_norm": ("self_attn.q_layernorm",), "self_attn.k_norm": ("self_attn.k_layernorm",),
-            "mlp.gate_proj": ("feed_forward.w1",), "mlp.up_proj": ("feed_forward.w3",),
-            "mlp.down_proj": ("feed_forward.w2",),
-        },
+        facts={**_LFM2_FACTS, "intermediate_size": _adjusted_intermediate_size}, mixers={"conv": _short_convolution},
+        layer_type=_attention_in_full_attn_idxs, norm_eps_field="norm_eps", on_disk=_LFM2_ON_DISK,
         defaults={
-            "num_key_value_heads": 8, "max_position_embeddings": 128_000, "norm_eps": 1e-5, "rope_theta": 1e6,
-            "intermediate_size": 12288, "tie_word_embeddings": True, "conv_L_cache": 3, "conv_bias": False,
-            "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+            **_LFM2_DEFAULTS, "intermediate_size": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
+        },
+    ),
+    "lfm2_moe": Family(
+        facts=_LFM2_FACTS, mixers={"conv": _short_convolution}, layer_type=_listed_type, norm_eps_field="norm_eps",
+        mixture={
+            **MIXTURE, "intermediate_size": count("moe_intermediate_size"), "activation": "silu",
+            "weights_sum_to_one": flag("norm_topk_prob"), "weights_sum_offset": 1e-6, "score": "sigmoid",
+            "has_score_correction": flag("use_expert_bias"), "weights_factor": number("routed_scaling_factor"),
+            "router_aux_loss_coef": 0.0,
+        },
+        has_mixture=lambda fields, layer: layer >= fields.count("num_dense_layers", least=0),
+        on_disk={
+            "mlp.gate.e_score_correction_bias": ("feed_forward.expert_bias",),
+            "mlp.experts.gate_up_proj": ("feed_forward.experts.*.w1.weight", "feed_forward.experts.*.w3.weight"),
+            "mlp.experts.down_proj": ("feed_forward.experts.*.w2.weight",), **_LFM2_ON_DISK,
+            "mlp.gate": ("feed_forward.gate",),
+        },
+        in_memory={"mlp.experts": "feed_forward.experts"},
+        defaults={
+            **_LFM2_DEFAULTS, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
+            "num_experts_per_tok": 4, "num_local_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
         },
     ),
 }

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lean_ft.models.config import Mamba2Config
+from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import ACTIVATION_NAMES, ATTENTION_BIAS, Family, count, flag, number, partial_rope
-from lean_ft.models.families.mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS, MIXTURE, MIXTURE_DEFAULTS
+from lean_ft.models.families.mixtures import GRANITE_IN_MEMORY, GRANITE_MIXTURE, GRANITE_ON_DISK, MIXTURE_DEFAULTS
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import head_dim_of, rope_config
 from lean_ft.system.config_fields import ConfigFields
@@ -129,20 +130,14 @@ MAMBA: dict[str, Family] = {
         mixers={"linear_attention": _mamba2}, layer_type=lambda fields, layer: "linear_attention",
         rope=_optional_rope,
         mixture={
-            **MIXTURE, "num_experts": lambda fields: fields.count("num_local_experts", least=0),
-            "weights_sum_to_one": True, "router_name": "router",
+            **GRANITE_MIXTURE, "num_experts": lambda fields: fields.count("num_local_experts", least=0),
             "shared_intermediate_size": lambda fields: fields.count("shared_intermediate_size"),
-            "shared_is_fused": True,
         },
         on_disk={
-            "mlp.router.": ("block_sparse_moe.router.layer.",),
-            "mlp.experts.gate_up_proj": ("block_sparse_moe.input_linear.weight",),
-            "mlp.experts.down_proj": ("block_sparse_moe.output_linear.weight",),
-            "mlp.shared_expert.gate_up_proj": ("shared_mlp.input_linear",),
-            "mlp.shared_expert.down_proj": ("shared_mlp.output_linear",),
-            "mlp.gate_up_proj": ("shared_mlp.input_linear",), "mlp.down_proj": ("shared_mlp.output_linear",),
+            **GRANITE_ON_DISK, "mlp.gate_up_proj": ("shared_mlp.input_linear",),
+            "mlp.down_proj": ("shared_mlp.output_linear",),
         },
-        in_memory={"mlp.router": "block_sparse_moe.router", "mlp.experts": "block_sparse_moe.experts"},
+        in_memory=GRANITE_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, **_MAMBA_DEFAULTS, **DENSE["granite"].defaults, "num_local_experts": 8,
             "num_experts_per_tok": 2, "intermediate_size": 11008, "shared_intermediate_size": 1024,

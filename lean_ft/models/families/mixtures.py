@@ -1,9 +1,10 @@
 """Families with attention in every layer and a mixture of experts in some or all layers."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from lean_ft.models.config import LatentConfig
+from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import (
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
@@ -13,15 +14,15 @@ from lean_ft.models.families.family import (
     flag,
     has_rope,
     number,
-    partial_rope,
+    rope_by_window,
     upper_layers,
 )
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import head_dim_of, rope_config, rope_settings
+from lean_ft.models.rope_settings import rope_config, rope_settings
 from lean_ft.system.config_fields import ConfigFields
 
 
-def _num_experts(fields: ConfigFields) -> int:
+def num_experts_of(fields: ConfigFields) -> int:
     """transformers has written either field for the same family; defaults have the first."""
     names = [name for name in ("num_local_experts", "num_experts") if fields.config.get(name) is not None]
     counts = {name: fields.count(name) for name in names or ["num_local_experts"]}
@@ -30,7 +31,7 @@ def _num_experts(fields: ConfigFields) -> int:
     return next(iter(counts.values()))
 
 
-def _router_aux_loss_coef(fields: ConfigFields) -> float:
+def router_aux_loss_coef(fields: ConfigFields) -> float:
     """transformers adds the loss only if it also returns the router's logits."""
     return fields.positive("router_aux_loss_coef", or_0=True) if fields.flag("output_router_logits") else 0.0
 
@@ -47,22 +48,27 @@ def every_nth_layer_but_some(fields: ConfigFields, layer: int) -> bool:
     return layer not in without and (layer + 1) % fields.count("decoder_sparse_step") == 0
 
 
-def _all_layers_but_the_first(fields: ConfigFields, layer: int) -> bool:
+def all_layers_but_the_first(fields: ConfigFields, layer: int) -> bool:
     return layer >= fields.count("first_k_dense_replace", least=0)
 
 
-def _rope_of_rotary_dim(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
-    """Partial rotation; published files have the number of rotated features."""
-    if fields.get("rotary_dim") is None:
-        return rope_config(fields, may_be_partial=True)
+def sparse_layers(fields: ConfigFields, layer: int) -> bool:
+    """Those that `mlp_layer_types` lists; without it, all but the first."""
+    if fields.get("mlp_layer_types") is None:
+        return all_layers_but_the_first(fields, layer)
+    kind = fields.of_each_layer("mlp_layer_types")[layer]
+    if kind not in ("dense", "sparse"):
+        raise fields.wrong("mlp_layer_types", "dense or sparse for each layer")
+    return kind == "sparse"
+
+
+def _rope_by_layer(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    """A base for each layer; 0 is no rotation."""
+    if fields.get("layer_rope_theta") is None:
+        return rope_config(fields)
     key, settings = rope_settings(fields)
-    share = {"partial_rotary_factor": fields.count("rotary_dim") / head_dim_of(fields)}
-    return rope_config(fields, settings={**share, **settings}, key=key, may_be_partial=True)
-
-
-def _every_nth_layer_between(fields: ConfigFields, layer: int) -> bool:
-    first, last = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", least=-1)
-    return first <= layer and (layer <= last or last == -1) and (layer + 1) % fields.count("moe_layer_interval") == 0
+    theta = fields.of_each_layer("layer_rope_theta")[layer]
+    return rope_config(fields, settings={**settings, "rope_theta": theta}, key=key) if theta else None
 
 
 def _listed_or_every_nth_layer(fields: ConfigFields, layer: int) -> bool:
@@ -78,24 +84,6 @@ def _interleaved_rope_or_growing_queries(fields: ConfigFields, layer: int, is_wi
         return None
     growth = {"query_growth": fields.positive("attn_scale"), "query_growth_positions": fields.count("floor_scale")}
     return RopeConfig(theta=1.0, scaling="proportional", nonzero_fraction=0.0, query_growth_start=1, **growth)
-
-
-def _latent(fields: ConfigFields) -> LatentConfig:
-    query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
-    return LatentConfig(
-        fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
-    )
-
-
-def _yarn_scale(fields: ConfigFields) -> float:
-    """The scale of the scores, which grows with `yarn`'s factor."""
-    scale = (fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")) ** -0.5
-    key, settings = rope_settings(fields)
-    if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
-        return scale
-    own = fields.object(key)
-    factor = own.positive("factor")
-    return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
 def _longrope_with_two_scales(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -117,6 +105,18 @@ def _head_bias(fields: ConfigFields) -> bool:
     return fields.flag("lm_head_bias")
 
 
+def _always_normed(fields: ConfigFields) -> str:
+    fields.expect("which transformers always computes", use_qk_norm=True)
+    return "turned_head"
+
+
+def _with_one_number_of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Published files list `moe_topk` for each layer."""
+    number = config.get("moe_topk", config.get("num_experts_per_tok"))
+    is_same = isinstance(number, list) and len(set(map(str, number))) == 1
+    return config if number is None else {**config, "moe_topk": number[0] if is_same else number}
+
+
 def _two_experts_per_token(fields: ConfigFields) -> int:
     if (number := fields.count("num_experts_per_tok")) != 2:
         raise fields.wrong("num_experts_per_tok", "2, which transformers always uses")
@@ -126,8 +126,8 @@ def _two_experts_per_token(fields: ConfigFields) -> int:
 # A table: related fields share a line.
 # fmt: off
 MIXTURE = {
-    "num_experts": _num_experts, "experts_per_token": count("num_experts_per_tok"),
-    "intermediate_size": count("intermediate_size"), "router_aux_loss_coef": _router_aux_loss_coef,
+    "num_experts": num_experts_of, "experts_per_token": count("num_experts_per_tok"),
+    "intermediate_size": count("intermediate_size"), "router_aux_loss_coef": router_aux_loss_coef,
 }
 MIXTURE_DEFAULTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 EXPERTS_ON_DISK = {
@@ -135,31 +135,34 @@ EXPERTS_ON_DISK = {
     "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
 }
 
-_MIXTRAL_ON_DISK = {
+MIXTRAL_ON_DISK = {
     "mlp.gate.": ("block_sparse_moe.gate.",),
     "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
     "mlp.experts.down_proj": ("block_sparse_moe.experts.*.w2.weight",),
 }
-_MIXTRAL_IN_MEMORY = {"mlp.": "mlp."}  # transformers has renamed the module, not its stored tensors
-CORRECTED_MIXTURE = {
-    "num_experts": count("n_routed_experts"), "experts_per_token": count("num_experts_per_tok"),
-    "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
-    "shared_intermediate_size": lambda fields: (
-        fields.count("moe_intermediate_size") * fields.count("n_shared_experts", least=0)
-    ),
-    "shared_name": "shared_experts", "score": "sigmoid", "has_score_correction": True, "num_groups": count("n_group"),
-    "groups_per_token": count("topk_group"), "weights_factor": number("routed_scaling_factor"),
-    "router_in_float32": True,
+MIXTRAL_IN_MEMORY = {"mlp.": "mlp."}  # transformers has renamed the module, not its stored tensors
+_GRANITE: dict[str, Any] = {**DENSE["granite"].facts, "mlp_bias": False}
+GRANITE_MIXTURE = {**MIXTURE, "weights_sum_to_one": True, "router_name": "router", "shared_is_fused": True}
+_GRANITE_SHARED_MIXTURE = {**GRANITE_MIXTURE, "shared_intermediate_size": count("shared_intermediate_size", least=0)}
+_GRANITE_SHARED_ON_DISK = {
+    "mlp.shared_expert.gate_up_proj": ("shared_mlp.input_linear",),
+    "mlp.shared_expert.down_proj": ("shared_mlp.output_linear",),
 }
-CORRECTED_MIXTURE_DEFAULTS = {
-    "num_experts_per_tok": 8, "norm_topk_prob": True, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-    "routed_scaling_factor": 1.0,
+GRANITE_ON_DISK = {
+    "mlp.router.": ("block_sparse_moe.router.layer.",),
+    "mlp.experts.gate_up_proj": ("block_sparse_moe.input_linear.weight",),
+    "mlp.experts.down_proj": ("block_sparse_moe.output_linear.weight",), **_GRANITE_SHARED_ON_DISK,
+}
+GRANITE_IN_MEMORY = {"mlp.router": "block_sparse_moe.router", "mlp.experts": "block_sparse_moe.experts"}
+_GRANITE_DEFAULTS = {
+    **MIXTURE_DEFAULTS, **DENSE["granite"].defaults, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "intermediate_size": 11008, "shared_intermediate_size": 0,
 }
 
 MIXTURES: dict[str, Family] = {
     "mixtral": Family(
-        scores_as="Mixtral", has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=_MIXTRAL_ON_DISK,
-        in_memory=_MIXTRAL_IN_MEMORY,
+        scores_as="Mixtral", has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=MIXTRAL_ON_DISK,
+        in_memory=MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -172,7 +175,7 @@ MIXTURES: dict[str, Family] = {
             **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False, "router_name": "router",
             "sparsemixer_margin": lambda fields: 2 * fields.positive("router_jitter_noise", or_0=True),
         },
-        on_disk={**_MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)}, in_memory=_MIXTRAL_IN_MEMORY,
+        on_disk={**MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)}, in_memory=MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6, "num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01,
@@ -216,59 +219,60 @@ MIXTURES: dict[str, Family] = {
             "qkv_bias": True,
         },
     ),
-    "glm4_moe": Family(
-        facts={
-            "qkv_bias": flag("attention_bias"),
-            "qk_norm": lambda fields: "head" if fields.flag("use_qk_norm") else None,
-        },
-        rope=partial_rope, mixture=CORRECTED_MIXTURE, has_mixture=_all_layers_but_the_first, on_disk=EXPERTS_ON_DISK,
-        defaults={
-            **CORRECTED_MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False, "moe_intermediate_size": 1408,
-            "n_routed_experts": 128, "first_k_dense_replace": 1,
-        },
+    "granitemoe": Family(
+        facts=_GRANITE, mixture=GRANITE_MIXTURE, on_disk=GRANITE_ON_DISK, in_memory=GRANITE_IN_MEMORY,
+        defaults=_GRANITE_DEFAULTS,
     ),
-    "ernie4_5_moe": Family(
-        rope=lambda fields, layer, is_windowed: rope_config(fields, interleaved=True, in_float32=True),
+    "granitemoeshared": Family(
+        facts=_GRANITE, mixture=_GRANITE_SHARED_MIXTURE, on_disk=GRANITE_ON_DISK, in_memory=GRANITE_IN_MEMORY,
+        defaults=_GRANITE_DEFAULTS,
+    ),
+    "granitemoe_swa": Family(
+        facts={**_GRANITE, "attention_sinks": True}, has_window=lambda fields, layer: layer % 4 != 0,
+        reads_layer_types=True, rope=_rope_by_layer, mixture=_GRANITE_SHARED_MIXTURE,
+        on_disk={**_GRANITE_SHARED_ON_DISK, "mlp.": ("block_sparse_moe.",)},
+        defaults={**_GRANITE_DEFAULTS, "sliding_window": 128},
+    ),
+    "hunyuan_v1_moe": Family(
+        scores_as="HunYuanMoEV1", facts={**ATTENTION_BIAS, "qk_norm": _always_normed},
+        rope=DENSE["hunyuan_v1_dense"].rope, preprocessed=_with_one_number_of_experts,
         mixture={
-            "num_experts": count("moe_num_experts"), "experts_per_token": count("moe_k"),
-            "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": True,
-            "shared_intermediate_size": lambda fields: (
-                fields.count("moe_intermediate_size") * fields.count("moe_num_shared_experts", least=0)
-            ),
-            "shared_name": "shared_experts", "has_score_correction": True, "correction_is_row": True, "router_in_float32": True,
-            "router_weight_in_float32": True, "router_aux_loss_coef": _router_aux_loss_coef,
+            **MIXTURE, "experts_per_token": count("moe_topk"), "weights_sum_to_one": True,
+            "shared_intermediate_size": count("intermediate_size"), "router_aux_loss_coef": 0.0,
+            "router_in_float32": True, "router_weight_in_float32": True,
         },
-        has_mixture=_every_nth_layer_between,
-        on_disk={"mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",), **EXPERTS_ON_DISK},
+        on_disk={
+            **DENSE["hunyuan_v1_dense"].on_disk, "mlp.gate": ("mlp.gate.wg",),
+            "mlp.shared_expert.": ("mlp.shared_mlp.",), **EXPERTS_ON_DISK,
+        },
         defaults={
-            **MIXTURE_DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5, "tie_word_embeddings": True, "moe_intermediate_size": 1536, "moe_k": 6,
-            "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
-            "moe_layer_interval": 1,
+            **MIXTURE_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_local_experts": 1,
+            "moe_topk": 1,
         },
     ),
-    "minimax_m2": Family(
-        facts={"qk_norm": "projection"}, rope=_rope_of_rotary_dim,
-        mixture={**MIXTURE, "weights_sum_to_one": True, "score": "sigmoid", "has_score_correction": True},
-        on_disk={"mlp.gate.e_score": ("block_sparse_moe.e_score",), **_MIXTRAL_ON_DISK}, in_memory=_MIXTRAL_IN_MEMORY,
+    "flex_olmo": Family(
+        facts={**ATTENTION_BIAS, "norm_placement": "post", "qk_norm": "projection"},
+        mixture={**MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")}, on_disk=EXPERTS_ON_DISK,
         defaults={
-            **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
-            "rope_theta": 5e6, "num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1536,
+            **MIXTURE_DEFAULTS, "max_position_embeddings": 4096, "rope_theta": 5e5, "num_local_experts": 7,
+            "num_experts_per_tok": 5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
         },
     ),
-    "deepseek_v3": Family(
-        scores_as="DeepseekV3", facts={
-            **ATTENTION_BIAS, "num_kv_heads": count("num_attention_heads"), "attention_scale": _yarn_scale,
-            "latent": _latent,
+    "mellum": Family(
+        facts={**ATTENTION_BIAS, "qk_norm": "head"}, has_window=lambda fields, layer: False, reads_layer_types=True,
+        rope=rope_by_window,
+        mixture={
+            **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": flag("norm_topk_prob"),
         },
-        rope=lambda fields, layer, is_windowed: rope_config(fields, interleaved=fields.flag("rope_interleave")),
-        mixture=CORRECTED_MIXTURE, has_mixture=_all_layers_but_the_first, on_disk=EXPERTS_ON_DISK,
+        has_mixture=sparse_layers, on_disk=EXPERTS_ON_DISK,
         defaults={
-            **CORRECTED_MIXTURE_DEFAULTS, "max_position_embeddings": 4096, "moe_intermediate_size": 2048,
-            "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
-            "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_interleave": True,
+            **MIXTURE_DEFAULTS, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 131072,
+            "sliding_window": 1024, "num_local_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896,
+            "norm_topk_prob": True, "first_k_dense_replace": 0, "rope_local_base_freq": 1e4, "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         },
     ),
     "llama4_text": Family(
@@ -279,7 +283,7 @@ MIXTURES: dict[str, Family] = {
         preprocessed=lambda config: {k: v for k, v in config.items() if k != "no_rope_layers" or v},
         rope=_interleaved_rope_or_growing_queries,
         mixture={
-            "num_experts": _num_experts, "experts_per_token": count("num_experts_per_tok"),
+            "num_experts": num_experts_of, "experts_per_token": count("num_experts_per_tok"),
             "intermediate_size": count("intermediate_size"), "weights_sum_to_one": False, "router_name": "router",
             "score": "sigmoid", "scales_input": True, "input_first": True, "peft_expects_input_first": False,
             "shared_intermediate_size": count("intermediate_size"),

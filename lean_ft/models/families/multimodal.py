@@ -27,7 +27,9 @@ MULTIMODAL: dict[str, Multimodal] = {
     "llama4": Multimodal(
         {"llama4_text": "Llama4ForCausalLM"}, modules=("", "language_model."), tied_by_text=(True, False, None),
     ),
-    "mistral3": Multimodal({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}),
+    "mistral3": Multimodal({
+        "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM",
+    }),
     "smolvlm": Multimodal({"llama": "LlamaForCausalLM"}, modules=("model.", "model.text_model.")),
     "qwen2_vl": Multimodal({"qwen2": "Qwen2ForCausalLM"}, tied_by_text=(True,)),
     "qwen2_5_vl": Multimodal({"qwen2": "Qwen2ForCausalLM"}, tied_by_text=(True,)),
