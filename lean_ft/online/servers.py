@@ -48,7 +48,7 @@ class Server:
     def __init__(self, url: str, folder: Path) -> None:
         """folder: for the weights; the server must see it under the same absolute path. Raises ValueError if no server
         answers, or it does not follow this protocol."""
-        self._url, self._folder, self._version = url.rstrip("/"), folder.absolute(), ""
+        self._url, self._folder, self._weight_version = url.rstrip("/"), folder.absolute(), ""
         self._context: int | None = None  # of the model
         self._places = Semaphore(MOST_REQUESTS)
         # The server is on this machine or network, so the environment's proxy does not apply.
@@ -71,8 +71,8 @@ class Server:
                 for place, part in source.stored(name, tensor.detach(), as_read=True)
             }
             write_file(self._folder / f"{layer}.safetensors", of_layer, {"format": "pt"})
-        self._version, self._context = uuid4().hex, context_length(source.config)
-        self._load(str(self._folder), self._version)
+        self._weight_version, self._context = uuid4().hex, context_length(source.config)
+        self._load(str(self._folder), self._weight_version)
         self._check_version()
 
     def sample(
@@ -123,9 +123,9 @@ class Server:
     def _check_version(self) -> None:
         """Raise TrainingFailed if the server has other weights than the last ones, as after a restart."""
         here = self._ask(self.version_route)["weight_version"]
-        if here != self._version:
+        if here != self._weight_version:
             raise TrainingFailed(
-                f"{self._url} has weights of version {here}; expected {self._version}. It was restarted, or another run uses it."
+                f"{self._url} has weights of version {here}; expected {self._weight_version}. It was restarted, or another run uses it."
             )
 
     def _ask(self, route: str, content: dict[str, Any] | None = None) -> Any:

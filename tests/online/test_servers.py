@@ -202,7 +202,7 @@ def test_the_server_gets_the_names_of_the_folder_that_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole_model("Gemma3").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(VLLMServer, "_ask", lambda self, *_: {"weight_version": self._version})
+    monkeypatch.setattr(VLLMServer, "_ask", lambda self, *_: {"weight_version": self._weight_version})
     VLLMServer("http://server", tmp_path / "weights").give_weights(load_model(tmp_path / "model"))
     given = {name for file in (tmp_path / "weights").glob("*.safetensors") for name in load_file(file)}
     assert given == {name for name in load_file(tmp_path / "model" / "model.safetensors") if "language_model" in name}
