@@ -114,7 +114,11 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131_072}
         | {"rope_theta": 500_000.0, "tie_word_embeddings": True},
     ),
-    "qwen2_5_omni_text": ("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 4, "rope_theta": 1e6, "tie_word_embeddings": True}),
+    "qwen2_5_omni_text": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"num_key_value_heads": 4, "rope_theta": 1e6, "tie_word_embeddings": True},
+    ),
     "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM", _QWEN2_VL),
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", _QWEN2_VL),
     "qwen3_vl_text": (
@@ -126,7 +130,7 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {"num_key_value_heads": 16, "max_position_embeddings": 128_000, "rope_theta": 500_000.0}
-        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_experts": 60},
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
     ),
 }
 # Values that the other models always have, whatever their config.json says.
@@ -184,7 +188,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
         text = {"rope_scaling": config.get("rope_scaling")}
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected an object with the language model's settings.")
-    sizes = SIZES_7B.get(text.get("model_type", next(iter(whole.families))), {})
+    sizes = SIZES_7B.get(str(text.get("model_type", next(iter(whole.families)))), {})
     vision = VISION_FAMILIES.get(config["model_type"]) if images else None
     text = {
         key: _rope(value, vision) if key.startswith("rope_") else value for key, value in as_its_family(text).items()
@@ -285,7 +289,9 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         if str(family_name) in REFUSED:
             raise ValueError(f"{found}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
         nearest = did_you_mean(str(family_name), [*FAMILIES, *MULTIMODAL, *_SAME_AS])
-        raise ValueError(f"{found}, which lean_ft does not read.{nearest} docs/models.md lists the models that it reads.")
+        raise ValueError(
+            f"{found}, which lean_ft does not read.{nearest} docs/models.md lists the models that it reads."
+        )
     _check_architecture(config, where)
     config = family.preprocessed(config)
     fields = ConfigFields(config, {**_DEFAULTS, **family.defaults}, where)

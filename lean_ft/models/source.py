@@ -20,8 +20,25 @@ if TYPE_CHECKING:
     from lean_ft.parallel.vocabulary import CutVocabulary
 
 # How names of tensors outside of the language model begin.
-_OF_IMAGES = ("vision_", "visual.", "visual_", "image_", "video_tower.", "embed_vision.", "high_res_vision_", "vqmodel.")
-_OF_IMAGES += ("multi_modal_projector.", "mm_projector.", "projector.", "connector.", "aligner.", "merger.", "generation_")
+_OF_IMAGES = (
+    "vision_",
+    "visual.",
+    "visual_",
+    "image_",
+    "video_tower.",
+    "embed_vision.",
+    "high_res_vision_",
+    "vqmodel.",
+)
+_OF_IMAGES += (
+    "multi_modal_projector.",
+    "mm_projector.",
+    "projector.",
+    "connector.",
+    "aligner.",
+    "merger.",
+    "generation_",
+)
 _OF_IMAGES += ("mlp1.", "mlp_AR.")
 _OF_SOUND = ("audio_tower.", "embed_audio.")
 

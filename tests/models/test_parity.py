@@ -305,7 +305,9 @@ def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_r
     stored = load_file(file)
     assert any(part in name for part in ("vision", "visual", "image_tower") for name in stored)
     if kind in RENAMED_LAYERS:
-        stored = {re.sub(r"^(language_model\.model\.)(blocks|encoder\.layers)", r"\1layers", n): t for n, t in stored.items()}
+        stored = {
+            re.sub(r"^(language_model\.model\.)(blocks|encoder\.layers)", r"\1layers", n): t for n, t in stored.items()
+        }
     if is_renamed:
         names = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
         if not any(name.startswith("language_model.") for name in stored):

@@ -11,16 +11,23 @@ from tests.models.family_cases import CASES, SIZES
 _TOWER = {"hidden_size": 16, "d_model": 16, "intermediate_size": 16, "encoder_ffn_dim": 16, "head_dim": 8}
 _TOWER |= {"num_hidden_layers": 1, "encoder_layers": 1, "depth": 1, "global_attn_indexes": [0], "image_size": 28}
 _TOWER |= {"num_attention_heads": 2, "encoder_attention_heads": 2, "num_heads": 2, "num_key_value_heads": 2}
-_TOWER |= {"embed_dim": 16, "output_channels": 16, "out_hidden_size": 48, "patch_size": 14, "num_position_embeddings": 16}
+_TOWER |= {
+    "embed_dim": 16,
+    "output_channels": 16,
+    "out_hidden_size": 48,
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+}
 _TOWER |= {"mlp_dim": 16, "projection_dim": 16, "init_pos_emb_height": 4, "init_pos_emb_width": 4}
 _ids = {f"{kind}_{end}": 98 for kind in ("image", "video", "audio") for end in ("token_id", "token_index")}
 _ids |= {f"{kind}_{end}_token_id": 98 for kind in ("image", "video", "vision") for end in ("start", "end")}
 _WHOLE = {**_ids, "hidden_size": SIZES["hidden_size"], "vocab_size": SIZES["vocab_size"]}
 # Positions with three axes; the sizes of the axes add up to half of the rotated features.
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_PARTIAL_ROPE = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}
 _TEXT: dict[str, dict[str, Any]] = {
-    **{f"{name}_text": {"rope_parameters": _ROPE} for name in ("glm4v", "glm_ocr", "qwen2_5_omni", "qwen2_vl")},
-    "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [0, 1, 1]}},
+    **{f"{name}_text": {"rope_parameters": _ROPE} for name in ("glm_ocr", "qwen2_5_omni", "qwen2_vl")},
+    **{f"{name}_text": {"rope_parameters": _PARTIAL_ROPE} for name in ("glm4v", "glm4v_moe")},
     "granite_docling_text": {"logits_scaling": 0.5},  # so that a wrong logit shows
     "paddleocr_vl_text": {"rope_parameters": _ROPE, "head_dim": 8},
 }

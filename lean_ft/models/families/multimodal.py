@@ -65,7 +65,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "glm_ocr": replace(_GLM4, **_BY_TEXT),
     "glmga": _GLM4,
     "got_ocr2": _QWEN2,
-    "granite_docling": Multimodal({"granite": "GraniteForCausalLM"}),
+    "granite_docling": Multimodal({"granite": "GraniteForCausalLM"}, modules=_IDEFICS.modules),
     "hyperclovax_vision_v2": Multimodal({"hyperclovax": "HyperCLOVAXForCausalLM"}),
     "idefics2": _IDEFICS,
     "idefics3": _IDEFICS,
