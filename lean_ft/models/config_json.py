@@ -57,9 +57,12 @@ _MLP_TYPES = ("mlp", "moe")  # layer types of feed-forward layers in families wi
 # The field with the window's size and the fact of LayerConfig that it sets, by layer type.
 _WINDOWS = {"sliding_attention": ("sliding_window", "window"), "chunked_attention": ("attention_chunk_size", "chunk")}
 
+_GLM4V = {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "head_dim": None}
 _QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+_QWEN3_VL = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 # Models that compute the same as another family and are saved as that family: its name, transformers' class, and the values
 # of absent fields.
+# fmt: off
 _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", {}),
     "glm4_moe_lite": (
@@ -86,53 +89,31 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
     ),
-    "glm4v_text": (
-        "glm4",
-        "Glm4ForCausalLM",
-        {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768, "head_dim": None},
-    ),
-    "glm_ocr_text": (
-        "glm4",
-        "Glm4ForCausalLM",
-        {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": None},
-    ),
-    "glm4v_moe_text": (
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        {"attention_bias": True, "max_position_embeddings": 65_536},
-    ),
+    "glm4v_text": ("glm4", "Glm4ForCausalLM", _GLM4V | {"max_position_embeddings": 32_768}),
+    "glm_ocr_text": ("glm4", "Glm4ForCausalLM", _GLM4V | {"num_key_value_heads": 8}),
+    "glm4v_moe_text": ("glm4_moe", "Glm4MoeForCausalLM", {"attention_bias": True, "max_position_embeddings": 65_536}),
     "granite_docling_text": (
-        "granite",
-        "GraniteForCausalLM",
-        {"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "max_position_embeddings": 32_768, "tie_word_embeddings": True}
-        | {"embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263}
-        | {"attention_multiplier": 0.015625},
+        "granite", "GraniteForCausalLM",
+        {"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
+         "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263, "attention_multiplier": 1 / 64},
     ),
     "paddleocr_vl_text": (
-        "llama",
-        "LlamaForCausalLM",
-        {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131_072}
-        | {"rope_theta": 500_000.0, "tie_word_embeddings": True},
+        "llama", "LlamaForCausalLM",
+        {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131_072,
+         "rope_theta": 5e5, "tie_word_embeddings": True},
     ),
     "qwen2_5_omni_text": (
-        "qwen2",
-        "Qwen2ForCausalLM",
-        {"num_key_value_heads": 4, "rope_theta": 1e6, "tie_word_embeddings": True},
+        "qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 4, "rope_theta": 1e6, "tie_word_embeddings": True},
     ),
     "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM", _QWEN2_VL),
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", _QWEN2_VL),
-    "qwen3_vl_text": (
-        "qwen3",
-        "Qwen3ForCausalLM",
-        {"max_position_embeddings": 128_000, "rope_theta": 500_000.0},
-    ),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", _QWEN3_VL),
     "qwen3_vl_moe_text": (
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        {"num_key_value_heads": 16, "max_position_embeddings": 128_000, "rope_theta": 500_000.0}
-        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        _QWEN3_VL | {"num_key_value_heads": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
     ),
 }
+# fmt: on
 # Values that the other models always have, whatever their config.json says.
 _FIXED = {
     "glm4v_text": {"attention_bias": True},

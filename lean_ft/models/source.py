@@ -30,16 +30,8 @@ _OF_IMAGES = (
     "high_res_vision_",
     "vqmodel.",
 )
-_OF_IMAGES += (
-    "multi_modal_projector.",
-    "mm_projector.",
-    "projector.",
-    "connector.",
-    "aligner.",
-    "merger.",
-    "generation_",
-)
-_OF_IMAGES += ("mlp1.", "mlp_AR.")
+_OF_IMAGES += ("multi_modal_projector.", "mm_projector.", "projector.", "connector.", "aligner.", "merger.", "mlp1.")
+_OF_IMAGES += ("generation_", "mlp_AR.")
 _OF_SOUND = ("audio_tower.", "embed_audio.")
 
 

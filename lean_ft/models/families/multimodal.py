@@ -26,17 +26,15 @@ SIZES_7B: dict[str, dict[str, int]] = {
     "mistral": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 SIZES_7B = {family: {"vocab_size": 32_000, **sizes} for family, sizes in SIZES_7B.items()}
-# Language models of multimodal models that take any, but those whose logits transformers would scale only when alone.
+# Language models of multimodal models that take any. Not Gemma 2, whose logits have a soft cap only outside of these models.
 _ANY = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
     "phi3": "Phi3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
 }
+_ANY |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+_ANY |= {"gpt_oss": "GptOssForCausalLM"}
 _BY_TEXT: dict[str, Any] = {"tied_by_text": (True,)}
 _COHERE2 = Multimodal({"cohere2": "Cohere2ForCausalLM"}, fixed={"logit_scale": 1.0})
 _GLM4 = Multimodal({"glm4": "Glm4ForCausalLM"})
