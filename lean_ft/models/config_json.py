@@ -12,7 +12,7 @@ from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
-from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, no_layer
+from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, no_layer
 from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import ConfigFields, listed
@@ -57,8 +57,12 @@ _MLP_TYPES = ("mlp", "moe")  # layer types of feed-forward layers in families wi
 # The field with the window's size and the fact of LayerConfig that it sets, by layer type.
 _WINDOWS = {"sliding_attention": ("sliding_window", "window"), "chunked_attention": ("attention_chunk_size", "chunk")}
 
+_GLM4V = {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "head_dim": None}
+_QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+_QWEN3_VL = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 # Models that compute the same as another family and are saved as that family: its name, transformers' class, and the values
 # of absent fields.
+# fmt: off
 _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", {}),
     "glm4_moe_lite": (
@@ -85,18 +89,38 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
     ),
-    "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
-    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", {}),
-    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", {}),
+    "glm4v_text": ("glm4", "Glm4ForCausalLM", _GLM4V | {"max_position_embeddings": 32_768}),
+    "glm_ocr_text": ("glm4", "Glm4ForCausalLM", _GLM4V | {"num_key_value_heads": 8}),
+    "glm4v_moe_text": ("glm4_moe", "Glm4MoeForCausalLM", {"attention_bias": True, "max_position_embeddings": 65_536}),
+    "granite_docling_text": (
+        "granite", "GraniteForCausalLM",
+        {"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
+         "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263, "attention_multiplier": 1 / 64},
+    ),
+    "paddleocr_vl_text": (
+        "llama", "LlamaForCausalLM",
+        {"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131_072,
+         "rope_theta": 5e5, "tie_word_embeddings": True},
+    ),
+    "qwen2_5_omni_text": (
+        "qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 4, "rope_theta": 1e6, "tie_word_embeddings": True},
+    ),
+    "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM", _QWEN2_VL),
+    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM", _QWEN2_VL),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM", _QWEN3_VL),
     "qwen3_vl_moe_text": (
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        {"num_key_value_heads": 16, "max_position_embeddings": 128_000, "rope_theta": 500_000.0}
-        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        _QWEN3_VL | {"num_key_value_heads": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
     ),
 }
+# fmt: on
 # Values that the other models always have, whatever their config.json says.
-_FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True, "use_sliding_window": False}}
+_FIXED = {
+    "glm4v_text": {"attention_bias": True},
+    "glm_ocr_text": {"attention_bias": False},
+    "glm4v_moe_text": {"use_qk_norm": False},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True, "use_sliding_window": False},
+}
 _IMAGE_FIELDS = ("image", "video", "vision", "audio")
 
 # transformers' sequence classification models, by family.
@@ -117,7 +141,10 @@ def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"mlp_layer_types of config.json is {kinds}; expected dense layers before sparse layers.")
         config["first_k_dense_replace"] = num_dense
     fixed = _FIXED.get(config["model_type"], {})
-    return defaults | config | fixed | {"model_type": family, "architectures": [architecture]}
+    found = defaults | config | fixed | {"model_type": family, "architectures": [architecture]}
+    if "head_dim" in defaults and found["head_dim"] is None:  # the family has another default
+        found["head_dim"] = head_dim_of(ConfigFields(found, {}, "config.json"))
+    return found
 
 
 def _rope(rope: Any, vision: VisionFamily | None) -> Any:
@@ -142,6 +169,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
         text = {"rope_scaling": config.get("rope_scaling")}
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected an object with the language model's settings.")
+    sizes = SIZES_7B.get(str(text.get("model_type", next(iter(whole.families)))), {})
     vision = VISION_FAMILIES.get(config["model_type"]) if images else None
     text = {
         key: _rope(value, vision) if key.startswith("rope_") else value for key, value in as_its_family(text).items()
@@ -163,7 +191,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
         shared.pop(tied, None)
     elif shared.get(tied) is not None:
         text.pop(tied, None)
-    found = {**shared, **text, "model_type": family, "architectures": [whole.families[family]]}
+    found = {**sizes, **shared, **text, **whole.fixed, "model_type": family, "architectures": [whole.families[family]]}
     if str(config.get("architectures")).endswith(f"{OF_SCORES}']"):  # saved by lean_ft, or of Gemma 3 by transformers
         labels = {key: config[key] for key in ("id2label", "label2id") if key in config}
         found |= {"architectures": [SCORE_ARCHITECTURES.get(family)], **labels}
@@ -238,9 +266,12 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     family_name = config.get("model_type")
     family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
     if family is None:
+        found = f"{where}: model_type is {family_name!r}"
+        if str(family_name) in REFUSED:
+            raise ValueError(f"{found}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
+        nearest = did_you_mean(str(family_name), [*FAMILIES, *MULTIMODAL, *_SAME_AS])
         raise ValueError(
-            f"{where}: model_type is {family_name!r}; expected one of {listed([*FAMILIES, *MULTIMODAL])}."
-            f"{did_you_mean(str(family_name), FAMILIES)}"
+            f"{found}, which lean_ft does not read.{nearest} docs/models.md lists the models that it reads."
         )
     _check_architecture(config, where)
     config = family.preprocessed(config)

@@ -19,8 +19,19 @@ if TYPE_CHECKING:
     from lean_ft.parallel.context import RowTokens
     from lean_ft.parallel.vocabulary import CutVocabulary
 
-_OF_IMAGES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "embed_vision.")
-_OF_IMAGES += ("vision_embedder.",)
+# How names of tensors outside of the language model begin.
+_OF_IMAGES = (
+    "vision_",
+    "visual.",
+    "visual_",
+    "image_",
+    "video_tower.",
+    "embed_vision.",
+    "high_res_vision_",
+    "vqmodel.",
+)
+_OF_IMAGES += ("multi_modal_projector.", "mm_projector.", "projector.", "connector.", "aligner.", "merger.", "mlp1.")
+_OF_IMAGES += ("generation_", "mlp_AR.")
 _OF_SOUND = ("audio_tower.", "embed_audio.")
 
 

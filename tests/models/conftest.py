@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 
+from lean_ft.models.families import MULTIMODAL
 from tests.models.family_cases import CASES, LONG_CASES, SIZES
+from tests.models.tiny_wholes import tiny_whole
 
 # transformers has this language model without an entry in its table, because it is published inside a multimodal model.
 transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
@@ -123,11 +125,20 @@ _QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_hea
 _QWEN_VISION |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
 
+# The other multimodal types, by their model_type; short tests have those with names or fields of their own.
+_TYPES = {getattr(transformers, f"{name}Config").model_type for name in WHOLES}
+OTHER_WHOLES = [
+    pytest.param(name, marks=[pytest.mark.long] * (name not in ("aya_vision", "glm4v", "got_ocr2", "idefics3")))
+    for name in MULTIMODAL
+    if name not in _TYPES
+]
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}  # of heads of 8 features
 
 
 def whole_model(name: str) -> Reference:
     """A random tiny multimodal model; ids up to 95 are text."""
+    if name in MULTIMODAL:
+        return tiny_whole(name)
     case, vision, others = WHOLES[name]
     model_type, text = CASES[case]
     if name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"):

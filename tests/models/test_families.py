@@ -7,8 +7,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from lean_ft.models import RopeConfig, decoder_config, load_model
-from lean_ft.models.config_json import language_model_config
-from lean_ft.models.families import FAMILIES
+from lean_ft.models.config_json import as_its_family, language_model_config
+from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED
 from lean_ft.training.summary import describe_model
 
 LLAMA = {
@@ -186,6 +186,32 @@ def test_a_config_with_the_fields_of_text_and_images_in_one(tmp_path):
     assert ours == decoder_config(language_model_config(theirs)) == decoder_config(QWEN2_5_0_5B)
 
 
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_fields_that_a_multimodal_config_leaves_out_have_transformers_defaults(name):
+    """Also the sizes of a language model, which the first LLaVA models leave out."""
+    kind = transformers.CONFIG_MAPPING[name]
+    own = kind().text_config.model_type
+    for text_type in [own] if own not in FAMILIES else [own, *set(MULTIMODAL[name].families) - {own}]:
+        for sizes in ({}, SIZES):
+            experts = {"num_experts": 8} if name == "qwen3_vl_moe" else {}  # every published file has it
+            text = {"model_type": text_type, **sizes, **experts, "tie_word_embeddings": False}
+            whole = {"model_type": name, "tie_word_embeddings": False, "text_config": text}
+            try:
+                theirs = decoder_config(language_model_config(kind.from_dict(whole).to_dict()))
+            except (ValueError, StrictDataclassError):  # transformers checks the image encoder's width
+                continue
+            try:
+                assert decoder_config(language_model_config(whole)) == theirs, text_type
+            except ValueError:  # a size is missing
+                assert not sizes
+
+
+def test_a_type_is_either_read_or_refused():
+    read = {*FAMILIES, *MULTIMODAL}
+    assert not read & REFUSED.keys()
+    assert all(as_its_family({"model_type": name})["model_type"] == name for name in REFUSED)
+
+
 def test_dropout_of_the_file_changes_nothing_and_is_reported(make_checkpoint):
     settings = {"attention_dropout": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.0, "classifier_dropout": 0.3}
     assert decoder_config({**LLAMA, **settings}) == decoder_config(LLAMA)
@@ -220,10 +246,13 @@ def test_settings_of_single_layers(number):
     [
         (
             {"model_type": "lama"},
-            r"model_type is 'lama'; expected one of apertus, .*, llama, .*\. Did you mean 'llama'\?",
+            r"model_type is 'lama', which lean_ft does not read\. Did you mean 'llama'\? docs/models",
         ),
-        ({"model_type": "mamba2"}, r"model_type is 'mamba2'; expected one of .*qwen3.*Did you mean 'bamba'"),
-        ({"model_type": "gemma3n"}, r"model_type is 'gemma3n'; expected one of .*gemma3.* Did you mean 'gemma"),
+        ({"model_type": "mamba2"}, r"model_type is 'mamba2', which lean_ft does not read\. Did you mean 'bamba'"),
+        ({"model_type": "gemma3n"}, r"model_type is 'gemma3n', which lean_ft does not read\. Did you mean 'gemma3'"),
+        ({"model_type": "deepseek_v32"}, r"model_type is 'deepseek_v32': an indexer chooses the tokens"),
+        ({"model_type": "glm5_next_text"}, r"model_type is 'glm5_next_text': an indexer chooses the tokens"),
+        ({"model_type": "t5"}, "model_type is 't5': it has an encoder and a decoder"),
         (
             {"model_type": "gemma4_text", "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
             "layer_types ends with sliding_attention; expected full_attention",

@@ -21,10 +21,11 @@ from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import Decoder, build_decoder, decoder_config, load_model, save_model
 from lean_ft.models.config_json import as_its_family, language_model_config
-from lean_ft.models.families import FAMILIES
+from lean_ft.models.families import FAMILIES, MULTIMODAL
 from tests.generation.plain_draws import samples
-from tests.models.conftest import Reference, reference_model, whole_model
+from tests.models.conftest import OTHER_WHOLES, Reference, reference_model, whole_model
 from tests.models.family_cases import CASES, NUM_TOKENS, YARN, longrope, with_all_experts
+from tests.models.tiny_wholes import RENAMED_LAYERS, tiny_whole
 
 # The columns of the table of families by test.
 COLUMNS = {
@@ -292,17 +293,33 @@ UNREAD = {
 }
 
 
+KINDS_OF_WHOLES = [
+    "Gemma3",
+    "Mistral3",
+    "Mistral4",
+    "Qwen3VLMoe",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+    "Gemma4",
+    "Llama4",
+    *OTHER_WHOLES,
+]
+
+
 @pytest.mark.parametrize("is_renamed", [False, True])
-@pytest.mark.parametrize(
-    "kind", ["Gemma3", "Mistral3", "Mistral4", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Gemma4", "Llama4"]
-)
+@pytest.mark.parametrize("kind", KINDS_OF_WHOLES)
 def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_renamed, tmp_path):
     """With tensor names of transformers 4 and of transformers 5."""
     whole = whole_model(kind)
     whole.save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     stored = load_file(file)
-    assert any("vision" in name or "visual" in name for name in stored)
+    has_tower = any(part in name for part in ("vision", "visual", "image_tower") for name in stored)
+    assert has_tower or kind == "gemma4_unified"  # by default it has none
+    if kind in RENAMED_LAYERS:
+        stored = {
+            re.sub(r"^(language_model\.model\.)(blocks|encoder\.layers)", r"\1layers", n): t for n, t in stored.items()
+        }
     if is_renamed:
         names = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
         if not any(name.startswith("language_model.") for name in stored):
@@ -325,8 +342,24 @@ def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_r
         torch.testing.assert_close(reopened(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("text_type", MULTIMODAL["llava"].families)
+def test_a_multimodal_model_takes_language_models_of_several_families(text_type, tmp_path):
+    for name in ("llava", "idefics3"):
+        whole, ids = tiny_whole(name, text_type), token_ids(2, 20).clamp(max=95)
+        whole.save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            expected = whole(input_ids=ids).logits
+        assert expected.std() > 0.3
+        torch.testing.assert_close(load_model(tmp_path / name)(ids), expected, atol=1e-4, rtol=1e-4)
+
+
+TYING = ["Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Gemma4", "Llama4"]
+TYING += [one for one in OTHER_WHOLES if one.values[0] not in RENAMED_LAYERS]
+
+
 @pytest.mark.parametrize("levels", [(True, False), (False, True), (True, None)], ids=str)
-@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Gemma4", "Llama4"])
+@pytest.mark.parametrize("kind", TYING)
 def test_whether_a_multimodal_model_ties_its_embeddings_is_read_as_in_transformers(kind, levels, tmp_path):
     """`tie_word_embeddings` differs between the top level and text_config, and the folder has no output layer."""
     whole = whole_model(kind)

@@ -11,13 +11,15 @@ from lean_ft import load_model
 from lean_ft.export import export_folder
 from lean_ft.peft import apply_lora, load_adapter, restore_adapter, save_adapter
 from lean_ft.settings import LoRAConfig
-from tests.models.conftest import WHOLES, whole_model
+from tests.models.conftest import OTHER_WHOLES, WHOLES, whole_model
+from tests.models.tiny_wholes import RENAMED_LAYERS
 from tests.peft.conftest import randomize
 
 peft = pytest.importorskip("peft")
 
 QUICK = ("Gemma3", "Mistral3", "Qwen3VLMoe", "Qwen3_5Moe")
 NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in WHOLES]
+OTHERS = [one for one in OTHER_WHOLES if one.values[0] not in RENAMED_LAYERS]
 IDS = torch.arange(3, 43).view(2, 20)
 OF_TEXT = r".*(language|text)_model\..*\.(q_proj|o_proj|out_proj|up_proj|w3|in_proj_qkv)"
 EXPERTS = {"Qwen3VLMoe", "Qwen3_5Moe", "Llama4"}
@@ -25,6 +27,7 @@ STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 CONFIGS = {
     "regex": {"target_modules": OF_TEXT},
     "dora": {"target_modules": OF_TEXT, "use_dora": True},
+    "attention": {"target_modules": r".*(language|text)_model\..*\.(q_proj|o_proj|query_key_value)"},
     # A list selects layers of some image encoders too; they do not change the logits of a text.
     "list": {"target_modules": ["q_proj", "o_proj", "out_proj"]},
     "patterns": {
@@ -76,8 +79,11 @@ def assert_equal(logits, expected, plain):
     torch.testing.assert_close(logits, expected, atol=2e-5 * expected.abs().max().item(), rtol=0)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(*name.values, kind, marks=name.marks) for name in NAMES for kind in CONFIGS]
+    + [pytest.param(*name.values, "attention", marks=name.marks) for name in OTHERS],
+)
 @torch.no_grad()
 def test_an_adapter_of_peft_has_its_logits(name, kind, folder_of, tmp_path, capsys):
     folder = folder_of(name)
@@ -104,8 +110,11 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(*name.values, kind, marks=name.marks) for name in NAMES for kind in SETTINGS]
+    + [pytest.param(*name.values, "all", marks=name.marks) for name in OTHERS],
+)
 @torch.no_grad()
 def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(name, kind, folder_of, tmp_path, recwarn):
     folder = folder_of(name)

@@ -10,10 +10,11 @@ from lean_ft.models.families.latent import LATENT
 from lean_ft.models.families.layer_norm import LAYER_NORM
 from lean_ft.models.families.mamba import MAMBA
 from lean_ft.models.families.mixtures import MIXTURES
-from lean_ft.models.families.multimodal import MULTIMODAL, Multimodal
+from lean_ft.models.families.multimodal import MULTIMODAL, SIZES_7B, Multimodal
 from lean_ft.models.families.older import OLDER
+from lean_ft.models.families.refused import REFUSED
 
-__all__ = ["FAMILIES", "MULTIMODAL", "Family", "Multimodal", "no_layer"]
+__all__ = ["FAMILIES", "MULTIMODAL", "REFUSED", "SIZES_7B", "Family", "Multimodal", "no_layer"]
 
 FAMILIES: dict[str, Family] = {
     **DENSE,

@@ -1,7 +1,8 @@
 """Models that also read images or sound: the families of their language models, and where transformers keeps these."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,27 +16,89 @@ class Multimodal:
     tied_by_text: tuple[bool | None, ...] = ()
     # Whether transformers stores one tensor per projection for all experts of a layer, whatever the `Family` has.
     stacks_experts: bool = False
+    # Fields of the language model whose values in text_config the multimodal model ignores.
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
+
+# Sizes that many published multimodal models leave out.
+SIZES_7B: dict[str, dict[str, int]] = {
+    "llama": {"hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "mistral": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+SIZES_7B = {family: {"vocab_size": 32_000, **sizes} for family, sizes in SIZES_7B.items()}
+# Language models of multimodal models that take any. Not Gemma 2, whose logits have a soft cap only outside of these models.
+_ANY = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+_ANY |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+_ANY |= {"gpt_oss": "GptOssForCausalLM"}
+_BY_TEXT: dict[str, Any] = {"tied_by_text": (True,)}
+_COHERE2 = Multimodal({"cohere2": "Cohere2ForCausalLM"}, fixed={"logit_scale": 1.0})
+_GLM4 = Multimodal({"glm4": "Glm4ForCausalLM"})
+_IDEFICS = Multimodal(_ANY, modules=("model.", "model.text_model."))
+_LLAMA = Multimodal({"llama": "LlamaForCausalLM"})
+_LLAVA = Multimodal(_ANY, **_BY_TEXT)
+_QWEN2 = Multimodal({"qwen2": "Qwen2ForCausalLM"})
+_QWEN3 = Multimodal({"qwen3": "Qwen3ForCausalLM"})
+_QWEN3_5 = Multimodal({"qwen3_5_text": "Qwen3_5ForCausalLM"})
 
 # A table: related fields share a line.
 # fmt: off
 MULTIMODAL: dict[str, Multimodal] = {
+    "aya_vision": _COHERE2,
+    "cohere2_vision": _COHERE2,
+    "deepseek_vl": _LLAMA,
+    "deepseek_vl_hybrid": _LLAMA,
+    "exaone4_5": Multimodal({"exaone4": "Exaone4ForCausalLM"}),
+    "fuyu": Multimodal({"persimmon": "PersimmonForCausalLM"}),
     "gemma3": Multimodal({"gemma3_text": "Gemma3ForCausalLM"}),
     "gemma4": Multimodal({"gemma4_text": "Gemma4ForCausalLM"}),
     "gemma4_unified": Multimodal({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}),
+    "glm46v": _GLM4,
+    "glm4v": replace(_GLM4, **_BY_TEXT),
+    "glm4v_moe": Multimodal({"glm4_moe": "Glm4MoeForCausalLM"}, **_BY_TEXT),
+    "glm_ocr": replace(_GLM4, **_BY_TEXT),
+    "glmga": _GLM4,
+    "got_ocr2": _QWEN2,
+    "granite_docling": Multimodal({"granite": "GraniteForCausalLM"}, modules=_IDEFICS.modules),
+    "hyperclovax_vision_v2": Multimodal({"hyperclovax": "HyperCLOVAXForCausalLM"}),
+    "idefics2": _IDEFICS,
+    "idefics3": _IDEFICS,
+    "internvl": Multimodal(_ANY),
+    "janus": _LLAMA,
+    "kimi_k25": Multimodal({"deepseek_v3": "DeepseekV3ForCausalLM"}),
     "lfm2_vl": Multimodal({"lfm2": "Lfm2ForCausalLM"}),
+    "lighton_ocr": _QWEN3,
     "llama4": Multimodal(
         {"llama4_text": "Llama4ForCausalLM"}, modules=("", "language_model."), tied_by_text=(True, False, None),
     ),
+    "llava": _LLAVA,
+    "llava_next": Multimodal(_ANY),
+    "llava_next_video": _LLAVA,
+    "llava_onevision": _LLAVA,
+    "minicpm_ocr": _QWEN3_5,
+    "minicpmv4_6": _QWEN3_5,
+    "minicpmv4_7": _QWEN3_5,
     "mistral3": Multimodal({
         "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM",
     }),
-    "smolvlm": Multimodal({"llama": "LlamaForCausalLM"}, modules=("model.", "model.text_model.")),
-    "qwen2_vl": Multimodal({"qwen2": "Qwen2ForCausalLM"}, tied_by_text=(True,)),
-    "qwen2_5_vl": Multimodal({"qwen2": "Qwen2ForCausalLM"}, tied_by_text=(True,)),
-    "qwen3_vl": Multimodal({"qwen3": "Qwen3ForCausalLM"}),
+    "ovis2": Multimodal(_ANY),
+    "paddleocr_vl": replace(_LLAMA, **_BY_TEXT),
+    "pp_chart2table": _QWEN2,
+    "qianfan_ocr": _QWEN3,
+    "qwen2_vl": replace(_QWEN2, **_BY_TEXT),
+    "qwen2_5_omni_thinker": _QWEN2,
+    "qwen2_5_vl": replace(_QWEN2, **_BY_TEXT),
+    "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": Multimodal({"qwen3_moe": "Qwen3MoeForCausalLM"}, stacks_experts=True),
-    "qwen3_5": Multimodal({"qwen3_5_text": "Qwen3_5ForCausalLM"}),
+    "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": Multimodal({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}),
+    "smolvlm": _IDEFICS,
+    "video_llama_3": replace(_QWEN2, **_BY_TEXT),
+    "video_llava": Multimodal(_ANY),
+    "vipllava": Multimodal(_ANY),
 }
 # fmt: on

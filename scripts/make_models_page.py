@@ -1,0 +1,89 @@
+"""Write docs/models.md: which model types of the installed transformers lean_ft reads, and why not the others.
+
+    python scripts/make_models_page.py
+
+Reads transformers' default config of each type by lean_ft's tables of families. It takes seconds, and builds no model: that
+the numbers equal transformers' is what `tests/models` checks for every family.
+"""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING, __version__
+from transformers.models.auto import modeling_auto
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lean_ft.models import decoder_config  # noqa: E402
+from lean_ft.models.config_json import as_its_family, language_model_config  # noqa: E402
+from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED  # noqa: E402
+from lean_ft.models.vision.config import VISION_FAMILIES  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+CAUSAL = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+WITH_IMAGES = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+NO_ROW = "no: no family computes it"
+INTRODUCTION = """# Models
+
+The model types (`model_type` of `config.json`) that transformers {version} has, and whether lean_ft reads them. `scripts/make_models_page.py`
+writes this page. It reads transformers' default configuration of each type. [Model families](families.md) describes the
+families and how each is compared with transformers.
+
+- **{causal}** causal language models are read.
+- **{images}** models of images and text are read: {towers} with their images ([Images](images.md)), the others as their language model.
+
+A published model is the one that transformers' documentation of the type names. The type decides: other models of the same type are read as
+well, unless a field of their `config.json` asks for a computation that lean_ft lacks. The error then names the field.
+"""
+
+
+def published(model_type: str) -> str:
+    """The model that transformers' documentation of a type names."""
+    kind = CONFIG_MAPPING[model_type]
+    mark = rf'checkpoint="([^"]+)"[^)]*\)\s+(?:@\w+\s+)*class {kind.__name__}\b'
+    found = re.search(mark, Path(inspect.getfile(kind)).read_text())
+    return f"`{found[1]}`" if found else ""
+
+
+def reading(model_type: str) -> str:
+    """How lean_ft reads a type, or why it does not."""
+    if model_type in REFUSED:
+        return f"no: {REFUSED[model_type]}"
+    alias = as_its_family({"model_type": model_type, "hidden_size": 48, "num_attention_heads": 6})["model_type"]
+    if model_type not in MULTIMODAL and alias not in FAMILIES:
+        return NO_ROW
+    config = language_model_config(as_its_family(CONFIG_MAPPING[model_type]().to_dict()))
+    try:
+        decoder_config(config | {"architectures": None}, where=model_type)
+    except ValueError as error:  # of a field's default; published files have other values
+        print("transformers' defaults are refused:", error)
+    if model_type in VISION_FAMILIES:
+        return "with images"
+    if model_type in MULTIMODAL:
+        return "language model, " + " or ".join(f"`{family}`" for family in MULTIMODAL[model_type].families)
+    return "yes" if alias == model_type else f"yes, as `{alias}`"
+
+
+def table(types: list[str]) -> tuple[int, str]:
+    """The number of types that are read, and a table of all."""
+    readings = {name: reading(name) for name in types}
+    rows = [f"| `{name}` | {published(name)} | {how} |" for name, how in readings.items()]
+    text = "\n".join(["| type | published model | read |", "|---|---|---|", *rows])
+    return sum(not how.startswith("no: ") for how in readings.values()), text
+
+
+def main() -> None:
+    (num_causal, causal), (num_images, images) = table(CAUSAL), table(WITH_IMAGES)
+    introduction = INTRODUCTION.format(
+        version=__version__, causal=f"{num_causal} of {len(CAUSAL)}", images=f"{num_images} of {len(WITH_IMAGES)}",
+        towers=len(VISION_FAMILIES.keys() & set(WITH_IMAGES)),
+    )  # fmt: skip
+    PAGE.write_text(f"{introduction}\n## Language models\n\n{causal}\n\n## Models of images and text\n\n{images}\n")
+    print(re.search(r"(?s)- \*\*.*?\n\n", introduction)[0].strip())  # pyright: ignore[reportOptionalSubscript]
+
+
+if __name__ == "__main__":
+    main()
