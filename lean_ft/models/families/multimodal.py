@@ -21,6 +21,7 @@ class Multimodal:
 # fmt: off
 MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal({"gemma3_text": "Gemma3ForCausalLM"}),
+    "gemma3n": Multimodal({"gemma3n_text": "Gemma3nForCausalLM"}),
     "gemma4": Multimodal({"gemma4_text": "Gemma4ForCausalLM"}),
     "gemma4_unified": Multimodal({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}),
     "lfm2_vl": Multimodal({"lfm2": "Lfm2ForCausalLM"}),
