@@ -130,6 +130,16 @@ MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
 
 
 @dataclass(frozen=True)
+class StreamsConfig:
+    """Several residual streams, of which each layer computes one and predicts the others."""
+
+    number: int
+    active: int  # the stream that layers compute
+    coefficient_limit: float | None  # coefficients are clamped to this from both sides in training
+    scales_input: bool  # the gates of per-layer inputs read the active stream times a trained vector
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """One layer."""
 
@@ -144,6 +154,7 @@ class LayerConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
+    gate_sparsity: float = 0.0  # share of the gates that a cutoff, from their mean and deviation, sets to 0
     unit_qk: bool = False  # each head's rotated queries and keys are RMS-normed without a weight
     values_are_keys: bool = False  # values are the key projection, before norm and rotation
     kv_from_layer: int | None = None  # the earlier layer whose keys and values this layer attends to; None: its own
@@ -208,6 +219,8 @@ class DecoderConfig:
     layer_input_dim: int = 0  # features of a per-layer token embedding, added after the feed-forward layer; 0: none
     layer_input_vocab_size: int = 0  # of this embedding
     layer_scalars: bool = False  # each layer's output is multiplied by a stored number that is not trained
+    streams: StreamsConfig | None = None  # None: one residual stream
+    branch_rank: int = 0  # of a low-rank branch beside attention; their sum is divided by sqrt(2); 0: none
     head_bias: bool = False  # the output layer has a bias
     vision: VisionConfig | None = None  # None: the model does not read images
     num_scores: int = (

@@ -22,6 +22,7 @@ from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.layers import MLP, RMSNorm, gated, residual_norm
 from lean_ft.models.moe import MixtureOfExperts
 from lean_ft.models.positions import lengths_of_documents, position_rows, positions_of
+from lean_ft.models.residual_streams import LowRankBranch, ResidualStreams, mean_of_streams, streams_of
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 from lean_ft.models.routing import Routes, RoutingStatistics
 from lean_ft.models.source import Sharding, Source
@@ -86,8 +87,10 @@ class Block(nn.Module):
             self.mlp = mixture
         if self.mlp is None and layer.has_mlp:
             inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.gated)
-            fused, multipliers = config.fused_gate_up, config.mlp_multipliers
-            self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, fused, multipliers)
+            others = config.fused_gate_up, config.mlp_multipliers, layer.gate_sparsity
+            self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, *others)
+        self.altup = None if config.streams is None else ResidualStreams(config)
+        self.laurel = LowRankBranch(config) if config.branch_rank else None
         self.activation, self.has_input = config.activation, config.layer_input_dim > 0
         if self.has_input:
             self.per_layer_input_gate = nn.Linear(config.hidden_size, config.layer_input_dim, bias=False)
@@ -111,7 +114,7 @@ class Block(nn.Module):
         layer_input: Tensor | None = None,
         recorded: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, ...] | None, KeysAndValues | None]:
-        """Compute hidden states (B, T, D) from `hidden` (B, T, D).
+        """Compute hidden states (B, T, D) from `hidden` (B, T, D); both are (B, T, S, D) with several residual streams.
 
         cos and sin: (B or 1, T, rotated features), or None. shared: keys and values of an earlier layer that this layer
         attends to. layer_input: (B, T, inputs). recorded: (B, T, K) experts, as in `Router.choose`.
@@ -123,11 +126,15 @@ class Block(nn.Module):
         into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
         given = beside = None
         routes: tuple[Tensor, ...] | None = None
+        if self.altup is not None:
+            predicted = self.altup.predict(hidden)
+            hidden = predicted[..., self.altup.active, :]
         if self.mixer_names:
             normed = self._normed(into_attention, hidden)
             beside = self._normed(into_mlp, normed if into_mlp is None else hidden) if self.is_parallel else None
             added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, sight, shared)
             hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
+            hidden = hidden if self.laurel is None else (hidden + self.laurel(normed)) / 2**0.5
         if self.mlp is not None:
             read = self._normed(into_mlp, hidden) if beside is None else beside
             added = self.mlp(read) if recorded is None or self.mixture is not None else self.mlp(read, read, recorded)
@@ -140,10 +147,13 @@ class Block(nn.Module):
                 routes = tuple(decided)
                 added = self._normed(after_mlp, added) + self._normed(after_experts, mixed)
             hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
+        hidden = hidden if self.altup is None else self.altup.correct(predicted, hidden)
         if self.has_input:
             assert layer_input is not None
-            inner = gated(self.per_layer_input_gate(hidden), layer_input, self.activation)
-            hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(inner))
+            read = hidden if self.altup is None else self.altup.read(hidden)
+            inner = gated(self.per_layer_input_gate(read), layer_input, self.activation)
+            added = self.post_per_layer_input_norm(self.per_layer_projection(inner))
+            hidden = hidden + added if self.altup is None else self.altup.add(hidden, added)
         if self.layer_scalar is not None:
             hidden = hidden * self.layer_scalar
         return hidden if routes is None and given is None else (hidden, routes, given)
@@ -180,8 +190,13 @@ class Trunk(nn.Module):
             self.embed_positions = nn.Embedding(config.position_row + config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = residual_norm(config)
+        if config.streams is not None:
+            for name in ("altup_projections", "altup_unembed_projections"):
+                sizes = [(config.hidden_size,) * 2] * (config.streams.number - 1)
+                self.add_module(name, nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes))
         if dim := config.layer_input_dim:
-            pad_id = config.vision and config.vision.pad_id  # images do not train its row, as in transformers
+            # The row of tokens that are images or have no row is not trained, as in transformers.
+            pad_id = 0 if config.layer_input_vocab_size < config.vocab_size else config.vision and config.vision.pad_id
             self.embed_tokens_per_layer = nn.Embedding(config.layer_input_vocab_size, config.num_layers * dim, pad_id)
             self.per_layer_model_projection = nn.Linear(config.hidden_size, config.num_layers * dim, bias=False)
             self.per_layer_projection_norm = RMSNorm(dim, config.norm_eps, config.norm_weight_offset)
@@ -368,6 +383,8 @@ class Decoder(nn.Module):
             positions = positions.expand(input_ids.shape)
         rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
         inputs, keys_and_values = self._layer_inputs(input_ids, hidden), {}
+        if self.config.streams is not None:
+            hidden = streams_of(hidden, self.model.altup_projections)
         for i, layer in enumerate(self.model.layers):
             rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
             cos, sin = (None, None) if rope is None else rotations[rope]
@@ -385,6 +402,8 @@ class Decoder(nn.Module):
                     routes.add(i, *routed)
             if images is not None and i < len(deep):
                 hidden = hidden.flatten(0, 1).index_add(0, images.places, deep[i]).view_as(hidden)
+        if self.config.streams is not None:
+            hidden = mean_of_streams(hidden, self.model.altup_unembed_projections)
         hidden = self.model.norm(hidden)
         if self.config.logits_divisor != 1.0:  # divides hidden states, because losses never hold all logits at once
             hidden = hidden / self.config.logits_divisor
@@ -426,6 +445,8 @@ class Decoder(nn.Module):
         dim, trunk = self.config.layer_input_dim, self.model
         if not dim:
             return ()
+        if self.config.layer_input_vocab_size < self.config.vocab_size:
+            input_ids = input_ids.where(input_ids < self.config.layer_input_vocab_size, 0)
         of_token = self._scaled(trunk.embed_tokens_per_layer(input_ids), dim**0.5).unflatten(-1, (-1, dim))
         projected = trunk.per_layer_model_projection(hidden) * self.config.hidden_size**-0.5
         projected = trunk.per_layer_projection_norm(projected.unflatten(-1, (-1, dim)))

@@ -9,6 +9,7 @@ Shapes: D features, I intermediate features.
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -211,7 +212,8 @@ class _XIELU(torch.autograd.Function):
 class MLP(nn.Module):
     """The feed-forward layer: down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))).
 
-    fused: gate and up are one matrix. multipliers: of the gate and of the output.
+    fused: gate and up are one matrix. multipliers: of the gate and of the output. gate_sparsity: the share of a token's gates
+    that the cutoff would set to 0 if they were normally distributed; it is subtracted from the others.
 
     Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; squared ReLU: So et al. 2021, https://arxiv.org/abs/2109.08668.
     """
@@ -229,8 +231,10 @@ class MLP(nn.Module):
         has_gate: bool = True,
         fused: bool = False,
         multipliers: tuple[float, float] = (1.0, 1.0),
+        gate_sparsity: float = 0.0,
     ) -> None:
         super().__init__()
+        self.num_deviations = NormalDist().inv_cdf(gate_sparsity) if gate_sparsity else None
         self.activation, self.multipliers, self.is_fused, self.has_gate = activation, multipliers, fused, has_gate
         if fused:
             self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
@@ -250,6 +254,11 @@ class MLP(nn.Module):
         of_gate, of_result = self.multipliers
         gate = gate if of_gate == 1.0 else gate * of_gate
         overwrites = self.overwrites or not torch.compiler.is_compiling()
+        if self.num_deviations is not None:
+            gate, overwrites = (
+                _above_cutoff(gate, self.num_deviations),
+                False,
+            )  # the backward pass of ReLU reads its result
         down = self.down_proj(gated(gate, up, self.activation, overwrites=overwrites))
         return down if of_result == 1.0 else down * of_result
 
@@ -258,6 +267,13 @@ def _activated(x: Tensor, activation: str) -> Tensor:
     if activation in ACTIVATIONS:
         return ACTIVATIONS[activation].value(x)
     return x.relu() if activation == "relu" else x.relu().square()
+
+
+def _above_cutoff(x: Tensor, num_deviations: float) -> Tensor:
+    """ReLU(x - cutoff), where the cutoff is that many standard deviations above the mean of the features."""
+    deviation, mean = torch.std_mean(x, -1, correction=0, keepdim=True)
+    factor = torch.full((), num_deviations, dtype=x.dtype, device=x.device)  # rounded to the dtype first
+    return F.relu(x - (mean + deviation * factor))
 
 
 class _Gated(torch.autograd.Function):

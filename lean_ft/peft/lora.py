@@ -214,7 +214,7 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
                 if (frozen := _frozen(model, f"{name}.{own}", getattr(module, own), cfg.quantize)) is not None:
                     delattr(module, own)
                     setattr(module, own, frozen)
-        elif not isinstance(module, nn.Linear) or name in (OUTPUT, SCORE) or name.startswith(TOWER):
+        elif type(module) is not nn.Linear or name in (OUTPUT, SCORE) or name.startswith(TOWER):
             return
         elif (frozen := _frozen(model, f"{name}.weight", module.weight, cfg.quantize)) is not None:
             model.set_submodule(name, FrozenLinear(frozen, module.bias))

@@ -51,6 +51,7 @@ LONG_CASES = {
     "opt_untied",
     "gpt_bigcode_heads_with_their_own_keys",
     "cohere2_untied_biases",
+    "gemma3n_text_other_stream",
     "gemma4_text_keys_are_values",
     "phimoe_window_tied",
     "qwen2_moe_some_layers",
@@ -111,6 +112,8 @@ SHARED_EXPERTS = {
 }
 
 MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_chunk_size": 7}
+GEMMA_3N = {"vocab_size_per_layer_input": 90, "head_dim": 12, "sliding_window": 6, "hidden_size_per_layer_input": 7}
+GEMMA_3N |= {"laurel_rank": 5, "final_logit_softcapping": 3.0}
 GEMMA_4 = {"vocab_size_per_layer_input": 101, "head_dim": 12, "global_head_dim": 20, "sliding_window": 6}
 
 # A table: related fields share a line.
@@ -180,6 +183,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text_capped": ("gemma3_text", {
         "head_dim": 8, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
         "final_logit_softcapping": 4.0, "attention_bias": True,
+    }),
+    "gemma3n_text": ("gemma3n_text", {
+        **GEMMA_3N, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "intermediate_size": [80, 64, 80, 64, 80, 96],
+        "layer_types": ["full_attention", "sliding_attention"] * 3,
+        "activation_sparsity_pattern": [0.95, 0.7, 0.0, 0.5, 0.0, 0.3],
+    }),
+    "gemma3n_text_other_stream": ("gemma3n_text", {
+        **GEMMA_3N, "num_kv_shared_layers": 0, "altup_num_inputs": 3, "altup_active_idx": 2, "altup_correct_scale": False,
+        "tie_word_embeddings": False, "attention_bias": True, "hidden_activation": "silu", "rms_norm_eps": 1e-3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+        },
     }),
     "gemma4_text": ("gemma4_text", {
         **GEMMA_4, "num_hidden_layers": 6,

@@ -70,7 +70,8 @@ def depends_on_length(reference: Reference) -> bool:
 
 def gradients(model: torch.nn.Module, logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     names, parameters = zip(*named_as_in_transformers(model).items(), strict=True)
-    grads = dict(zip(names, torch.autograd.grad(next_token_loss(logits, ids), parameters), strict=True))
+    found = torch.autograd.grad(next_token_loss(logits, ids), parameters, allow_unused=True)
+    grads = {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
     turned = transposed_in_transformers(model)
     return with_stacked_heads({name: grad.T if name in turned else grad for name, grad in grads.items()})
 

@@ -1,9 +1,10 @@
 """Gemma's families."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lean_ft.models.config import StreamsConfig
 from lean_ft.models.families.family import (
     ACTIVATION_NAMES,
     ATTENTION_BIAS,
@@ -48,18 +49,54 @@ def _gemma4_layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer
         facts["head_dim"] = fields.count("global_head_dim")
         if fields.flag("attention_k_eq_v") and fields.get("num_global_key_value_heads") is not None:
             facts["num_kv_heads"] = fields.count("num_global_key_value_heads")
+    facts["kv_from_layer"] = _kv_from_layer(fields, is_windowed, layer)
+    if facts["kv_from_layer"] is None:
+        facts["values_are_keys"] = fields.flag("attention_k_eq_v") and not is_windowed[layer]
+    elif fields.flag("use_double_wide_mlp"):
+        facts["intermediate_size"] = 2 * fields.count("intermediate_size")
+    return facts
+
+
+def _kv_from_layer(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> int | None:
     first = len(is_windowed) - fields.count("num_kv_shared_layers", least=0)
     if layer < first:
-        facts["values_are_keys"] = fields.flag("attention_k_eq_v") and not is_windowed[layer]
-        return facts
-    facts["kv_from_layer"] = next((i for i in reversed(range(first)) if is_windowed[i] == is_windowed[layer]), None)
-    if facts["kv_from_layer"] is None:
+        return None
+    lower = [i for i in range(first) if is_windowed[i] == is_windowed[layer]]
+    if not lower:
         raise ValueError(
             f"{fields.where}: num_kv_shared_layers leaves no lower layer of the kind of layer {layer} with keys and values."
         )
-    if fields.flag("use_double_wide_mlp"):
-        facts["intermediate_size"] = 2 * fields.count("intermediate_size")
-    return facts
+    return lower[-1]
+
+
+def _gemma3n_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One size of feed-forward layers, and a list beside it where config.json has a list. Without query_pre_attn_scalar, which
+    published files have and transformers ignores."""
+    config = {name: value for name, value in config.items() if name != "query_pre_attn_scalar"}
+    sizes = config.get("intermediate_size")
+    if isinstance(sizes, list) and sizes:
+        config |= {"intermediate_size": max(sizes), "intermediate_sizes": sizes}
+    return config
+
+
+def _gemma3n_layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {"kv_from_layer": _kv_from_layer(fields, is_windowed, layer)}
+    if fields.get("intermediate_sizes") is not None:
+        facts["intermediate_size"] = fields.of_each_layer("intermediate_sizes")[layer]
+    name = "activation_sparsity_pattern"
+    if fields.get(name) is None:  # the first ten of more than ten layers
+        return {**facts, "gate_sparsity": 0.95 if layer < 10 < len(is_windowed) else 0.0}
+    sparsity = fields.of_each_layer(name)[layer]
+    if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+        raise fields.wrong(name, "numbers from 0 to below 1")
+    return {**facts, "gate_sparsity": float(sparsity)}
+
+
+def _gemma3n_streams(fields: ConfigFields) -> StreamsConfig:
+    number = fields.count("altup_num_inputs")
+    active = fields.count("altup_active_idx", least=0, most=number - 1)
+    limit = fields.positive_or_null("altup_coef_clip")
+    return StreamsConfig(number, active, limit, scales_input=fields.flag("altup_correct_scale"))
 
 
 def _layer_input_vocab_size(fields: ConfigFields) -> int:
@@ -134,6 +171,24 @@ GEMMA: dict[str, Family] = {
             **_GEMMA_DEFAULTS, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
             "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
             "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+        activation_field="hidden_activation",
+    ),
+    "gemma3n_text": Family(
+        facts={
+            **_GEMMA_FACTS, "norm_weight_offset": 0.0, "norm_placement": "both", "qk_norm": "head", "value_norm": True,
+            "attention_scale": 1.0, "logits_softcap": number_or_null("final_logit_softcapping"),
+            "layer_input_dim": count("hidden_size_per_layer_input"), "streams": _gemma3n_streams,
+            "layer_input_vocab_size": count("vocab_size_per_layer_input"), "branch_rank": count("laurel_rank"),
+        },
+        has_window=lambda fields, layer: (layer + 1) % 5 != 0, reads_layer_types=True, rope=rope_by_window,
+        layer_facts=_gemma3n_layer_facts, preprocessed=_gemma3n_fields,
+        defaults={
+            **_GEMMA_DEFAULTS, "num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": 512,
+            "max_position_embeddings": 32768, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+            "num_kv_shared_layers": 15, "laurel_rank": 64, "altup_num_inputs": 4, "altup_active_idx": 0,
+            "altup_coef_clip": 120.0, "altup_correct_scale": True,
         },
         activation_field="hidden_activation",
     ),

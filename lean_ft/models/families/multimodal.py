@@ -55,6 +55,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "exaone4_5": Multimodal({"exaone4": "Exaone4ForCausalLM"}),
     "fuyu": Multimodal({"persimmon": "PersimmonForCausalLM"}),
     "gemma3": Multimodal({"gemma3_text": "Gemma3ForCausalLM"}),
+    "gemma3n": Multimodal({"gemma3n_text": "Gemma3nForCausalLM"}),
     "gemma4": Multimodal({"gemma4_text": "Gemma4ForCausalLM"}),
     "gemma4_unified": Multimodal({"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}),
     "glm46v": _GLM4,
