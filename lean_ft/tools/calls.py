@@ -36,7 +36,7 @@ Read = Callable[[str, Types], list[Call]]
 """Reads the text of one or more calls. Raises ValueError if it is malformed."""
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """How a family writes calls."""
 
     begin: str
@@ -49,7 +49,7 @@ REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<chann
 """Texts around the reasoning that precedes an answer. A call in it is not meant."""
 
 
-def read_turn(form: Form, text: str, types: Types, opened: str = "") -> Turn:
+def read_turn(form: CallForm, text: str, types: Types, opened: str = "") -> Turn:
     """Read the text of a turn. opened: the beginning of reasoning in the prompt, if the turn begins inside of reasoning."""
     begin = opened or next((one for one in REASONING if text.lstrip().startswith(one)), "")
     if not begin:
@@ -59,7 +59,7 @@ def read_turn(form: Form, text: str, types: Types, opened: str = "") -> Turn:
     return Turn(reasoning + closed + turn.content, turn.calls)
 
 
-def _between(begin: str, end: str, read: Read) -> Form:
+def _between(begin: str, end: str, read: Read) -> CallForm:
     """Each call, or group of calls, is between two texts. `end` may be empty: up to the next `begin`."""
 
     def turn(text: str, types: Types) -> Turn:
@@ -71,13 +71,13 @@ def _between(begin: str, end: str, read: Read) -> Form:
             content += after
         return Turn(content, calls)
 
-    return Form(begin, turn)
+    return CallForm(begin, turn)
 
 
-def _whole(begin: str, start: str, read: Read) -> Form:
+def _whole(begin: str, start: str, read: Read) -> CallForm:
     """The turn is nothing but calls, if it matches the pattern `start`."""
     pattern = re.compile(rf"\s*(?:{start})")
-    return Form(
+    return CallForm(
         begin, lambda text, types: Turn("", _tried(read, text, types)) if pattern.match(text) else Turn(text, [])
     )
 
@@ -226,13 +226,13 @@ def _python(body: str, types: Types) -> list[Call]:
     return found
 
 
-FORMS: dict[str, Form] = {
+FORMS: dict[str, CallForm] = {
     "Hermes, Qwen2.5, Qwen3": _between("<tool_call>", "</tool_call>", _json),
     "Qwen3-Coder, Qwen3.5": _between("<tool_call>", "</tool_call>", _qwen3_coder),
     "GLM": _between("<tool_call>", "</tool_call>", _glm),
     "Mistral": _between("[TOOL_CALLS]", "", _mistral),
     "DeepSeek": _between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek),
-    "gpt-oss": Form("<|channel|>", _harmony),  # of reasons, answers and calls
+    "gpt-oss": CallForm("<|channel|>", _harmony),  # of reasons, answers and calls
     "FunctionGemma": _between("<start_function_call>", "<end_function_call>", partial(_gemma, "<escape>")),
     "Gemma 4": _between("<|tool_call>", "<tool_call|>", partial(_gemma, '<|"|>')),
     "LFM2": _between("<|tool_call_start|>", "<|tool_call_end|>", _python),

@@ -16,7 +16,7 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.chat_template import MARKERS
 from lean_ft.tokenizers.passages import Passage
 from lean_ft.tokenizers.vocabulary import any_of
-from lean_ft.tools.calls import FORMS, REASONING, Call, Form, Turn, Types, read_turn
+from lean_ft.tools.calls import FORMS, REASONING, Call, CallForm, Turn, Types, read_turn
 
 Messages = list[dict[str, Any]]
 REMEDY = "Set data.chat_template to a template for models that call tools, or remove `tools`."
@@ -144,7 +144,7 @@ class ToolTurns:
     def _text(self, messages: Messages, prompt: bool = False, tools: list[dict[str, Any]] | None = None) -> str:
         return self._passage(messages, prompt, tools).text
 
-    def _form_of_calls(self) -> Form:
+    def _form_of_calls(self) -> CallForm:
         """Find the form of calls. Raises ValueError if the template writes no tools, or calls in an unknown form."""
         asked, tool = self._text([ASKED], True, [PROBE]), PROBE["function"]
         if tool["name"] not in asked:
