@@ -182,6 +182,7 @@ NOT_RUN = {
     "llama-cli ": "a program of llama.cpp; tests/gguf/test_llama_cpp.py",
     "llama-imatrix ": "a program of llama.cpp; tests/gguf/test_quantize.py",
     "ollama ": "another program; tests/export/test_ollama.py",
+    "python show_episode.py": "needs a model that takes a minute to fine-tune",
     "leanft run --nproc-per-node ": "starts processes; tests/parallel tests it",
 }
 
