@@ -12,9 +12,11 @@ class Parameters(nn.Module):
         self.up_proj = nn.Parameter(torch.ones(4, 8, 8))  # one matrix an expert
         self.up_proj_bias = nn.Parameter(torch.ones(4, 8))  # one bias an expert
         self.norm = nn.Parameter(torch.ones(8))
+        self.q_norm = nn.Linear(8, 4, bias=False)  # the place of a norm with a weight for each of 4 heads
+        nn.init.ones_(self.q_norm.weight)
 
 
-def test_stacked_matrices_decay_and_stacked_biases_do_not(settings) -> None:
+def test_stacked_matrices_decay_and_stacked_vectors_do_not(settings) -> None:
     model = Parameters()
     optimizer = build(model, {**settings, "stochastic_rounding": False})
     for param in model.parameters():
@@ -24,3 +26,4 @@ def test_stacked_matrices_decay_and_stacked_biases_do_not(settings) -> None:
     assert torch.allclose(model.up_proj, torch.full((4, 8, 8), 1 - 0.5 * 0.1))
     assert torch.equal(model.up_proj_bias, torch.ones(4, 8))
     assert torch.equal(model.norm, torch.ones(8))
+    assert torch.equal(model.q_norm.weight, torch.ones(4, 8))
