@@ -59,6 +59,7 @@ LONG_CASES = {
     "ernie4_5_moe_some_layers",
     "llama4_text_listed_layers",
     "deepseek_v3_dense",
+    "minicpm3_untied_biases",
     "granitemoehybrid_dense_tied",
     "granitemoe_tied_biases",
     "granitemoe_swa_listed_layers",
@@ -608,6 +609,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {
             "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
         },
+    }),
+    "minicpm3": ("minicpm3", {
+        "num_hidden_layers": 3, "num_key_value_heads": 6, "kv_lora_rank": 14, "q_lora_rank": 10, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 7, "scale_emb": 3.3, "scale_depth": 1.2, "dim_model_base": 30,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    }),
+    "minicpm3_untied_biases": ("minicpm3", {
+        "num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": None, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6, "v_head_dim": 16, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
+        "scale_depth": None, "dim_model_base": None,
     }),
     "llama4_text": ("llama4_text", {
         "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40,

@@ -136,6 +136,7 @@ SIZES |= {"rotary_dim": 2}  # at most a head's
 REQUIRED = {
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 4},
 }
 

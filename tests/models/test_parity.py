@@ -43,7 +43,7 @@ COLUMNS = {
 # Their heads have their own keys, of the hidden size's share, whatever the configuration's fields say.
 WITHOUT_ROPE_SETTINGS = ("gpt2", "gpt_bigcode", "gptj", "opt")
 WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon", *WITHOUT_ROPE_SETTINGS)
-WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text", "mellum")
+WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text", "gemma3n_text", "mellum")
 KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
 
@@ -86,8 +86,10 @@ def with_stacked_heads(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters by transformers' names in memory: those on disk, except stacked experts."""
-    # Score corrections are buffers, as in transformers in all families but one.
-    parameters = {name: p for name, p in model.named_parameters() if not name.endswith("e_score_correction_bias")}
+    # Score corrections are buffers, as in transformers in all families but one. So are scales without an effect.
+    buffers = ["e_score_correction_bias"]
+    buffers += [] if getattr(model.config, "altup_correct_scale", True) else ["correct_output_scale"]
+    parameters = {name: p for name, p in model.named_parameters() if not name.endswith(tuple(buffers))}
     if not isinstance(model, Decoder):
         return parameters
     return {model.source.module_name(name): parameter for name, parameter in parameters.items()}
@@ -472,6 +474,10 @@ def configurations(draw, model_type: str) -> dict:
         del optional["attn_logit_softcapping"]
     if model_type == "nemotron_h":  # the same of a window
         del optional["sliding_window"]
+    if model_type == "gemma3n_text":  # transformers fails with others
+        optional |= {"hidden_size_per_layer_input": st.just(5), "final_logit_softcapping": st.floats(0.5, 50.0)}
+        optional |= {"num_kv_shared_layers": st.just(0), "altup_num_inputs": st.integers(2, 4)}
+        optional |= {"laurel_rank": st.integers(2, 9), "altup_correct_scale": st.booleans()}
     chosen = {name: draw(values) for name, values in optional.items() if name in known}
     activation = next(
         (name for name in ("hidden_activation", "mlp_hidden_act", "activation_function") if name in known), "hidden_act"

@@ -82,7 +82,8 @@ def _gemma3n_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _gemma3n_layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"kv_from_layer": _kv_from_layer(fields, is_windowed, layer)}
     if fields.get("intermediate_sizes") is not None:
-        facts["intermediate_size"] = fields.of_each_layer("intermediate_sizes")[layer]
+        size = fields.of_each_layer("intermediate_sizes")[layer]
+        facts["intermediate_size"] = None if size == fields.count("intermediate_size") else size
     name = "activation_sparsity_pattern"
     if fields.get(name) is None:  # the first ten of more than ten layers
         return {**facts, "gate_sparsity": 0.95 if layer < 10 < len(is_windowed) else 0.0}

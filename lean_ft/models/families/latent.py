@@ -5,7 +5,7 @@ from typing import Any
 
 from lean_ft.models.config import LatentConfig
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS
-from lean_ft.models.families.family import ATTENTION_BIAS, Family, count
+from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, number
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, all_layers_but_the_first
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
@@ -17,6 +17,16 @@ def _latent(fields: ConfigFields) -> LatentConfig:
     return LatentConfig(
         fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
     )
+
+
+def _latent_of_hidden_heads(fields: ConfigFields) -> LatentConfig:
+    """Without `v_head_dim`, the heads' values divide the hidden size."""
+    if fields.get("v_head_dim") is not None:
+        return _latent(fields)
+    query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
+    value_dim = fields.count("hidden_size", multiple_of=fields.count("num_attention_heads"))
+    value_dim //= fields.count("num_attention_heads")
+    return LatentConfig(fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), value_dim)
 
 
 def _yarn_scale(fields: ConfigFields) -> float:
@@ -75,6 +85,16 @@ def _initializer_range(fields: ConfigFields) -> float:
 _ORIGINAL = "original_max_position_embeddings"
 
 
+def _depth_multiplier(fields: ConfigFields) -> float:
+    depth, num_layers = fields.positive_or_null("scale_depth"), fields.count("num_hidden_layers")
+    return (math.sqrt(num_layers) if depth is None else depth) / math.sqrt(num_layers)
+
+
+def _width_divisor(fields: ConfigFields) -> float:
+    base = fields.positive_or_null("dim_model_base")
+    return 1.0 if base is None else fields.count("hidden_size") / base
+
+
 # A table: related fields share a line.
 # fmt: off
 _LATENT: dict[str, Any] = {
@@ -124,6 +144,19 @@ LATENT: dict[str, Family] = {
                 "rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, _ORIGINAL: 8192, "beta_fast": 32.0,
                 "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
             },
+        },
+    ),
+    "minicpm3": Family(
+        scores_as="MiniCPM3",
+        facts={
+            **_LATENT, "mlp_bias": flag("mlp_bias"), "latent": _latent_of_hidden_heads,
+            "embedding_multiplier": number("scale_emb"), "embedding_multiplier_in_weight_dtype": True,
+            "residual_multiplier": _depth_multiplier, "logits_divisor": _width_divisor,
+        },
+        defaults={
+            "max_position_embeddings": 32768, "initializer_range": 0.1, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+            "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12,
+            "scale_depth": 1.4, "dim_model_base": 256,
         },
     ),
     "youtu": Family(
