@@ -66,6 +66,7 @@ def test_help_of_a_recipe_lists_its_settings(leanft, shipped):
                     "online_dpo",
                     "ppo",
                     "reward",
+                    "tools",
                 ]
             ],
         ),

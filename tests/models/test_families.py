@@ -250,7 +250,7 @@ def test_settings_of_single_layers(number):
             r"model_type is 'lama', which lean_ft does not read\. Did you mean 'llama'\? docs/models",
         ),
         ({"model_type": "mamba2"}, r"model_type is 'mamba2', which lean_ft does not read\. Did you mean 'bamba'"),
-        ({"model_type": "gemma3n"}, r"model_type is 'gemma3n', which lean_ft does not read\. Did you mean 'gemma3'"),
+        ({"model_type": "gemma5"}, r"model_type is 'gemma5', which lean_ft does not read\. Did you mean 'gemma'"),
         ({"model_type": "deepseek_v32"}, r"model_type is 'deepseek_v32': an indexer chooses the tokens"),
         ({"model_type": "glm5_next_text"}, r"model_type is 'glm5_next_text': an indexer chooses the tokens"),
         ({"model_type": "t5"}, "model_type is 't5': it has an encoder and a decoder"),

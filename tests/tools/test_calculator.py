@@ -37,7 +37,7 @@ def test_random_expressions_equal_pythons() -> None:
 def test_results_in_any_folder(process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a text as its result at once: what computes too much or is no arithmetic, an error."""
     monkeypatch.chdir(tmp_path)
-    tools = Tools(ToolsConfig.model_validate({"functions": ["calculator"], "process": process, "seconds": 20}))
+    tools = Tools(ToolsConfig.model_validate({"functions": ["calculator"], "process": process, "seconds": 20, "parallel": 9}))
     cases = {
         "382 * 517": "197494",
         "7 / 2": "3.5",
@@ -50,7 +50,6 @@ def test_results_in_any_folder(process: bool, tmp_path: Path, monkeypatch: pytes
         "1 << 9": "error: ValueError: 1 << 9 is not supported",
     }
     asked = list(cases)[: 3 if process else None]  # each starts Python
-    for text, (result,) in zip(
-        asked, tools.run([[Call("calculator", {"expression": one})] for one in asked]), strict=True
-    ):
+    calls = [Call("calculator", {"expression": text}) for text in asked]
+    for text, (result, _) in zip(asked, tools.results(calls), strict=True):
         assert cases[text] in result, text
