@@ -37,7 +37,9 @@ def test_random_expressions_equal_pythons() -> None:
 def test_results_in_any_folder(process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a text as its result at once: what computes too much or is no arithmetic, an error."""
     monkeypatch.chdir(tmp_path)
-    tools = Tools(ToolsConfig.model_validate({"functions": ["calculator"], "process": process, "seconds": 20, "parallel": 9}))
+    tools = Tools(
+        ToolsConfig.model_validate({"functions": ["calculator"], "process": process, "seconds": 20, "parallel": 9})
+    )
     cases = {
         "382 * 517": "197494",
         "7 / 2": "3.5",
