@@ -31,6 +31,10 @@ def test_loss_and_gradients_are_the_cpus(case: str, type_name: str, layout: str,
     config = CONFIG_MAPPING[model_type](**{**SIZES, **settings}).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
     packed, tolerance = layout == "packed", TYPES[type_name]
+    if (
+        CASES[case][1].get("hidden_act") == "relu"
+    ):  # a feature near 0 can round to the other side, and has another gradient then
+        tolerance = max(tolerance, 1e-2)
     found, expected = (backward(tmp_path, device, type_name, packed=packed) for device in ("cuda", "cpu"))
     assert found.keys() == expected.keys()
     if type_name != "float32":

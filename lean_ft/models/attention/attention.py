@@ -148,8 +148,8 @@ class Attention(nn.Module):
         # (B, T, H, D), and (B, T, K, D) twice
         if not self.qkv_by_head:
             query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
-        if self.qk_norm in ("head", "centered_head"):
-            query, key = self.q_norm(query), self.k_norm(key)
+        if self.qk_norm in ("head", "centered_head"):  # under autocast a LayerNorm returns float32
+            query, key = self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
         if self.value_norm_eps is not None:
             value = unit_rms(value, self.value_norm_eps)
         if cos is not None and sin is not None:
