@@ -19,7 +19,7 @@ from torch import nn
 
 from lean_ft.system.environment import without_current_folder
 from lean_ft.system.world import world
-from lean_ft.torch_private import functorch_config, lookup_backend, pick_vec_isa
+from lean_ft.torch_private import dynamo, functorch_config, lookup_backend, pick_vec_isa
 
 # Within a checkpoint, the compiler of torch 2.11 keeps the results of an `autograd.Function`'s operations.
 _FORGETS_CHECKPOINTS = torch.__version__.startswith("2.11.")
@@ -42,6 +42,8 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
                 pick_vec_isa()  # starts Python, once per process
 
     world().prepare_compiler(prepare, activation_budget)
+    # Each kind of layer is compiled once. Beyond the limit, 8 by default, a layer of a new kind would fail.
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 64)
     for layer in layers:
         layer.compile(fullgraph=True, **backend)
     return len(layers)

@@ -78,6 +78,8 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
         "keys and values made from one latent vector": config.latent is not None,
         "layers that use another layer's keys": bool(config.kv_source_layers),
         "learned positions": config.position_row is not None,
+        "several residual streams": config.streams is not None,
+        "cutoffs that depend on all gates of a layer": any(layer.gate_sparsity for layer in config.layers),
         "norms over the queries and keys of all heads together": config.qk_norm == "projection",
         "norms of queries and keys with a weight for each head": config.qk_norm == "centered_head",
     }
