@@ -35,8 +35,8 @@ families and how each is compared with transformers.
 - **{causal}** causal language models are read.
 - **{images}** models of images and text are read: {towers} with their images ([Images](images.md)), the others as their language model.
 
-A published model is the one that transformers' documentation of the type names. The type decides: other models of the same type are read as
-well, unless a field of their `config.json` asks for a computation that lean_ft lacks. The error then names the field.
+For each type, the page shows the published model that transformers' documentation names. Other models of the type are read too, unless a
+field of their `config.json` asks for a computation that lean_ft lacks. The error then names the field.
 """
 
 

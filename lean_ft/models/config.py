@@ -39,9 +39,8 @@ class MixtureConfig:
     # Experts are chosen one at a time. Each weight is a softmax over the remaining experts whose scores are below the best by
     # at most this relative margin. None: all experts are chosen at once.
     sparsemixer_margin: float | None = None
-    weights_sum_offset: float = (
-        1e-20  # added to the sum of a token's weights that divides them, unless a softmax normalizes them
-    )
+    # Added to the sum of a token's weights that divides them, unless a softmax normalizes them.
+    weights_sum_offset: float = 1e-20
     weights_factor: float = 1.0  # multiplies a token's weights
     scales_input: bool = False  # weights multiply the experts' inputs, not their outputs
     router_in_float32: bool = False  # the router computes in float32 and keeps its correction in float32
@@ -188,18 +187,16 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     fused_qkv: bool = False  # one matrix for queries, keys and values
-    qkv_by_head: bool = (
-        False  # its rows are the first head's query, key and value, then the second head's; False: all queries first
-    )
+    # Its rows are the first head's query, key and value, then the second head's. False: all queries are first.
+    qkv_by_head: bool = False
     fused_gate_up: bool = False  # one matrix for gate and up
     activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu", "relu2"] = "silu"
     gated: bool = True  # False: dense feed-forward layers have an up projection alone
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the output
 
-    # Norm of queries and keys: per head before or after rotation, or over all heads at once. centered_head: a LayerNorm per
-    # head before rotation, with a weight for each head.
-    qk_norm: Literal["head", "turned_head", "projection", "centered_head"] | None = None
-    qk_norm_centered: bool = False  # these norms are LayerNorms with a bias
+    # Norm of queries and keys: an RMSNorm per head before or after rotation, or over all heads at once. Or a LayerNorm per head
+    # before rotation, with one weight and bias for all heads, or a weight for each head.
+    qk_norm: Literal["head", "turned_head", "projection", "centered", "centered_by_head"] | None = None
     value_norm: bool = False  # each head's values are RMS-normed without a weight
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)

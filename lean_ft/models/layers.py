@@ -255,10 +255,8 @@ class MLP(nn.Module):
         gate = gate if of_gate == 1.0 else gate * of_gate
         overwrites = self.overwrites or not torch.compiler.is_compiling()
         if self.num_deviations is not None:
-            gate, overwrites = (
-                _above_cutoff(gate, self.num_deviations),
-                False,
-            )  # the backward pass of ReLU reads its result
+            gate = _above_cutoff(gate, self.num_deviations)
+            overwrites = False  # the backward pass of ReLU reads the gates
         down = self.down_proj(gated(gate, up, self.activation, overwrites=overwrites))
         return down if of_result == 1.0 else down * of_result
 

@@ -86,7 +86,7 @@ class Source:
                 yield place.replace("*", str(index)), piece
 
     def places(self, name: str) -> list[str]:
-        """The names of a parameter's tensors in a folder of the language model; `*` stands for an expert's number."""
+        """The names that a parameter's tensors have in the language model's folder. `*` stands for an index, such as an expert's."""
         family = self.family
         part = next((part for part in family.on_disk if part in name), None)
         places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
@@ -117,7 +117,8 @@ class Source:
 
     def stored(self, name: str, parameter: Tensor, as_read: bool = False) -> Iterator[tuple[str, Part]]:
         """Yield the stored tensors of a parameter, which may be sharded: their names in a folder of the language model, and this
-        rank's part of each as a view, contiguous unless it is transposed. With `as_read`, each of `stacks` is one tensor under the parameter's name."""
+        rank's part of each as a view, contiguous unless it is transposed. With `as_read`, each of `stacks` is one tensor under the
+        parameter's name."""
         here = part_of(parameter)
         if self.is_transposed(name):
             yield self.places(name)[0], here.transposed
@@ -163,7 +164,7 @@ class Source:
             return self.name_in_whole(self._of_tower(name)) if in_whole else self._of_tower(name)
         family = self.family
         renamed = {part: place for part, (place, *others) in family.on_disk.items() if not others and "*" not in place}
-        renamed = {**family.in_memory, **renamed, **family.in_memory}
+        renamed = {**family.in_memory, **{part: renamed[part] for part in renamed if part not in family.in_memory}}
         part = next((part for part in renamed if part in name), None)
         name = name if part is None else name.replace(part, renamed[part])
         name = self._with_prefix(name, family.prefix_in_memory)

@@ -81,7 +81,7 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
         "several residual streams": config.streams is not None,
         "cutoffs that depend on all gates of a layer": any(layer.gate_sparsity for layer in config.layers),
         "norms over the queries and keys of all heads together": config.qk_norm == "projection",
-        "norms of queries and keys with a weight for each head": config.qk_norm == "centered_head",
+        "norms of queries and keys with a weight for each head": config.qk_norm == "centered_by_head",
     }
     for what, is_present in unsupported.items():
         if is_present:

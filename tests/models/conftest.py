@@ -126,7 +126,7 @@ _QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_hea
 _QWEN_VISION |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
 
-# The other multimodal types, by their model_type; short tests have those with names or fields of their own.
+# The other multimodal types. Those with names or fields of their own run in the default tests, the rest in the long ones.
 _TYPES = {getattr(transformers, f"{name}Config").model_type for name in WHOLES}
 OTHER_WHOLES = [
     pytest.param(name, marks=[pytest.mark.long] * (name not in ("aya_vision", "glm4v", "got_ocr2", "idefics3")))

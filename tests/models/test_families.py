@@ -1,5 +1,6 @@
 """Reading of config.json in both of transformers' spellings, and fields that are refused."""
 
+import contextlib
 import json
 
 import pytest
@@ -10,6 +11,8 @@ from lean_ft.models import RopeConfig, decoder_config, load_model
 from lean_ft.models.config_json import as_its_family, language_model_config
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED
 from lean_ft.training.summary import describe_model
+from tests.models.family_cases import CASES
+from tests.models.family_cases import SIZES as CASE_SIZES
 
 LLAMA = {
     "model_type": "llama",
@@ -185,6 +188,19 @@ def test_a_config_with_the_fields_of_text_and_images_in_one(tmp_path):
     assert "hidden_size" in theirs["text_config"] and "hidden_size" not in theirs
     ours = decoder_config(language_model_config(config))
     assert ours == decoder_config(language_model_config(theirs)) == decoder_config(QWEN2_5_0_5B)
+
+
+FOREIGN = [None, "x", -1, 0, 1.5, True, 10**30, float("nan"), [], [[]], ["x"], {}, {"rope_type": "x"}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_of_any_type_is_read_or_refused(family):
+    settings = next(settings for of, settings in CASES.values() if of == family)
+    config = transformers.AutoConfig.for_model(family, **{**CASE_SIZES, **settings}).to_dict()
+    for name in sorted({*config, *FAMILIES[family].defaults} - {"model_type"}):
+        for value in FOREIGN:
+            with contextlib.suppress(ValueError):
+                decoder_config({**config, name: value})
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)

@@ -93,7 +93,7 @@ TWO: dict[str, Case] = {
     ),
     "shards of norms of heads": Case(
         ALONE,
-        model={"qk_norm": "centered_head", "norm_centered": True, "norm_bias": True, "norm_weight_offset": 1.0},
+        model={"qk_norm": "centered_by_head", "norm_centered": True, "norm_bias": True, "norm_weight_offset": 1.0},
     ),
     "tensor, biases, head norms, sinks": Case(
         TENSOR,

@@ -252,3 +252,13 @@ def test_rows_that_wait_for_a_reply_have_a_second_cache(tmp_path: Path, monkeypa
     for num_caches, settings in cases.items():
         parts = rehearse(recipe, load_config(recipe.Config, None, [*own, *settings]), CPU).peak.bytes_by_label
         assert num_caches * cache_bytes <= parts["generation"] < (num_caches + 0.5) * cache_bytes
+
+
+@pytest.mark.long
+def test_more_kinds_of_layers_compile_than_the_compiler_recompiles_by_default(tmp_path: Path):
+    model_type, fields = CASES["gemma3n_text"]
+    sizes = {"num_hidden_layers": 9, "intermediate_size": list(range(16, 25)), "num_kv_shared_layers": 0}
+    sizes |= {"layer_types": ["full_attention"] * 9, "activation_sparsity_pattern": [0.0] * 9}
+    config = CONFIG_MAPPING[model_type](**{**SIZES, **fields, **sizes}).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    planned(tmp_path, f"model.path={tmp_path}", "model.random_init=true", "compile=true")

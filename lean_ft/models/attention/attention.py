@@ -106,15 +106,14 @@ class Attention(nn.Module):
         self.values_are_keys, self.is_kv_source = layer.values_are_keys, layer_index in config.kv_source_layers
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.is_gated, self.qk_norm = config.attention_gate, config.qk_norm
-        if self.qk_norm == "centered_head":
+        if self.qk_norm == "centered_by_head":
             counts = config.num_heads, config.num_kv_heads_of(layer_index)
             self.q_norm, self.k_norm = (HeadLayerNorm(n, self.head_dim, config.norm_eps) for n in counts)
+        elif self.qk_norm == "centered":
+            self.q_norm, self.k_norm = (nn.LayerNorm(self.head_dim, config.norm_eps) for _ in range(2))
         elif self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
-            centered, offset = config.qk_norm_centered, config.norm_weight_offset
-            self.q_norm, self.k_norm = (
-                nn.LayerNorm(n, config.norm_eps) if centered else RMSNorm(n, config.norm_eps, offset) for n in sizes
-            )
+            self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
         self.qk_unit_eps = config.norm_eps if layer.unit_qk else None
         self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
@@ -148,7 +147,7 @@ class Attention(nn.Module):
         # (B, T, H, D), and (B, T, K, D) twice
         if not self.qkv_by_head:
             query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
-        if self.qk_norm in ("head", "centered_head"):  # under autocast a LayerNorm returns float32
+        if self.qk_norm in ("head", "centered", "centered_by_head"):  # under autocast a LayerNorm returns float32
             query, key = self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
         if self.value_norm_eps is not None:
             value = unit_rms(value, self.value_norm_eps)

@@ -16,6 +16,7 @@ from lean_ft.models.families.family import (
     number,
     number_or_null,
     partial_rope,
+    rope_by_layer,
     rope_by_window,
     upper_layers,
 )
@@ -75,14 +76,6 @@ def _rope_with_alpha(fields: ConfigFields, layer: int, is_windowed: bool) -> Rop
     head_dim = head_dim_of(fields)
     theta = own.positive("rope_theta") * own.positive("alpha") ** (head_dim / (head_dim - 2))
     return rope_config(fields, settings={"rope_theta": theta}, key=key)
-
-
-def _rope_by_layer(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    """Each layer has its own base, or no rope if that is 0."""
-    if fields.get("layer_rope_theta") is None:
-        return rope_config(fields)
-    theta, (key, settings) = fields.of_each_layer("layer_rope_theta")[layer], rope_settings(fields)
-    return rope_config(fields, settings={**settings, "rope_theta": theta}, key=key) if theta else None
 
 
 def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -154,7 +147,7 @@ DENSE: dict[str, Family] = {
     "granite": _GRANITE,
     "granite_swa": replace(
         _GRANITE, facts={**_GRANITE.facts, "attention_sinks": True}, has_window=_all_but_the_first_of_four,
-        reads_layer_types=True, rope=_rope_by_layer,
+        reads_layer_types=True, rope=rope_by_layer,
         defaults={
             **_GRANITE.defaults, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True, "sliding_window": 128,

@@ -8,7 +8,7 @@ from typing import Any
 
 from lean_ft.models.config import MixerConfig
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config
+from lean_ft.models.rope_settings import rope_config, rope_settings
 from lean_ft.system.config_fields import ConfigFields
 
 # Readers of a field by its name.
@@ -45,6 +45,15 @@ def has_rope(fields: ConfigFields, layer: int) -> bool:
 def partial_rope(fields: ConfigFields, layer: int, is_windowed: bool, **facts: Any) -> RopeConfig:
     fields.positive("partial_rotary_factor")  # refuses null, which transformers replaces when it saves the file
     return rope_config(fields, may_be_partial=True, **facts)
+
+
+def rope_by_layer(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    """A base for each layer; 0 is no rotation."""
+    key, settings = rope_settings(fields)
+    if fields.get("layer_rope_theta") is None or not isinstance(settings, dict):
+        return rope_config(fields)
+    theta = fields.of_each_layer("layer_rope_theta")[layer]
+    return rope_config(fields, settings={**settings, "rope_theta": theta}, key=key) if theta else None
 
 
 def rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:

@@ -12,21 +12,18 @@ from lean_ft.models.rope_settings import rope_config, rope_settings
 from lean_ft.system.config_fields import ConfigFields
 
 
-def _latent(fields: ConfigFields) -> LatentConfig:
+def _latent(fields: ConfigFields, value_dim: int | None = None) -> LatentConfig:
     query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
-    return LatentConfig(
-        fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
-    )
+    value_dim = value_dim or fields.count("v_head_dim")
+    return LatentConfig(fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), value_dim)
 
 
 def _latent_of_hidden_heads(fields: ConfigFields) -> LatentConfig:
     """Without `v_head_dim`, the heads' values divide the hidden size."""
     if fields.get("v_head_dim") is not None:
         return _latent(fields)
-    query_rank = None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank")
-    value_dim = fields.count("hidden_size", multiple_of=fields.count("num_attention_heads"))
-    value_dim //= fields.count("num_attention_heads")
-    return LatentConfig(fields.count("kv_lora_rank"), query_rank, fields.count("qk_nope_head_dim"), value_dim)
+    num_heads = fields.count("num_attention_heads")
+    return _latent(fields, fields.count("hidden_size", multiple_of=num_heads) // num_heads)
 
 
 def _yarn_scale(fields: ConfigFields) -> float:

@@ -20,7 +20,7 @@ def _interleaved_rope_in_windows(fields: ConfigFields, layer: int, is_windowed: 
 
 
 def _head_norms_if(field: str) -> Any:
-    return lambda fields: "centered_head" if fields.flag(field) else None
+    return lambda fields: "centered_by_head" if fields.flag(field) else None
 
 
 # A table: related fields share a line.

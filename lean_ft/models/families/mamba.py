@@ -48,7 +48,8 @@ def _step_limits(fields: ConfigFields) -> tuple[float, float]:
     if limits is None:
         return 0.0, math.inf
     # JSON has no infinity; transformers writes it as an object.
-    limits = [float(x.get("__float__", "nan")) if isinstance(x, dict) else x for x in limits]
+    limits = limits if isinstance(limits, list | tuple) else [limits]
+    limits = [math.inf if x == {"__float__": "Infinity"} else x for x in limits]
     if len(limits) != 2 or not all(isinstance(x, int | float) for x in limits) or not 0 <= limits[0] < limits[1]:
         raise ValueError(f"{fields.where}: time_step_limit is {limits!r}; expected two rising numbers of at least 0.")
     return limits[0], limits[1]

@@ -14,6 +14,7 @@ from lean_ft.models.families.family import (
     flag,
     has_rope,
     number,
+    rope_by_layer,
     rope_by_window,
     upper_layers,
 )
@@ -60,15 +61,6 @@ def sparse_layers(fields: ConfigFields, layer: int) -> bool:
     if kind not in ("dense", "sparse"):
         raise fields.wrong("mlp_layer_types", "dense or sparse for each layer")
     return kind == "sparse"
-
-
-def _rope_by_layer(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    """A base for each layer; 0 is no rotation."""
-    if fields.get("layer_rope_theta") is None:
-        return rope_config(fields)
-    key, settings = rope_settings(fields)
-    theta = fields.of_each_layer("layer_rope_theta")[layer]
-    return rope_config(fields, settings={**settings, "rope_theta": theta}, key=key) if theta else None
 
 
 def _listed_or_every_nth_layer(fields: ConfigFields, layer: int) -> bool:
@@ -229,7 +221,7 @@ MIXTURES: dict[str, Family] = {
     ),
     "granitemoe_swa": Family(
         facts={**_GRANITE, "attention_sinks": True}, has_window=lambda fields, layer: layer % 4 != 0,
-        reads_layer_types=True, rope=_rope_by_layer, mixture=_GRANITE_SHARED_MIXTURE,
+        reads_layer_types=True, rope=rope_by_layer, mixture=_GRANITE_SHARED_MIXTURE,
         on_disk={**_GRANITE_SHARED_ON_DISK, "mlp.": ("block_sparse_moe.",)},
         defaults={**_GRANITE_DEFAULTS, "sliding_window": 128},
     ),

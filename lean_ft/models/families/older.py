@@ -28,7 +28,7 @@ def _spelled(
 
 
 def _head_bias(fields: ConfigFields) -> bool:
-    fields.expect("as the output layer has a bias of its own", tie_word_embeddings=False)
+    fields.expect("which the bias of the output layer needs", tie_word_embeddings=False)
     return True
 
 
@@ -54,9 +54,8 @@ def _bigcode_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_of_some_features(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
     head_dim = head_dim_of(fields)
-    share = min(
-        1.0, (fields.count("rotary_dim", most=head_dim, multiple_of=2) + 0.5) / head_dim
-    )  # products are cut off
+    # The number of features is cut off to an integer.
+    share = min(1.0, (fields.count("rotary_dim", most=head_dim, multiple_of=2) + 0.5) / head_dim)
     settings = {"rope_theta": 10_000.0, "partial_rotary_factor": share}
     return rope_config(fields, settings, "rotary_dim", may_be_partial=True, interleaved=True)
 
@@ -94,10 +93,7 @@ _GPT: dict[str, Any] = {
     "unread": (".attn.bias", ".attn.masked_bias"),
 }
 _QK_NORM_ON_DISK = {"self_attn.q_norm": ("self_attn.q_layernorm",), "self_attn.k_norm": ("self_attn.k_layernorm",)}
-_QK_NORM = {
-    "qk_norm": lambda fields: "head" if fields.flag("qk_layernorm") else None,
-    "qk_norm_centered": flag("qk_layernorm"),
-}
+_QK_NORM = {"qk_norm": lambda fields: "centered" if fields.flag("qk_layernorm") else None}
 
 OLDER: dict[str, Family] = {
     "starcoder2": Family(
