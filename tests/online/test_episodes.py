@@ -537,7 +537,8 @@ def test_a_run_that_is_killed_during_calls_ends_as_the_undisturbed_one(files: Pa
     killed = files / "killed"
     for most in sorted(generator.sample(range(calls(whole).total()), 5)):
         assert not run(killed, most, generator.uniform(0, 0.6))
-        recorded = [line.partition(", ")[2] for line in (killed / "tool_results.jsonl").read_text().splitlines()]
+        results = killed / "tool_results.jsonl"  # absent if the first call was interrupted
+        recorded = [line.partition(", ")[2] for line in results.read_text().splitlines()] if results.exists() else []
         assert len(recorded) == len(set(recorded))
     run(killed)
     assert metrics(killed, timed=False) == lines

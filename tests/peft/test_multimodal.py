@@ -105,7 +105,7 @@ def test_an_adapter_of_peft_has_its_logits(name, kind, folder_of, tmp_path, caps
 
 SETTINGS = {
     "all": {},
-    "some": {"targets": ["model.layers.1.*.o_proj", "q_proj"], "dora": True},
+    "some": {"targets": ["model.layers.1.*.o_proj", "*.self_attn.q*_proj"], "dora": True},
     "pissa": {"targets": ["o_proj", "lm_head"], "init": "pissa", "rank": 4},
 }
 
