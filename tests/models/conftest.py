@@ -44,7 +44,7 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
             is_scale = "norm" in name or ".ln_" in name or name.endswith("scale")
             parameter.copy_(parameter + 0.3 * noise if is_scale else 0.2 * noise)
         for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "mlp.expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
             elif name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))

@@ -20,6 +20,7 @@ peft = pytest.importorskip("peft")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ROUTERS = {"gpt_oss": "router", "granitemoehybrid": "router", "gemma4_text_experts": "router.proj"}
 ROUTERS["llama4_text"] = ROUTERS["phimoe"] = "router"
+ROUTERS["afmoe"] = "router"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 

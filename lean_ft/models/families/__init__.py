@@ -10,7 +10,17 @@ from lean_ft.models.families.mamba import MAMBA
 from lean_ft.models.families.mixtures import MIXTURES
 from lean_ft.models.families.multimodal import MULTIMODAL, Multimodal
 from lean_ft.models.families.older import OLDER
+from lean_ft.models.families.unusual_attention import UNUSUAL_ATTENTION
 
 __all__ = ["FAMILIES", "MULTIMODAL", "Family", "Multimodal", "no_layer"]
 
-FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORM, **OLDER, **GEMMA, **MIXTURES, **HYBRIDS, **MAMBA}
+FAMILIES: dict[str, Family] = {
+    **DENSE,
+    **LAYER_NORM,
+    **OLDER,
+    **GEMMA,
+    **MIXTURES,
+    **UNUSUAL_ATTENTION,
+    **HYBRIDS,
+    **MAMBA,
+}
