@@ -154,6 +154,7 @@ class LayerConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     gate_sparsity: float = 0.0  # share of the gates that a cutoff, from their mean and deviation, sets to 0
+    has_sinks: bool = True  # if the model has them
     unit_qk: bool = False  # each head's rotated queries and keys are RMS-normed without a weight
     values_are_keys: bool = False  # values are the key projection, before norm and rotation
     kv_from_layer: int | None = None  # the earlier layer whose keys and values this layer attends to; None: its own
@@ -201,8 +202,12 @@ class DecoderConfig:
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
-    attention_gate: bool = False  # each head's output is multiplied by the sigmoid of a projection of the hidden state
+    # Each head's output is multiplied by the sigmoid of a projection of the hidden state, which follows the head's query in the
+    # projection of queries or is one of its own.
+    attention_gate: Literal["in_query", "own"] | None = None
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
+    value_dim: int | None = None  # features of a head's values, at most `head_dim`; None: `head_dim`
+    value_multiplier: float = 1.0
     attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
     # The first position's row in a learned embedding of positions, which is added to the tokens'; None: there is none.

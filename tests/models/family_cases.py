@@ -60,6 +60,8 @@ LONG_CASES = {
     "llama4_text_listed_layers",
     "deepseek_v3_dense",
     "minicpm3_untied_biases",
+    "afmoe_listed_windows_tied",
+    "mimo_v2_flash_listed_layers_tied",
     "granitemoehybrid_dense_tied",
     "granitemoe_tied_biases",
     "granitemoe_swa_listed_layers",
@@ -619,6 +621,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": None, "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 6, "v_head_dim": 16, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
         "scale_depth": None, "dim_model_base": None,
+    }),
+    "afmoe": ("afmoe", {
+        "num_hidden_layers": 4, "head_dim": 12, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "sliding_window": 7, "global_attn_every_n_layers": 2, "mup_enabled": True, "route_scale": 1.7,
+    }),
+    "afmoe_listed_windows_tied": ("afmoe", {
+        "num_hidden_layers": 3, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "num_dense_layers": 2, "num_shared_experts": 1, "attention_bias": True, "tie_word_embeddings": True,
+    }),
+    "mimo_v2_flash": ("mimo_v2_flash", {
+        "num_attention_heads": 8, "num_hidden_layers": 3, "head_dim": 12, "v_head_dim": 8, "n_routed_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": 7,
+    }),
+    "mimo_v2_flash_listed_layers_tied": ("mimo_v2_flash", {
+        "num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 12, "v_head_dim": 12, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 16, "sliding_window": 9, "n_group": 2, "topk_group": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "attention_value_scale": None,
+        "attention_bias": True, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.8},
+        },
     }),
     "llama4_text": ("llama4_text", {
         "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40,

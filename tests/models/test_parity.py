@@ -43,7 +43,15 @@ COLUMNS = {
 # Their heads have their own keys, of the hidden size's share, whatever the configuration's fields say.
 WITHOUT_ROPE_SETTINGS = ("gpt2", "gpt_bigcode", "gptj", "opt")
 WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon", *WITHOUT_ROPE_SETTINGS)
-WITH_OWN_WINDOWED_ROPE = ("gemma3_text", "olmo3", "gemma4_text", "gemma4_unified_text", "gemma3n_text", "mellum")
+WITH_OWN_WINDOWED_ROPE = (
+    "gemma3_text",
+    "olmo3",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "gemma3n_text",
+    "mellum",
+    "mimo_v2_flash",
+)
 KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
 
@@ -86,8 +94,8 @@ def with_stacked_heads(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 def named_as_in_transformers(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters by transformers' names in memory: those on disk, except stacked experts."""
-    # Score corrections are buffers, as in transformers in all families but one. So are scales without an effect.
-    buffers = ["e_score_correction_bias"]
+    # Score corrections are buffers, as in transformers in all families but two. So are scales without an effect.
+    buffers = ["e_score_correction_bias", "mlp.expert_bias"]
     buffers += [] if getattr(model.config, "altup_correct_scale", True) else ["correct_output_scale"]
     parameters = {name: p for name, p in model.named_parameters() if not name.endswith(tuple(buffers))}
     if not isinstance(model, Decoder):
@@ -511,6 +519,22 @@ def configurations(draw, model_type: str) -> dict:
             chosen |= {"num_experts": draw(st.integers(3, 6)), "top_k_experts": draw(st.integers(1, 3))}
         if chosen["num_kv_shared_layers"]:  # without inputs of layers transformers fails there
             chosen["hidden_size_per_layer_input"] = 5
+    if model_type == "mimo_v2_flash":
+        num_heads, chosen["v_head_dim"] = 2 * num_heads, draw(st.integers(1, head_dim))
+        for field, kinds in (("layer_types", KINDS), ("mlp_layer_types", ["dense", "sparse"])):
+            chosen[field] = draw(st.lists(st.sampled_from(kinds), min_size=num_layers, max_size=num_layers))
+        chosen["attention_value_scale"] = draw(st.none() | st.floats(0.3, 2.0))
+        shares = draw(st.lists(st.sampled_from([0.334, 0.5, 1.0]), min_size=2, max_size=2))
+        chosen["rope_parameters"] = {
+            kind: {**rope, "partial_rotary_factor": share} for kind, share in zip(KINDS, shares, strict=True)
+        }
+    if model_type == "afmoe":
+        chosen |= {"num_dense_layers": draw(st.integers(0, 2)), "num_shared_experts": draw(st.integers(1, 2))}
+        chosen |= {"mup_enabled": draw(st.booleans()), "route_scale": draw(st.floats(0.5, 3.0))}
+        chosen["global_attn_every_n_layers"] = draw(st.integers(1, 3))
+    if model_type == "minicpm3":
+        chosen |= {"scale_emb": draw(st.floats(0.5, 12.0)), "scale_depth": draw(st.none() | st.floats(0.3, 2.0))}
+        chosen["dim_model_base"] = draw(st.none() | st.integers(2, 99))
     if model_type == "ministral3":
         rope = {"original_max_position_embeddings": 16, **rope, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}
     if model_type not in WITH_OWN_WINDOWED_ROPE:

@@ -76,7 +76,8 @@ REPLICAS, REPLICAS_OF_SHARDS = parallel(replicate=2), parallel(replicate=2)  # o
 TWO: dict[str, Case] = {
     "context, adafactor": Case(CONTEXT, {"name": "adafactor"}),
     "context, sinks, cap and window": Case(
-        CONTEXT, model={"attention_sinks": True, "attention_softcap": 20.0, "layer": {"window": 5}}
+        CONTEXT,
+        model={"attention_sinks": True, "attention_softcap": 20.0, "value_dim": 3, "layer": {"window": 5}},
     ),
     "context, dynamic": Case(CONTEXT, model={"layer": {"rope": DYNAMIC}}),
     "context, longrope in backward, recomputed, clipped": Case(
@@ -98,7 +99,13 @@ TWO: dict[str, Case] = {
     "tensor, biases, head norms, sinks": Case(
         TENSOR,
         model=dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "attention_sinks"), True)
-        | {"qk_norm": "head", "norm_placement": "both"},
+        | {
+            "qk_norm": "head",
+            "norm_placement": "both",
+            "attention_gate": "own",
+            "value_dim": 3,
+            "value_multiplier": 0.7,
+        },
     ),
     "tensor in backward, recomputed, tied": Case(TENSOR, {"in_backward": True}, FULL, model={"tied": True}),
     "tensor, tiled, selective, clipped": Case(

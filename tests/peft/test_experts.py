@@ -21,6 +21,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ROUTERS = {"gpt_oss": "router", "granitemoehybrid": "router", "gemma4_text_experts": "router.proj"}
 ROUTERS["llama4_text"] = ROUTERS["phimoe"] = "router"
 ROUTERS |= dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoe_swa"), "router")
+ROUTERS["afmoe"] = "router"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 

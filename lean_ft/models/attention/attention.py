@@ -92,20 +92,23 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim_of(layer_index)
         self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap, layer.chunk)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
+        self.value_dim, self.value_multiplier = config.value_dim or self.head_dim, config.value_multiplier
         self.split_sizes = [query_size, kv_size, kv_size]
         self.is_fused, self.qkv_by_head = config.fused_qkv, config.qkv_by_head
         if self.is_fused:
             self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
         else:
-            of_gate = query_size if config.attention_gate else 0
+            of_gate = query_size if config.attention_gate == "in_query" else 0
             self.q_proj = nn.Linear(hidden_size, query_size + of_gate, bias=config.qkv_bias)
             self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
             if not layer.values_are_keys:
-                self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query_size, hidden_size, bias=config.output_bias)
+                self.v_proj = nn.Linear(hidden_size, kv_size // self.head_dim * self.value_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * self.value_dim, hidden_size, bias=config.output_bias)
+        if config.attention_gate == "own":
+            self.gate_proj = nn.Linear(hidden_size, config.num_heads * self.value_dim, bias=False)
         self.values_are_keys, self.is_kv_source = layer.values_are_keys, layer_index in config.kv_source_layers
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.is_gated, self.qk_norm = config.attention_gate, config.qk_norm
+        self.gate, self.qk_norm = config.attention_gate, config.qk_norm
         if self.qk_norm == "centered_by_head":
             counts = config.num_heads, config.num_kv_heads_of(layer_index)
             self.q_norm, self.k_norm = (HeadLayerNorm(n, self.head_dim, config.norm_eps) for n in counts)
@@ -116,7 +119,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
         self.qk_unit_eps = config.norm_eps if layer.unit_qk else None
         self.value_norm_eps = config.norm_eps if config.value_norm else None
-        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks and layer.has_sinks else None
         self.attend: Attend = attend  # replaced if ranks share a row
 
     def forward(
@@ -139,18 +142,23 @@ class Attention(nn.Module):
         else:
             query, key = self.q_proj(hidden), self.k_proj(hidden)
             value = key if self.values_are_keys else self.v_proj(hidden)
-        gate = None
-        if self.is_gated:  # each head's query is followed by its gate
+        gate = self.gate_proj(hidden) if self.gate == "own" else None
+        if self.gate == "in_query":  # each head's query is followed by its gate
             query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
         if self.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
         # (B, T, H, D), and (B, T, K, D) twice
         if not self.qkv_by_head:
-            query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))
+            query, key = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key))
+            value = value.unflatten(-1, (-1, self.value_dim))
         if self.qk_norm in ("head", "centered", "centered_by_head"):  # under autocast a LayerNorm returns float32
             query, key = self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
         if self.value_norm_eps is not None:
             value = unit_rms(value, self.value_norm_eps)
+        if self.value_multiplier != 1.0:
+            value = value * self.value_multiplier
+        if self.value_dim != self.head_dim:  # kernels need queries, keys and values of one size
+            value = F.pad(value, (0, self.head_dim - self.value_dim))
         if cos is not None and sin is not None:
             query, key = rotate_both(query, key, cos, sin, self.interleaved)
         if self.qk_norm == "turned_head":
@@ -165,7 +173,7 @@ class Attention(nn.Module):
                 attended = attend_rows(query, key, value, self.scoring, self.sinks, sight)
             else:
                 attended = attend_filled(query, keys, values, cache, self.scoring, self.sinks, sight)
-        attended = attended.flatten(-2)
+        attended = attended[..., : self.value_dim].flatten(-2)
         result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
         return (result, (key, value)) if self.is_kv_source else result
 

@@ -115,7 +115,8 @@ def _describe(config: DecoderConfig, layer: int, dtype: torch.dtype, capability:
     latent, head_dim = config.latent, config.head_dim_of(layer)
     if latent is not None:
         head_dim = max(latent.plain_dim + head_dim, latent.value_dim)
-    sinks, is_plain = config.attention_sinks, config.attention_softcap is None
+    sinks = config.attention_sinks and config.layers[layer].has_sinks
+    is_plain = config.attention_softcap is None
     kernel, reason = choose_kernel(head_dim, dtype, capability, is_plain=is_plain, sinks=sinks)
     if kernel == "flash":
         version = (_active() or "FA2").removeprefix("FA")

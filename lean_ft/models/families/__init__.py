@@ -13,6 +13,7 @@ from lean_ft.models.families.mixtures import MIXTURES
 from lean_ft.models.families.multimodal import MULTIMODAL, SIZES_7B, Multimodal
 from lean_ft.models.families.older import OLDER
 from lean_ft.models.families.refused import REFUSED
+from lean_ft.models.families.unusual_attention import UNUSUAL_ATTENTION
 
 __all__ = ["FAMILIES", "MULTIMODAL", "REFUSED", "SIZES_7B", "Family", "Multimodal", "no_layer"]
 
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     **MIXTURES,
     **CORRECTED_MIXTURES,
     **LATENT,
+    **UNUSUAL_ATTENTION,
     **HYBRIDS,
     **MAMBA,
 }

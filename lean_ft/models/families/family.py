@@ -56,18 +56,18 @@ def rope_by_layer(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeCo
     return rope_config(fields, settings={**settings, "rope_theta": theta}, key=key) if theta else None
 
 
-def rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
+def rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool, **facts: Any) -> RopeConfig:
     """One base for layers with a window; another base and the scaling for full attention."""
     theta = fields.positive("rope_local_base_freq" if is_windowed else "rope_theta")
     if fields.get("rope_parameters") is None:
         scaling = {} if is_windowed else fields.get("rope_scaling") or {}
-        return rope_config(fields, settings={"rope_theta": theta, **scaling}, key="rope_scaling")
+        return rope_config(fields, settings={"rope_theta": theta, **scaling}, key="rope_scaling", **facts)
     kinds = fields.get("rope_parameters")
     if not isinstance(kinds, dict) or set(kinds) - {"full_attention", "sliding_attention"}:
         raise fields.wrong("rope_parameters", "an object with full_attention and sliding_attention")
     kind = "sliding_attention" if is_windowed else "full_attention"
     settings = {"rope_theta": theta, **(kinds.get(kind) or {})}
-    return rope_config(fields, settings=settings, key=f"rope_parameters: {kind}")
+    return rope_config(fields, settings=settings, key=f"rope_parameters: {kind}", **facts)
 
 
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -51,7 +51,7 @@ def _adjusted_intermediate_size(fields: ConfigFields) -> int:
 # A table: related fields share a line.
 # fmt: off
 _QWEN_HYBRID: dict[str, Any] = {  # of qwen3_next and 3.5
-    "facts": {**ATTENTION_BIAS, "norm_weight_offset": 1.0, "qk_norm": "head", "attention_gate": True},
+    "facts": {**ATTENTION_BIAS, "norm_weight_offset": 1.0, "qk_norm": "head", "attention_gate": "in_query"},
     "layer_type": _attention_in_every_nth_layer, "rope": partial_rope,
 }
 _QWEN_HYBRID_DEFAULTS = {
