@@ -12,7 +12,7 @@ from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
-from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, no_layer
+from lean_ft.models.families import FAMILIES, MULTIMODAL, Family, family_of, no_layer
 from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import ConfigFields, listed
@@ -236,11 +236,11 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     Raises ValueError if the family is unknown, or a field is missing, invalid or asks for an unsupported computation.
     """
     family_name = config.get("model_type")
-    family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
+    family = family_of(family_name)
     if family is None:
         raise ValueError(
             f"{where}: model_type is {family_name!r}; expected one of {listed([*FAMILIES, *MULTIMODAL])}."
-            f"{did_you_mean(str(family_name), FAMILIES)}"
+            f"{did_you_mean(str(family_name), FAMILIES)} A row of your own is model.family=FILE.py:NAME, see docs/new_family.md."
         )
     _check_architecture(config, where)
     config = family.preprocessed(config)

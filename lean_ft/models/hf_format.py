@@ -99,15 +99,20 @@ def load_model(
     Raises:
         ValueError: if config.json or the weights are not as expected; nothing is allocated before this check.
     """
+    family = None
     if isinstance(path, ModelConfig):
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
         random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
-        images, new_ids, path = path.images, new_token_ids(path), path.path
+        family, images, new_ids, path = path.family, path.images, new_token_ids(path), path.path
     dtype = torch_dtype(dtype)
+    own_row = family.rpartition(":")[2] if family else None
     labels = OF_REWARD if scores is True else scores or None
 
     def build(folder: Path) -> Decoder:
         model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids, images=images != "none")
+        found = str(model.source.config["model_type"])
+        if own_row not in (None, found.replace("-", "_")):
+            raise ValueError(f"model.family is the row of {own_row}, and {folder} is {found}. Name the row after the model_type.")
         if model.vision is not None:
             model.vision.requires_grad_(images == "train")
         if model.config.num_scores and not scores and not may_score:

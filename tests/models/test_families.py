@@ -3,12 +3,15 @@
 import json
 
 import pytest
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from lean_ft.models import RopeConfig, decoder_config, load_model
+from lean_ft.models import RopeConfig, decoder_config, load_model, save_model
 from lean_ft.models.config_json import language_model_config
 from lean_ft.models.families import FAMILIES
+from lean_ft.settings import ModelConfig
+from lean_ft.system.user_functions import OWN_FAMILIES
 from lean_ft.training.summary import describe_model
 
 LLAMA = {
@@ -175,6 +178,40 @@ def test_a_config_with_the_fields_of_text_and_images_in_one(tmp_path):
     assert "hidden_size" in theirs["text_config"] and "hidden_size" not in theirs
     ours = decoder_config(language_model_config(config))
     assert ours == decoder_config(language_model_config(theirs)) == decoder_config(QWEN2_5_0_5B)
+
+
+ARCEE = """
+from lean_ft.models.families import Family
+from lean_ft.models.families.family import UNGATED_ACTIVATION_NAMES
+arcee = Family(facts={"gated": False}, activations=UNGATED_ACTIVATION_NAMES, defaults={"hidden_act": "relu2"})
+typo = Family(facts={"gatd": False})
+text = "arcee"
+"""
+
+
+def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch):
+    folder, reference = make_checkpoint("arcee")
+    monkeypatch.delitem(FAMILIES, "arcee")
+    (tmp_path / "own.py").write_text(ARCEE)
+    cfg = ModelConfig(path=str(folder), dtype="float32", family=f"{tmp_path}/own.py:arcee")
+    model, ids = load_model(cfg), torch.arange(40)[None]
+    torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
+    save_model(model, tmp_path / "saved")
+    assert not {"model.family", "own"} & set((tmp_path / "saved" / "config.json").read_text().split('"'))
+    torch.testing.assert_close(load_model(tmp_path / "saved")(ids), model(ids))
+    other, _ = make_checkpoint("llama")
+    for name, folder_or_file, message in [
+        ("arcee", other, "model.family is the row of arcee, and .* is llama. Name the row after the model_type"),
+        ("typo", {"model_type": "typo"}, "own.py:typo: facts has gatd; expected fields of DecoderConfig. Did you mean 'gated'"),
+        ("text", {"model_type": "text"}, "own.py:text is a str; expected a Family"),
+        ("missing", {}, "own.py has no function missing"),
+        (None, folder, "model_type is 'arcee'.* A row of your own is model.family=FILE.py:NAME"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            family = None if name is None else f"{tmp_path}/own.py:{name}"
+            cfg = ModelConfig(path=str(folder_or_file), family=family)
+            load_model(cfg) if name in ("arcee", None) else decoder_config({**LLAMA, **folder_or_file})
+    OWN_FAMILIES.clear()
 
 
 def test_dropout_of_the_file_changes_nothing_and_is_reported(make_checkpoint):

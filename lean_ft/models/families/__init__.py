@@ -1,6 +1,10 @@
 """Model families: one row of facts each, a value or a function that reads it from config.json, and defaults of absent fields.
-`lean_ft.models.config_json` reads a config.json by its family's row."""
+`lean_ft.models.config_json` reads a config.json by its family's row. A user's row is a variable of a file, `model.family`."""
 
+from dataclasses import fields
+from typing import Any
+
+from lean_ft.models.config import DecoderConfig, MixtureConfig
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import Family, no_layer
 from lean_ft.models.families.gemma import GEMMA
@@ -10,7 +14,25 @@ from lean_ft.models.families.mamba import MAMBA
 from lean_ft.models.families.mixtures import MIXTURES
 from lean_ft.models.families.multimodal import MULTIMODAL, Multimodal
 from lean_ft.models.families.older import OLDER
+from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import OWN_FAMILIES, load_value
 
-__all__ = ["FAMILIES", "MULTIMODAL", "Family", "Multimodal", "no_layer"]
+__all__ = ["FAMILIES", "MULTIMODAL", "Family", "Multimodal", "family_of", "no_layer"]
 
 FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORM, **OLDER, **GEMMA, **MIXTURES, **HYBRIDS, **MAMBA}
+
+
+def family_of(model_type: Any) -> Family | None:
+    """The row of a model_type: the user's, or lean_ft's; None if neither has it. Raises ValueError if the user's is not a valid row."""
+    own = OWN_FAMILIES.get(str(model_type).replace("-", "_"))
+    if own is None:
+        return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    row = load_value(own)
+    if not isinstance(row, Family):
+        raise ValueError(f"{own} is a {type(row).__name__}; expected a Family of lean_ft.models.families.")
+    for kind, facts, config in (("facts", row.facts, DecoderConfig), ("mixture", row.mixture, MixtureConfig)):
+        known = [field.name for field in fields(config)]
+        if unknown := [name for name in facts if name not in known]:
+            meant = did_you_mean(unknown[0], known)
+            raise ValueError(f"{own}: {kind} has {unknown[0]}; expected fields of {config.__name__}.{meant}")
+    return row
