@@ -24,7 +24,7 @@ from functools import cache, partial
 from itertools import combinations, islice, permutations
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import transformers
@@ -79,6 +79,8 @@ class Checkpoint:
     config: dict[str, Any]
     folder: Path
     tensors: dict[str, torch.Tensor]
+    names: dict[str, tuple[int, ...]]  # as `patterns`
+    in_memory: dict[str, torch.Tensor]
     steps: dict[str, torch.Tensor]
 
 
@@ -90,7 +92,8 @@ def checkpoint(model_type: str, settings: dict[str, Any]) -> Checkpoint:
     model.save_pretrained(folder)
     files = folder.glob("*.safetensors")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return Checkpoint(settings, model.config.to_dict(), folder, tensors, steps_of(model, lambda: model(IDS).logits))
+    steps, memory = steps_of(model, lambda: model(IDS).logits), dict(model.state_dict())
+    return Checkpoint(settings, model.config.to_dict(), folder, tensors, patterns(tensors), memory, steps)
 
 
 @torch.no_grad()
@@ -161,7 +164,7 @@ def small_settings(own: dict[str, Any]) -> list[dict[str, Any]]:
     if own.get("mlp_only_layers"):
         plain["mlp_only_layers"] = [1]
     others = {n: not v for n, v in own.items() if type(v) is bool and re.search("bias|norm|tie", n)}
-    others |= {n: v * (100 if "eps" in n else 0.7) for n, v in own.items() if type(v) is float}
+    others |= {n: 1e-3 if "eps" in n else v * 0.7 for n, v in own.items() if type(v) is float}
     others |= {n: 3.0 for n in own if "softcap" in n} | ({"head_dim": 8} if "head_dim" in own else {})
     return [
         {**plain, **listed},
@@ -228,6 +231,10 @@ def edits(own: dict[str, Any]) -> list[Edit]:
         for name in PARTS:
             add("row", name, getattr(row, name))
         add("row", "mixture", row.mixture)
+    for kind, config in (("facts", DecoderConfig), ("mixture", MixtureConfig)):
+        for name, values in get_type_hints(config).items():
+            for value in get_args(values) if get_origin(values) is Literal else (True, False) if values is bool else ():
+                add(kind, name, value)
     readers = {"flag(": (flag, bool), "number": (number, float), "count(": (count, int)}
     for kind, name, value in list(found.values()):
         reader, kind_of_field = readers.get(
@@ -292,23 +299,25 @@ def stored_prefix(tensors: dict[str, torch.Tensor]) -> tuple[str, str]:
     return max(set(found), key=found.count) if found else ("model.", "layers")
 
 
+def patterns(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a folder's tensors, by names in which layers have no numbers and the usual prefix."""
+    (prefix, layers), found = stored_prefix(tensors), {}
+    for name, tensor in tensors.items():
+        if name.startswith(prefix) and name != "lm_head.weight":
+            name = "model." + name.removeprefix(prefix)
+        found.setdefault(pattern(name).replace(f"model.{layers}.#", "model.layers.#"), tuple(tensor.shape))
+    return found
+
+
+Entries = list[tuple[str, tuple[str, ...]]]
+
+
 def renames(
-    row: Family, model: Decoder, tensors: dict[str, torch.Tensor]
+    row: Family, model: Decoder, theirs: dict[str, tuple[int, ...]], borrowed: Entries
 ) -> Iterator[tuple[dict[str, Any], list[str], list[str]]]:
     """Ways to name the decoder's tensors as in the folder: `on_disk`, and the names on either side that are left."""
-    prefix, layers = stored_prefix(tensors)
-    theirs: dict[str, tuple[int, ...]] = {}
-    for name, tensor in tensors.items():
-        name = (
-            re.sub(f"^{re.escape(prefix)}", "model.", name)
-            if prefix
-            else name
-            if name == "lm_head.weight"
-            else f"model.{name}"
-        )
-        theirs.setdefault(pattern(name).replace(f"model.{layers}.#", "model.layers.#"), tuple(tensor.shape))
     own = {pattern(name): tuple(tensor.shape) for name, tensor in reversed([*all_tensors(model)]) if tensor.numel()}
-    known = [*row.on_disk.items(), *(entry for other in FAMILIES.values() for entry in other.on_disk.items())]
+    known = [*row.on_disk.items(), *borrowed]
     choices: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
     for name, shape in own.items():
         for part, places in [("", ("",)), *known] if not any(p in name for p in row.on_disk) else [*known, ("", ("",))]:
@@ -348,6 +357,19 @@ def renames(
         yield base, left, rest
 
 
+def names_in_memory(on_disk: dict[str, Any], at: Checkpoint) -> dict[str, str]:
+    """The names of modules in transformers, where they differ from the folder's; found by equal values."""
+    found = {}
+    for name, tensor in at.tensors.items():
+        same = [n for n, t in at.in_memory.items() if t.shape == tensor.shape and torch.equal(t, tensor)]
+        entry = next(((part, place) for part, (place, *_) in on_disk.items() if place in name and "*" not in place), None)
+        if entry is not None and same and name not in same:
+            start, _, end = name.partition(entry[1])
+            if same[0].startswith(start) and same[0].endswith(end):
+                found[entry[0]] = same[0].removeprefix(start).removesuffix(end)
+    return found
+
+
 # The search.
 
 
@@ -369,12 +391,13 @@ class Search:
             except Exception as error:
                 self.say(f"transformers does not build {settings}: {str(error)[:150]}")
         self.errors: dict[tuple[int, DecoderConfig], tuple[float, dict[str, Any], str]] = {}
-        self.refused = ""
+        entries = [entry for row in FAMILIES.values() for entry in row.on_disk.items()]
+        self.borrowed: Entries = list(dict.fromkeys(entries))
 
     def say(self, line: str) -> None:
         print(f"[{time.monotonic() - self.start:4.0f} s] {line}", flush=True)
 
-    def built(self, row: Family, model: Decoder, on_disk: dict[str, Any], at: Checkpoint) -> Decoder:
+    def fill(self, row: Family, model: Decoder, on_disk: dict[str, Any], at: Checkpoint) -> None:
         prefix, layers = stored_prefix(at.tensors)
         FAMILIES[self.model_type] = replace(row, on_disk=on_disk, prefix_on_disk=prefix, layers=layers)
         model.source = Source(config={"model_type": self.model_type})
@@ -388,7 +411,6 @@ class Search:
 
         with torch.no_grad():
             fill_model(model, "cpu", fill)
-        return model
 
     def compared(self, row: Family, number: int) -> tuple[float, dict[str, Any], str]:
         """The error on a checkpoint: of the logits, or above 10 with tensors that do not match; the renames; what does not match."""
@@ -402,17 +424,18 @@ class Search:
             return self.errors[number, config]
         best: tuple[float, dict[str, Any], str] = (99.0, {}, "")
         try:
-            for on_disk, left, rest in renames(row, empty_decoder(config, torch.float32), at.tensors):
+            model = empty_decoder(config, torch.float32)
+            for on_disk, left, rest in renames(row, model, at.names, self.borrowed):
                 if left or rest:
                     named = f"tensors without a match: {', '.join(left) or 'none'} of lean_ft, {', '.join(rest) or 'none'} of the folder"
                     best = min(best, (10.0 + len(left) + len(rest), on_disk, named), key=lambda found: found[0])
                     continue
-                model = self.built(row, empty_decoder(config, torch.float32), on_disk, at)
+                self.fill(row, model, on_disk, at)
                 steps = differences(steps_of(model, partial(model, IDS), at.steps), at.steps)
                 error, told = sum(steps.values()) / len(steps), {n: f"{e:.1e}" for n, e in steps.items() if e > EQUAL}
                 whole = 1.0 if told else differences(steps_of(model, partial(model, IDS)), at.steps)["logits"]
                 best = min(best, (error + whole, on_disk, str(told or "equal")), key=lambda found: found[0])
-        except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+        except Exception as error:  # facts that no model combines may fail anywhere
             best = min(best, (50.0, {}, str(error)), key=lambda found: found[0])
         self.errors[number, config] = best
         return best
@@ -680,7 +703,7 @@ def main() -> int:
     prefix, layers = stored_prefix(search.checkpoints[0].tensors)
     scores = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type, "")
     row = replace(row, on_disk=renamed, prefix_on_disk=prefix, prefix_in_memory=prefix, layers=layers)
-    row = replace(row, scores_as=scores.removesuffix("ForSequenceClassification"))
+    row = replace(row, in_memory=names_in_memory(renamed, search.checkpoints[0]), scores_as=scores.removesuffix("ForSequenceClassification"))
     whole = search.with_defaults(row)
     if whole is None:
         kinds = transformers.AutoConfig.for_model(model_type, **{**BARE, "num_hidden_layers": 14}).to_dict().get("layer_types")

@@ -32,6 +32,7 @@ class MixtureConfig:
     shared_gate: bool = False  # the shared expert's output is multiplied by the sigmoid of a linear layer
     score: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's logits into weights
     has_score_correction: bool = False  # a bias per expert takes part in the choice of experts, not in their weights
+    corrects_logits: bool = False  # this bias is added to the router's logits, not to their softmax or sigmoids
     correction_is_row: bool = False  # this bias is stored as (1, E), not (E,)
     num_groups: int = 1  # groups of experts; a token chooses the groups with the largest sum of two best scores
     groups_per_token: int = 1

@@ -50,8 +50,9 @@ class Router(nn.Module):
             best, chosen = _best(logits, config.experts_per_token, recorded)
             return best.softmax(-1) * config.weights_factor, chosen
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-        # Logits if there is no correction: sigmoids of logits far from 0 round to the same number.
-        ranks = scores.detach() if config.has_score_correction or config.num_groups > 1 else logits.detach()
+        # Logits if there is no correction of scores: sigmoids of logits far from 0 round to the same number.
+        corrects_scores = config.has_score_correction and not config.corrects_logits
+        ranks = scores.detach() if corrects_scores or config.num_groups > 1 else logits.detach()
         if config.has_score_correction:
             ranks = ranks + self.e_score_correction_bias
         if config.num_groups > 1:
