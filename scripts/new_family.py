@@ -80,7 +80,7 @@ class Checkpoint:
     folder: Path
     tensors: dict[str, torch.Tensor]
     names: dict[str, tuple[int, ...]]  # as `patterns`
-    in_memory: dict[str, torch.Tensor]
+    model: torch.nn.Module
     steps: dict[str, torch.Tensor]
 
 
@@ -92,8 +92,8 @@ def checkpoint(model_type: str, settings: dict[str, Any]) -> Checkpoint:
     model.save_pretrained(folder)
     files = folder.glob("*.safetensors")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    steps, memory = steps_of(model, lambda: model(IDS).logits), dict(model.state_dict())
-    return Checkpoint(settings, model.config.to_dict(), folder, tensors, patterns(tensors), memory, steps)
+    steps = steps_of(model, lambda: model(IDS).logits)
+    return Checkpoint(settings, model.config.to_dict(), folder, tensors, patterns(tensors), model, steps)
 
 
 @torch.no_grad()
@@ -361,7 +361,7 @@ def names_in_memory(on_disk: dict[str, Any], at: Checkpoint) -> dict[str, str]:
     """The names of modules in transformers, where they differ from the folder's; found by equal values."""
     found = {}
     for name, tensor in at.tensors.items():
-        same = [n for n, t in at.in_memory.items() if t.shape == tensor.shape and torch.equal(t, tensor)]
+        same = [n for n, t in at.model.state_dict().items() if t.shape == tensor.shape and torch.equal(t, tensor)]
         entry = next(((part, place) for part, (place, *_) in on_disk.items() if place in name and "*" not in place), None)
         if entry is not None and same and name not in same:
             start, _, end = name.partition(entry[1])
@@ -521,8 +521,8 @@ class Search:
         except (ValueError, LookupError, TypeError, AttributeError):
             return False
 
-    def with_defaults(self, row: Family) -> Family | None:
-        """The row with the defaults of absent fields that it needs; None if a configuration without fields is read differently."""
+    def with_defaults(self, row: Family) -> tuple[Family, bool]:
+        """The row with the defaults of absent fields that it needs, and whether a configuration without fields is read with them."""
         config = transformers.AutoConfig.for_model(self.model_type, **BARE).to_dict()
         configs = [config, *({k: v for k, v in at.config.items() if k not in self.defaults} for at in self.checkpoints)]
 
@@ -533,22 +533,25 @@ class Search:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 return type(error).__name__
 
-        windows = [row.has_window, *(value for kind, name, value in self.options if name == "has_window")]
-        for has_window in windows:
+        bare = {"model_type": self.model_type, **BARE}
+
+        def needed(row: Family) -> Family:
+            for name in row.defaults:
+                less = replace(row, defaults={n: v for n, v in row.defaults.items() if n != name})
+                if all(reads(less, c) == reads(row, c) for c in [bare, *without(name)]):
+                    row = less
+            return row
+
+        def without(name: str) -> list[dict[str, Any]]:
+            return [{k: v for k, v in c.items() if k != name} for c in configs]
+
+        for has_window in [row.has_window, *(value for _, name, value in self.options if name == "has_window")]:
             for nth in (None, 2, 3, 4, 5, 6):
                 given = self.defaults | ({} if nth is None else {"sliding_window_pattern": nth})
                 tried = replace(row, has_window=has_window, defaults=given)
-                absent = reads(tried, {"model_type": self.model_type, **BARE})
-                if absent == reads(tried, config) and isinstance(absent, DecoderConfig):
-                    for name in given:
-                        less = replace(tried, defaults={n: v for n, v in tried.defaults.items() if n != name})
-                        bare = [{k: v for k, v in c.items() if k != name} for c in configs] + [
-                            {"model_type": self.model_type, **BARE}
-                        ]
-                        if all(reads(less, c) == reads(tried, c) for c in bare):
-                            tried = less
-                    return tried
-        return None
+                if reads(tried, bare) == reads(tried, config) and isinstance(reads(tried, bare), DecoderConfig):
+                    return needed(tried), True
+        return needed(row), False
 
 
 BARE = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8, "num_attention_heads": 32}
@@ -652,6 +655,9 @@ def write(model_type: str, row: str, cases: list[str], doc: str, has_experts: bo
     end = re.compile(r"^}$", re.MULTILINE).search(lines, lines.index("CASES: dict[str, tuple"))
     assert end is not None
     tests.write_text(lines[: end.start()] + "\n".join(cases) + "\n" + lines[end.start() :])
+    if has_experts:
+        adapters = ROOT / "tests" / "peft" / "conftest.py"
+        adapters.write_text(re.sub(r"(?m)^(MIXTURES \|= .*)}$", rf'\1, "{model_type}"}}', adapters.read_text(), count=1))
     page = ROOT / "docs" / "families.md"
     head, marker, rest = page.read_text().partition("| `model_type` | models | architecture |")
     table, blank, after = rest.partition("\n\n")
@@ -704,11 +710,15 @@ def main() -> int:
     scores = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type, "")
     row = replace(row, on_disk=renamed, prefix_on_disk=prefix, prefix_in_memory=prefix, layers=layers)
     row = replace(row, in_memory=names_in_memory(renamed, search.checkpoints[0]), scores_as=scores.removesuffix("ForSequenceClassification"))
-    whole = search.with_defaults(row)
-    if whole is None:
+    wide = " ".join(getattr(search.checkpoints[0].model, "_keep_in_fp32_modules_strict", None) or ())
+    for part, fact in (("e_score_correction_bias", "router_in_float32"), ("gate.weight", "router_weight_in_float32")):
+        if row.mixture and part in wide:  # not visible in float32
+            row = edited(row, ("mixture", fact, True))
+    row, is_whole = search.with_defaults(row)
+    if not is_whole:
         kinds = transformers.AutoConfig.for_model(model_type, **{**BARE, "num_hidden_layers": 14}).to_dict().get("layer_types")
         search.say(f"config.json without layer_types: no row has this order of 14 layers. Write has_window for it: {kinds}")
-    FAMILIES[model_type] = row = whole or row
+    FAMILIES[model_type] = row
     for at in search.checkpoints:
         with torch.no_grad():
             torch.testing.assert_close(load_model(at.folder)(IDS), at.steps["logits"], atol=1e-4, rtol=1e-4)
@@ -727,9 +737,9 @@ def main() -> int:
         + "\n\n"
         + (doc := doc_text(model_type, row, nearest))
     )
-    if "--write" in sys.argv and whole is not None:
+    if "--write" in sys.argv and is_whole:
         write(model_type, row_text(model_type, row), cases, doc, bool(row.mixture))
-    return 0 if whole is not None else 1
+    return int(not is_whole)
 
 
 if __name__ == "__main__":

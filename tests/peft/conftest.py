@@ -18,6 +18,7 @@ from tests.models.family_cases import CASES
 
 MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "phimoe"}
 MIXTURES |= {"qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text_experts", "llama4_text", "ernie4_5_moe"}
+MIXTURES |= {"flint", "kolibri1"}
 # One case per family, and one with biases.
 FAMILIES = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values())
 FAMILIES = [family for family in (*FAMILIES, "llama_biases", "granitemoehybrid_dense_tied") if family not in MIXTURES]
