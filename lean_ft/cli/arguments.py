@@ -54,7 +54,10 @@ Preset = Annotated[
 OwnFamily = Annotated[
     str | None,
     typer.Option(
-        "--family", metavar="FILE.py:NAME", help="Your own row of the model's family, as model.family.", callback=use_family
+        "--family",
+        metavar="FILE.py:NAME",
+        help="Your own row of the model's family, as model.family.",
+        callback=use_family,
     ),
 ]
 Overrides = Annotated[

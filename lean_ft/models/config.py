@@ -192,6 +192,7 @@ class DecoderConfig:
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
     attention_gate: bool = False  # each head's output is multiplied by the sigmoid of a projection of the hidden state
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
+    sinks_in_float32: bool = False  # these logits are in float32, whatever the model's dtype
     attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
     # The first position's row in a learned embedding of positions, which is added to the tokens'; None: there is none.
@@ -224,6 +225,11 @@ class DecoderConfig:
     def mixture(self) -> MixtureConfig | None:
         """The mixture of experts of the layers that have one."""
         return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
+
+    @property
+    def in_float32(self) -> tuple[str, ...]:
+        """Name suffixes of tensors that stay in float32, whatever the model's dtype."""
+        return (*(self.mixture.in_float32 if self.mixture else ()), *((".sinks",) if self.sinks_in_float32 else ()))
 
     @property
     def choices_of_mixtures(self) -> list[int]:

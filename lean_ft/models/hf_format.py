@@ -112,7 +112,9 @@ def load_model(
         model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids, images=images != "none")
         found = str(model.source.config["model_type"])
         if own_row not in (None, found.replace("-", "_")):
-            raise ValueError(f"model.family is the row of {own_row}, and {folder} is {found}. Name the row after the model_type.")
+            raise ValueError(
+                f"model.family is the row of {own_row}, and {folder} is {found}. Name the row after the model_type."
+            )
         if model.vision is not None:
             model.vision.requires_grad_(images == "train")
         if model.config.num_scores and not scores and not may_score:

@@ -189,6 +189,11 @@ text = "arcee"
 """
 
 
+def _read(folder_or_fields, family):
+    cfg = ModelConfig(path=str(folder_or_fields), family=family)
+    return decoder_config({**LLAMA, **folder_or_fields}) if isinstance(folder_or_fields, dict) else load_model(cfg)
+
+
 def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch):
     folder, reference = make_checkpoint("arcee")
     monkeypatch.delitem(FAMILIES, "arcee")
@@ -202,15 +207,18 @@ def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch):
     other, _ = make_checkpoint("llama")
     for name, folder_or_file, message in [
         ("arcee", other, "model.family is the row of arcee, and .* is llama. Name the row after the model_type"),
-        ("typo", {"model_type": "typo"}, "own.py:typo: facts has gatd; expected fields of DecoderConfig. Did you mean 'gated'"),
+        (
+            "typo",
+            {"model_type": "typo"},
+            "own.py:typo: facts has gatd; expected fields of DecoderConfig. Did you mean 'gated'",
+        ),
         ("text", {"model_type": "text"}, "own.py:text is a str; expected a Family"),
         ("missing", {}, "own.py has no function missing"),
         (None, folder, "model_type is 'arcee'.* A row of your own is model.family=FILE.py:NAME"),
     ]:
+        family = None if name is None else f"{tmp_path}/own.py:{name}"
         with pytest.raises(ValueError, match=message):
-            family = None if name is None else f"{tmp_path}/own.py:{name}"
-            cfg = ModelConfig(path=str(folder_or_file), family=family)
-            load_model(cfg) if name in ("arcee", None) else decoder_config({**LLAMA, **folder_or_file})
+            _read(folder_or_file, family)
     OWN_FAMILIES.clear()
 
 

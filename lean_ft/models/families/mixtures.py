@@ -45,8 +45,8 @@ def _every_second_of_the_lower_layers(fields: ConfigFields, layer: int) -> bool:
 
 
 def every_nth_layer_but_some(fields: ConfigFields, layer: int) -> bool:
-    without = fields.layer_numbers("mlp_only_layers") or []
-    return layer not in without and (layer + 1) % fields.count("decoder_sparse_step") == 0
+    without, step = fields.layer_numbers("mlp_only_layers") or [], fields.count("decoder_sparse_step")
+    return layer not in without and (layer + 1) % step == 0
 
 
 def _all_layers_but_the_first(fields: ConfigFields, layer: int) -> bool:
@@ -319,8 +319,10 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "flint": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "head", "attention_sinks": True}, has_window=_between_full_layers,
-        reads_layer_types=True, rope=rope_in_windowed_layers, has_mixture=every_nth_layer_but_some,
+        facts={**ATTENTION_BIAS, "qk_norm": "head", "attention_sinks": True, "sinks_in_float32": True},
+        has_window=_between_full_layers, reads_layer_types=True, rope=rope_in_windowed_layers, has_mixture=every_nth_layer_but_some,
+        # null is the default.
+        preprocessed=lambda config: {k: v for k, v in config.items() if k != "mlp_only_layers" or v is not None},
         mixture={
             **MIXTURE, "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
             "shared_intermediate_size": count("shared_expert_intermediate_size"), "score": "sigmoid",
@@ -331,7 +333,7 @@ MIXTURES: dict[str, Family] = {
         defaults={
             **MIXTURE_DEFAULTS, "intermediate_size": 6144, "num_key_value_heads": 4, "max_position_embeddings": 262144,
             "sliding_window": 513, "decoder_sparse_step": 1, "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 1024, "num_experts_per_tok": 6, "num_experts": 256,
+            "shared_expert_intermediate_size": 1024, "num_experts_per_tok": 6, "num_local_experts": 256,
             "norm_topk_prob": True, "mlp_only_layers": [0, 1], "head_dim": 128, "router_aux_loss_coef": 0.0005,
         },
     ),
