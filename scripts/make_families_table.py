@@ -57,8 +57,8 @@ def main() -> int:
         "|---|---|" + "---|" * len(columns),
     ]
     for family in FAMILIES:
-        if family not in families and family in kept:
-            lines.append(kept[family])
+        if family not in families:
+            lines += [kept[family]] if family in kept else []
             continue
         count = sum(model_type == family for model_type, _ in CASES.values())
         found = [outcomes.passed[family, column] for column in columns]

@@ -17,6 +17,7 @@ from lean_ft.settings.base import spelled_out
 from lean_ft.settings.from_other_tools import refuse_other_tools
 from lean_ft.settings.text import COMMAND_LINE, load_config, preset_fits, preset_recipe, preset_values
 from lean_ft.system import catalog
+from lean_ft.system.user_functions import use_family
 
 
 def _starting(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -48,6 +49,15 @@ Preset = Annotated[
         metavar="NAME|PATH",
         help="A preset's name (tiny/full), or the path of a .yaml file.",
         autocompletion=_starting(catalog.presets),
+    ),
+]
+OwnFamily = Annotated[
+    str | None,
+    typer.Option(
+        "--family",
+        metavar="FILE.py:NAME",
+        help="Your own row of the model's family, as model.family.",
+        callback=use_family,
     ),
 ]
 Overrides = Annotated[

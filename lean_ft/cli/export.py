@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lean_ft.cli.arguments import Debug
+from lean_ft.cli.arguments import Debug, OwnFamily
 
 _CANNOT_COMBINE = {
     "--adapter": {"--dtype", "--max-shard-size", "--dcp", "--merge", "--keep-vision", "--imatrix", "--ollama"},
@@ -78,6 +78,7 @@ def export(
             help="For a model that also reads images: export all of it, with the untrained parts unchanged.",
         ),
     ] = False,
+    family: OwnFamily = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite an earlier export at DEST.")] = False,
     debug: Debug = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lean_ft.cli.arguments import Debug
+from lean_ft.cli.arguments import Debug, OwnFamily
 from lean_ft.system.installation import install_command
 
 
@@ -45,6 +45,7 @@ def serve(
     images: Annotated[
         bool, typer.Option("--images/--no-images", help="Load the vision tower of a model that has one.")
     ] = True,
+    family: OwnFamily = None,
     debug: Debug = False,
 ) -> None:
     """Serve a model through the OpenAI chat API, for testing: chat completions, whole or streamed, with tools.

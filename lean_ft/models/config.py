@@ -32,6 +32,7 @@ class MixtureConfig:
     shared_gate: bool = False  # the shared expert's output is multiplied by the sigmoid of a linear layer
     score: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's logits into weights
     has_score_correction: bool = False  # a bias per expert takes part in the choice of experts, not in their weights
+    corrects_logits: bool = False  # this bias is added to the router's logits, not to their softmax or sigmoids
     correction_is_row: bool = False  # this bias is stored as (1, E), not (E,)
     num_groups: int = 1  # groups of experts; a token chooses groups first, and experts from them
     groups_per_token: int = 1
@@ -208,6 +209,7 @@ class DecoderConfig:
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
     value_dim: int | None = None  # features of a head's values, at most `head_dim`; None: `head_dim`
     value_multiplier: float = 1.0
+    sinks_in_float32: bool = False  # these logits are in float32, whatever the model's dtype
     attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
     # The first position's row in a learned embedding of positions, which is added to the tokens'; None: there is none.
@@ -242,6 +244,11 @@ class DecoderConfig:
     def mixture(self) -> MixtureConfig | None:
         """The mixture of experts of the layers that have one."""
         return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
+
+    @property
+    def in_float32(self) -> tuple[str, ...]:
+        """Name suffixes of tensors that stay in float32, whatever the model's dtype."""
+        return (*(self.mixture.in_float32 if self.mixture else ()), *((".sinks",) if self.sinks_in_float32 else ()))
 
     @property
     def choices_of_mixtures(self) -> list[int]:

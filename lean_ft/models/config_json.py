@@ -12,7 +12,7 @@ from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
-from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, no_layer
+from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer
 from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import ConfigFields, listed
@@ -264,14 +264,15 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     Raises ValueError if the family is unknown, or a field is missing, invalid or asks for an unsupported computation.
     """
     family_name = config.get("model_type")
-    family = FAMILIES.get(family_name) if isinstance(family_name, str) else None
+    family = family_of(family_name)
     if family is None:
         found = f"{where}: model_type is {family_name!r}"
         if str(family_name) in REFUSED:
             raise ValueError(f"{found}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
         nearest = did_you_mean(str(family_name), [*FAMILIES, *MULTIMODAL, *_SAME_AS])
         raise ValueError(
-            f"{found}, which lean_ft does not read.{nearest} docs/models.md lists the models that it reads."
+            f"{found}, which lean_ft does not read.{nearest} docs/models.md lists the models that it reads, and"
+            " docs/new_family.md shows how to add one, with model.family=FILE.py:NAME."
         )
     _check_architecture(config, where)
     config = family.preprocessed(config)

@@ -46,12 +46,13 @@ class Router(nn.Module):
         logits = wide(logits)
         if config.sparsemixer_margin is not None:
             return _sparsemixer(logits, config.experts_per_token, config.sparsemixer_margin, recorded)
-        by_logits = not config.has_score_correction and config.num_groups == 1
-        if config.score == "softmax" and by_logits and config.weights_sum_to_one:
+        is_corrected = config.has_score_correction and not config.corrects_logits
+        by_logits = not is_corrected and config.num_groups == 1
+        if config.score == "softmax" and by_logits and config.weights_sum_to_one and not config.has_score_correction:
             best, chosen = _best(logits, config.experts_per_token, recorded)
             return best.softmax(-1) * config.weights_factor, chosen
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-        # Logits if there is no correction: sigmoids of logits far from 0 round to the same number.
+        # Logits if there is no correction of scores: sigmoids of logits far from 0 round to the same number.
         ranks = (logits if by_logits else scores).detach()
         if config.has_score_correction:
             ranks = ranks + self.e_score_correction_bias

@@ -35,9 +35,8 @@ def empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
     try:
         with without_modes(), torch.device("meta"):
             model = Decoder(config)
-            wide = () if model.mixture is None else model.mixture.in_float32
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if not name.endswith(wide):
+                if not name.endswith(config.in_float32):
                     tensor.data = tensor.data.to(dtype)
             return model
     except RuntimeError as error:  # the number of bytes exceeds 64 bits

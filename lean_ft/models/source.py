@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models.families import FAMILIES, MULTIMODAL, Family
+from lean_ft.models.families import MULTIMODAL, Family, family_of
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.system.shards import Cut, Part, part_of
 
@@ -69,7 +69,7 @@ class Source:
 
     @property
     def family(self) -> Family:
-        return FAMILIES.get(self.config.get("model_type", ""), Family())
+        return family_of(self.config.get("model_type")) or Family()
 
     def _pieces(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the stored tensors of a whole parameter, as contiguous views of it."""

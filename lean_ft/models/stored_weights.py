@@ -13,6 +13,7 @@ from lean_ft.gguf.cache import GGUF_INDEX, gguf_file
 from lean_ft.hub.download import home_of_links
 from lean_ft.models.config_json import as_its_family, decoder_config, language_model_config
 from lean_ft.models.dequantized import dequantized
+from lean_ft.models.families import family_of
 from lean_ft.models.safetensors_file import StoredTensor, read_header
 from lean_ft.system.whole_files import read_json
 
@@ -71,8 +72,9 @@ def stored_dtype(folder: Path) -> torch.dtype:
     keeps in float32 do not count."""
     dtype: torch.dtype | None = None
     config = language_model_config(as_its_family(read_json(folder / "config.json", CONFIG_PURPOSE)))
-    mixture = decoder_config(config, where=str(folder / "config.json")).mixture
-    always_float32 = () if mixture is None else mixture.in_float32
+    always_float32 = decoder_config(config, where=str(folder / "config.json")).in_float32
+    on_disk = getattr(family_of(config["model_type"]), "on_disk", {})
+    always_float32 += tuple(places[0] for part, places in on_disk.items() if f".{part}".endswith(always_float32))
     for name, tensor in dequantized(stored_tensors(folder), config.get("quantization_config") or {}).items():
         if tensor.dtype in STORED_DTYPES and not name.endswith(always_float32):  # load_model refuses other dtypes
             dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)

@@ -37,6 +37,8 @@ class Passed(NamedTuple):
 PASSED: dict[str, Passed] = {}
 """By the texts that stand for them."""
 _BUILT_IN = Path(__file__).resolve().parents[1] / "tools"
+OWN_FAMILIES: dict[str, str] = {}
+"""Users' rows of model families, FILE.py:NAME by NAME."""
 _HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
 
 
@@ -121,6 +123,24 @@ def _load_function(value: str) -> Callable[..., Any]:
         raise ValueError(
             _lacks(file, name, [other for other, value in found.items() if type(value) is type(is_function_path)])
         )
+    return found[name]
+
+
+def use_family(value: str | None) -> str | None:
+    """Return FILE.py:NAME, after models of this family use that row in this process. Raises ValueError if the file lacks it."""
+    if value is not None:
+        if not is_function_path(value):
+            raise ValueError(f"expected FILE.py:NAME, a row in a file of yours, got {value!r}")
+        OWN_FAMILIES[value.rpartition(":")[2]] = check_function(value)
+    return value
+
+
+def load_value(value: str) -> Any:
+    """Return the variable FILE.py:NAME, also in a plan. Raises ValueError as `load_function` does."""
+    file, name = _file_and_name(value)
+    found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
+    if name not in found:
+        raise ValueError(_lacks(file, name, [other for other in found if not other.startswith("_")]))
     return found[name]
 
 

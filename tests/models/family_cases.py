@@ -79,6 +79,8 @@ LONG_CASES = {
     "falcon_h1_normed_biases",
     "falcon_h1_norm_after_gate",
     "nemotron_h_experts",
+    "flint_listed_windows_tied",
+    "kolibri1_tied",
 }
 NUM_TOKENS = 40  # length of the test texts, longer than windows and original contexts
 
@@ -741,6 +743,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_num_heads": 12, "mamba_head_dim": 7, "n_groups": 3, "ssm_state_size": 6, "use_conv_bias": False,
         "use_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
         "routed_scaling_factor": 1.7, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20,
+    }),
+    "flint": ("flint", {
+        "num_hidden_layers": 4, "sliding_window": 7, "head_dim": 20, "moe_intermediate_size": 24, "num_experts": 6,
+        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1],
+    }),
+    "flint_listed_windows_tied": ("flint", {
+        "num_hidden_layers": 3, "sliding_window": 9, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 5,
+        "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40, "mlp_only_layers": [], "norm_topk_prob": False,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_bias": True,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "rope_parameters": YARN,
+    }),
+    "kolibri1": ("kolibri1", {
+        "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 20,
+        "moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_local_experts": 6,
+        "shared_expert_intermediate_size": 20,
+    }),
+    "kolibri1_tied": ("kolibri1", {
+        "num_hidden_layers": 5, "sliding_window": 9, "head_dim": 8, "moe_intermediate_size": 16,
+        "num_experts_per_tok": 3, "num_local_experts": 5, "shared_expert_intermediate_size": 40,
+        "tie_word_embeddings": True, "norm_topk_prob": True, "rms_norm_eps": 1e-3, "num_key_value_heads": 6,
+        "rope_parameters": YARN,
     }),
 }
 # fmt: on

@@ -4,12 +4,15 @@ import contextlib
 import json
 
 import pytest
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from lean_ft.models import RopeConfig, decoder_config, load_model
+from lean_ft.models import RopeConfig, decoder_config, load_model, save_model
 from lean_ft.models.config_json import as_its_family, language_model_config
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED
+from lean_ft.settings import ModelConfig
+from lean_ft.system.user_functions import OWN_FAMILIES
 from lean_ft.training.summary import describe_model
 from tests.models.family_cases import CASES
 from tests.models.family_cases import SIZES as CASE_SIZES
@@ -227,6 +230,53 @@ def test_a_type_is_either_read_or_refused():
     read = {*FAMILIES, *MULTIMODAL}
     assert not read & REFUSED.keys()
     assert all(as_its_family({"model_type": name})["model_type"] == name for name in REFUSED)
+
+
+OWN = """
+from lean_ft.models.families import Family
+from lean_ft.models.families.family import UNGATED_ACTIVATION_NAMES
+arcee = Family(facts={"gated": False}, activations=UNGATED_ACTIVATION_NAMES, defaults={"hidden_act": "relu2"})
+llama = Family()
+typo = Family(facts={"gatd": False})
+text = "arcee"
+"""
+
+
+def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch):
+    folder, reference = make_checkpoint("arcee")
+    other, _ = make_checkpoint("llama")
+    monkeypatch.delitem(FAMILIES, "arcee")
+    (tmp_path / "own.py").write_text(OWN)
+
+    def read(folder, family):
+        return load_model(ModelConfig(path=str(folder), dtype="float32", family=f"{tmp_path}/own.py:{family}"))
+
+    try:
+        model, ids = read(folder, "arcee"), torch.arange(40)[None]
+        torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
+        save_model(model, tmp_path / "saved")
+        assert not {"model.family", "own"} & set((tmp_path / "saved" / "config.json").read_text().split('"'))
+        torch.testing.assert_close(load_model(tmp_path / "saved")(ids), model(ids))
+        with pytest.raises(ValueError, match="lean_ft reads llama of .* itself. Leave out model.family"):
+            read(other, "llama")
+        (other / "config.json").write_text((other / "config.json").read_text().replace('"llama"', '"llama2"'))
+        monkeypatch.setitem(OWN_FAMILIES, "llama2", f"{tmp_path}/own.py:llama")
+        with pytest.raises(ValueError, match="is the row of arcee, and .* is llama2. Name the row llama2"):
+            read(other, "arcee")
+        for name in ("typo", "text"):
+            monkeypatch.setitem(OWN_FAMILIES, name, f"{tmp_path}/own.py:{name}")
+        with pytest.raises(ValueError, match="own.py:typo: facts has gatd; .* Did you mean 'gated'"):
+            decoder_config({**LLAMA, "model_type": "typo"})
+        with pytest.raises(ValueError, match="own.py:text is a str; expected a Family"):
+            decoder_config({**LLAMA, "model_type": "text"})
+        with pytest.raises(ValueError, match="own.py has no function missing"):
+            read(folder, "missing")
+        with pytest.raises(ValueError, match="expected FILE.py:NAME"):
+            ModelConfig(path="x", family="arcee")
+    finally:
+        OWN_FAMILIES.clear()
+    with pytest.raises(ValueError, match="model_type is 'arcee'.*model.family=FILE.py:NAME"):
+        load_model(folder)
 
 
 def test_dropout_of_the_file_changes_nothing_and_is_reported(make_checkpoint):

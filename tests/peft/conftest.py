@@ -20,6 +20,7 @@ MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe",
 MIXTURES |= {"qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text_experts", "llama4_text", "ernie4_5_moe"}
 MIXTURES |= {"granitemoe", "granitemoeshared", "granitemoe_swa", "lfm2_moe", "dots1", "solar_open", "hunyuan_v1_moe"}
 MIXTURES |= {"exaone_moe", "flex_olmo", "hy_v3", "mellum", "deepseek_v2", "mistral4", "afmoe", "mimo_v2_flash"}
+MIXTURES |= {"flint", "kolibri1"}
 # One case per family, and one with biases.
 FAMILIES = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values())
 FAMILIES = [family for family in (*FAMILIES, "llama_biases", "granitemoehybrid_dense_tied") if family not in MIXTURES]

@@ -94,6 +94,7 @@ CASES = {
     "model.dtype": Case("bfloat16"),
     "model.new_tokens": Case("[<new>]"),
     "model.images": Case("train", SEES),
+    "model.family": Case("IN/family.py:llama"),
     "data.image_tokens": Case("4", SEES),
     "model.router_aux_loss_coef": Case("0.5", "model.path=IN/experts model.random_init=true"),
     "epochs": Case("0.5", "max_steps=null"),
@@ -399,6 +400,11 @@ class Counting:
         self.turn += 1
         return "Go on.", len(action) + self.turn, self.turn == 3
 """
+FAMILY = """
+from dataclasses import replace
+from lean_ft.models.families import FAMILIES
+llama = replace(FAMILIES["llama"], facts={"residual_multiplier": 0.3, "embedding_multiplier": 30.0})
+"""
 TASK = """
 task: ours
 dataset_path: json
@@ -460,7 +466,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     write("questions", [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)])
     (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
     (folder / "prompts.txt").write_text("Who\nWhat\n")
-    for name, text in (("rewards", REWARDS), ("tools", TOOLS), ("environment", ENVIRONMENTS)):
+    for name, text in (("rewards", REWARDS), ("tools", TOOLS), ("environment", ENVIRONMENTS), ("family", FAMILY)):
         (folder / f"{name}.py").write_text(text)
     shutil.copytree(tiny, folder / "tooled")
     (folder / "tooled" / "chat_template.jinja").write_text(TEMPLATE)

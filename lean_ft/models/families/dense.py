@@ -18,6 +18,7 @@ from lean_ft.models.families.family import (
     partial_rope,
     rope_by_layer,
     rope_by_window,
+    rope_in_windowed_layers,
     upper_layers,
 )
 from lean_ft.models.rope import RopeConfig
@@ -60,11 +61,6 @@ _LONGEST = "max_position_embeddings"
 
 def _rope_except_in_some_layers(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     return rope_config(fields) if has_rope(fields, layer) else None
-
-
-def _rope_in_windowed_layers(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    """Without windows, all layers have rope."""
-    return rope_config(fields) if is_windowed or fields.get("sliding_window") is None else None
 
 
 def _rope_with_alpha(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -245,7 +241,7 @@ DENSE: dict[str, Family] = {
     ),
     "exaone4": Family(
         scores_as="Exaone4", facts={"norm_placement": "post", "qk_norm": "head"}, has_window=_unlisted_layers_but_every_nth,
-        reads_layer_types=True, rope=_rope_in_windowed_layers,
+        reads_layer_types=True, rope=rope_in_windowed_layers,
         defaults={
             "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096,
             "sliding_window_pattern": 4,

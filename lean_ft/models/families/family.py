@@ -47,6 +47,11 @@ def partial_rope(fields: ConfigFields, layer: int, is_windowed: bool, **facts: A
     return rope_config(fields, may_be_partial=True, **facts)
 
 
+def rope_in_windowed_layers(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    """Without windows, all layers have rope."""
+    return rope_config(fields) if is_windowed or fields.get("sliding_window") is None else None
+
+
 def rope_by_layer(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     """A base for each layer; 0 is no rotation."""
     key, settings = rope_settings(fields)

@@ -9,6 +9,7 @@ from lean_ft.models.families.family import (
     ATTENTION_BIAS,
     QWEN_DEFAULTS,
     Family,
+    all_but_every_nth_layer,
     count,
     every_layer,
     flag,
@@ -16,6 +17,7 @@ from lean_ft.models.families.family import (
     number,
     rope_by_layer,
     rope_by_window,
+    rope_in_windowed_layers,
     upper_layers,
 )
 from lean_ft.models.rope import RopeConfig
@@ -45,8 +47,8 @@ def _every_second_of_the_lower_layers(fields: ConfigFields, layer: int) -> bool:
 
 
 def every_nth_layer_but_some(fields: ConfigFields, layer: int) -> bool:
-    without = fields.layer_numbers("mlp_only_layers") or []
-    return layer not in without and (layer + 1) % fields.count("decoder_sparse_step") == 0
+    without, step = fields.layer_numbers("mlp_only_layers") or [], fields.count("decoder_sparse_step")
+    return layer not in without and (layer + 1) % step == 0
 
 
 def all_layers_but_the_first(fields: ConfigFields, layer: int) -> bool:
@@ -76,6 +78,11 @@ def _interleaved_rope_or_growing_queries(fields: ConfigFields, layer: int, is_wi
         return None
     growth = {"query_growth": fields.positive("attn_scale"), "query_growth_positions": fields.count("floor_scale")}
     return RopeConfig(theta=1.0, scaling="proportional", nonzero_fraction=0.0, query_growth_start=1, **growth)
+
+
+def _between_full_layers(fields: ConfigFields, layer: int) -> bool:
+    """Full attention in the first two layers, in every fourth and in the last."""
+    return layer > 1 and layer % 4 != 1 and layer != fields.count("num_hidden_layers") - 1
 
 
 def _longrope_with_two_scales(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -305,6 +312,49 @@ MIXTURES: dict[str, Family] = {
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
             },
+        },
+    ),
+    "flint": Family(
+        facts={**ATTENTION_BIAS, "qk_norm": "head", "attention_sinks": True, "sinks_in_float32": True},
+        has_window=_between_full_layers, reads_layer_types=True, rope=rope_in_windowed_layers, has_mixture=every_nth_layer_but_some,
+        # null is the default.
+        preprocessed=lambda config: {k: v for k, v in config.items() if k != "mlp_only_layers" or v is not None},
+        mixture={
+            **MIXTURE, "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
+            "shared_intermediate_size": count("shared_expert_intermediate_size"), "score": "sigmoid",
+            "router_in_float32": True, "router_weight_in_float32": True,
+        },
+        on_disk={"self_attn.sinks": ("self_attn.softmax_offset",), **EXPERTS_ON_DISK},
+        in_memory={"self_attn.sinks": "self_attn.sinks"},
+        defaults={
+            **MIXTURE_DEFAULTS, "intermediate_size": 6144, "num_key_value_heads": 4, "max_position_embeddings": 262144,
+            "sliding_window": 513, "decoder_sparse_step": 1, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 1024, "num_experts_per_tok": 6, "num_local_experts": 256,
+            "norm_topk_prob": True, "mlp_only_layers": [0, 1], "head_dim": 128, "router_aux_loss_coef": 0.0005,
+        },
+    ),
+    "kolibri1": Family(
+        facts={"qk_norm": "head", "norm_placement": "both"}, has_window=all_but_every_nth_layer,
+        reads_layer_types=True, rope=rope_in_windowed_layers,
+        mixture={
+            **MIXTURE, "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
+            "shared_intermediate_size": count("shared_expert_intermediate_size"), "shared_name": "shared_experts",
+            "score": "sigmoid", "has_score_correction": True, "corrects_logits": True, "router_in_float32": True,
+        },
+        on_disk={
+            "post_feedforward_layernorm": ("post_ffn_norm",), "post_attention_layernorm": ("post_attn_norm",),
+            "pre_feedforward_layernorm": ("post_attention_layernorm",),
+            "mlp.gate.e_score_correction_bias": ("moe.router.expert_bias",), **EXPERTS_ON_DISK,
+        },
+        in_memory={
+            "mlp.gate.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+            "post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+        defaults={
+            **MIXTURE_DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": 262144, "sliding_window": 513,
+            "moe_intermediate_size": 512, "num_experts_per_tok": 6, "num_local_experts": 384, "norm_topk_prob": False,
+            "head_dim": 128, "shared_expert_intermediate_size": 512, "sliding_window_pattern": 5,
+            "intermediate_size": 512,  # read by no layer
         },
     ),
 }
