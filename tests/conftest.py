@@ -54,6 +54,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_exempt() -> Iterator[None]:
+    """So are those of the tests of a file: with transformers' models loaded, a collection takes seconds."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A new current directory for every test, so that tests depend neither on pytest's directory nor on earlier runs."""

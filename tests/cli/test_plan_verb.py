@@ -91,7 +91,7 @@ def test_cards_are_compared_with_time_and_cost(leanft):
 
 
 def test_the_ledger_sums_up_to_the_step(leanft):
-    answer = leanft.ok(*TINY, "--device-name", "H100", "--budget", "1MiB", "--ledger", "--price", "1")
+    answer = leanft.ok(*TINY, "--device-name", "H100", "--budget", "1GiB", "--ledger", "--price", "1")
     assert re.search(
         r"speed: [\d,]+ tokens/s, [\d.]+ s a step; 3,600,000 steps take .* and cost \$[\d,.]+\n", answer.out
     )
