@@ -14,8 +14,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2
 LONGROPE |= {"long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5], "partial_rotary_factor": 0.75}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
+ROUTED |= {"first_k_dense_replace": 1}
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4}
-LATENT |= {"first_k_dense_replace": 1}
 HYBRID = {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
 HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
 HYBRID |= {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
@@ -56,11 +56,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm/parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True, "pad_token_id": 0}),
     "nemotron": ("Nemotron", {"pad_token_id": 0}),
     "starcoder2": ("Starcoder2", {"sliding_window": None, "tie_word_embeddings": False, "rope_parameters": YARN}),
-    "phi": ("Phi", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "pad_token_id": 0}),
+    "phi": ("Phi", {"num_key_value_heads": 4, "intermediate_size": 256, "rope_parameters": PLAIN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}),
     "gpt_neox": ("GPTNeoX", {"hidden_act": "gelu_fast", "rotary_pct": 0.5, "num_hidden_layers": 3}),
     "gpt_neox/serial": ("GPTNeoX", {"hidden_act": "gelu_fast", "use_parallel_residual": False}),
-    "gpt2": ("GPT2", {"n_inner": 96}),
-    "gpt_bigcode": ("GPTBigCode", {"n_inner": 96, "tie_word_embeddings": False}),
+    "gpt2": ("GPT2", {}),
+    "gpt2/inner": ("GPT2", {"n_inner": 96, "tie_word_embeddings": False}),
+    "gpt_bigcode": ("GPTBigCode", {}),
     "jais2": ("Jais2", {"num_key_value_heads": 2}),
     "arcee": ("Arcee", {"rope_parameters": YARN}),
     "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
@@ -87,7 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "solar_open": ("SolarOpen", {**ROUTED, "head_dim": 16, "routed_scaling_factor": 1.7, "pad_token_id": 0}),
     "dots1": ("Dots1", {
-        **ROUTED, "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 24, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1,
+        **ROUTED, "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 24, "routed_scaling_factor": 1.7,
         "norm_topk_prob": True, "n_shared_experts": 2, "pad_token_id": 0,
     }),
     "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 6, "moe_topk": 2, "head_dim": 24, "pad_token_id": 0}),
@@ -124,10 +125,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.9, "partial_rotary_factor": 1 / 3,
         },
     }),
-    "youtu": ("Youtu", {**LATENT, "q_lora_rank": 24, "pad_token_id": 0}),
+    "youtu": ("Youtu", {**LATENT, "q_lora_rank": 24, "tie_word_embeddings": False, "pad_token_id": 0}),
     "minicpm3": ("MiniCPM3", {
-        **LATENT, "q_lora_rank": 24, "v_head_dim": 12, "rope_parameters": {
-            "rope_type": "longrope", "rope_theta": 300.0, "short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [2.0, 2.5, 3.0, 3.5],
+        **LATENT, "q_lora_rank": 24, "v_head_dim": 16, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [2.0, 2.5, 3.0, 3.5],
         }, "original_max_position_embeddings": 32,
     }),
     "llama4_text": ("Llama4", {
