@@ -101,15 +101,9 @@ def _deepseek_v2_config(facts: Facts) -> dict[str, Any]:
     return {**corrected_config(facts), **_latent_config(facts)}
 
 
-def _mistral4_config(facts: Facts) -> dict[str, Any]:
-    return {**corrected_config(facts), **_latent_config(facts), "head_dim": facts.count("attention.key_length_mla")}
-
-
 def _youtu_metadata(model: "Decoder") -> dict[str, Any]:
-    """All layers are dense."""
-    size, number = model.config.intermediate_size, model.config.num_layers
-    experts = {"expert_shared_count": 0, "expert_feed_forward_length": size, "leading_dense_block_count": number}
-    return {**_latent_metadata(model), **experts}
+    experts = {"expert_shared_count": 0, "expert_feed_forward_length": model.config.intermediate_size}
+    return {**_latent_metadata(model), **experts, "leading_dense_block_count": model.config.num_layers}
 
 
 def _minicpm3_metadata(model: "Decoder") -> dict[str, Any]:
@@ -148,23 +142,23 @@ _DEEPSEEK = MIXTURE._replace(
     no_adapter=frozenset({"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "lm_head"}),
     pairs_neighbors=True, scalings=frozenset({"default", "yarn"}),
 )
-_OF_LATENTS = {"attention.kv_lora_rank": "kv_lora_rank"}
 
 LATENT = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v2": _DEEPSEEK._replace(class_name="DeepseekV2", config=_deepseek_v2_config),
     "mistral4": _DEEPSEEK._replace(
-        architecture="mistral4", class_name="Mistral4", config=_mistral4_config,
+        architecture="mistral4", class_name="Mistral4",
+        config=lambda facts: {**_DEEPSEEK.config(facts), "head_dim": facts.count("attention.key_length_mla")},
         changes={**_DEEPSEEK.changes, "mlp.experts.gate_up_proj": renamed("mlp.experts.gate_up_proj.weight")},
     ),
     "youtu": _DEEPSEEK._replace(
         class_name="Youtu", metadata=_youtu_metadata, config=_latent_config,
-        fields={**_OF_LATENTS, "attention.value_length_mla": "v_head_dim"},
+        fields={"attention.kv_lora_rank": "kv_lora_rank", "attention.value_length_mla": "v_head_dim"},
     ),
     "minicpm3": _DEEPSEEK._replace(
         architecture="minicpm3", class_name="MiniCPM3", metadata=_minicpm3_metadata, config=_minicpm3_config,
         changes={name: _DEEPSEEK.changes[name] for name in ("q_a_proj", "kv_a_proj_with_mqa")},
-        fields={**_OF_LATENTS, "attention.q_lora_rank": "q_lora_rank"},
+        fields={"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"},
         no_adapter=frozenset({"q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj"}),
         pairs_neighbors=False, scalings=frozenset({"default", "longrope"}),
     ),

@@ -132,10 +132,6 @@ def _stablelm_config(facts: Facts) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _neox_config(facts: Facts) -> dict[str, Any]:
-    return {"use_parallel_residual": bool(facts.count("use_parallel_residual", 1)), "hidden_act": "gelu_new"}
-
-
 def _queries_first(config: "DecoderConfig") -> StoredAs:
     return StoredAs((("ungroup", config.num_heads, *[config.head_dim] * 3),))
 
@@ -266,7 +262,8 @@ DENSE = {
     ),
     "phi": GGUFFamily("phi2", "Phi", tied=False, whole_heads=True, norm_eps=_LAYER_NORM_EPS),
     "gpt_neox": GGUFFamily(
-        "gptneox", "GPTNeoX", changes={"self_attn.qkv_proj": _queries_first}, config=_neox_config, tied=False, whole_heads=True,
+        "gptneox", "GPTNeoX", changes={"self_attn.qkv_proj": _queries_first}, tied=False, whole_heads=True,
+        config=lambda facts: {"use_parallel_residual": facts.count("use_parallel_residual", 1) == 1, "hidden_act": "gelu_new"},
         metadata=lambda model: {"use_parallel_residual": model.config.norm_placement == "parallel_normed"}, norm_eps=_LAYER_NORM_EPS,
     ),
     "gpt2": _GPT2,

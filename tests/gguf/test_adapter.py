@@ -59,7 +59,9 @@ def test_llama_cpp_computes_what_peft_computes(case, make_model_folder, tmp_path
     if adapter["target_modules"] == ALL["target_modules"]:
         tied = {"lm_head"} if base.config.tie_word_embeddings else set()
         linear = {
-            name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)
+            name.rpartition(".")[2]
+            for name, module in base.named_modules()
+            if isinstance(module, torch.nn.Linear | Conv1D)
         }
         adapter = adapter | {"target_modules": linear - tied - WITHOUT.get(case, set())}
     reference = peft.get_peft_model(base, peft.LoraConfig(**adapter))

@@ -133,7 +133,9 @@ PUBLISHED: dict[str, dict] = {
     "cohere2": {"rotary_pct": 1.0},
     "cohere2/long_window": {"rotary_pct": 1.0},
     "deepseek_v3": {
-        "rms_norm_eps": 1e-6, "scoring_func": "sigmoid", "rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
+        "rms_norm_eps": 1e-6,
+        "scoring_func": "sigmoid",
+        "rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
     },
     "deepseek_v3/no_query_latent": {"scoring_func": "sigmoid"},
     "falcon_h1": {"head_dim": 16, "lm_head_multiplier": 2.0},
@@ -144,7 +146,8 @@ PUBLISHED: dict[str, dict] = {
     "gpt2": {"n_ctx": 128},
     "hunyuan_v1_moe": {"moe_intermediate_size": [96], "moe_topk": [2], "num_shared_expert": [1]},
     "mistral4": {
-        "architectures": ["Ministral3ForCausalLM"], "rms_norm_eps": 1e-6,
+        "architectures": ["Ministral3ForCausalLM"],
+        "rms_norm_eps": 1e-6,
         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
     "minicpm3": {"original_max_position_embeddings": 128},
