@@ -8,7 +8,6 @@ import peft
 import pytest
 import torch
 import transformers
-
 from transformers.pytorch_utils import Conv1D
 
 from lean_ft.export import export_gguf, export_gguf_adapter
