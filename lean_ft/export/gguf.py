@@ -111,6 +111,10 @@ def export_gguf(
         details += f"\nllama.cpp's splitting rule {rule} differs from this tokenizer's {APPROXIMATED[rule]}, so ids may differ there."
     if not ropes(model.config)[0].truncate:
         details += "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities differ slightly."
+    if model.config.activation == "gelu":
+        details += (
+            "\nllama.cpp computes GELU with tanh and this model does not, so its log-probabilities differ slightly."
+        )
     return Exported(folder, destination, details + remark, merged)
 
 

@@ -20,6 +20,7 @@ from lean_ft.gguf.rows import (
     Step,
     StoredAs,
     always,
+    attention_bias,
     biases,
     qwen_config,
     renamed,
@@ -251,6 +252,10 @@ _GRANITE_HYBRID = GGUFFamily(
     metadata=_granite_metadata, fields=LOCAL_EXPERTS | _MAMBA_FIELDS, config=_granite_config, pairs_neighbors=True,
     numbers=GRANITE_NUMBERS, architecture_of=_granite_architecture,
 )
+_GRANITE_MOE = _GRANITE_HYBRID._replace(
+    architecture="granitemoe", class_name="GraniteMoeShared", config=attention_bias, architecture_of=None,
+    fields=LOCAL_EXPERTS | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+)
 _GEMMA4 = GGUFFamily(
     "gemma4", "Gemma4",
     changes={
@@ -265,18 +270,26 @@ _GEMMA4 = GGUFFamily(
     no_adapter=frozenset({"per_layer_model_projection", "embed_tokens_per_layer"}),
 )
 
+_LFM2 = GGUFFamily(
+    "lfm2", "Lfm2", changes={"conv.conv.weight": _TAPS}, whole_heads=True, fields={"shortconv.l_cache": "conv_L_cache"},
+    norm_eps=("attention.layer_norm_rms_epsilon", "norm_eps"),
+    config=lambda facts: {"block_auto_adjust_ff_dim": False, "layer_types": _kinds(facts, "conv")},
+)
+
 HYBRIDS = {
     "qwen3_next": _DELTA_RULE,
     "qwen3_5_text": _QWEN3_5._replace(
         architecture="qwen35", class_name="Qwen3_5", fields=_DELTA_RULE_FIELDS, config=_delta_rule_config,
     ),
     "qwen3_5_moe_text": _QWEN3_5,
-    "lfm2": GGUFFamily(
-        "lfm2", "Lfm2", changes={"conv.conv.weight": _TAPS}, whole_heads=True, fields={"shortconv.l_cache": "conv_L_cache"},
-        norm_eps=("attention.layer_norm_rms_epsilon", "norm_eps"),
-        config=lambda facts: {"block_auto_adjust_ff_dim": False, "layer_types": _kinds(facts, "conv")},
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2._replace(
+        architecture="lfm2moe", class_name="Lfm2Moe", changes={**EXPERTS, **_LFM2.changes},
+        fields={**_LFM2.fields, **USUAL_EXPERTS, "leading_dense_block_count": "num_dense_layers", "expert_gating_func": ""},
     ),
     "granitemoehybrid": _GRANITE_HYBRID,
+    "granitemoeshared": _GRANITE_MOE,
+    "granitemoe": _GRANITE_MOE,  # read as granitemoeshared, which computes the same
     "bamba": _GRANITE_HYBRID._replace(
         class_name="Bamba", fields=_MAMBA_FIELDS, config=_bamba_config, numbers={}, architecture_of=None,
     ),

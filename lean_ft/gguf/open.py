@@ -17,20 +17,20 @@ import numpy as np
 from lean_ft.gguf.cache import GGUF_INDEX, gguf_cache, with_given_name
 from lean_ft.gguf.header import Facts, read_header
 from lean_ft.gguf.hybrids import HYBRIDS
+from lean_ft.gguf.latent import LATENT
 from lean_ft.gguf.rows import DENSE, MIXTURES, GGUFFamily
 from lean_ft.gguf.tokenizer import tokenizer_files
 from lean_ft.system.cache import limit_size, load_entry
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
 
-GGUF_FAMILIES = {**DENSE, **MIXTURES, **HYBRIDS}
+GGUF_FAMILIES = {**DENSE, **MIXTURES, **LATENT, **HYBRIDS}
 USE_FOLDER = "Use the model's Hugging Face folder instead."
 _FORMAT = 5  # of the folder; part of its name
 _CACHE_BYTES = 2**32  # of all folders; that of a large vocabulary has 30 MB
 # The family of an architecture; the first row of several that have it.
-_FAMILY_OF = {family.architecture: name for name, family in reversed(GGUF_FAMILIES.items())} | {
-    "granitemoe": "granitemoehybrid", "nemotron_h_moe": "nemotron_h",
-}  # fmt: skip
+_FAMILY_OF = {family.architecture: name for name, family in reversed(GGUF_FAMILIES.items())}
+_FAMILY_OF["nemotron_h_moe"] = "nemotron_h"
 _FIELDS = {  # of all families
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
 }  # fmt: skip
@@ -109,6 +109,12 @@ def _family_of(facts: Facts) -> str:
                 f"heads wrongly, and no metadata tells its files from others. {USE_FOLDER}"
             )
         return "bamba"
+    if name == "granitemoe" and not facts.count("rope.scaling.finetuned", 1):
+        return "granitemoehybrid"
+    if name == "deepseek2" and "expert_count" not in facts:
+        return "youtu"
+    if name == "deepseek2" and facts.count("expert_gating_func", 1) == 1:
+        return "deepseek_v2"
     return _FAMILY_OF[name]
 
 
@@ -121,7 +127,7 @@ def config_of(facts: Facts, name: str) -> dict[str, Any]:
     if family.whole_heads and head_dim != hidden // heads:
         raise facts.wrong("attention.key_length", f"{hidden // heads}, so that all heads together have the hidden size")
     config: dict[str, Any] = {
-        "architectures": [f"{family.class_name}ForCausalLM"],
+        "architectures": [family.class_name + "ForCausalLM" * (not family.class_name.endswith("Model"))],
         "model_type": name,
         "vocab_size": facts.num_rows("token_embd.weight"),
         "num_hidden_layers": facts.num_layers,
@@ -192,7 +198,7 @@ def _scaling(facts: Facts, turned: int, theta: float) -> dict[str, Any]:
         divisors = {
             f"{one}_factor": facts.vector(f"rope_factors_{one}.weight", turned // 2) for one in ("long", "short")
         }
-        original = facts.count("rope.scaling.original_context_length", least=1)
+        original = facts.count("rope.scaling.original_context_length", facts.count("context_length"), least=1)
         return {"rope_type": "longrope", **divisors, "original_max_position_embeddings": original}
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}

@@ -17,10 +17,7 @@ from lean_ft.gguf.header import Facts
 
 if TYPE_CHECKING:
     from lean_ft.models import Decoder, DecoderConfig
-    from lean_ft.models.config import LatentConfig
 
-_LATENT_NORM_EPS = 1e-6  # of norms of latents, whatever config.json says
-_DEPTHS_WITHOUT_QUERY_LATENT = (26, 27)  # llama.cpp reads no query latent in models with so many layers
 Step = tuple[Any, ...]  # a name of `lean_ft.gguf.layouts.STEPS`, and numbers
 
 
@@ -100,7 +97,7 @@ def _xielu(model: "Decoder") -> dict[str, Any]:
     return {f"xielu.{name}": [float(getattr(found, name).detach()) for found in activations] for name in names}
 
 
-def _longrope(model: "Decoder") -> dict[str, Any]:
+def longrope(model: "Decoder") -> dict[str, Any]:
     ropes = [layer.rope for layer in model.config.layers if layer.rope and layer.rope.scaling == "longrope"]
     return {"rope.scaling.attn_factor": ropes[0].attention_factor} if ropes else {}
 
@@ -133,6 +130,10 @@ def _stablelm_config(facts: Facts) -> dict[str, Any]:
         "use_qkv_bias": facts.has("attn_q.bias"), "qk_layernorm": facts.has("attn_q_norm.weight"),
         "use_parallel_residual": not facts.has("ffn_norm.weight"),
     }  # fmt: skip
+
+
+def _queries_first(config: "DecoderConfig") -> StoredAs:
+    return StoredAs((("ungroup", config.num_heads, *[config.head_dim] * 3),))
 
 
 def _ministral3_config(facts: Facts) -> dict[str, Any]:
@@ -176,83 +177,29 @@ def qwen_config(facts: Facts) -> dict[str, Any]:
     return {"shared_expert_intermediate_size": shared} if shared else {}
 
 
-def _corrected_config(facts: Facts) -> dict[str, Any]:
+def corrected_config(facts: Facts) -> dict[str, Any]:
     """llama.cpp needs a shared expert."""
     return {"n_shared_experts": max(1, facts.count("expert_shared_count", 0)), "num_nextn_predict_layers": 0}
+
+
+def _exaone_config(facts: Facts) -> dict[str, Any]:
+    """llama.cpp opens no file without a window."""
+    facts.count("attention.sliding_window", least=1)
+    return {"num_nextn_predict_layers": 0}
+
+
+def _afmoe_config(facts: Facts) -> dict[str, Any]:
+    """llama.cpp scales embeddings, and rotates in three of four layers, whichever have a window."""
+    facts.count("attention.sliding_window", least=1)
+    if facts.pattern(4) != [(i + 1) % 4 != 0 for i in range(facts.num_layers)]:
+        raise facts.wrong("attention.sliding_window_pattern", "a window in three of four layers")
+    return {"mup_enabled": True}
 
 
 def _gpt_oss_config(facts: Facts) -> dict[str, Any]:
     """llama.cpp opens no file without a window. Published models do not round the bounds of yarn's frequencies."""
     facts.count("attention.sliding_window", least=1)
     return {"rope_more": {"truncate": False}} if facts.values.get("rope.scaling.type") == "yarn" else {}
-
-
-# Latent attention.
-
-
-def _latent(config: "DecoderConfig") -> "LatentConfig":
-    assert config.latent is not None
-    return config.latent
-
-
-def _keys_and_values(config: "DecoderConfig") -> StoredAs:
-    sizes = _latent(config).plain_dim, _latent(config).value_dim
-    return StoredAs((("keys_and_values", config.num_heads, *sizes),), ("k_b_proj", "v_b_proj"))
-
-
-def _norm_factor(config: "DecoderConfig") -> float:
-    """Scales a projection to latents so that their norm computes the same with the epsilon of the other norms."""
-    return (config.norm_eps / _LATENT_NORM_EPS) ** 0.5
-
-
-def _latents_and_positions(config: "DecoderConfig") -> StoredAs:
-    return StoredAs(scaled(_latent(config).rank, _norm_factor(config), config.head_dim, 1.0))
-
-
-def _plain_scale(config: "DecoderConfig") -> float:
-    return (_latent(config).plain_dim + config.head_dim) ** -0.5
-
-
-def _latent_metadata(model: "Decoder") -> dict[str, Any]:
-    config, latent, rope = model.config, _latent(model.config), model.config.layers[0].rope
-    metadata: dict[str, Any] = {
-        "attention.head_count_kv": 1,
-        "attention.q_lora_rank": latent.query_rank or 0,
-        "attention.kv_lora_rank": latent.rank,
-        "attention.key_length": latent.rank + config.head_dim,
-        "attention.value_length": latent.rank,
-        "attention.key_length_mla": latent.plain_dim + config.head_dim,
-        "attention.value_length_mla": latent.value_dim,
-    }
-    if rope is not None and rope.scaling == "yarn":
-        # llama.cpp multiplies scores by the square of attn_factor * (1 + yarn_log_multiplier * log(factor)).
-        scale = ((config.attention_scale or 0.0) / _plain_scale(config)) ** 0.5 / rope.attention_factor
-        if not math.isclose(scale, 1.0):
-            metadata["rope.scaling.yarn_log_multiplier"] = (scale - 1.0) / math.log(rope.factor)
-            metadata["rope.scaling.attn_factor"] = rope.attention_factor
-    return metadata
-
-
-def _latent_config(facts: Facts) -> dict[str, Any]:
-    """yarn has a scale of queries and keys, and one of scores, which the file has as its growth with the factor's logarithm."""
-    turned = facts.count("rope.dimension_count")
-    query_rank = facts.count("attention.q_lora_rank", 0) or None
-    config: dict[str, Any] = {
-        "head_dim": turned,
-        "num_key_value_heads": facts.count("attention.head_count"),
-        "q_lora_rank": None if facts.num_layers in _DEPTHS_WITHOUT_QUERY_LATENT else query_rank,
-        "qk_rope_head_dim": turned,
-        "qk_nope_head_dim": facts.count("attention.key_length_mla") - turned,
-    }
-    if "rope.scaling.yarn_log_multiplier" in facts:
-        own, log = (
-            facts.number("rope.scaling.attn_factor", 1.0),
-            math.log(max(facts.number("rope.scaling.factor"), 1.1)),
-        )
-        of_scores = own * (1.0 + facts.number("rope.scaling.yarn_log_multiplier") * log)
-        scales = {"mscale": own * of_scores, "mscale_all_dim": of_scores}
-        config["rope_more"] = {name: (scale - 1.0) / (0.1 * log) for name, scale in scales.items()}
-    return config
 
 
 # A table: related fields share a line.
@@ -268,6 +215,10 @@ _GEMMA = GGUFFamily("gemma", "Gemma", changes={"norm.weight": PLUS_ONE}, tied=Tr
 _OLMO2 = GGUFFamily("olmo2", "Olmo2", tied=False, whole_heads=True)
 
 _LAYER_NORM_EPS = "attention.layer_norm_epsilon", "layer_norm_eps"
+_GPT2 = GGUFFamily(
+    "gpt2", "GPT2LMHeadModel", fields={"feed_forward_length": "n_inner"}, whole_heads=True,
+    norm_eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+)
 
 DENSE = {
     "llama": LLAMA,
@@ -306,12 +257,23 @@ DENSE = {
         "nemotron", "Nemotron", changes={"norm.weight": PLUS_ONE}, config=biases, tied=False, whole_heads=True,
         norm_eps=("attention.layer_norm_epsilon", "norm_eps"),
     ),
+    "starcoder2": GGUFFamily(
+        "starcoder2", "Starcoder2", whole_heads=True, norm_eps=("attention.layer_norm_epsilon", "norm_epsilon"),
+    ),
+    "phi": GGUFFamily("phi2", "Phi", tied=False, whole_heads=True, norm_eps=_LAYER_NORM_EPS),
+    "gpt_neox": GGUFFamily(
+        "gptneox", "GPTNeoX", changes={"self_attn.qkv_proj": _queries_first}, tied=False, whole_heads=True,
+        config=lambda facts: {"use_parallel_residual": facts.count("use_parallel_residual", 1) == 1, "hidden_act": "gelu_new"},
+        metadata=lambda model: {"use_parallel_residual": model.config.norm_placement == "parallel_normed"}, norm_eps=_LAYER_NORM_EPS,
+    ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2._replace(architecture="starcoder", class_name="GPTBigCode"),
     "jais2": GGUFFamily("jais2", "Jais2", norm_eps=_LAYER_NORM_EPS),
     "arcee": GGUFFamily("arcee", "Arcee", pairs_neighbors=True, scalings=LLAMA3_SCALINGS),
     "glm": GGUFFamily("chatglm", "Glm", pairs_neighbors=True, config=attention_bias),
     "glm4": GGUFFamily("glm4", "Glm4", pairs_neighbors=True, config=attention_bias),
     "phi3": GGUFFamily(
-        "phi3", "Phi3", metadata=_longrope, whole_heads=True, scalings=frozenset({"default", "linear", "longrope"}),
+        "phi3", "Phi3", metadata=longrope, whole_heads=True, scalings=frozenset({"default", "linear", "longrope"}),
     ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA._replace(
@@ -340,60 +302,68 @@ CORRECTED_EXPERTS = _experts("n_routed_experts") | {
     "expert_weights_scale": "routed_scaling_factor", "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group", "leading_dense_block_count": "first_k_dense_replace",
 }
-_SCORE = {"expert_gating_func": ""}
-_MIXTURE = GGUFFamily("", changes=EXPERTS, fields=USUAL_EXPERTS)
+SCORE = {"expert_gating_func": ""}
+MIXTURE = GGUFFamily("", changes=EXPERTS, fields=USUAL_EXPERTS)
+_GLM4_MOE = MIXTURE._replace(
+    architecture="glm4moe", class_name="Glm4Moe", fields=CORRECTED_EXPERTS | SCORE,
+    config=lambda facts: {
+        **corrected_config(facts), **biases(facts), "use_qk_norm": facts.has("attn_q_norm.weight"),
+    },
+)
 
 MIXTURES = {
-    "mixtral": _MIXTURE._replace(
+    "mixtral": MIXTURE._replace(
         architecture="llama", class_name="Mixtral", fields=LOCAL_EXPERTS, pairs_neighbors=True, scalings=LLAMA3_SCALINGS,
     ),
-    "qwen3_moe": _MIXTURE._replace(
+    "qwen3_moe": MIXTURE._replace(
         architecture="qwen3moe", class_name="Qwen3Moe", config=lambda facts: {**qwen_config(facts), "norm_topk_prob": True},
     ),
-    "qwen2_moe": _MIXTURE._replace(
+    "qwen2_moe": MIXTURE._replace(
         architecture="qwen2moe", class_name="Qwen2Moe", tied=False, whole_heads=True,
         config=lambda facts: {**qwen_config(facts), "qkv_bias": facts.has("attn_q.bias")},
     ),
-    "olmoe": _MIXTURE._replace(
+    "olmoe": MIXTURE._replace(
         architecture="olmoe", class_name="Olmoe", tied=False, whole_heads=True,
         fields=_experts(size="intermediate_size") | {"attention.head_count": "num_key_value_heads"},
     ),
-    "gpt_oss": _MIXTURE._replace(
+    "gpt_oss": MIXTURE._replace(
         architecture="gpt-oss", class_name="GptOss",
         changes={**_stacks((("transpose",),), ("unzip", 1)), "sinks": renamed("sinks.weight")},
         fields=LOCAL_EXPERTS, config=_gpt_oss_config, tied=False, windows=always, period=2,
         not_stored=frozenset({"truncate"}),  # llama.cpp rounds; the export says so
     ),
-    "glm4_moe": _MIXTURE._replace(
-        architecture="glm4moe", class_name="Glm4Moe", fields=CORRECTED_EXPERTS | _SCORE,
-        config=lambda facts: {
-            **_corrected_config(facts), **biases(facts), "use_qk_norm": facts.has("attn_q_norm.weight"),
-        },
-    ),
-    "ernie4_5_moe": _MIXTURE._replace(
+    "glm4_moe": _GLM4_MOE,
+    "solar_open": _GLM4_MOE,  # read as glm4_moe, which computes the same
+    "ernie4_5_moe": MIXTURE._replace(
         architecture="ernie4_5-moe", class_name="Ernie4_5_Moe", pairs_neighbors=True,
         fields=_experts("moe_num_experts", "moe_k") | {
             "expert_shared_count": "moe_num_shared_experts", "leading_dense_block_count": "moe_layer_start_index",
             "interleave_moe_layer_step": "moe_layer_interval",
         },
     ),
-    "minimax_m2": _MIXTURE._replace(
-        architecture="minimax-m2", class_name="MiniMaxM2", fields=LOCAL_EXPERTS | _SCORE, tied=False,
+    "dots1": MIXTURE._replace(
+        architecture="dots1", class_name="Dots1", config=corrected_config, tied=False,
+        fields=CORRECTED_EXPERTS | SCORE | {"attention.head_count": "num_key_value_heads"},
     ),
-    "deepseek_v3": _MIXTURE._replace(
-        architecture="deepseek2", class_name="DeepseekV3",
-        changes={
-            **EXPERTS, "kv_b_proj": _keys_and_values, "q_a_proj": times(_norm_factor),
-            "kv_a_proj_with_mqa": _latents_and_positions,
-        },
-        fields=CORRECTED_EXPERTS | _SCORE | {
-            "attention.kv_lora_rank": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
-        },
-        metadata=_latent_metadata, config=lambda facts: {**_corrected_config(facts), **_latent_config(facts)},
-        no_adapter=frozenset({"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "lm_head"}),
-        pairs_neighbors=True, scalings=frozenset({"default", "yarn"}),
+    "hunyuan_v1_moe": MIXTURE._replace(
+        architecture="hunyuan-moe", class_name="HunYuanMoEV1", fields=_experts(used="moe_topk", size="intermediate_size"),
     ),
-    "llama4_text": _MIXTURE._replace(
+    "exaone_moe": MIXTURE._replace(
+        architecture="exaone-moe", class_name="ExaoneMoe", config=_exaone_config, scalings=LLAMA3_SCALINGS, windows=always, period=4,
+        fields=CORRECTED_EXPERTS | SCORE | {"expert_count": "num_experts", "expert_shared_count": "num_shared_experts"},
+    ),
+    "afmoe": MIXTURE._replace(
+        architecture="afmoe", class_name="Afmoe", config=_afmoe_config, windows=always, period=4,
+        changes={"mlp.router.e_score_correction_bias": renamed("mlp.expert_bias.bias"), **EXPERTS},
+        fields=USUAL_EXPERTS | SCORE | {
+            "expert_shared_count": "num_shared_experts", "leading_dense_block_count": "num_dense_layers",
+            "expert_weights_scale": "route_scale", "expert_weights_norm": "",
+        },
+    ),
+    "minimax_m2": MIXTURE._replace(
+        architecture="minimax-m2", class_name="MiniMaxM2", fields=LOCAL_EXPERTS | SCORE, tied=False,
+    ),
+    "llama4_text": MIXTURE._replace(
         architecture="llama4", class_name="Llama4", changes=_stacks((("transpose",),)), pairs_neighbors=True, scalings=LLAMA3_SCALINGS,
         fields=LOCAL_EXPERTS | {
             "feed_forward_length": "intermediate_size_mlp", "interleave_moe_layer_step": "interleave_moe_layer_step",

@@ -104,6 +104,8 @@ def _stored_parameters(facts: Facts, model: "Decoder", family: GGUFFamily) -> It
     """Yield the model's tensors by their names on disk."""
     for name, parameter in model.state_dict().items():
         steps, names = layout_of(name, model, family)
+        if model.source.is_transposed(name):
+            steps = (("transpose",), *steps)
         pieces = list(model.source.stored(name, parameter))
         sources = [GGUFTensor(facts.file, *facts.tensors[one]) for one in names]
         if not names:

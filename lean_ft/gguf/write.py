@@ -60,6 +60,8 @@ def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
     own, of_file = (dict(_facts_of(config, "", family.not_stored)) for config in (model.config, read))
     for place in own | of_file:
         found, expected = own.get(place), of_file.get(place)
+        if (place, found, expected) == ("activation", "gelu", "gelu_tanh"):
+            continue  # the export reports it
         is_close = (
             isinstance(found, float) and isinstance(expected, float) and math.isclose(found, expected, rel_tol=1e-5)
         )

@@ -60,12 +60,15 @@ def make_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         sizes |= {"vocab_size": 416, "num_key_value_heads": 2, "max_position_embeddings": 128}
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-        model = getattr(transformers, f"{family}ForCausalLM")(config(**{**sizes, **settings}))
+        of_class = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+        model = of_class(config(**{**sizes, **settings}))
         with torch.no_grad():
             buffers = [pair for pair in model.named_buffers() if pair[0].endswith(("correction_bias", "layer_scalar"))]
             for name, parameter in (*model.named_parameters(), *buffers):
                 noise = torch.randn(parameter.shape)
-                parameter.copy_(1.0 + 0.3 * noise if "norm" in name or "scal" in name else 0.2 * noise)
+                is_norm = "norm" in name or ".ln_" in name
+                is_scale = (is_norm and not name.endswith("bias")) or "scal" in name
+                parameter.copy_(1.0 + 0.3 * noise if is_scale else 0.2 * noise)
         folder = tmp_path_factory.mktemp("model")
         model.to(dtype).save_pretrained(folder)
         if isinstance(tokenizer, Path):

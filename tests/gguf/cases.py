@@ -14,8 +14,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2
 LONGROPE |= {"long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5], "partial_rotary_factor": 0.75}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
+ROUTED |= {"first_k_dense_replace": 1}
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4}
-LATENT |= {"first_k_dense_replace": 1}
 HYBRID = {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
 HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
 HYBRID |= {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}
@@ -55,6 +55,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"use_qkv_bias": True, "num_hidden_layers": 3, "pad_token_id": 0}),
     "stablelm/parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True, "pad_token_id": 0}),
     "nemotron": ("Nemotron", {"pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", {"sliding_window": None, "tie_word_embeddings": False, "rope_parameters": YARN}),
+    "phi": ("Phi", {"num_key_value_heads": 4, "intermediate_size": 256, "rope_parameters": PLAIN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}),
+    "gpt_neox": ("GPTNeoX", {"hidden_act": "gelu_fast", "rotary_pct": 0.5, "num_hidden_layers": 3}),
+    "gpt_neox/serial": ("GPTNeoX", {"hidden_act": "gelu_fast", "use_parallel_residual": False}),
+    "gpt2": ("GPT2", {}),
+    "gpt2/inner": ("GPT2", {"n_inner": 96, "tie_word_embeddings": False}),
+    "gpt_bigcode": ("GPTBigCode", {}),
     "jais2": ("Jais2", {"num_key_value_heads": 2}),
     "arcee": ("Arcee", {"rope_parameters": YARN}),
     "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
@@ -79,6 +86,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **ROUTED, "num_hidden_layers": 3, "head_dim": 16, "routed_scaling_factor": 1.7, "use_qk_norm": True,
         "attention_bias": True, "n_shared_experts": 2, "pad_token_id": 0,
     }),
+    "solar_open": ("SolarOpen", {**ROUTED, "head_dim": 16, "routed_scaling_factor": 1.7, "pad_token_id": 0}),
+    "dots1": ("Dots1", {
+        **ROUTED, "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 24, "routed_scaling_factor": 1.7,
+        "norm_topk_prob": True, "n_shared_experts": 2, "pad_token_id": 0,
+    }),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 6, "moe_topk": 2, "head_dim": 24, "pad_token_id": 0}),
+    "exaone_moe": ("ExaoneMoe", {
+        **EXPERTS, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": WINDOW, "n_group": 3, "topk_group": 2, "num_shared_experts": 2,
+        "rope_parameters": LLAMA3_ROPE,
+    }),
+    "afmoe": ("Afmoe", {
+        **EXPERTS, **SHORT_WINDOW, "num_hidden_layers": 5, "num_dense_layers": 2, "num_shared_experts": 2, "route_scale": 1.7,
+        "mup_enabled": True,
+    }),
     "ernie4_5_moe": ("Ernie4_5_Moe", {
         "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
         "pad_token_id": 0,
@@ -95,6 +116,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **ROUTED, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
         "tie_word_embeddings": True,
     }),
+    "deepseek_v2": ("DeepseekV2", {
+        **ROUTED, **LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    }),
+    "mistral4": ("Mistral4", {
+        **ROUTED, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "rope_parameters": {
+            **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.9, "partial_rotary_factor": 1 / 3,
+        },
+    }),
+    "youtu": ("Youtu", {**LATENT, "q_lora_rank": 24, "tie_word_embeddings": False, "pad_token_id": 0}),
+    "minicpm3": ("MiniCPM3", {
+        **LATENT, "q_lora_rank": 24, "v_head_dim": 16, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [2.0, 2.5, 3.0, 3.5],
+        }, "original_max_position_embeddings": 32,
+    }),
     "llama4_text": ("Llama4", {
         "num_hidden_layers": 5, "head_dim": 16, "intermediate_size": 32, "intermediate_size_mlp": 64, "num_local_experts": 5,
         "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "rope_parameters": LLAMA3_ROPE,
@@ -105,6 +141,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("Qwen3_5", {**HYBRID, "linear_num_key_heads": 1}),
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 48}),
     "lfm2": ("Lfm2", {"num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 8}),
+    "lfm2_moe": ("Lfm2Moe", {
+        **EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    }),
+    "granitemoe": ("GraniteMoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "granitemoeshared": ("GraniteMoeShared", {
+        **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48,
+    }),
     "granitemoehybrid": ("GraniteMoeHybrid", {
         **MAMBA, **GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3, "num_local_experts": 5,
         "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48, "position_embedding_type": "nope",

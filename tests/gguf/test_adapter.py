@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
+from transformers.pytorch_utils import Conv1D
 
 from lean_ft.export import export_gguf, export_gguf_adapter
 from lean_ft.gguf.open import GGUF_FAMILIES
@@ -25,8 +26,11 @@ UNEVEN = {"r": 4, "lora_alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern
 ALL = {"target_modules": "all linear layers"}
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 # Linear layers to which llama.cpp or PEFT applies no adapter
+_LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
 WITHOUT = {
-    "deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"},
+    **{family: {*_LATENT, "lm_head"} for family in ("deepseek_v3", "mistral4", "youtu")},
+    "deepseek_v2": {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"},
+    "minicpm3": _LATENT,
     "gemma4_text": {"per_layer_model_projection"},
     "llama4_text": {"router"},
     **{family: {"out_proj"} for family in ("falcon_h1", "nemotron_h")},
@@ -54,7 +58,9 @@ def test_llama_cpp_computes_what_peft_computes(case, make_model_folder, tmp_path
     if adapter["target_modules"] == ALL["target_modules"]:
         tied = {"lm_head"} if base.config.tie_word_embeddings else set()
         linear = {
-            name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)
+            name.rpartition(".")[2]
+            for name, module in base.named_modules()
+            if isinstance(module, torch.nn.Linear | Conv1D)
         }
         adapter = adapter | {"target_modules": linear - tied - WITHOUT.get(case, set())}
     reference = peft.get_peft_model(base, peft.LoraConfig(**adapter))

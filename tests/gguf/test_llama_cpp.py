@@ -22,6 +22,7 @@ from tests.gguf.llama_server import LlamaServer
 pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")
 
 NUM_GREEDY = 32
+WITH_GELU = {"starcoder2", "phi", "gpt_neox", "gpt2", "gpt_bigcode"}
 
 
 class GELUFromTable(TorchDispatchMode):
@@ -46,7 +47,8 @@ def ask(server: LlamaServer, ids: list[int]) -> list[dict[str, Any]]:
 
 
 def tolerance(case: str) -> float:
-    return 5e-3 if "gemma" in case else 1e-3
+    """Inputs of GELU that differ in the last bit may round to different entries of llama.cpp's table."""
+    return 5e-3 if "gemma" in case or case.partition("/")[0] in WITH_GELU else 1e-3
 
 
 @torch.no_grad()
@@ -98,7 +100,9 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if "/" not in c and c not in ("exaone4", "bamba", "gpt_oss")] + ["exaone4/no_windows"]
+    "case",
+    [c for c in CASES if "/" not in c and c not in ("exaone4", "bamba", "gpt_oss", "minicpm3")]
+    + ["exaone4/no_windows"],
 )
 @torch.no_grad()
 def test_llama_cpp_reads_every_kind(case, make_model_folder, tmp_path):

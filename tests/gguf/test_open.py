@@ -132,17 +132,34 @@ def test_a_file_has_no_generation_tags(make_model_folder, file):
 PUBLISHED: dict[str, dict] = {
     "cohere2": {"rotary_pct": 1.0},
     "cohere2/long_window": {"rotary_pct": 1.0},
-    "deepseek_v3": {"rms_norm_eps": 1e-6, "rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 1.2}},
+    "deepseek_v3": {
+        "rms_norm_eps": 1e-6,
+        "scoring_func": "sigmoid",
+        "rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
+    },
+    "deepseek_v3/no_query_latent": {"scoring_func": "sigmoid"},
     "falcon_h1": {"head_dim": 16, "lm_head_multiplier": 2.0},
     "falcon_h1/norm": {"head_dim": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "granitemoehybrid/attention": {"layer_types": ["attention"] * 2, "intermediate_size": 48},
     "minimax_m2": {"rotary_dim": 8},
+    "gpt2": {"n_ctx": 128},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [96], "moe_topk": [2], "num_shared_expert": [1]},
+    "mistral4": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "minicpm3": {"original_max_position_embeddings": 128},
+    "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.9, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }
 # The converter does not take the test's model: it knows no such class, needs names of published layers or sizes, or cuts rows.
 NOT_CONVERTED = {
     "gemma4_unified_text",
+    "gpt2/inner",
+    "gpt_neox",
+    "gpt_neox/serial",
     "granitemoehybrid/rope",
     "nemotron_h",
     "nemotron_h/experts",

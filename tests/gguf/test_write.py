@@ -18,8 +18,10 @@ from tokenizers import models as hf_models
 
 from lean_ft.export import export_gguf
 from lean_ft.gguf.open import GGUF_FAMILIES
+from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
+from tests.gguf.cases import ROUTED
 from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer
 
 IDS = torch.arange(60).view(2, 30)
@@ -242,6 +244,13 @@ def test_a_difference_of_llama_cpp_is_reported(truncate, make_model_folder, file
     assert ("llama.cpp rounds the bounds of yarn's frequencies" in str(export_gguf(source, file))) == (not truncate)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_fast"])
+def test_another_gelu_is_reported(activation, make_model_folder, file):
+    source = make_model_folder("GPTNeoX", tokenizer=qwen_tokenizer(), hidden_act=activation)
+    assert ("llama.cpp computes GELU with tanh" in str(export_gguf(source, file))) == (activation == "gelu")
+    assert load_model(file).config.activation == "gelu_tanh"
+
+
 class TestRefusals:
     @pytest.fixture
     def folder(self, qwen_folder, tmp_path) -> Path:
@@ -311,6 +320,10 @@ class TestRefusals:
             ("Qwen3_5", {"layer_types": ["full_attention"] * 2}, "lacks the metadata ssm.state_size"),
             ("Lfm2", {"conv_bias": True, "full_attn_idxs": [1]}, "bias of the mixer of layer 0 is True"),
             ("GptOss", {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "head_dim": 16}, "lacks the metadata attention.sliding_window .* Export a Hugging Face folder"),
+            ("DeepseekV2", {**ROUTED, "topk_method": "group_limited_greedy", "q_lora_rank": None}, "expert_group_count is 4; expected 1"),
+            ("Afmoe", {**EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"], "mup_enabled": True}, "expected a window in three of four layers"),
+            ("Starcoder2", {"sliding_window": 32}, "sliding_window is 32; expected none"),
+            ("GPTNeoX", {"hidden_act": "relu"}, "activation is relu, and it always computes with gelu_tanh"),
             ("Phimoe", {"num_local_experts": 4}, "does not compute phimoe as it was trained: it has RMSNorm instead"),
         ],
     )  # fmt: skip
