@@ -321,7 +321,7 @@ def kinds_of(value):
 
 
 WRONG = {
-    "architecture": ({"metadata": {"general.architecture": "lama"}}, "architecture 'lama'; expected one of apertus.* Did you mean 'llama'"),
+    "architecture": ({"metadata": {"general.architecture": "lama"}}, "architecture 'lama'; expected one of afmoe, apertus.* Did you mean 'llama'"),
     "a key that changes the computation": ({"metadata": {"qwen2.attention.scale": 0.5}}, "metadata attention.scale, which"),
     "a missing key": ({"metadata": {"qwen2.block_count": None}}, "lacks the metadata block_count"),
     "a count of another type": ({"metadata": {"qwen2.block_count": "two"}}, "block_count is 'two'; expected an integer"),
