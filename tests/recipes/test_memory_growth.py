@@ -58,12 +58,8 @@ def growth(folder: Path, recipe: str, steps: int, settings: dict[str, object]) -
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [
-        ("full_finetune_single_device", FULL | PACKED),
         ("full_finetune_single_device", FULL | PACKED | {"compile": "true"}),
-        ("full_finetune_single_device", FULL | PADDED),
         ("full_finetune_single_device", FULL | PADDED | {"compile": "true"}),
-        ("full_finetune_single_device", FULL | PACKED | {"data.packing": "bfd_split"}),
-        ("full_finetune_single_device", FULL | PACKED | {"data.packing": "wrapped"}),
         ("full_finetune_single_device", FULL | PADDED | {"data.packing": "padding_free"}),
         ("full_finetune_single_device", FULL | {"data.batch_tokens": 1024}),
         ("lora_finetune_single_device", LORA | PACKED),
