@@ -8,15 +8,19 @@ spellings of the rotary settings are read: `rope_theta` with `rope_scaling` (tra
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
-from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer
+from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer, own_name, own_row
 from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import ConfigFields, listed
+from lean_ft.system.run_directory import TRAINING_STATE_FILE
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import OWN_FAMILIES, is_function_path, line_in
+from lean_ft.system.whole_files import read_json
 
 MAX_LAYERS = 1024
 
@@ -194,7 +198,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
     found = {**sizes, **shared, **text, **whole.fixed, "model_type": family, "architectures": [whole.families[family]]}
     if str(config.get("architectures")).endswith(f"{OF_SCORES}']"):  # saved by lean_ft, or of Gemma 3 by transformers
         labels = {key: config[key] for key in ("id2label", "label2id") if key in config}
-        found |= {"architectures": [SCORE_ARCHITECTURES.get(family)], **labels}
+        found |= {"architectures": [_score_architecture(family)], **labels}
     return found
 
 
@@ -211,13 +215,14 @@ def score_config(
     such a model in transformers.
     """
     family = config.get("model_type")
-    if family not in SCORE_ARCHITECTURES:
+    architecture = _score_architecture(family)
+    if architecture is None:
         raise ValueError(
             f"{where}: model_type is {family!r}, and transformers has no sequence classification model of that family; "
             f"expected one of {listed(SCORE_ARCHITECTURES)}."
         )
     if not gives_scores(config):
-        return {**config, "architectures": [SCORE_ARCHITECTURES[family]], **labels}
+        return {**config, "architectures": [architecture], **labels}
     names, expected = label_names(config, where), label_names(labels)
     if len(expected) == 1 and len(names) != 1:
         raise ValueError(f"{where}: id2label has {len(names)} labels; expected 1, as a reward model returns one score.")
@@ -255,7 +260,22 @@ def kind_of_scores(num_scores: int) -> str:
 
 def gives_scores(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
-    return isinstance(architectures, list) and architectures == [SCORE_ARCHITECTURES.get(str(config.get("model_type")))]
+    return isinstance(architectures, list) and architectures == [_score_architecture(config.get("model_type"))]
+
+
+def _score_architecture(model_type: Any) -> str | None:
+    family = family_of(model_type)
+    return f"{family.scores_as}{OF_SCORES}" if family is not None and family.scores_as else None
+
+
+def check_own_families(setting: str | None = None) -> None:
+    """Raise ValueError if this process has read no model by the user's row `setting`, FILE.py:NAME; by default, by any row."""
+    for name, own in OWN_FAMILIES.items():
+        if own.row is None and setting in (None, own.setting):
+            reason = f"no model here has the model_type {name}. Give the row the name of its model_type"
+            if name in {*FAMILIES, *MULTIMODAL, *_SAME_AS}:
+                reason = f"lean_ft reads {name} itself. A row of your own needs another model_type in config.json"
+            raise ValueError(f"model.family={own.setting} has no effect: {reason}, or leave the row out.")
 
 
 def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -272,10 +292,29 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         nearest = did_you_mean(str(family_name), [*FAMILIES, *MULTIMODAL, *_SAME_AS])
         raise ValueError(
             f"{found}, which lean_ft does not read.{nearest} docs/models.md lists the models that it reads, and"
-            " docs/new_family.md shows how to add one, with model.family=FILE.py:NAME."
+            f" docs/new_family.md shows how to add one, with {_how_to_name_a_row(str(family_name), where)}."
         )
     _check_architecture(config, where)
-    config = family.preprocessed(config)
+    try:
+        return _decoder_config(family.preprocessed(config), family, where)
+    except Exception as error:
+        own = own_row(str(family_name))
+        if own is None or isinstance(error, ValueError):
+            raise
+        place = line_in(Path(own.setting.rpartition(":")[0]).expanduser().resolve(), error)
+        raise ValueError(f"{place}: the row of {family_name} fails: {type(error).__name__}: {error}") from error
+
+
+def _how_to_name_a_row(model_type: str, where: str) -> str:
+    """The setting of a user's row: of the run that wrote the file, or with the name that the row must have."""
+    settings = read_json(Path(where).parent / TRAINING_STATE_FILE).get("settings")
+    if isinstance(settings, dict) and is_function_path(recorded := settings.get("model.family")):
+        return f"model.family={recorded} (or --family), as in the run that wrote this checkpoint, if you trust that file"
+    others = f", not {', '.join(OWN_FAMILIES)}" if OWN_FAMILIES else ""
+    return f"model.family=FILE.py:{own_name(model_type)} (or --family){others}"
+
+
+def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:
     fields = ConfigFields(config, {**_DEFAULTS, **family.defaults}, where)
 
     num_heads = fields.count("num_attention_heads")
