@@ -289,11 +289,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         found = f"{where}: model_type is {family_name!r}"
         if str(family_name) in REFUSED:
             raise ValueError(f"{found}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
-        nearest = did_you_mean(str(family_name), [*FAMILIES, *MULTIMODAL, *_SAME_AS])
-        raise ValueError(
-            f"{found}, which lean_ft does not read.{nearest} docs/models.md lists the models that it reads, and"
-            f" docs/new_family.md shows how to add one, with {_how_to_name_a_row(str(family_name), where)}."
-        )
+        raise ValueError(f"{found}, which lean_ft does not read.{_remedy(str(family_name), where)}")
     _check_architecture(config, where)
     try:
         return _decoder_config(family.preprocessed(config), family, where)
@@ -305,13 +301,16 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         raise ValueError(f"{place}: the row of {family_name} fails: {type(error).__name__}: {error}") from error
 
 
-def _how_to_name_a_row(model_type: str, where: str) -> str:
-    """The setting of a user's row: of the run that wrote the file, or with the name that the row must have."""
+def _remedy(model_type: str, where: str) -> str:
+    """How to have a model read that lean_ft does not read: by the row that a run's checkpoint records, or by a new one."""
     settings = read_json(Path(where).parent / TRAINING_STATE_FILE).get("settings")
-    if isinstance(settings, dict) and is_function_path(recorded := settings.get("model.family")):
-        return f"model.family={recorded} (or --family), as in the run that wrote this checkpoint, if you trust that file"
-    others = f", not {', '.join(OWN_FAMILIES)}" if OWN_FAMILIES else ""
-    return f"model.family=FILE.py:{own_name(model_type)} (or --family){others}"
+    if isinstance(settings, dict) and is_function_path(own := settings.get("model.family")):
+        return f" Its run read it by a row of yours: if you trust this file, set model.family={own}, or --family {own}."
+    return (
+        f"{did_you_mean(model_type, [*FAMILIES, *MULTIMODAL, *_SAME_AS])} docs/models.md lists the models that it reads, and "
+        f"docs/new_family.md shows how to add one. With a row of your own, set model.family=FILE.py:{own_name(model_type)}, or "
+        "--family of a command without settings."
+    )
 
 
 def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:

@@ -39,7 +39,7 @@ from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES,
 from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
 from lean_ft.settings import MemoryConfig, ModelConfig, spelled_out
 from lean_ft.system.shards import Part, part_of, remember_cuts
-from lean_ft.system.user_functions import use_family
+from lean_ft.system.user_functions import OWN_FAMILIES, use_family
 from lean_ft.system.whole_files import read_json
 from lean_ft.system.world import world
 from lean_ft.tokenizers import load_tokenizer
@@ -101,7 +101,8 @@ def load_model(
         ValueError: if config.json or the weights are not as expected; nothing is allocated before this check.
     """
     if isinstance(path, ModelConfig):
-        use_family(path.family)  # again, because other settings may have named another row since
+        if path.family not in [own.setting for own in OWN_FAMILIES.values()]:  # other settings named another row since
+            use_family(path.family)
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
         random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
         images, new_ids, path = path.images, new_token_ids(path), path.path
