@@ -12,7 +12,7 @@ import torch
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.config_json import check_own_families
+from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged

@@ -15,8 +15,8 @@ from lean_ft.generation import longest_first
 from lean_ft.generation.decoding import Asked, as_document, padded_inputs
 from lean_ft.generation.texts import reads_images
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.config_json import check_own_families
 from lean_ft.models.device import check_dtype, resolve_device
+from lean_ft.models.own_families import check_own_families
 from lean_ft.models.stored_weights import stored_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of

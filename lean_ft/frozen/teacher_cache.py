@@ -26,8 +26,8 @@ from lean_ft.data.columns import Columns
 from lean_ft.data.prepare import NOT_IN_FINGERPRINT
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
-from lean_ft.models.config_json import check_own_families
 from lean_ft.models.device import check_dtype, resolve_device
+from lean_ft.models.own_families import check_own_families
 from lean_ft.settings import DataConfig, KeepTeacherConfig
 from lean_ft.system.cache import ABOUT, read_entry, write_entry
 from lean_ft.system.log import say

@@ -21,9 +21,9 @@ from lean_ft.generation.decoding import pack_for_answers, sample, sample_numbers
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.config_json import check_own_families
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter

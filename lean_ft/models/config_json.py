@@ -13,14 +13,21 @@ from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
-from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer, own_name, own_row
+from lean_ft.models.families import (
+    FAMILIES,
+    MULTIMODAL,
+    REFUSED,
+    SIZES_7B,
+    Family,
+    family_of,
+    no_layer,
+    own_row,
+)
+from lean_ft.models.own_families import remedy
 from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import ConfigFields, listed
-from lean_ft.system.run_directory import TRAINING_STATE_FILE
-from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.user_functions import OWN_FAMILIES, is_function_path, line_in
-from lean_ft.system.whole_files import read_json
+from lean_ft.system.user_functions import line_in
 
 MAX_LAYERS = 1024
 
@@ -268,16 +275,6 @@ def _score_architecture(model_type: Any) -> str | None:
     return f"{family.scores_as}{OF_SCORES}" if family is not None and family.scores_as else None
 
 
-def check_own_families(setting: str | None = None) -> None:
-    """Raise ValueError if this process has read no model by the user's row `setting`, FILE.py:NAME; by default, by any row."""
-    for name, own in OWN_FAMILIES.items():
-        if own.row is None and setting in (None, own.setting):
-            reason = f"no model here has the model_type {name}. Give the row the name of its model_type"
-            if name in {*FAMILIES, *MULTIMODAL, *_SAME_AS}:
-                reason = f"lean_ft reads {name} itself. A row of your own needs another model_type in config.json"
-            raise ValueError(f"model.family={own.setting} has no effect: {reason}, or leave the row out.")
-
-
 def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
     """The decoder that a config.json describes. `where` names the file in error messages.
 
@@ -289,7 +286,9 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         found = f"{where}: model_type is {family_name!r}"
         if str(family_name) in REFUSED:
             raise ValueError(f"{found}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
-        raise ValueError(f"{found}, which lean_ft does not read.{_remedy(str(family_name), where)}")
+        raise ValueError(
+            f"{found}, which lean_ft does not read.{remedy(str(family_name), where, [*FAMILIES, *MULTIMODAL, *_SAME_AS])}"
+        )
     _check_architecture(config, where)
     try:
         return _decoder_config(family.preprocessed(config), family, where)
@@ -299,18 +298,6 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             raise
         place = line_in(Path(own.setting.rpartition(":")[0]).expanduser().resolve(), error)
         raise ValueError(f"{place}: the row of {family_name} fails: {type(error).__name__}: {error}") from error
-
-
-def _remedy(model_type: str, where: str) -> str:
-    """How to have a model read that lean_ft does not read: by the row that a run's checkpoint records, or by a new one."""
-    settings = read_json(Path(where).parent / TRAINING_STATE_FILE).get("settings")
-    if isinstance(settings, dict) and is_function_path(own := settings.get("model.family")):
-        return f" Its run read it by a row of yours: if you trust this file, set model.family={own}, or --family {own}."
-    return (
-        f"{did_you_mean(model_type, [*FAMILIES, *MULTIMODAL, *_SAME_AS])} docs/models.md lists the models that it reads, and "
-        f"docs/new_family.md shows how to add one. With a row of your own, set model.family=FILE.py:{own_name(model_type)}, or "
-        "--family of a command without settings."
-    )
 
 
 def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:

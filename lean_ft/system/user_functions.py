@@ -45,7 +45,9 @@ class OwnRow:
     """A user's row of a model family."""
 
     setting: str  # FILE.py:NAME
-    row: Any = None  # once a model was read with it, so that a file that is edited or deleted changes no run that goes on
+    row: Any = (
+        None  # once a model was read with it, so that a file that is edited or deleted changes no run that goes on
+    )
 
 
 OWN_FAMILIES: dict[str, OwnRow] = {}

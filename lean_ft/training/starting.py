@@ -27,8 +27,8 @@ from pydantic import BaseModel
 from torch import nn
 
 from lean_ft.hub.paths import path_at_commit
+from lean_ft.models.own_families import check_own_families
 from lean_ft.optim import scheduled
-from lean_ft.models.config_json import check_own_families
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import decided_by_rank_zero

@@ -55,7 +55,9 @@ def family_of(model_type: Any) -> Family | None:
             known = [field.name for field in fields(config)]
             if unknown := [name for name in facts if name not in known]:
                 meant = did_you_mean(unknown[0], known)
-                raise ValueError(f"{own.setting}: {kind} has {unknown[0]}; expected fields of {config.__name__}.{meant}")
+                raise ValueError(
+                    f"{own.setting}: {kind} has {unknown[0]}; expected fields of {config.__name__}.{meant}"
+                )
         own.row = row
     return own.row
 
