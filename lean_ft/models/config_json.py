@@ -8,26 +8,15 @@ spellings of the rotary settings are read: `rope_theta` with `rope_scaling` (tra
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
-from lean_ft.models.families import (
-    FAMILIES,
-    MULTIMODAL,
-    REFUSED,
-    SIZES_7B,
-    Family,
-    family_of,
-    no_layer,
-    own_row,
-)
-from lean_ft.models.own_families import remedy
+from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer
+from lean_ft.models.own_families import naming_row, remedy
 from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import ConfigFields, listed
-from lean_ft.system.user_functions import line_in
 
 MAX_LAYERS = 1024
 
@@ -290,14 +279,8 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
             f"{found}, which lean_ft does not read.{remedy(str(family_name), where, [*FAMILIES, *MULTIMODAL, *_SAME_AS])}"
         )
     _check_architecture(config, where)
-    try:
+    with naming_row(str(family_name)):
         return _decoder_config(family.preprocessed(config), family, where)
-    except Exception as error:
-        own = own_row(str(family_name))
-        if own is None or isinstance(error, ValueError):
-            raise
-        place = line_in(Path(own.setting.rpartition(":")[0]).expanduser().resolve(), error)
-        raise ValueError(f"{place}: the row of {family_name} fails: {type(error).__name__}: {error}") from error
 
 
 def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:

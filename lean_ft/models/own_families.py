@@ -1,12 +1,13 @@
-"""Errors about users' rows of model families: a row without effect, and a model that needs one."""
+"""Errors about users' rows of model families: a row without effect, a row that fails, a model that needs one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from lean_ft.models.families import FAMILIES, MULTIMODAL, own_name
+from lean_ft.models.families import FAMILIES, MULTIMODAL, own_name, own_row
 from lean_ft.system.run_directory import TRAINING_STATE_FILE
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.user_functions import OWN_FAMILIES, is_function_path
+from lean_ft.system.user_functions import OWN_FAMILIES, is_function_path, line_in
 from lean_ft.system.whole_files import read_json
 
 
@@ -20,6 +21,19 @@ def check_own_families(setting: str | None = None) -> None:
             if as_its_family({"model_type": name})["model_type"] in {*FAMILIES, *MULTIMODAL}:
                 reason = f"lean_ft reads {name} itself. A row of your own needs another model_type in config.json"
             raise ValueError(f"model.family={own.setting} has no effect: {reason}, or leave the row out.")
+
+
+@contextmanager
+def naming_row(model_type: str) -> Iterator[None]:
+    """Raise the error of a function in a user's row as a ValueError that names its line."""
+    try:
+        yield
+    except Exception as error:
+        own = own_row(model_type)
+        if own is None or isinstance(error, ValueError):
+            raise
+        place = line_in(Path(own.setting.rpartition(":")[0]).expanduser().resolve(), error)
+        raise ValueError(f"{place}: the row of {model_type} fails: {type(error).__name__}: {error}") from error
 
 
 def remedy(model_type: str, where: str, known: Iterable[str]) -> str:

@@ -48,7 +48,7 @@ def test_a_users_family_runs_resumes_generates_and_is_exported_from_another_fold
     moved.parent.mkdir()
     row.rename(moved)
     assert (answer := leanft(*run, "model.family=moved/row.py:my_arcee", "max_steps=2")).code == 0, answer.err
-    assert "row.py:my_arcee then, moved/row.py:my_arcee now" in answer.out + answer.err
+    assert '"row.py:my_arcee" then, "moved/row.py:my_arcee" now' in answer.out + answer.err
 
     OWN_FAMILIES.clear()  # as in a new process
     monkeypatch.chdir(moved.parent)
