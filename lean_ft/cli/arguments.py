@@ -195,6 +195,12 @@ def find(
     preset = catalog.find_preset(config) if config is not None else None
     if preset is not None:
         refuse_other_tools(preset)
+        row = preset_values(preset).get("model.family", "null")
+        if not runs and row != "null" and not any(word.startswith("model.family=") for word in overrides):
+            raise ValueError(
+                f"{config} has model.family={row}, a file whose code this command would run. Read the file, and if you trust it, "
+                f"name it too: --config {config} model.family={row}"
+            )
     if recipe is None:
         recipe = preset_recipe(preset) if preset is not None else None
         if recipe is None:

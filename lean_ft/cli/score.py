@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lean_ft.cli.arguments import Debug
+from lean_ft.cli.arguments import Debug, OwnFamily
 from lean_ft.settings import DataConfig, KeepTeacherConfig, Settings
 from lean_ft.system.units import counted
 
@@ -50,6 +50,7 @@ def score(
             "--dtype", metavar="bfloat16|float32", help="Dtype of the computation. Default: the stored dtype."
         ),
     ] = None,
+    family: OwnFamily = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite DEST.")] = False,
     debug: Debug = False,
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged
@@ -71,6 +72,7 @@ def read_source(
             model.source.config["pad_token_id"] = tokenizer.pad_id
     else:
         model, merged = load_model(folder, dtype=dtype, may_score=True, images=images), None
+    check_own_families()
     _check_finite(model, folder)
     return model, tokenizer, merged
 

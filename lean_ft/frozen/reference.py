@@ -39,6 +39,7 @@ from lean_ft.data.unpaired import Unpaired
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
+from lean_ft.models.families import own_row
 from lean_ft.peft import adapter_off, base_modules, has_adapter
 from lean_ft.settings import (
     AnswerDataConfig,
@@ -242,6 +243,8 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
     digest = hashlib.blake2b(json.dumps(model.source.config, sort_keys=True, default=str).encode(), digest_size=16)
     if model.vision is not None:
         digest.update(repr(model.config.vision).encode())
+    if own_row(model.source.config["model_type"]) is not None:  # the user may edit the row
+        digest.update(repr(model.config).encode())
     found: list[Tensor] = []  # int64
     for name, module in base_modules(model):
         for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):

@@ -16,6 +16,7 @@ from lean_ft.generation.decoding import Asked, as_document, padded_inputs
 from lean_ft.generation.texts import reads_images
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
+from lean_ft.models.own_families import check_own_families
 from lean_ft.models.stored_weights import stored_dtype
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
@@ -44,6 +45,7 @@ def open_reward_model(
     scores, new_ids = (False, []) if adapter == folder else (labels_of(adapter) or False, ids_of_rows(adapter))
     tower = "frozen" if reads_images(folder) else "none"
     model = load_model(folder, where, kept, scores=scores, new_ids=new_ids, may_score=True, images=tower)
+    check_own_families()
 
     def add_adapter() -> bool:
         if adapter != folder:

@@ -27,6 +27,7 @@ from lean_ft.data.prepare import NOT_IN_FINGERPRINT
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
 from lean_ft.models.device import check_dtype, resolve_device
+from lean_ft.models.own_families import check_own_families
 from lean_ft.settings import DataConfig, KeepTeacherConfig
 from lean_ft.system.cache import ABOUT, read_entry, write_entry
 from lean_ft.system.log import say
@@ -69,6 +70,7 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
         memory=cfg.memory,
         compile=cfg.compile,
     )
+    check_own_families()
     chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
     weight = model.output_weight[: tokenizer.vocab_size]  # without padding, which a student may lack
     parts = [EvalBatches(trained.layout, trained.report), *([held_out] if held_out is not None else [])]

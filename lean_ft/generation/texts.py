@@ -23,11 +23,13 @@ from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.quantize import is_quantized, load_quantized
+from lean_ft.system.user_functions import use_family
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
@@ -54,6 +56,7 @@ def open_model(
     random_init: bool = False,
     images: Images = "auto",
     new_tokens: int = 0,
+    family: str | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """Return a model for generation, and its tokenizer.
 
@@ -62,8 +65,9 @@ def open_model(
     adapters add up. A folder of `leanft quantize` is opened on a CPU. images: whether the vision tower is loaded (`frozen`);
     `auto`: if the folder has one that lean_ft knows, and a file of its image processor. new_tokens: the most tokens that the
     model will generate. From 32 on, the layers of a 16-bit model on a CPU are packed (`pack_in_place`): the model then cannot be
-    trained or saved. Raises ValueError if a folder is missing or incomplete, if that file is broken, or for an invalid device.
+    trained or saved. family: as model.family. Raises ValueError if a folder is missing or incomplete, if that file is broken, or for an invalid device.
     """
+    use_family(family)
     adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     if path == "auto" and not adapters:
         raise ValueError("no model is set. Set model.path, or adapter to use the adapter's base model.")
@@ -86,6 +90,7 @@ def open_model(
     else:
         tower = _tower_of(folder) if images == "auto" else images
         model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters), images=tower)
+    check_own_families()
     if adapters:
         load_adapter(model, *adapters)
     pack_for_answers(model, new_tokens)

@@ -13,10 +13,10 @@ from typing import Any
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer
+from lean_ft.models.own_families import naming_row, remedy
 from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import ConfigFields, listed
-from lean_ft.system.spelling import did_you_mean
 
 MAX_LAYERS = 1024
 
@@ -194,7 +194,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
     found = {**sizes, **shared, **text, **whole.fixed, "model_type": family, "architectures": [whole.families[family]]}
     if str(config.get("architectures")).endswith(f"{OF_SCORES}']"):  # saved by lean_ft, or of Gemma 3 by transformers
         labels = {key: config[key] for key in ("id2label", "label2id") if key in config}
-        found |= {"architectures": [SCORE_ARCHITECTURES.get(family)], **labels}
+        found |= {"architectures": [_score_architecture(family)], **labels}
     return found
 
 
@@ -211,13 +211,14 @@ def score_config(
     such a model in transformers.
     """
     family = config.get("model_type")
-    if family not in SCORE_ARCHITECTURES:
+    architecture = _score_architecture(family)
+    if architecture is None:
         raise ValueError(
             f"{where}: model_type is {family!r}, and transformers has no sequence classification model of that family; "
             f"expected one of {listed(SCORE_ARCHITECTURES)}."
         )
     if not gives_scores(config):
-        return {**config, "architectures": [SCORE_ARCHITECTURES[family]], **labels}
+        return {**config, "architectures": [architecture], **labels}
     names, expected = label_names(config, where), label_names(labels)
     if len(expected) == 1 and len(names) != 1:
         raise ValueError(f"{where}: id2label has {len(names)} labels; expected 1, as a reward model returns one score.")
@@ -255,7 +256,12 @@ def kind_of_scores(num_scores: int) -> str:
 
 def gives_scores(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
-    return isinstance(architectures, list) and architectures == [SCORE_ARCHITECTURES.get(str(config.get("model_type")))]
+    return isinstance(architectures, list) and architectures == [_score_architecture(config.get("model_type"))]
+
+
+def _score_architecture(model_type: Any) -> str | None:
+    family = family_of(model_type)
+    return f"{family.scores_as}{OF_SCORES}" if family is not None and family.scores_as else None
 
 
 def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -269,13 +275,15 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         found = f"{where}: model_type is {family_name!r}"
         if str(family_name) in REFUSED:
             raise ValueError(f"{found}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
-        nearest = did_you_mean(str(family_name), [*FAMILIES, *MULTIMODAL, *_SAME_AS])
         raise ValueError(
-            f"{found}, which lean_ft does not read.{nearest} docs/models.md lists the models that it reads, and"
-            " docs/new_family.md shows how to add one, with model.family=FILE.py:NAME."
+            f"{found}, which lean_ft does not read.{remedy(str(family_name), where, [*FAMILIES, *MULTIMODAL, *_SAME_AS])}"
         )
     _check_architecture(config, where)
-    config = family.preprocessed(config)
+    with naming_row(str(family_name)):
+        return _decoder_config(family.preprocessed(config), family, where)
+
+
+def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:
     fields = ConfigFields(config, {**_DEFAULTS, **family.defaults}, where)
 
     num_heads = fields.count("num_attention_heads")

@@ -28,7 +28,7 @@ from lean_ft.models.config_json import (
 )
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized, form_in_folder
-from lean_ft.models.families import MULTIMODAL, check_own_family
+from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.float32_products import use_float32_products
 from lean_ft.models.frozen_weight import TENSORS, Frozen
 from lean_ft.models.moe import experts_of
@@ -39,6 +39,7 @@ from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES,
 from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
 from lean_ft.settings import MemoryConfig, ModelConfig, spelled_out
 from lean_ft.system.shards import Part, part_of, remember_cuts
+from lean_ft.system.user_functions import OWN_FAMILIES, use_family
 from lean_ft.system.whole_files import read_json
 from lean_ft.system.world import world
 from lean_ft.tokenizers import load_tokenizer
@@ -99,18 +100,17 @@ def load_model(
     Raises:
         ValueError: if config.json or the weights are not as expected; nothing is allocated before this check.
     """
-    family = None
     if isinstance(path, ModelConfig):
+        if path.family not in [own.setting for own in OWN_FAMILIES.values()]:  # other settings named another row since
+            use_family(path.family)
         dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
         random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
-        family, images, new_ids, path = path.family, path.images, new_token_ids(path), path.path
+        images, new_ids, path = path.images, new_token_ids(path), path.path
     dtype = torch_dtype(dtype)
     labels = OF_REWARD if scores is True else scores or None
 
     def build(folder: Path) -> Decoder:
         model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids, images=images != "none")
-        if family is not None:
-            check_own_family(family, model.source.config["model_type"], folder)
         if model.vision is not None:
             model.vision.requires_grad_(images == "train")
         if model.config.num_scores and not scores and not may_score:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ class Source:
     unread: "Unread | None" = None
     """How to fill the weights of a model that is still on the meta device."""
 
-    @property
+    @cached_property
     def family(self) -> Family:
         return family_of(self.config.get("model_type")) or Family()
 

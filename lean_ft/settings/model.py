@@ -17,7 +17,8 @@ class ModelConfig(Settings):
     `tiny-tools`). A run records the commit or checkpoint and resumes with it."""
     family: Annotated[str | None, AfterValidator(use_family)] = None
     """Your own row of a family that lean_ft does not read, `my_family.py:NAME`: a `Family` in a variable with the model_type's name,
-    with `_` for `-`. See docs/new_family.md. Every command that reads the model or its checkpoints needs it."""
+    with `_` for `-`. See docs/new_family.md. Every command that reads the model or its checkpoints needs it, also `--family` of
+    export, serve and score. A run uses the row as it was when its model was read."""
     dtype: Dtype = "bfloat16"
     """Dtype of the weights and of the computation. `float16` keeps float32 master weights, computes in float16 and
     scales the loss."""

@@ -13,6 +13,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
 from importlib.util import module_from_spec, spec_from_file_location
@@ -37,8 +38,20 @@ class Passed(NamedTuple):
 PASSED: dict[str, Passed] = {}
 """By the texts that stand for them."""
 _BUILT_IN = Path(__file__).resolve().parents[1] / "tools"
-OWN_FAMILIES: dict[str, str] = {}
-"""Users' rows of model families, FILE.py:NAME by NAME."""
+
+
+@dataclass
+class OwnRow:
+    """A user's row of a model family."""
+
+    setting: str  # FILE.py:NAME
+    row: Any = (
+        None  # once a model was read with it, so that a file that is edited or deleted changes no run that goes on
+    )
+
+
+OWN_FAMILIES: dict[str, OwnRow] = {}
+"""By NAME."""
 _HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
 
 
@@ -86,7 +99,7 @@ def is_function_path(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
 
 
-def check_function(value: str) -> str:
+def check_function(value: str, kind: str = "function") -> str:
     """Return `value`. Raises ValueError if it is FILE.py:FUNCTION without such a function; does not run the file."""
     if is_function_path(value) and value not in PASSED:
         file, name = _file_and_name(value)
@@ -96,7 +109,8 @@ def check_function(value: str) -> str:
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from None
         if "import *" not in source and not any(one.get_name() == name and one.is_local() for one in symbols):
-            raise ValueError(_lacks(file, name, [one.get_name() for one in symbols if one.is_namespace()]))
+            named = [one.get_name() for one in symbols if one.is_namespace() or (kind == "row" and one.is_assigned())]
+            raise ValueError(_lacks(file, name, named, kind))
     return value
 
 
@@ -129,9 +143,11 @@ def _load_function(value: str) -> Callable[..., Any]:
 def use_family(value: str | None) -> str | None:
     """Return FILE.py:NAME, after models of this family use that row in this process. Raises ValueError if the file lacks it."""
     if value is not None:
-        if not is_function_path(value):
-            raise ValueError(f"expected FILE.py:NAME, a row in a file of yours, got {value!r}")
-        OWN_FAMILIES[value.rpartition(":")[2]] = check_function(value)
+        if not is_function_path(value) or not value.rpartition(":")[2]:
+            raise ValueError(
+                f"expected FILE.py:NAME, a row in a file of yours, got {value!r}. A family that lean_ft reads needs no setting."
+            )
+        OWN_FAMILIES[value.rpartition(":")[2]] = OwnRow(check_function(value, "row"))
     return value
 
 
@@ -139,8 +155,8 @@ def load_value(value: str) -> Any:
     """Return the variable FILE.py:NAME, also in a plan. Raises ValueError as `load_function` does."""
     file, name = _file_and_name(value)
     found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
-    if name not in found:
-        raise ValueError(_lacks(file, name, [other for other in found if not other.startswith("_")]))
+    if name not in found:  # deleted by the file itself, or not part of its `import *`
+        raise ValueError(_lacks(file, name, [], "row"))
     return found[name]
 
 
@@ -202,8 +218,8 @@ def _file_and_name(value: str) -> tuple[Path, str]:
     return file, name
 
 
-def _lacks(file: Path, name: str, functions: list[str]) -> str:
-    return f"{file} has no function {name}; it has {', '.join(functions) or 'none'}.{did_you_mean(name, functions)}"
+def _lacks(file: Path, name: str, functions: list[str], kind: str = "function") -> str:
+    return f"{file} has no {kind} {name}; it has {', '.join(functions) or 'none'}.{did_you_mean(name, functions)}"
 
 
 @cache

@@ -36,18 +36,17 @@ def command_to_continue(cfg: RecipeConfig) -> str:
 
 def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer, *, scores: bool) -> str:
     """The command that tries the trained model: chat or generate, or with `scores` score on the run's rows."""
+    family = None if (model := cfg.group(ModelConfig)) is None else model.family
     if not scores:
         chats = tokenizer.chat_template is not None
-        return shlex.join(
-            ["leanft", *(["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"])]
-        )
+        asked = ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
+        return shlex.join(["leanft", *asked, *([f"model.family={family}"] if family else [])])
     rows = cfg.needed(DataConfig).model_dump(
         mode="json", include=set(RowsConfig.model_fields) - {"validation_fraction"}, exclude_defaults=True
     )
     source, held_out = rows.pop("source"), rows.pop("validation_source", None)
-    return shlex.join(
-        ["leanft", "score", str(checkpoint), _text(held_out or source), *(_words({"data": rows}) if rows else ())]
-    )
+    asked = ["score", str(checkpoint), _text(held_out or source), *(_words({"data": rows}) if rows else ())]
+    return shlex.join(["leanft", *asked, *(["--family", family] if family else [])])
 
 
 def commands_to_evaluate(cfg: RecipeConfig, checkpoint: Path, *, rows: bool, tasks: bool) -> Iterator[str]:
@@ -57,7 +56,7 @@ def commands_to_evaluate(cfg: RecipeConfig, checkpoint: Path, *, rows: bool, tas
     """
     own: dict[str, Any] = {"seed": cfg.seed} if cfg.seed else {}
     if (model := cfg.group(ModelConfig)) is not None:
-        own["model"] = {"dtype": model.dtype}
+        own["model"] = {"dtype": model.dtype} | ({"family": model.family} if model.family else {})
     data, evaluate = cfg.group(DataConfig), ["leanft", "evaluate", str(checkpoint)]
     if rows and isinstance(data, SFTDataConfig) and cfg.group(DistillConfig) is None:
         asked = {"data": data.model_dump(mode="json", exclude_defaults=True), "loss": True}

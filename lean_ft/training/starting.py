@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from lean_ft.hub.paths import path_at_commit
+from lean_ft.models.own_families import check_own_families
 from lean_ft.optim import scheduled
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
@@ -60,7 +61,7 @@ FREE |= {"profile", "profile_steps", "data.num_processes", "data.cache_dir", "da
 FREE_GROUPS = ("log.",)
 # Allowed, with a log line:
 LOGGED = {"compile", "device", "clip_grad_norm", "optimizer.lr", "optimizer.lr_ratios", "lora.lr_ratio"}
-LOGGED |= {"data.validation_source", "neftune_alpha"}
+LOGGED |= {"data.validation_source", "neftune_alpha", "model.family"}  # the file of the row may move
 LOGGED_GROUPS = ("memory.", "schedule.", "parallel.")
 BATCH = ("batch_size", "gradient_accumulation_steps")  # may change together if a step has the same number of rows
 HOW_IT_COMPUTES = ("compile", "device", "memory.", "parallel.", *BATCH)  # no other run in a directory that was not set
@@ -164,6 +165,8 @@ def check_recipe(cfg: RecipeConfig, model: nn.Module, tokenizer: Tokenizer) -> N
     """Raise ValueError if the recipe ignores a setting about its model or tokenizer."""
     check_applied(model, cfg)
     settings = cfg.group(ModelConfig)
+    if settings is not None and settings.family is not None:
+        check_own_families(settings.family)
     if settings is not None and any(tokenizer.token_id(token) is None for token in settings.new_tokens):
         raise ValueError(
             "the tokenizer lacks model.new_tokens. In the recipe, load it by load_tokenizer(cfg.model, ...)."
@@ -177,7 +180,7 @@ def check_schedule(cfg: RecipeConfig, start: Start, total_steps: int) -> None:
     if start.folder is not None:
         say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
     for change in start.changes:
-        say("changed", f"{change}. The results will differ from a run that had this value from the start")
+        say("changed", f"{change}. The results may differ from a run that had this value from the start")
     if schedule is None:
         return
     if planned != total_steps and any(

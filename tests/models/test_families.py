@@ -11,8 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 from lean_ft.models import RopeConfig, decoder_config, load_model, save_model
 from lean_ft.models.config_json import as_its_family, language_model_config
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED
+from lean_ft.models.own_families import check_own_families
 from lean_ft.settings import ModelConfig
-from lean_ft.system.user_functions import OWN_FAMILIES
+from lean_ft.system.user_functions import OWN_FAMILIES, OwnRow
 from lean_ft.training.summary import describe_model
 from tests.models.family_cases import CASES
 from tests.models.family_cases import SIZES as CASE_SIZES
@@ -239,6 +240,7 @@ arcee = Family(facts={"gated": False}, activations=UNGATED_ACTIVATION_NAMES, def
 llama = Family()
 typo = Family(facts={"gatd": False})
 text = "arcee"
+late = Family(facts={"num_heads": lambda fields: {}["n_embd"]}, defaults={"max_position_embeddings": 64})
 """
 
 
@@ -257,25 +259,27 @@ def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch):
         save_model(model, tmp_path / "saved")
         assert not {"model.family", "own"} & set((tmp_path / "saved" / "config.json").read_text().split('"'))
         torch.testing.assert_close(load_model(tmp_path / "saved")(ids), model(ids))
-        with pytest.raises(ValueError, match="lean_ft reads llama of .* itself. Leave out model.family"):
-            read(other, "llama")
+        read(other, "llama")
+        with pytest.raises(ValueError, match="own.py:llama has no effect: lean_ft reads llama itself"):
+            check_own_families()
         (other / "config.json").write_text((other / "config.json").read_text().replace('"llama"', '"llama2"'))
-        monkeypatch.setitem(OWN_FAMILIES, "llama2", f"{tmp_path}/own.py:llama")
-        with pytest.raises(ValueError, match="is the row of arcee, and .* is llama2. Name the row llama2"):
+        with pytest.raises(ValueError, match="is the row of another model_type. Name the row llama2"):
             read(other, "arcee")
-        for name in ("typo", "text"):
-            monkeypatch.setitem(OWN_FAMILIES, name, f"{tmp_path}/own.py:{name}")
+        for name in ("typo", "text", "late"):
+            monkeypatch.setitem(OWN_FAMILIES, name, OwnRow(f"{tmp_path}/own.py:{name}"))
         with pytest.raises(ValueError, match="own.py:typo: facts has gatd; .* Did you mean 'gated'"):
             decoder_config({**LLAMA, "model_type": "typo"})
         with pytest.raises(ValueError, match="own.py:text is a str; expected a Family"):
             decoder_config({**LLAMA, "model_type": "text"})
-        with pytest.raises(ValueError, match="own.py has no function missing"):
+        with pytest.raises(ValueError, match=r"own.py, line 8: the row of late fails: KeyError: 'n_embd'"):
+            decoder_config({**LLAMA, "model_type": "late"})
+        with pytest.raises(ValueError, match="own.py has no row missing; it has arcee, llama, typo, text"):
             read(folder, "missing")
         with pytest.raises(ValueError, match="expected FILE.py:NAME"):
             ModelConfig(path="x", family="arcee")
     finally:
         OWN_FAMILIES.clear()
-    with pytest.raises(ValueError, match="model_type is 'arcee'.*model.family=FILE.py:NAME"):
+    with pytest.raises(ValueError, match="model_type is 'arcee'.*model.family=FILE.py:arcee"):
         load_model(folder)
 
 

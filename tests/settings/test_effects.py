@@ -94,7 +94,7 @@ CASES = {
     "model.dtype": Case("bfloat16"),
     "model.new_tokens": Case("[<new>]"),
     "model.images": Case("train", SEES),
-    "model.family": Case("IN/family.py:llama"),
+    "model.family": Case("IN/other_family.py:mine", "model.path=IN/mine model.family=IN/family.py:mine"),
     "data.image_tokens": Case("4", SEES),
     "model.router_aux_loss_coef": Case("0.5", "model.path=IN/experts model.random_init=true"),
     "epochs": Case("0.5", "max_steps=null"),
@@ -401,10 +401,10 @@ class Counting:
         return "Go on.", len(action) + self.turn, self.turn == 3
 """
 FAMILY = """
-from dataclasses import replace
-from lean_ft.models.families import FAMILIES
-llama = replace(FAMILIES["llama"], facts={"residual_multiplier": 0.3, "embedding_multiplier": 30.0})
+from lean_ft.models.families import Family
+mine = Family()
 """
+OTHER_FAMILY = FAMILY.replace("()", "(facts={'residual_multiplier': 0.3, 'embedding_multiplier': 30.0})")
 TASK = """
 task: ours
 dataset_path: json
@@ -466,8 +466,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     write("questions", [{"question": f"The river {i} is", "answer": i % 3} for i in range(4)])
     (folder / "task.yaml").write_text(TASK.replace("IN", str(folder)))
     (folder / "prompts.txt").write_text("Who\nWhat\n")
-    for name, text in (("rewards", REWARDS), ("tools", TOOLS), ("environment", ENVIRONMENTS), ("family", FAMILY)):
+    files = {"rewards": REWARDS, "tools": TOOLS, "environment": ENVIRONMENTS}
+    for name, text in (files | {"family": FAMILY, "other_family": OTHER_FAMILY}).items():
         (folder / f"{name}.py").write_text(text)
+    shutil.copytree(tiny, folder / "mine")
+    (folder / "mine" / "config.json").write_text(
+        (tiny / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "mine"')
+    )
     shutil.copytree(tiny, folder / "tooled")
     (folder / "tooled" / "chat_template.jinja").write_text(TEMPLATE)
     write("lists", [{"text": f"Text {i}", "labels": [i % 2, 1 - i % 2]} for i in range(4)])
