@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields
 from importlib import import_module
 from operator import methodcaller
@@ -87,7 +88,11 @@ def origins(source: str) -> dict[str, str]:
 
 
 def source_of_case(name: str, model_type: str, settings: dict[str, Any]) -> str:
-    return formatted(f'CASES["{name}"] = ("{model_type}", {text(settings)})')
+    """The entry of `CASES` in tests/models/family_cases.py."""
+    items = ", ".join(f"{text(key)}: {text(value)}" for key, value in settings.items())
+    indent = " " * 8
+    lines = textwrap.fill(f"{items},", 120, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return f'    "{name}": ("{model_type}", {{\n{lines}\n    }}),'
 
 
 def table_line(model_type: str, row: Family, nearest: str) -> str:
@@ -103,6 +108,36 @@ def formatted(source: str) -> str:
     return subprocess.run(ruff, input=source, capture_output=True, text=True, check=True).stdout.rstrip()
 
 
-def write(model_type: str, row: str, cases: list[str], line: str) -> int:
-    """Insert the row, its cases and its line of docs/families.md, and run the family's tests."""
-    raise NotImplementedError
+def insert(root: Path, model_type: str, row: str, cases: list[str], line: str) -> None:
+    """Add a family's row, cases and line of docs/families.md to the files of a checkout."""
+    families, file = root / "lean_ft" / "models" / "families", file_of(row)
+    known = vars(MODULES[file])
+    imports = [
+        f"from lean_ft.models.families.{of} import {name}\n" for name, of in origins(row).items() if name not in known
+    ]
+    edit(families / f"{file}.py", r"(?m)^(?=from lean_ft\.)", "".join(imports))
+    edit(families / f"{file}.py", r"\Z", f"\n{row}\n")
+    subprocess.run([sys.executable, "-m", "ruff", "check", "-q", "--fix", "--select", "I", families / f"{file}.py"])
+    tests = root / "tests"
+    edit(tests / "models" / "family_cases.py", r"(?m)(?<=^    \"kolibri1_tied\",\n)", f'    "{model_type}_others",\n')
+    edit(tests / "models" / "family_cases.py", r"(?m)(?<=^CASES: )(?s:.*?)(?=^}$)", r"\g<0>" + "\n".join(cases) + "\n")
+    if "mixture=" in row:
+        edit(tests / "peft" / "conftest.py", r"(?m)^(?=# One case per family)", f'MIXTURES |= {{"{model_type}"}}\n')
+    head = r"\| `model_type` \| models \| architecture \|"
+    edit(root / "docs" / "families.md", rf"(?s)(?<={head}\n).*?(?=\n\n)", rf"\g<0>\n{line}")
+
+
+def edit(file: Path, place: str, new: str) -> None:
+    """Replace the first match of a pattern in a file."""
+    changed, number = re.subn(place, new.replace("\\", "\\\\").replace("\\\\g<0>", "\\g<0>"), file.read_text(), count=1)
+    assert number == 1, f"{file} has no {place}"
+    file.write_text(changed)
+
+
+def run_tests(model_type: str) -> int:
+    """Write the tables that scripts make, and run the family's tests."""
+    python = [sys.executable, "-m", "pytest", "-q", "-m", ""]
+    scripts = [["make_families_table.py", model_type], ["make_models_page.py"]]
+    commands = [[sys.executable, str(ROOT / "scripts" / name), *given] for name, *given in scripts]
+    commands.append([*python, "-k", model_type, "tests/models/test_families.py", "tests/models/test_parity.py"])
+    return max(subprocess.run(command, cwd=ROOT).returncode for command in commands)

@@ -50,7 +50,16 @@ from lean_ft.models.new_model import empty_decoder, fill_model  # noqa: E402
 from lean_ft.models.source import Source, all_tensors, tensors_on_disk  # noqa: E402
 from lean_ft.system.config_fields import ConfigFields  # noqa: E402
 from lean_ft.system.spelling import did_you_mean  # noqa: E402
-from scripts.family_source import WHOLE_FIELDS, reader_of, source_of_case, source_of_row, table_line, text, write  # noqa: E402
+from scripts.family_source import (  # noqa: E402
+    WHOLE_FIELDS,
+    insert,
+    reader_of,
+    run_tests,
+    source_of_case,
+    source_of_row,
+    table_line,
+    text,
+)
 from tests.models.conftest import reference_model  # noqa: E402
 from tests.models.family_cases import SIZES, YARN  # noqa: E402
 
@@ -80,6 +89,7 @@ class Comparison:
     distance: float  # at most 2 if all tensors match
     differs: str
     on_disk: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the row's renames of tensors
+    is_refused: bool = False  # the row refuses a field of the configuration
 
 
 @dataclass(frozen=True)
@@ -229,7 +239,8 @@ def small(name: str, value: int) -> int:
 def small_settings(own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of three checkpoints: plain; flags, numbers and heads changed; seven layers in the default order of their kinds."""
     counts = {name: value for name, value in own.items() if type(value) is int and value > 4 and name not in SIZES}
-    plain = {name: small(name, value) for name, value in counts.items()}
+    unset = {name: 0 for name, value in own.items() if value is None and re.search("experts|per_tok", name)}
+    plain = {name: small(name, value) for name, value in {**counts, **unset}.items()}
     if own.get("mlp_only_layers"):
         plain["mlp_only_layers"] = [1]
     kinds = list(dict.fromkeys(own.get("layer_types") or []))
@@ -285,12 +296,19 @@ def readable(row: Family, search: Search) -> Family:
         except ERRORS:
             return True
 
-    row = replace(row, defaults=search.defaults, scores_as="")
+    lists_windows = "sliding_attention" in own.values.get("layer_types", ())
+    row = replace(row, defaults=search.defaults, scores_as="", reads_layer_types=row.reads_layer_types or lists_windows)
     for part in ("facts", "mixture"):
         row = edited(row, *(Edit(part, name, ABSENT) for name, fact in getattr(row, part).items() if fails(fact)))
-    of_layer = {"has_window": (0,), "rope": (0, False), "layer_facts": ([False] * 99, 0), "has_mixture": (0,)}
-    lacking = [name for name, args in of_layer.items() if fails(getattr(row, name), *args)]
-    return replace(row, **{name: getattr(Family(), name) for name in lacking})
+    for name, args in {
+        "has_window": (0,),
+        "rope": (0, False),
+        "layer_facts": ([False] * 99, 0),
+        "has_mixture": (0,),
+    }.items():
+        values = [getattr(row, name), getattr(Family(), name), *(e.value for e in search.options if e.name == name)]
+        row = replace(row, **{name: next((value for value in values if not fails(value, *args)), values[0])})
+    return row
 
 
 def read(row: Family, config: Mapping[str, Any]) -> DecoderConfig | str:
@@ -303,13 +321,16 @@ def read(row: Family, config: Mapping[str, Any]) -> DecoderConfig | str:
 
 
 def compared(row: Family, at: Checkpoint) -> Comparison:
-    config = read(row, at.config)
-    if isinstance(config, str):
-        return Comparison(REFUSED_BY_ROW, f"refused: {config}")
-    key = config, row.prefix_on_disk, row.transposed
+    config, refused = at.config, {}
+    while isinstance(decoder := read(row, config), str):
+        name = decoder.partition(" is ")[0]
+        if "is not supported" not in decoder or name in refused:
+            return Comparison(REFUSED_BY_ROW, f"refused: {decoder}", is_refused=True)
+        config, refused = {**config, name: None}, {**refused, name: f"{name}={config.get(name)}"}
+    key = decoder, row.prefix_on_disk, row.transposed
     if key not in at.compared:
         try:
-            model = empty_decoder(config, torch.float32)
+            model = empty_decoder(decoder, torch.float32)
             ours = shapes_of(all_tensors(model))
             theirs = shapes_of(at.tensors.items(), f"{row.prefix_on_disk}{row.layers}")
             ways = [matched_names(ours, theirs, order) for order in (same_and_known(at), same_and_known(at)[::-1])]
@@ -317,14 +338,21 @@ def compared(row: Family, at: Checkpoint) -> Comparison:
             at.compared[key] = min(found, key=lambda one: one.distance)
         except Exception as error:  # facts that no model combines fail anywhere
             at.compared[key] = Comparison(FAILED, f"fails: {error}")
-    return at.compared[key]
+    found = at.compared[key]
+    if not refused:
+        return found
+    differs = f"refused: {', '.join(refused.values())}; without it {found.differs}"
+    distance = found.distance + (0.5 * len(refused) if found.distance < UNMATCHED else 0.0)
+    return replace(found, distance=distance, differs=differs, is_refused=True)
 
 
 def compared_by_names(row: Family, at: Checkpoint, model: Decoder, names: "Names") -> Comparison:
     if number := len(names.ours) + len(names.theirs):
         rests = {"lean_ft": names.ours, "the folder": names.theirs}
         sides = [f"{', '.join(map(short, rest))} of {owner}" for owner, rest in rests.items() if rest]
-        return Comparison(UNMATCHED + number, f"{number} tensors without a match: {' and '.join(sides)}", names.on_disk)
+        # Renames and fused tensors show earlier if tensors that only lean_ft has count less.
+        distance = UNMATCHED + number - 0.1 * len(names.ours)
+        return Comparison(distance, f"{number} tensors without a match: {' and '.join(sides)}", names.on_disk)
     FAMILIES[at.config["model_type"]] = replace(row, on_disk=names.on_disk)
     model.source = Source(config=at.config)
     if missing := tensors_on_disk(model).keys() - at.tensors.keys():
@@ -434,7 +462,7 @@ def improved(row: Family, search: Search) -> Family:
             likely = [
                 edit for d, edit in sorted(tried, key=lambda one: one[0]) if d != distance and d % 1000 < UNMATCHED
             ]
-            pairs = (pair for pair in combinations(likely[:60], 2) if time.monotonic() < end)
+            pairs = (pair for pair in combinations(likely[:40], 2) if time.monotonic() < end)
             changes = next((pair for pair in pairs if search.distance(edited(row, *pair)) < 0.999 * distance), ())
         if not changes:
             break
@@ -446,7 +474,7 @@ def improved(row: Family, search: Search) -> Family:
 def shortened(row: Family, search: Search) -> Family:
     """Without the facts that change no checkpoint."""
     facts = [Edit(part, name, ABSENT) for part in ("facts", "mixture") for name in getattr(row, part)]
-    for edit in facts + [Edit("row", name, getattr(Family(), name)) for name in WHOLE_FIELDS]:
+    for edit in facts + [Edit("row", name, getattr(Family(), name)) for name in (*WHOLE_FIELDS, "preprocessed")]:
         if search.is_solved_by(edited(row, edit)):
             row = edited(row, edit)
     return row
@@ -455,7 +483,8 @@ def shortened(row: Family, search: Search) -> Family:
 def counterexample(row: Family, search: Search) -> Checkpoint | None:
     """A checkpoint with one changed field that the row neither refuses nor computes."""
     for name, value, changed in search.with_one_change:
-        if EQUAL < compared(row, changed).distance < REFUSED_BY_ROW:
+        found = compared(row, changed)
+        if found.distance > EQUAL and not found.is_refused:
             search.say(f"{name}={value} changes transformers' computation in another way: one more checkpoint")
             return changed
     return None
@@ -608,7 +637,10 @@ def main() -> int:
             f"\nOne function is missing: has_window(fields, layer), for a config.json without layer_types. No row has\n{order}"
         )
         return 1
-    return write(given.model_type, source, cases, line) if given.write else 0
+    if given.write:
+        insert(ROOT, given.model_type, source, cases, line)
+        return run_tests(given.model_type)
+    return 0
 
 
 if __name__ == "__main__":
