@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from operator import methodcaller
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.models.families import FAMILIES, Family
+from lean_ft.system.config_fields import ConfigFields
 from scripts.make_models_page import published
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +32,17 @@ MODULES = {file: import_module(f"lean_ft.models.families.{file}") for file in (*
 # Fields of a row that the search takes whole from another row.
 WHOLE_FIELDS = ("has_window", "rope", "layer_facts", "reads_layer_types", "activation_field", "activations")
 WHOLE_FIELDS += ("norm_eps_field", "has_mixture", "mixture")
+MADE: dict[Callable[..., Any], str] = {}  # the source of functions that the search makes
+
+
+def if_flag(value: str, name: str) -> Callable[[ConfigFields], str | None]:
+    """A fact that a flag of config.json turns on."""
+
+    def read(fields: ConfigFields) -> str | None:
+        return value if fields.flag(name) else None
+
+    MADE[read] = f'lambda fields: "{value}" if fields.flag("{name}") else None'
+    return read
 
 
 def text(value: Any) -> str:
@@ -40,6 +53,8 @@ def text(value: Any) -> str:
         return f"{kind}({', '.join(given)})"
     if not callable(value) and not isinstance(value, dict):
         return repr(value).replace("'", '"')
+    if callable(value) and value in MADE:
+        return MADE[value]
     names = {name: own for module in MODULES.values() for name, own in vars(module).items() if not name.startswith("_")}
     if name := next((name for name, own in names.items() if own is value), None):
         return name
