@@ -136,7 +136,7 @@ def compared_by_names(row: Family, at: Checkpoint, model: Decoder, names: "Names
         rests = {"lean_ft": names.ours, "the folder": names.theirs}
         sides = [f"{', '.join(map(short, rest))} of {owner}" for owner, rest in rests.items() if rest]
         # Renames and fused tensors show earlier if tensors that only lean_ft has count less.
-        distance = UNMATCHED + number - 0.1 * len(names.ours) + 0.05 * names.guesses
+        distance = UNMATCHED + number - 0.1 * len(names.ours) + 0.3 * names.guesses
         return Comparison(distance, f"{number} tensors without a match: {' and '.join(sides)}", names.on_disk)
     FAMILIES[at.config["model_type"]] = replace(row, on_disk=names.on_disk)
     model.source = Source(config=at.config)

@@ -47,6 +47,7 @@ from scripts.compare_family import (  # noqa: E402
     EQUAL,
     ERRORS,
     IDS,
+    UNMATCHED,
     Checkpoint,
     checkpoint,
     compared,
@@ -75,7 +76,7 @@ IDLE = (
     "token|dropout|initializer|_range|cache|label|output_|return_|dtype|name|version|problem|aux|coef|chunk_size_feed"
 )
 IDLE += "|arch|model_type|is_encoder|pretraining_tp"
-SMALL = {"per_tok|top_?k|moe_k": 2, "shared_experts": 1, "experts": 6, "group": 1, "window|chunk": 7, "head_dim": 20}
+SMALL = {"group": 1, "per_tok|top_?k|moe_k": 2, "shared_experts": 1, "experts": 6, "window|chunk": 7, "head_dim": 20}
 SMALL |= {"rank": 12, "intermediate|ffn|_size|_dim": 24}
 SIZES_OF_ALL = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 BARE = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8, "num_attention_heads": 32}
@@ -111,10 +112,12 @@ class Search:
         self.options = sorted(edits(self.own), key=lambda edit: -likeness(edit.name, str(edit).partition("=")[2]))
         self.checkpoints: list[Checkpoint] = []
         for settings in small_settings(self.own):
-            try:
-                self.checkpoints.append(checkpoint(model_type, settings))
-            except Exception as error:  # transformers refuses some values
-                self.say(f"transformers does not build {settings}: {str(error)[:150]}")
+            for heads in ({}, {"num_key_value_heads": SIZES["num_attention_heads"]}):  # some need as many
+                try:
+                    self.checkpoints.append(checkpoint(model_type, {**settings, **heads}))
+                    break
+                except Exception as error:  # transformers refuses some values
+                    self.say(f"transformers does not build {settings}: {str(error)[:150]}")
 
     def say(self, line: str) -> None:
         print(f"[{time.monotonic() - self.start:4.0f} s] {line}", flush=True)
@@ -145,8 +148,10 @@ class Search:
 
 
 def own_fields(model_type: str, **sizes: Any) -> dict[str, Any]:
-    config = transformers.AutoConfig.for_model(model_type, **sizes).to_dict()
-    return {name: value for name, value in config.items() if not re.search(IDLE, name)}
+    """The fields of a configuration that may change the computation, without those that follow from others."""
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    own = getattr(config, "__dataclass_fields__", config.to_dict())
+    return {name: v for name, v in config.to_dict().items() if name in own and not re.search(IDLE, name)}
 
 
 def changed_fields(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -157,7 +162,7 @@ def changed_fields(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         elif type(value) is float:
             yield name, 1e-3 if "eps" in name else round(value * 0.7, 6) or 0.5
         elif type(value) is int and name not in SIZES_OF_ALL:
-            yield name, SIZES.get(name, small(name, value)) + (4 if name in SIZES else 2 if name == "head_dim" else 1)
+            yield name, SIZES.get(name, small(name, value)) + (4 if name in SIZES else 2 if "head_dim" in name else 1)
         elif name.endswith(("_act", "activation", "activation_function")):
             yield name, "gelu" if value != "gelu" else "silu"
         elif name == "rope_parameters" and "rope_type" in (value or {}):
@@ -173,7 +178,11 @@ def small(name: str, value: int) -> int:
 
 def small_settings(own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of three checkpoints: plain; flags, numbers and heads changed; seven layers in the default order of their kinds."""
-    counts = {name: value for name, value in own.items() if type(value) is int and value > 4 and name not in SIZES}
+    counts = {
+        name: value
+        for name, value in own.items()
+        if type(value) is int and (value > 4 or "group" in name) and name not in SIZES
+    }
     unset = {name: 0 for name, value in own.items() if value is None and re.search("experts|per_tok", name)}
     plain = {name: small(name, value) for name, value in {**counts, **unset}.items()}
     if own.get("mlp_only_layers"):
@@ -195,7 +204,8 @@ def edits(own: Mapping[str, Any]) -> list[Edit]:
         found += [Edit("row", name, getattr(row, name)) for name in WHOLE_FIELDS]
     for part, config in (("facts", DecoderConfig), ("mixture", MixtureConfig)):
         for name, kind in get_type_hints(config).items():
-            values = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
+            words = [get_args(one) for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
+            values = (True, False) if kind is bool else sum(words, ())
             found += [Edit(part, name, value) for value in values]
     readers = {"flag": (bool, flag), "count": (int, count), "positive": (float, number)}
     for part, name, value in list(found):
@@ -258,9 +268,11 @@ def improved(row: Family, search: Search) -> Family:
         best, edit = min(tried, key=lambda one: one[0])
         changes = (edit,)
         if best > 0.999 * distance:
-            # First those that change the distance, then constants, which change tensors more often than readers.
             likely = [one for one in tried if edited(row, one[1]) != row]
-            likely.sort(key=lambda one: (one[0] == distance, callable(one[1].value), one[0]))
+            if distance > UNMATCHED:  # constants change tensors more often than readers
+                likely.sort(key=lambda one: (callable(one[1].value), one[0] > distance, one[0]))
+            else:  # first those that change the logits
+                likely.sort(key=lambda one: (one[0] == distance, one[0]))
             pairs = (pair for pair in combinations([edit for _, edit in likely[:100]], 2) if time.monotonic() < end)
             changes = next(
                 (pair for pair in pairs if search.distance(edited(row, *pair), bound) < 0.999 * distance), ()
