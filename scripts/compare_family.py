@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cache
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from lean_ft.models.families import FAMILIES, Family
 from lean_ft.models.new_model import empty_decoder, fill_model
 from lean_ft.models.source import Source, all_tensors, tensors_on_disk
 from tests.models.conftest import reference_model
+from tests.models.family_cases import SIZES, YARN
 
 IDS = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(1))
 EQUAL = 1e-4  # largest relative error of equal logits
@@ -27,6 +29,13 @@ UNMATCHED, FAILED, REFUSED_BY_ROW = 10.0, 50.0, 100.0  # distances from here on
 ERRORS = (ValueError, TypeError, LookupError, AttributeError)  # of a row that reads a foreign config.json
 Shape = tuple[int, ...]
 Renames = list[tuple[str, tuple[str, ...]]]
+# Fields without an effect on the logits, and small values of counts by a part of the field's name.
+IDLE = "token|dropout|initializer|_range|cache|label|output_|return_|dtype|name|version|problem"
+IDLE += "|aux|coef|chunk_size_feed|arch|model_type|is_encoder|pretraining_tp"
+SMALL = {"group": 1, "per_tok|top_?k|moe_k": 2, "shared_experts": 1, "experts": 6, "window|chunk": 7, "head_dim": 20}
+SMALL |= {"rank": 12, "intermediate|ffn|_size|_dim": 24}
+SIZES_OF_ALL = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+FOLDERS = tempfile.TemporaryDirectory(prefix="new_family_")  # removed when the process ends
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,55 @@ class Checkpoint:
     compared: dict[Any, Comparison] = field(default_factory=dict)
 
 
+def own_fields(model_type: str, **sizes: Any) -> dict[str, Any]:
+    """The fields of a configuration that may change the computation, without those that follow from others."""
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    own = {*config.__dataclass_fields__, *config.attribute_map, *config.attribute_map.values()}
+    return {name: v for name, v in config.to_dict().items() if name in own and not re.search(IDLE, name)}
+
+
+def changed_fields(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Another value of each field, several of rotary settings."""
+    for name, value in own.items():
+        if type(value) is bool:
+            yield name, not value
+        elif type(value) is float:
+            yield name, 1e-3 if "eps" in name else round(value * 0.7, 6) or 0.5
+        elif type(value) is int and name not in SIZES_OF_ALL:
+            yield name, SIZES.get(name, small(name, value)) + (4 if name in SIZES else 2 if "head_dim" in name else 1)
+        elif name.endswith(("_act", "activation", "activation_function")):
+            yield name, "gelu" if value != "gelu" else "silu"
+        elif name == "rope_parameters" and "rope_type" in (value or {}):
+            for change in ({"rope_theta": 700.0}, YARN, {"partial_rotary_factor": 0.5}):
+                yield name, {**value, **change}
+        elif value is None and re.search("softcap|window|scale|multiplier", name):
+            yield name, 3
+
+
+def small(name: str, value: int) -> int:
+    return next((least for part, least in SMALL.items() if re.search(part, name)), value)
+
+
+def small_settings(own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of three checkpoints: plain; flags, numbers and heads changed; seven layers in the default order of their kinds."""
+    counts = {
+        name: value
+        for name, value in own.items()
+        if type(value) is int and (value > 4 or "group" in name) and name not in SIZES
+    }
+    unset = {name: 0 for name, value in own.items() if value is None and re.search("experts|per_tok", name)}
+    plain = {name: small(name, value) for name, value in {**counts, **unset}.items()}
+    if own.get("mlp_only_layers"):
+        plain["mlp_only_layers"] = [1]
+    kinds = list(dict.fromkeys(own.get("layer_types") or []))
+    listed = {"layer_types": kinds * 2, "num_hidden_layers": 4} if len(kinds) == 2 else {}
+    names = "bias|norm|tie|softcap|num_key_value_heads|head_dim"
+    others = {name: new for name, new in changed_fields(own) if type(own[name]) is float or re.search(names, name)}
+    return [{**plain, **listed}, {**plain, **listed, **others}, {**plain, "num_hidden_layers": 7}]
+
+
 def checkpoint(model_type: str, settings: dict[str, Any]) -> Checkpoint:
-    model, folder = reference_model(model_type, settings), Path(tempfile.mkdtemp(prefix="new_family_"))
+    model, folder = reference_model(model_type, settings), Path(tempfile.mkdtemp(dir=FOLDERS.name))
     model.save_pretrained(folder)
     tensors = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
     names = [(own, name) for own, name in product(model.state_dict(), tensors) if own != name]

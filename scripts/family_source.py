@@ -104,10 +104,13 @@ def origins(source: str) -> dict[str, str]:
 
 def source_of_case(name: str, model_type: str, settings: dict[str, Any]) -> str:
     """The entry of `CASES` in tests/models/family_cases.py."""
-    items = ", ".join(f"{text(key)}: {text(value)}" for key, value in settings.items())
+    items = [
+        f"{text(key)}: {text(value)},".replace(" ", "\0") for key, value in settings.items()
+    ]  # lines break between items
     indent = " " * 8
-    lines = textwrap.fill(f"{items},", 120, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    return f'    "{name}": ("{model_type}", {{\n{lines}\n    }}),'
+    lines = textwrap.fill(" ".join(items), 120, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    inner = "\n" + lines.replace("\0", " ") + "\n    " if settings else ""
+    return f'    "{name}": ("{model_type}", {{{inner}}}),'
 
 
 def table_line(model_type: str, row: Family, nearest: str) -> str:
@@ -119,7 +122,7 @@ def table_line(model_type: str, row: Family, nearest: str) -> str:
 
 
 def formatted(source: str) -> str:
-    ruff = [sys.executable, "-m", "ruff", "format", "-q", "--line-length", "120", "-"]
+    ruff = [sys.executable, "-m", "ruff", "format", "-q", "--no-cache", "--line-length", "120", "-"]
     return subprocess.run(ruff, input=source, capture_output=True, text=True, check=True).stdout.rstrip()
 
 
@@ -132,19 +135,22 @@ def insert(root: Path, model_type: str, row: str, cases: list[str], line: str) -
     ]
     edit(families / f"{file}.py", r"(?m)^(?=from lean_ft\.)", "".join(imports))
     edit(families / f"{file}.py", r"\Z", f"\n{row}\n")
-    subprocess.run([sys.executable, "-m", "ruff", "check", "-q", "--fix", "--select", "I", families / f"{file}.py"])
+    subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "-q", "--no-cache", "--fix", "--select", "I", families / f"{file}.py"]
+    )
     tests = root / "tests"
-    edit(tests / "models" / "family_cases.py", r"(?m)(?<=^    \"kolibri1_tied\",\n)", f'    "{model_type}_others",\n')
+    long_case = f'    "{model_type}_others",\n'
+    edit(tests / "models" / "family_cases.py", r"(?ms)(?<=^LONG_CASES = \{).*?(?=^\})", rf"\g<0>{long_case}")
     edit(tests / "models" / "family_cases.py", r"(?m)(?<=^CASES: )(?s:.*?)(?=^}$)", r"\g<0>" + "\n".join(cases) + "\n")
     if "mixture=" in row:
         edit(tests / "peft" / "conftest.py", r"(?m)^(?=# One case per family)", f'MIXTURES |= {{"{model_type}"}}\n')
     head = r"\| `model_type` \| models \| architecture \|"
-    edit(root / "docs" / "families.md", rf"(?s)(?<={head}\n).*?(?=\n\n)", rf"\g<0>\n{line}")
+    edit(root / "docs" / "families.md", rf"(?s)(?<={head}\n).*?(?=\n\n)", f"\\g<0>\n{line}")
 
 
 def edit(file: Path, place: str, new: str) -> None:
     """Replace the first match of a pattern in a file."""
-    changed, number = re.subn(place, new.replace("\\", "\\\\").replace("\\\\g<0>", "\\g<0>"), file.read_text(), count=1)
+    changed, number = re.subn(place, lambda match: new.replace(r"\g<0>", match[0]), file.read_text(), count=1)
     assert number == 1, f"{file} has no {place}"
     file.write_text(changed)
 

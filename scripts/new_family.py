@@ -17,13 +17,12 @@ reads and searches for it. docs/new_family.md walks through an example.
 
 import argparse
 import inspect
-import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from itertools import combinations, product
 from operator import methodcaller
 from pathlib import Path
@@ -47,13 +46,17 @@ from scripts.compare_family import (  # noqa: E402
     EQUAL,
     ERRORS,
     IDS,
+    SIZES_OF_ALL,
     UNMATCHED,
     Checkpoint,
+    changed_fields,
     checkpoint,
     compared,
     likeness,
+    own_fields,
     read,
     shapes_of,
+    small_settings,
     step_errors,
 )
 from scripts.family_source import (  # noqa: E402
@@ -67,18 +70,10 @@ from scripts.family_source import (  # noqa: E402
     table_line,
     text,
 )
-from tests.models.family_cases import SIZES, YARN  # noqa: E402
+from tests.models.family_cases import SIZES  # noqa: E402
 
 SECONDS = 100  # of a search from one row
 ABSENT = object()  # the value of a fact that an edit removes
-# Fields without an effect on the logits, and small values of counts by a part of the field's name.
-IDLE = (
-    "token|dropout|initializer|_range|cache|label|output_|return_|dtype|name|version|problem|aux|coef|chunk_size_feed"
-)
-IDLE += "|arch|model_type|is_encoder|pretraining_tp"
-SMALL = {"group": 1, "per_tok|top_?k|moe_k": 2, "shared_experts": 1, "experts": 6, "window|chunk": 7, "head_dim": 20}
-SMALL |= {"rank": 12, "intermediate|ffn|_size|_dim": 24}
-SIZES_OF_ALL = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 BARE = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8, "num_attention_heads": 32}
 # Numbers that decide which layers have a window or experts, in files that do not list them. The search tries others.
 GUESSES = {"sliding_window_pattern": 4, "first_k_dense_replace": 1}
@@ -135,63 +130,17 @@ class Search:
         found = [compared(row, at) for at in self.checkpoints]
         return max(found, key=lambda one: one.distance).differs
 
-    @cached_property
-    def with_one_change(self) -> "list[tuple[str, Any, Checkpoint]]":
-        """Checkpoints with another value of one field, which is named."""
+    @cache  # noqa: B019
+    def with_one_change(self, base: int) -> list[tuple[str, Any, Checkpoint]]:
+        """Checkpoints that differ from checkpoint `base` by another value of one field, which is named."""
         found = []
         for name, value in changed_fields(self.own):
             try:
-                found.append((name, value, checkpoint(self.model_type, {**self.checkpoints[0].settings, name: value})))
+                settings = {**self.checkpoints[base].settings, name: value}
+                found.append((name, value, checkpoint(self.model_type, settings)))
             except Exception:  # transformers refuses it
                 continue
         return found
-
-
-def own_fields(model_type: str, **sizes: Any) -> dict[str, Any]:
-    """The fields of a configuration that may change the computation, without those that follow from others."""
-    config = transformers.AutoConfig.for_model(model_type, **sizes)
-    own = getattr(config, "__dataclass_fields__", config.to_dict())
-    return {name: v for name, v in config.to_dict().items() if name in own and not re.search(IDLE, name)}
-
-
-def changed_fields(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Another value of each field, several of rotary settings."""
-    for name, value in own.items():
-        if type(value) is bool:
-            yield name, not value
-        elif type(value) is float:
-            yield name, 1e-3 if "eps" in name else round(value * 0.7, 6) or 0.5
-        elif type(value) is int and name not in SIZES_OF_ALL:
-            yield name, SIZES.get(name, small(name, value)) + (4 if name in SIZES else 2 if "head_dim" in name else 1)
-        elif name.endswith(("_act", "activation", "activation_function")):
-            yield name, "gelu" if value != "gelu" else "silu"
-        elif name == "rope_parameters" and "rope_type" in (value or {}):
-            for change in ({"rope_theta": 700.0}, YARN, {"partial_rotary_factor": 0.5}):
-                yield name, {**value, **change}
-        elif value is None and re.search("softcap|window|scale|multiplier", name):
-            yield name, 3
-
-
-def small(name: str, value: int) -> int:
-    return next((least for part, least in SMALL.items() if re.search(part, name)), value)
-
-
-def small_settings(own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of three checkpoints: plain; flags, numbers and heads changed; seven layers in the default order of their kinds."""
-    counts = {
-        name: value
-        for name, value in own.items()
-        if type(value) is int and (value > 4 or "group" in name) and name not in SIZES
-    }
-    unset = {name: 0 for name, value in own.items() if value is None and re.search("experts|per_tok", name)}
-    plain = {name: small(name, value) for name, value in {**counts, **unset}.items()}
-    if own.get("mlp_only_layers"):
-        plain["mlp_only_layers"] = [1]
-    kinds = list(dict.fromkeys(own.get("layer_types") or []))
-    listed = {"layer_types": kinds * 2, "num_hidden_layers": 4} if len(kinds) == 2 else {}
-    names = "bias|norm|tie|softcap|num_key_value_heads|head_dim"
-    others = {name: new for name, new in changed_fields(own) if type(own[name]) is float or re.search(names, name)}
-    return [{**plain, **listed}, {**plain, **listed, **others}, {**plain, "num_hidden_layers": 7}]
 
 
 def edits(own: Mapping[str, Any]) -> list[Edit]:
@@ -295,18 +244,19 @@ def shortened(row: Family, search: Search) -> Family:
 
 def counterexample(row: Family, search: Search) -> Checkpoint | None:
     """A checkpoint with one changed field that the row neither refuses nor computes."""
-    for name, value, changed in search.with_one_change:
-        found = compared(row, changed)
-        if found.distance > EQUAL and not found.is_refused:
-            search.say(f"{name}={value} changes transformers' computation in another way: one more checkpoint")
-            return changed
+    for base in range(len(search.checkpoints)):  # some fields matter only beside others
+        for name, value, changed in search.with_one_change(base):
+            found = compared(row, changed)
+            if found.distance > EQUAL and not found.is_refused:
+                search.say(f"{name}={value} changes transformers' computation in another way: one more checkpoint")
+                return changed
     return None
 
 
 def ignored_fields(row: Family, search: Search) -> list[str]:
     """Fields that change transformers' model and not the decoder."""
     first, found = search.checkpoints[0], {}
-    for name, value, changed in search.with_one_change:
+    for name, value, changed in search.with_one_change(0):
         is_same = shapes_of(changed.tensors.items()) == shapes_of(first.tensors.items())
         differs = not is_same or step_errors(changed.steps, first.steps)["logits"] > EQUAL
         if differs and read(row, first.config) == read(row, {**first.config, name: value}):
@@ -413,12 +363,12 @@ def explain(nearest: str, row: Family, search: Search) -> None:
     print("docs/new_family.md shows how to add a fact.")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_type", help="model_type of config.json")
     parser.add_argument("--write", action="store_true", help="insert the row, its test cases and its line of the docs")
     parser.add_argument("--again", action="store_true", help="search for a type that lean_ft reads, without its row")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if reason := reason_against(given.model_type, given.again):
         sys.exit(reason)
     warnings.simplefilter("ignore")
