@@ -259,7 +259,8 @@ def ignored_fields(row: Family, search: Search) -> list[str]:
     for name, value, changed in search.with_one_change(0):
         is_same = shapes_of(changed.tensors.items()) == shapes_of(first.tensors.items())
         differs = not is_same or step_errors(changed.steps, first.steps)["logits"] > EQUAL
-        if differs and read(row, first.config) == read(row, {**first.config, name: value}):
+        decoder = read(row, first.config)
+        if differs and isinstance(decoder, DecoderConfig) and decoder == read(row, {**first.config, name: value}):
             found[name] = value
     return list(found)
 
