@@ -37,6 +37,7 @@ families and how each is compared with transformers.
 
 For each type, the page shows the published model that transformers' documentation names. Other models of the type are read too, unless a
 field of their `config.json` asks for a computation that lean_ft lacks. The error then names the field.
+[Add a model family](new_family.md) shows how to read another type.
 """
 
 

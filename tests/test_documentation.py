@@ -75,6 +75,7 @@ def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, docume
     monkeypatch.chdir(tmp_path)  # with the user files that documents name
     (tmp_path / "my_rows.py").write_text("def convert(row): ...\n")
     (tmp_path / "my_tools.py").write_text("def get_weather(city): ...\n")
+    (tmp_path / "my_family.py").write_text("from lean_ft.models.families import Family\n\nNAME = Family()\n")
     (tmp_path / "my_loss.py").write_text("def fn(answers): ...\n")
     (tmp_path / "my_schedule.py").write_text("def fn(step, total_steps): ...\n")
     (tmp_path / "my_tools.py").write_text("def add(a, b): ...\n")
@@ -169,6 +170,7 @@ NOT_RUN = {
     "make ": "installs from the network; continuous integration runs these targets",
     "python benchmarks/": "takes minutes; tests/benchmarks",
     ".venv/bin/python -m pytest ": "runs the tests",
+    "python scripts/": "changes the checkout; tests/models/test_new_family.py",
     "pip ": "installs from the network; tests/test_packaging.py builds and installs the wheel",
     "python3 -m venv ": "continuous integration makes an environment",
     "source ": "a command of the shell",
@@ -369,7 +371,8 @@ def test_a_document_names_only_what_is_there(document):
     commands = {**leanft.commands, **leanft.commands["data"].commands}  # pyright: ignore[reportAttributeAccessIssue]
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
     options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
-    scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
+    files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    scripts = "".join(file.read_text() for file in files)
     for option in set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(OTHER_PROGRAMS, "", text))):
         parameter = option.removeprefix("--").replace("-", "_")  # typer derives the option from it
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
