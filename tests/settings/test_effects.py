@@ -262,6 +262,9 @@ CASES = {
 }
 # Exceptions per recipe; None if the setting needs another setting that this recipe rejects.
 OF_RECIPE: dict[str, Case | None] = {
+    "evaluate model.family": Case(
+        "IN/other_family.py:mine", "model.path=IN/mine model.family=IN/family.py:mine loss=true"
+    ),
     "ppo loss.gamma": Case("0.5"),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
     **{f"{recipe} memory.loss_accumulation_dtype": Case("weight") for recipe in ("reward", "classify")},
@@ -402,9 +405,9 @@ class Counting:
 """
 FAMILY = """
 from lean_ft.models.families import Family
-mine = Family()
+mine = Family(scores_as="Llama")
 """
-OTHER_FAMILY = FAMILY.replace("()", "(facts={'residual_multiplier': 0.3, 'embedding_multiplier': 30.0})")
+OTHER_FAMILY = FAMILY.replace("(", "(facts={'residual_multiplier': 0.3, 'embedding_multiplier': 30.0}, ")
 TASK = """
 task: ours
 dataset_path: json
