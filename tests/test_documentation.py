@@ -75,7 +75,7 @@ def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, docume
     monkeypatch.chdir(tmp_path)  # with the user files that documents name
     (tmp_path / "my_rows.py").write_text("def convert(row): ...\n")
     (tmp_path / "my_tools.py").write_text("def get_weather(city): ...\n")
-    (tmp_path / "my_family.py").write_text("from lean_ft.models.families import Family\n\nNAME = Family()\n")
+    (tmp_path / "my_family.py").write_text("from lean_ft.models.families import Family\n\nmy_model = NAME = Family()\n")
     (tmp_path / "my_loss.py").write_text("def fn(answers): ...\n")
     (tmp_path / "my_schedule.py").write_text("def fn(step, total_steps): ...\n")
     (tmp_path / "my_tools.py").write_text("def add(a, b): ...\n")
@@ -171,6 +171,8 @@ NOT_RUN = {
     "python benchmarks/": "takes minutes; tests/benchmarks",
     ".venv/bin/python -m pytest ": "runs the tests",
     "python scripts/": "changes the checkout; tests/models/test_new_family.py",
+    "leanft run finetune model.path=my-model ": "a model that is not here; tests/cli/test_own_family.py",
+    "leanft export runs/my-model_finetune ": "a model that is not here; tests/cli/test_own_family.py",
     "pip ": "installs from the network; tests/test_packaging.py builds and installs the wheel",
     "python3 -m venv ": "continuous integration makes an environment",
     "source ": "a command of the shell",

@@ -37,6 +37,7 @@ from lean_ft.cli.errors import explain
 from lean_ft.cli.output import print_error, print_traceback
 from lean_ft.system import catalog
 from lean_ft.system.launch import report_to_launcher
+from lean_ft.system.user_functions import OWN_FAMILIES
 
 app = typer.Typer(
     name="leanft",
@@ -78,6 +79,7 @@ def leanft(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Fine-tuning recipes for language models in plain PyTorch."""
+    OWN_FAMILIES.clear()  # of an earlier command of this process
     if version:
         typer.echo(lean_ft.__version__)
     elif context.invoked_subcommand is None:

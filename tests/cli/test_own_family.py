@@ -50,20 +50,17 @@ def test_a_users_family_runs_resumes_generates_and_is_exported_from_another_fold
     assert (answer := leanft(*run, "model.family=moved/row.py:my_arcee", "max_steps=2")).code == 0, answer.err
     assert '"row.py:my_arcee" then, "moved/row.py:my_arcee" now' in answer.out + answer.err
 
-    OWN_FAMILIES.clear()  # as in a new process
     monkeypatch.chdir(moved.parent)
     asked = ["run", "generate", tmp_path / "run", "prompt=River", "max_new_tokens=2", "device=cpu", "chat=false"]
     answer = leanft(*asked)
     assert answer.code == 2 and "if you trust this file, set model.family=moved/row.py:my_arcee" in answer.err
     assert leanft(*asked, family).code == 0
-    assert leanft("export", tmp_path / "run", "out").code == 0  # the row of this process
-    OWN_FAMILIES.clear()
-    answer = leanft("export", tmp_path / "run", "again")
+    answer = leanft("export", tmp_path / "run", "out")
     assert answer.code == 2 and "or --family moved/row.py:my_arcee" in answer.err
-    assert leanft("export", tmp_path / "run", "again", "--family", "row.py:my_arcee").code == 0
+    assert leanft("export", tmp_path / "run", "out", "--family", "row.py:my_arcee").code == 0
     ids = torch.arange(40)[None]
-    for folder in ("out", "again"):  # with a learning rate of 0, the weights are the model's
-        torch.testing.assert_close(load_model(folder)(ids), mine(ids).logits, atol=1e-4, rtol=1e-4)
+    # With a learning rate of 0, the weights are the model's.
+    torch.testing.assert_close(load_model("out")(ids), mine(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_row_without_effect_and_a_presets_row_are_refused(leanft, mine, tmp_path):
