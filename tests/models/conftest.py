@@ -1,7 +1,7 @@
 """Random tiny checkpoints made by transformers, with transformers' model of each as the reference."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from lean_ft.models.families import MULTIMODAL
+from lean_ft.models.families import FAMILIES, MULTIMODAL
 from tests.models.family_cases import CASES, LONG_CASES, SIZES
 from tests.models.tiny_wholes import tiny_whole
 
@@ -55,6 +55,15 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
             elif name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model.eval()
+
+
+@pytest.fixture
+def own_families() -> Iterator[None]:
+    """Tests that replace rows of families leave them as they were, in their order."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -244,10 +244,10 @@ late = Family(facts={"num_heads": lambda fields: {}["n_embd"]}, defaults={"max_p
 """
 
 
-def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch):
+def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch, own_families):
     folder, reference = make_checkpoint("arcee")
     other, _ = make_checkpoint("llama")
-    monkeypatch.delitem(FAMILIES, "arcee")
+    del FAMILIES["arcee"]
     (tmp_path / "own.py").write_text(OWN)
 
     def read(folder, family):

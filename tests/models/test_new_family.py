@@ -18,13 +18,7 @@ from tests.models.family_cases import CASES, SIZES
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _families():
-    """The search replaces rows."""
-    before = dict(FAMILIES)
-    yield
-    FAMILIES.clear()
-    FAMILIES.update(before)
+pytestmark = pytest.mark.usefixtures("own_families")  # the search replaces rows
 
 
 def configs_of(family):
