@@ -39,7 +39,7 @@ class Config(AskConfig):
 
 def main(cfg: Config) -> None:
     opened = cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, cfg.model.images
-    model, tokenizer = open_model(*opened, new_tokens=cfg.max_new_tokens)
+    model, tokenizer = open_model(*opened, new_tokens=cfg.max_new_tokens, family=cfg.model.family)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{cfg.model.path} has no chat template, so it cannot chat. Use `leanft generate` to continue a text."

@@ -63,9 +63,8 @@ def main(cfg: Config) -> dict[str, Any]:
     if cfg.tasks:
         find_tasks(cfg.tasks)  # fails before the model is loaded
     tower = "none" if cfg.data is None else cfg.model.images
-    model, tokenizer = open_model(
-        cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
-    )
+    opened = cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
+    model, tokenizer = open_model(*opened, family=cfg.model.family)
     results: dict[str, Any] = {}
     if cfg.data is not None:
         results["answers"] = ask_file(cfg, cfg.data, model, tokenizer)

@@ -54,7 +54,8 @@ def main(cfg: Config) -> list[str]:
     )
     tower = cfg.model.images if any(map(shows_images, rows)) else "none"
     opened = cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
-    model, tokenizer = open_model(*opened, new_tokens=-(-len(rows) // cfg.batch_size) * cfg.max_new_tokens)
+    new_tokens = -(-len(rows) // cfg.batch_size) * cfg.max_new_tokens
+    model, tokenizer = open_model(*opened, new_tokens=new_tokens, family=cfg.model.family)
     sampling = {**cfg.sampling, "chat": cfg.chat}
 
     if cfg.prompt is not None and cfg.output is None:

@@ -123,8 +123,10 @@ def checkpoint(model_type: str, settings: dict[str, Any]) -> Checkpoint:
 
 @torch.no_grad()
 def steps_of(model: nn.Module, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The logits after the outputs of each layer, its attention and its feed-forward layer, in the order of the computation. The
-    model goes on with the outputs of `given`."""
+    """The logits after the outputs of each layer, its attention and its feed-forward layer, in the order of the computation.
+
+    An output that `given` has replaces the model's own in all that follows.
+    """
     steps: dict[str, Tensor] = {}
     hooks = []
 

@@ -4,7 +4,7 @@
 
 1. Build small random checkpoints with transformers.
 2. Compare each row of lean_ft with them: first the names and shapes of tensors, then the outputs of each layer, its attention and
-   its feed-forward layer. After each of them lean_ft goes on with transformers' output, so a wrong fact shows only where it acts.
+   its feed-forward layer. Each of these gets transformers' input, so a wrong fact shows only where it acts.
 3. From the nearest row, change one fact or two at a time while the distance falls. The values of a fact are those in any row,
    and readers of this configuration's own fields.
 4. Change each field of the configuration once. If the row neither gives equal logits nor refuses the field, go on with that

@@ -57,7 +57,7 @@ OwnFamily = Annotated[
         "--family",
         metavar="FILE.py:NAME",
         help="Your own row of the model's family, as model.family.",
-        callback=use_family,
+        callback=lambda value: use_family(value, by_option=True),
     ),
 ]
 Overrides = Annotated[

@@ -65,7 +65,8 @@ def open_model(
     adapters add up. A folder of `leanft quantize` is opened on a CPU. images: whether the vision tower is loaded (`frozen`);
     `auto`: if the folder has one that lean_ft knows, and a file of its image processor. new_tokens: the most tokens that the
     model will generate. From 32 on, the layers of a 16-bit model on a CPU are packed (`pack_in_place`): the model then cannot be
-    trained or saved. family: as model.family. Raises ValueError if a folder is missing or incomplete, if that file is broken, or for an invalid device.
+    trained or saved. family: as model.family. Raises ValueError if a folder is missing or incomplete, if that file is broken, or
+    for an invalid device.
     """
     use_family(family)
     adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
@@ -90,7 +91,7 @@ def open_model(
     else:
         tower = _tower_of(folder) if images == "auto" else images
         model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters), images=tower)
-    check_own_families()
+    check_own_families(family)
     if adapters:
         load_adapter(model, *adapters)
     pack_for_answers(model, new_tokens)

@@ -203,8 +203,8 @@ class DecoderConfig:
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
-    # Each head's output is multiplied by the sigmoid of a projection of the hidden state, which follows the head's query in the
-    # projection of queries or is one of its own.
+    # Each head's output is multiplied by the sigmoid of a gate. The query projection also computes the gates ("in_query"), or they
+    # have their own projection ("own").
     attention_gate: Literal["in_query", "own"] | None = None
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
     value_dim: int | None = None  # features of a head's values, at most `head_dim`; None: `head_dim`

@@ -12,11 +12,12 @@ from lean_ft.system.whole_files import read_json
 
 
 def check_own_families(setting: str | None = None) -> None:
-    """Raise ValueError if this process has read no model by the user's row `setting`, FILE.py:NAME; by default, by any row."""
+    """Raise ValueError if this process has read no model by the user's row `setting`, FILE.py:NAME; by default, by the row of the
+    option --family."""
     from lean_ft.models.config_json import as_its_family  # here, because that module imports this one
 
     for name, own in OWN_FAMILIES.items():
-        if own.row is None and setting in (None, own.setting):
+        if own.row is None and (own.by_option if setting is None else own.setting == setting):
             reason = f"no model here has the model_type {name}. Give the row the name of its model_type"
             if as_its_family({"model_type": name})["model_type"] in {*FAMILIES, *MULTIMODAL}:
                 reason = f"lean_ft reads {name} itself. A row of your own needs another model_type in config.json"

@@ -45,9 +45,9 @@ class OwnRow:
     """A user's row of a model family."""
 
     setting: str  # FILE.py:NAME
-    row: Any = (
-        None  # once a model was read with it, so that a file that is edited or deleted changes no run that goes on
-    )
+    by_option: bool = False  # named by an option of the command, not in settings
+    # None until a model is read with it. Later edits of the file do not change the models of a run.
+    row: Any = None
 
 
 OWN_FAMILIES: dict[str, OwnRow] = {}
@@ -140,14 +140,14 @@ def _load_function(value: str) -> Callable[..., Any]:
     return found[name]
 
 
-def use_family(value: str | None) -> str | None:
-    """Return FILE.py:NAME, after models of this family use that row in this process. Raises ValueError if the file lacks it."""
+def use_family(value: str | None, by_option: bool = False) -> str | None:
+    """Return FILE.py:NAME. From now on, models of this family use that row in this process. Raises ValueError if the file lacks it."""
     if value is not None:
         if not is_function_path(value) or not value.rpartition(":")[2]:
             raise ValueError(
                 f"expected FILE.py:NAME, a row in a file of yours, got {value!r}. A family that lean_ft reads needs no setting."
             )
-        OWN_FAMILIES[value.rpartition(":")[2]] = OwnRow(check_function(value, "row"))
+        OWN_FAMILIES[value.rpartition(":")[2]] = OwnRow(check_function(value, "row"), by_option)
     return value
 
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from lean_ft import load_model
+from lean_ft.generation import open_model
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.settings import ModelConfig
 from lean_ft.system.user_functions import OWN_FAMILIES
 from tests.models.conftest import reference_model
 
@@ -77,4 +79,7 @@ def test_a_row_without_effect_and_a_presets_row_are_refused(leanft, mine, tmp_pa
     ):
         answer = leanft(*command.split())
         assert answer.code == 2 and "no model here has the model_type my_arcee" in answer.err, answer.err
-        OWN_FAMILIES.clear()
+    # In Python, settings that were made for another model refuse none.
+    ModelConfig(path="mine", family="row.py:my_arcee")
+    assert len(open_model("tiny")[0].layers) == 4
+    OWN_FAMILIES.clear()

@@ -261,7 +261,7 @@ def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch, own_families)
         torch.testing.assert_close(load_model(tmp_path / "saved")(ids), model(ids))
         read(other, "llama")
         with pytest.raises(ValueError, match="own.py:llama has no effect: lean_ft reads llama itself"):
-            check_own_families()
+            check_own_families(f"{tmp_path}/own.py:llama")
         (other / "config.json").write_text((other / "config.json").read_text().replace('"llama"', '"llama2"'))
         with pytest.raises(ValueError, match="is the row of another model_type. Name the row llama2"):
             read(other, "arcee")

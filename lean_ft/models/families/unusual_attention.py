@@ -1,13 +1,20 @@
-"""Families whose attention has a gate with a projection of its own, or other heads in layers with windows."""
+"""Families whose attention has a gate projection, or other numbers of heads in layers with a window."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS
-from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, number, rope_by_window
+from lean_ft.models.families.family import (
+    ATTENTION_BIAS,
+    Family,
+    count,
+    flag,
+    number,
+    rope_by_window,
+    rope_in_windowed_layers,
+)
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, sparse_layers
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config
 from lean_ft.system.config_fields import ConfigFields
 
 
@@ -17,10 +24,6 @@ def _all_but_every_nth(fields: ConfigFields, layer: int) -> bool:
 
 def _all_but_the_first_and_every_sixth(fields: ConfigFields, layer: int) -> bool:
     return layer > 0 and (layer + 1) % 6 != 0
-
-
-def _rope_in_windows(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    return rope_config(fields) if is_windowed else None
 
 
 def _partial_rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -64,7 +67,7 @@ UNUSUAL_ATTENTION: dict[str, Family] = {
             **ATTENTION_BIAS, "norm_placement": "both", "qk_norm": "head", "attention_gate": "own",
             "embedding_multiplier": lambda fields: fields.count("hidden_size") ** 0.5 if fields.flag("mup_enabled") else 1.0,
         },
-        has_window=_all_but_every_nth, reads_layer_types=True, rope=_rope_in_windows,
+        has_window=_all_but_every_nth, reads_layer_types=True, rope=rope_in_windowed_layers,
         mixture={
             "num_experts": count("num_experts"), "experts_per_token": count("num_experts_per_tok"),
             "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": True, "router_name": "router",
