@@ -28,7 +28,8 @@ EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate
 # Linear layers to which llama.cpp or PEFT applies no adapter
 _LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
 WITHOUT = {
-    **{family: {*_LATENT, "lm_head"} for family in ("deepseek_v3", "mistral4", "youtu")},
+    **{family: {*_LATENT, "lm_head"} for family in ("deepseek_v3", "mistral4")},
+    "youtu": _LATENT,
     "deepseek_v2": {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"},
     "minicpm3": _LATENT,
     "gemma4_text": {"per_layer_model_projection"},
