@@ -16,7 +16,7 @@ from lean_ft.data import EvalBatches, sft_batches
 from lean_ft.export.places import check_destination, check_tower_is_unchanged, read_source
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
-from lean_ft.quantize import mean_loss, quantize, save_quantized
+from lean_ft.quantize import GROUPED, mean_loss, quantize, save_quantized
 from lean_ft.settings import GroupSize, ModelConfig, QuantizedKind, Settings, SFTDataConfig
 from lean_ft.system.log import say
 from lean_ft.system.units import gibibytes, number
@@ -38,8 +38,12 @@ class Config(Settings):
 
 
 def main(cfg: Config) -> Path:
-    if cfg.model.new_tokens or cfg.model.router_aux_loss_coef is not None:
-        raise ValueError("model.new_tokens and model.router_aux_loss_coef are for training. Remove them.")
+    if cfg.model.new_tokens or cfg.model.router_aux_loss_coef is not None or cfg.model.random_init:
+        raise ValueError(
+            "model.new_tokens, model.router_aux_loss_coef and model.random_init are for training. Remove them."
+        )
+    if cfg.group_size != 32 and cfg.kind not in GROUPED:
+        raise ValueError(f"group_size is for 4-bit weights. Set kind={' or '.join(GROUPED)}, or remove group_size.")
     if cfg.model.images != "none":
         raise ValueError("model.images is for training: the language model is quantized, without its tower. Remove it.")
     source = find_finished(cfg.model.path)

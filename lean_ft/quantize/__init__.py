@@ -2,6 +2,7 @@
 
 from lean_ft.quantize.held_out_loss import mean_loss
 from lean_ft.quantize.torchao_kinds import (
+    GROUPED,
     fake_quantize,
     is_quantized,
     load_quantized,
@@ -11,6 +12,7 @@ from lean_ft.quantize.torchao_kinds import (
 )
 
 __all__ = [
+    "GROUPED",
     "fake_quantize",
     "is_quantized",
     "load_quantized",

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder, empty_model
-from lean_ft.models.safetensors_file import read_header
+from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.models.saving import write_configs
 from lean_ft.models.source import tensors_on_disk
 from lean_ft.quantize.cpu_linear import fast_linear
@@ -35,7 +34,8 @@ if TYPE_CHECKING:
 
 _INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009  (missing in torch's annotations)
 KINDS = get_args(get_args(QuantizedKind)[0])
-_GROUPED = ("int4", "int8_dynamic_int4_weight")
+GROUPED = ("int4", "int8_dynamic_int4_weight")
+"""The kinds with a scale for each group of inputs."""
 _NOT_QUANTIZED = ["lm_head", "score"]  # linear layers outside of `layers`, by transformers' names
 
 
@@ -97,7 +97,7 @@ def _apply(quantize_: Any, model: Decoder, config: Any, kind: str, group_size: i
     if model.mixture is not None or any(f"{name}.weight" not in stored for name in projections):
         raise ValueError("quantization does not support models with experts or fused projections. Use another model.")
     for name, linear in projections.items():
-        if kind in _GROUPED and linear.in_features % group_size:
+        if kind in GROUPED and linear.in_features % group_size:
             inputs = f"{name} has {linear.in_features} inputs"
             raise ValueError(
                 f"{inputs}, which is not a multiple of group_size={group_size}. Set group_size to a divisor."
@@ -163,8 +163,7 @@ def save_quantized(model: Decoder, tokenizer: Tokenizer | None, folder: Path, ki
 
     weights: Mapping[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tensors, metadata = flatten_tensor_state_dict(weights)  # pyright: ignore[reportArgumentType]
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt", **metadata})
+    write_file(folder / "model.safetensors", tensors, {"format": "pt", **metadata})
     quantization = {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(torchao_config(kind, group_size))},

@@ -26,7 +26,7 @@ from lean_ft.settings.losses import (
     RewardLossConfig,
     UnpairedLossConfig,
 )
-from lean_ft.settings.model import LoRAConfig, ModelConfig
+from lean_ft.settings.model import LoRAConfig, ModelConfig, QuantizeConfig
 from lean_ft.settings.optimizer import (
     ADAMW_RULES,
     BITSANDBYTES_RULES,
@@ -38,6 +38,7 @@ from lean_ft.settings.optimizer import (
 _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
+    "quantize": QuantizeConfig,
     "memory": MemoryConfig,
     "parallel": ParallelConfig,
     "data": DataConfig,
@@ -108,6 +109,11 @@ CONFLICTS = [
         lambda generation: _differs(generation, "engine_url") and generation.engine == "own",
         "generation.engine_url={generation.engine_url} is used only with generation.engine=vllm or sglang. Set "
         "generation.engine, or remove generation.engine_url.",
+    ),
+    Conflict(
+        lambda quantize: _differs(quantize, "group_size") and quantize.train is None,
+        "quantize.group_size={quantize.group_size} is used only with quantize.train. Set quantize.train, or remove "
+        "quantize.group_size.",
     ),
     # Checkpoints and evaluations
     *(

@@ -40,22 +40,36 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def redact(text: str) -> str:
     """Return `text` without secrets, and with `~` for the user's home."""
-    values = {value for name, value in os.environ.items() if _SECRET_NAME.match(name)}
-    values = {value for value in values if len(value) >= MIN_SECRET_CHARACTERS}
-    for value in values.copy():
-        values |= {json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe="")}  # as errors and URLs spell it
-    for secret in sorted(values, key=len, reverse=True):  # one may contain another
-        text = text.replace(secret, "[token]")
-    return shorten_home(_NAMED.sub(r"\1[token]", _SECRET.sub("[token]", text)))
+    return _without(text, _secrets())
 
 
 def redact_values(value: Any) -> Any:
     """Return a copy of JSON or YAML data with all strings redacted, except the keys of objects."""
-    if isinstance(value, dict):
-        return {name: redact_values(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact_values(inner) for inner in value]
-    return redact(value) if isinstance(value, str) else value
+    secrets = _secrets()
+
+    def redacted(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: redacted(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [redacted(inner) for inner in value]
+        return _without(value, secrets) if isinstance(value, str) else value
+
+    return redacted(value)
+
+
+def _secrets() -> list[str]:
+    """The secret values of environment variables, the longest first: one may contain another."""
+    values = {value for name, value in os.environ.items() if _SECRET_NAME.match(name)}
+    values = {value for value in values if len(value) >= MIN_SECRET_CHARACTERS}
+    for value in values.copy():
+        values |= {json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe="")}  # as errors and URLs spell it
+    return sorted(values, key=len, reverse=True)
+
+
+def _without(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "[token]")
+    return shorten_home(_NAMED.sub(r"\1[token]", _SECRET.sub("[token]", text)))
 
 
 def printable(text: str, max_characters: int | None = None) -> str:

@@ -29,7 +29,7 @@ Settings = dict[str, Any]  # dotted key -> JSON value
 def settings_of(cfg: RecipeConfig) -> Settings:
     """All settings by dotted key, as redacted JSON values. An edited function from Python is the same setting."""
     values = without_hashes(cfg.model_dump(mode="json"))
-    settings = {key: redact_values(value) for key, value in dotted(values) if value != {}}
+    settings: Settings = redact_values({key: value for key, value in dotted(values) if value != {}})
     if (optimizer := cfg.group(OptimizerConfig)) is None:
         return settings
     # One value, also if it is empty, so that a pattern that is added or removed counts as a change.

@@ -30,6 +30,7 @@ REFUSED = [
     ("grpo", f"{TOOLS} parallel.tensor=2", "each of these ranks would call the tools"),
     ("grpo", "rewards=[environment]", "there is none. Set environment"),
     ("grpo", f"environment={__file__}:load tools.process=true", "which lacks the state of an environment"),
+    ("finetune", "quantize.group_size=64", "quantize.group_size=64 is used only with quantize.train"),
     ("finetune", "keep_every=2 save_every=1", "keep_last=null keeps all"),
     ("finetune", "keep_best=2 save_every=1", "keep_last=null keeps all"),
     ("finetune", "keep_best=2 keep_last=1 save_every=3 eval_every=2", "some would have none"),
