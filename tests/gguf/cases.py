@@ -136,6 +136,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 5, "head_dim": 16, "intermediate_size": 32, "intermediate_size_mlp": 64, "num_local_experts": 5,
         "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "rope_parameters": LLAMA3_ROPE,
     }),
+    "mimo_v2_flash": ("MiMoV2Flash", {
+        **ROUTED, "num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 16, "sliding_window": WINDOW,
+    }),
+    "mimo_v2_flash/listed": ("MiMoV2Flash", {
+        **ROUTED, "num_attention_heads": 8, "num_hidden_layers": 3, "head_dim": 16, "v_head_dim": 16, "sliding_window": WINDOW,
+        "n_group": 1, "topk_group": 1, "attention_value_scale": None, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+            "full_attention": {**LINEAR, "partial_rotary_factor": 0.5}, "sliding_attention": {**PLAIN, "partial_rotary_factor": 0.5},
+        },
+    }),
     "qwen3_next": ("Qwen3Next", {
         **HYBRID, **EXPERTS, "shared_expert_intermediate_size": 48, "norm_topk_prob": True, "tie_word_embeddings": True,
     }),
