@@ -89,7 +89,8 @@ def export_gguf(
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
     entries = {name: (mix.kind_of(name, shape), shape) for name, shape in shapes.items()}
     if imatrix is not None:
-        weighed = {name: shape for name, (one, shape) in entries.items() if name.startswith("blk.") and one in FORMATS}
+        named = {name for name in entries if name.startswith("blk.")} - family.unused(model.config).keys()
+        weighed = {name: shape for name, (one, shape) in entries.items() if name in named and one in FORMATS}
         importance = check_importance(importance, weighed, f"--imatrix {imatrix}")
     needed_bytes = sum(num_bytes(*entry) for entry in entries.values()) + small_files_bytes(tokenizer)
 
@@ -114,6 +115,11 @@ def export_gguf(
     if model.config.activation == "gelu":
         details += (
             "\nllama.cpp computes GELU with tanh and this model does not, so its log-probabilities differ slightly."
+        )
+    if any(layer.gate_sparsity for layer in model.config.layers):
+        details += (
+            "\nllama.cpp computes the deviation of gates for their cutoff as that of a sample and this model as that of all, so its "
+            "log-probabilities differ slightly."
         )
     return Exported(folder, destination, details + remark, merged)
 

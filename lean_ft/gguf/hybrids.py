@@ -1,10 +1,11 @@
-"""Rows of families with recurrent layers, and of Gemma 4, whose layers have several sizes.
+"""Rows of families with recurrent layers, of Gemma 3n with several residual streams, and of Gemma 4, whose layers have several sizes.
 
 Source: llama.cpp, conversion/*.py (tensors) and src/models/*.cpp (metadata, and what an architecture computes).
 
 Shapes: G key heads, H value heads.
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.gguf.header import Facts
@@ -161,6 +162,49 @@ def _nemotron_config(facts: Facts) -> dict[str, Any]:
     }
 
 
+# Gemma 3n.
+
+_NUM_OWN_KEYS, _NUM_SPARSE = 20, 10  # llama.cpp's numbers of layers with keys of their own, and of those with a cutoff of gates
+_CUTOFF = 1.6448533535003662  # in standard deviations
+_PROJECTIONS = "altup_projections", "altup_unembed_projections"
+
+
+def _gemma3n_metadata(model: "Decoder") -> dict[str, Any]:
+    config, streams = model.config, model.config.streams
+    assert streams is not None
+    return {
+        "altup.active_idx": streams.active,
+        "altup.num_inputs": streams.number,
+        "activation_sparsity_scale": [_CUTOFF if layer.gate_sparsity else -math.inf for layer in config.layers],
+        "attention.shared_kv_layers": sum(layer.kv_from_layer is not None for layer in config.layers),
+        "embedding_length_per_layer_input": config.layer_input_dim,
+        "final_logit_softcapping": float(config.logits_softcap or 0.0),
+    }
+
+
+def _gemma3n_config(facts: Facts) -> dict[str, Any]:
+    """llama.cpp reads none of these facts. It opens no file without a window."""
+    facts.count("attention.sliding_window", least=1)
+    num_layers, of_last = facts.num_layers, facts.pattern(5)[_NUM_OWN_KEYS - 2 : _NUM_OWN_KEYS]
+    if num_layers > _NUM_OWN_KEYS and of_last != [True, False]:
+        raise facts.wrong("attention.sliding_window_pattern", "a window in layer 18 and none in layer 19, whose keys others share")
+    return {
+        "num_kv_shared_layers": max(num_layers - _NUM_OWN_KEYS, 0),
+        "activation_sparsity_pattern": [0.95 if i < _NUM_SPARSE else 0.0 for i in range(num_layers)],
+        "vocab_size_per_layer_input": facts.num_rows("token_embd.weight"),
+        **{"hidden_size_per_layer_input": 256, "laurel_rank": 64, "altup_num_inputs": 4, "altup_active_idx": 0},
+        **{"altup_correct_scale": True, "final_logit_softcapping": 30.0},
+    }
+
+
+def _gemma3n_unused(config: "DecoderConfig") -> dict[str, tuple[int, ...]]:
+    """Keys and values of layers that use those of others."""
+    matrix = config.num_kv_heads * config.head_dim, config.hidden_size
+    shapes = {"attn_k.weight": matrix, "attn_v.weight": matrix, "attn_k_norm.weight": (config.head_dim,)}
+    shared = [i for i, layer in enumerate(config.layers) if layer.kv_from_layer is not None]
+    return {f"blk.{i}.{name}": shape for i in shared for name, shape in shapes.items()}
+
+
 # Gemma 4.
 
 
@@ -256,6 +300,18 @@ _GRANITE_MOE = _GRANITE_HYBRID._replace(
     architecture="granitemoe", class_name="GraniteMoeShared", config=attention_bias, architecture_of=None,
     fields=LOCAL_EXPERTS | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
 )
+_GEMMA3N = GGUFFamily(
+    "gemma3n", "Gemma3n",
+    changes={
+        "correct_output_scale": renamed("correct_output_scale.weight"),
+        "embed_tokens_per_layer": lambda config: StoredAs((("rows", config.vocab_size),) * (config.layer_input_vocab_size != config.vocab_size)),
+        **{f"{name}.{i}": StoredAs((("part", i),), (name,)) for name in _PROJECTIONS for i in range(3)},
+    },
+    metadata=_gemma3n_metadata, config=_gemma3n_config, unused=_gemma3n_unused, windows=always, period=5, scaled_windows=False,
+    scalings=frozenset({"default", "linear"}),
+    not_stored=frozenset({"coefficient_limit", "layer_input_vocab_size"}),  # of training; rows are added
+    no_adapter=frozenset({*_PROJECTIONS, "modality_router", "per_layer_model_projection", "embed_tokens_per_layer"}),
+)
 _GEMMA4 = GGUFFamily(
     "gemma4", "Gemma4",
     changes={
@@ -325,6 +381,7 @@ HYBRIDS = {
             "ssm.conv_kernel": "conv_kernel", "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
         },
     ),
+    "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,  # read as gemma4_text, which computes the same
 }

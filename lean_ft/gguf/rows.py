@@ -69,6 +69,8 @@ class GGUFFamily(NamedTuple):
     """Fields of the configuration that the weights of a file have, or that change little and are reported."""
     no_adapter: frozenset[str] = frozenset()
     """Parts of the names of weights without adapters: llama.cpp ignores them there, or a change does more than reorder rows."""
+    unused: Callable[["DecoderConfig"], Mapping[str, tuple[int, ...]]] = lambda config: {}
+    """The shapes of tensors that llama.cpp expects in a file and ignores. They are 0."""
     architecture_of: Callable[["DecoderConfig"], str] | None = None
     """The architecture, if it depends on the configuration."""
 

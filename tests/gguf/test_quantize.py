@@ -98,6 +98,8 @@ MORE_BITS, FIRST = {0, 1, 2, 5, 8, 11, 14, 17, 20, 21, 22, 23}, {0, 1, 2}
     ("bf16", "attn_q", {}, {"bf16": LAYERS}),
     ("q8_0", "shortconv.in_proj", {}, {"q8_0": LAYERS}),
     ("q8_0", "shortconv.conv", {}, {"f32": LAYERS}),
+    ("q4_k_m", "laurel_l", {}, {"f16": LAYERS}),
+    ("q4_k_m", "altup_predict_coef", {}, {"f32": LAYERS}),
 ])  # fmt: skip
 def test_kinds_of_a_file_are_llama_cpps(kind, part, facts, expected):
     columns, rows = facts.pop("columns", 512), facts.pop("rows", (64,))
