@@ -117,10 +117,7 @@ def export_gguf(
             "\nllama.cpp computes GELU with tanh and this model does not, so its log-probabilities differ slightly."
         )
     if any(layer.gate_sparsity for layer in model.config.layers):
-        details += (
-            "\nllama.cpp computes the deviation of gates for their cutoff as that of a sample and this model as that of all, so its "
-            "log-probabilities differ slightly."
-        )
+        details += "\nllama.cpp divides the squares of I gates by I - 1 and this model by I, so its log-probabilities differ slightly."
     return Exported(folder, destination, details + remark, merged)
 
 

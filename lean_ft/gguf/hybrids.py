@@ -1,4 +1,4 @@
-"""Rows of families with recurrent layers, of Gemma 3n with several residual streams, and of Gemma 4, whose layers have several sizes.
+"""Rows of families with recurrent layers, of Gemma 4, whose layers have several sizes, and of Gemma 3n with several streams.
 
 Source: llama.cpp, conversion/*.py (tensors) and src/models/*.cpp (metadata, and what an architecture computes).
 
@@ -6,6 +6,7 @@ Shapes: G key heads, H value heads.
 """
 
 import math
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.gguf.header import Facts
@@ -162,49 +163,6 @@ def _nemotron_config(facts: Facts) -> dict[str, Any]:
     }
 
 
-# Gemma 3n.
-
-_NUM_OWN_KEYS, _NUM_SPARSE = 20, 10  # llama.cpp's numbers of layers with keys of their own, and of those with a cutoff of gates
-_CUTOFF = 1.6448533535003662  # in standard deviations
-_PROJECTIONS = "altup_projections", "altup_unembed_projections"
-
-
-def _gemma3n_metadata(model: "Decoder") -> dict[str, Any]:
-    config, streams = model.config, model.config.streams
-    assert streams is not None
-    return {
-        "altup.active_idx": streams.active,
-        "altup.num_inputs": streams.number,
-        "activation_sparsity_scale": [_CUTOFF if layer.gate_sparsity else -math.inf for layer in config.layers],
-        "attention.shared_kv_layers": sum(layer.kv_from_layer is not None for layer in config.layers),
-        "embedding_length_per_layer_input": config.layer_input_dim,
-        "final_logit_softcapping": float(config.logits_softcap or 0.0),
-    }
-
-
-def _gemma3n_config(facts: Facts) -> dict[str, Any]:
-    """llama.cpp reads none of these facts. It opens no file without a window."""
-    facts.count("attention.sliding_window", least=1)
-    num_layers, of_last = facts.num_layers, facts.pattern(5)[_NUM_OWN_KEYS - 2 : _NUM_OWN_KEYS]
-    if num_layers > _NUM_OWN_KEYS and of_last != [True, False]:
-        raise facts.wrong("attention.sliding_window_pattern", "a window in layer 18 and none in layer 19, whose keys others share")
-    return {
-        "num_kv_shared_layers": max(num_layers - _NUM_OWN_KEYS, 0),
-        "activation_sparsity_pattern": [0.95 if i < _NUM_SPARSE else 0.0 for i in range(num_layers)],
-        "vocab_size_per_layer_input": facts.num_rows("token_embd.weight"),
-        **{"hidden_size_per_layer_input": 256, "laurel_rank": 64, "altup_num_inputs": 4, "altup_active_idx": 0},
-        **{"altup_correct_scale": True, "final_logit_softcapping": 30.0},
-    }
-
-
-def _gemma3n_unused(config: "DecoderConfig") -> dict[str, tuple[int, ...]]:
-    """Keys and values of layers that use those of others."""
-    matrix = config.num_kv_heads * config.head_dim, config.hidden_size
-    shapes = {"attn_k.weight": matrix, "attn_v.weight": matrix, "attn_k_norm.weight": (config.head_dim,)}
-    shared = [i for i, layer in enumerate(config.layers) if layer.kv_from_layer is not None]
-    return {f"blk.{i}.{name}": shape for i in shared for name, shape in shapes.items()}
-
-
 # Gemma 4.
 
 
@@ -245,6 +203,42 @@ def _gemma4_config(facts: Facts) -> dict[str, Any]:
         "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
         "enable_moe_block": "expert_count" in facts,
     }
+
+
+# Gemma 3n.
+
+_PROJECTIONS = "altup_projections", "altup_unembed_projections"
+
+
+def _gemma3n_metadata(model: "Decoder") -> dict[str, Any]:
+    streams, cutoffs = model.config.streams, [layer.gate_sparsity for layer in model.config.layers]
+    assert streams is not None
+    return {
+        **_gemma4_metadata(model),
+        "altup.active_idx": streams.active,
+        "altup.num_inputs": streams.number,
+        "activation_sparsity_scale": [NormalDist().inv_cdf(share) if share else -math.inf for share in cutoffs],
+    }
+
+
+def _gemma3n_config(facts: Facts) -> dict[str, Any]:
+    """llama.cpp opens no file without a window. Its sizes are the defaults of absent fields, and its numbers of layers are fixed."""
+    facts.count("attention.sliding_window", least=1)
+    if facts.num_layers > 20 and facts.pattern(5)[18:20] != [True, False]:
+        raise facts.wrong("attention.sliding_window_pattern", "a window in layer 18 and none in layer 19")
+    return {
+        "num_kv_shared_layers": max(facts.num_layers - 20, 0),
+        "activation_sparsity_pattern": [0.95 if i < 10 else 0.0 for i in range(facts.num_layers)],
+        "vocab_size_per_layer_input": facts.num_rows("token_embd.weight"),
+    }
+
+
+def _gemma3n_unused(config: "DecoderConfig") -> dict[str, tuple[int, ...]]:
+    """Keys and values of layers that use those of others."""
+    matrix = config.num_kv_heads * config.head_dim, config.hidden_size
+    shapes = {"attn_k.weight": matrix, "attn_v.weight": matrix, "attn_k_norm.weight": (config.head_dim,)}
+    shared = [i for i, layer in enumerate(config.layers) if layer.kv_from_layer is not None]
+    return {f"blk.{i}.{name}": shape for i in shared for name, shape in shapes.items()}
 
 
 # A table: related fields share a line.

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -149,10 +148,14 @@ def gguf_tensors(
     On the device `meta` they have only shapes; otherwise one at a time is in memory.
     """
     layouts = ((parameter, *layout_of(name, model, family)) for name, parameter in parameters)
-    for names, parts in groupby(layouts, key=itemgetter(2)):
+    for names, parts in groupby(layouts, key=lambda layout: layout[2]):  # a parameter, or those of a stack
         if names:
-            tensors = [store(parameter.detach().to(device), steps) for parameter, steps, _ in parts]
-            yield from zip(names, tensors[0] if len(tensors) == 1 else [torch.cat(one) for one in zip(*tensors, strict=True)], strict=True)
+            stored = (store(parameter.detach().to(device), steps) for parameter, steps, _ in parts)
+            yield from zip(names, _joined(*stored), strict=True)
+
+
+def _joined(*parts: list[Tensor]) -> list[Tensor]:
+    return parts[0] if len(parts) == 1 else [torch.cat(one) for one in zip(*parts, strict=True)]
 
 
 def _name_in_file(names: Any, name: str) -> str | None:

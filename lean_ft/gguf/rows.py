@@ -208,10 +208,11 @@ def _mimo_config(facts: Facts) -> dict[str, Any]:
     """llama.cpp opens no file without a window. Layers with a window have twice the heads of keys."""
     facts.count("attention.sliding_window", least=1)
     factor = 2 if any(facts.per_layer("attention.sliding_window_pattern")) else 1
-    sparse = [facts.has("ffn_gate_inp.weight", i) for i in range(facts.num_layers)]
     return {
         "num_key_value_heads": facts.count("attention.head_count_kv") // factor,
-        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "mlp_layer_types": [
+            "sparse" if facts.has("ffn_gate_inp.weight", i) else "dense" for i in range(facts.num_layers)
+        ],
         "attention_value_scale": facts.number("attention.value_scale", 1.0),
     }
 

@@ -29,7 +29,13 @@ NEMOTRON = {
     "conv_kernel": 4,
 }
 GEMMA4 = {"vocab_size_per_layer_input": 416, "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW}
-GEMMA3N = {"hidden_size_per_layer_input": 256, "laurel_rank": 64, "head_dim": 16, "sliding_window": WINDOW}
+GEMMA3N = {
+    "vocab_size_per_layer_input": 416,
+    "hidden_size_per_layer_input": 256,
+    "laurel_rank": 64,
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+}
 GEMMA3N_WINDOWS = [*["sliding_attention"] * 4, "full_attention"] * 4
 # Name -> transformers' name of the family, and settings. A name is the model_type, with a variant behind a slash.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -195,7 +201,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "gemma3n_text/short": ("Gemma3n", {
         **GEMMA3N, "num_hidden_layers": 6, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 6,
-        "vocab_size_per_layer_input": 416, "tie_word_embeddings": False, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN},
+        "tie_word_embeddings": False, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN},
     }),
     "gemma4_text": ("Gemma4", {
         **GEMMA4, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
