@@ -220,7 +220,7 @@ def test_keys_of_layers_that_share_others_need_no_importance(make_model_folder, 
     sums = {
         name: torch.ones(size)
         for name, size in found.items()
-        if re.match(r"blk\.(1?\d\.|.*attn_[qo]|.*ffn|.*per)", name)
+        if re.match(r"blk\.(1?\d\.|.*attn_[qo]|.*ffn|.*inp_gate|.*proj)", name)
     }
     assert not {"blk.20.attn_k.weight", "blk.22.attn_v.weight"} & sums.keys()
     imatrix = write_imatrix(tmp_path / "imatrix.gguf", sums)
