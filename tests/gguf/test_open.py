@@ -373,7 +373,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma4_text", "nemotron_h/experts", "qwen3_5_moe_text", "deepseek_v3", "phi3/long", "apertus"]
+    "case",
+    ["mimo_v2_flash", "gemma4_text", "nemotron_h/experts", "qwen3_5_moe_text", "deepseek_v3", "phi3/long", "apertus"],
 )
 def test_any_metadata_is_read_or_refused(case, make_model_folder, file, tmp_path, monkeypatch):
     """Every value in turn is missing, of another type, or absurd: an error message, or another model."""

@@ -21,7 +21,7 @@ from lean_ft.gguf.open import GGUF_FAMILIES
 from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
-from tests.gguf.cases import GEMMA3N, ROUTED
+from tests.gguf.cases import CASES, GEMMA3N, ROUTED
 from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer
 
 IDS = torch.arange(60).view(2, 30)
@@ -242,6 +242,12 @@ def test_a_difference_of_llama_cpp_is_reported(truncate, make_model_folder, file
         "GptOss", tokenizer=qwen_tokenizer(), num_local_experts=4, head_dim=16, rope_parameters=rope
     )
     assert ("llama.cpp rounds the bounds of yarn's frequencies" in str(export_gguf(source, file))) == (not truncate)
+
+
+def test_the_deviation_of_gates_is_reported(make_model_folder, file):
+    name, settings = CASES["gemma3n_text/short"]
+    source = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings)
+    assert "divides the squares of I gates by I - 1" in str(export_gguf(source, file))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_fast"])
