@@ -89,7 +89,8 @@ def export_gguf(
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
     entries = {name: (mix.kind_of(name, shape), shape) for name, shape in shapes.items()}
     if imatrix is not None:
-        weighed = {name: shape for name, (one, shape) in entries.items() if name.startswith("blk.") and one in FORMATS}
+        named = {name for name in entries if name.startswith("blk.")} - family.unused(model.config).keys()
+        weighed = {name: shape for name, (one, shape) in entries.items() if name in named and one in FORMATS}
         importance = check_importance(importance, weighed, f"--imatrix {imatrix}")
     needed_bytes = sum(num_bytes(*entry) for entry in entries.values()) + small_files_bytes(tokenizer)
 
@@ -115,6 +116,8 @@ def export_gguf(
         details += (
             "\nllama.cpp computes GELU with tanh and this model does not, so its log-probabilities differ slightly."
         )
+    if any(layer.gate_sparsity for layer in model.config.layers):
+        details += "\nllama.cpp divides the squares of I gates by I - 1 and this model by I, so its log-probabilities differ slightly."
     return Exported(folder, destination, details + remark, merged)
 
 

@@ -1,10 +1,12 @@
-"""Rows of families with recurrent layers, and of Gemma 4, whose layers have several sizes.
+"""Rows of families with recurrent layers, of Gemma 4, whose layers have several sizes, and of Gemma 3n with several streams.
 
 Source: llama.cpp, conversion/*.py (tensors) and src/models/*.cpp (metadata, and what an architecture computes).
 
 Shapes: G key heads, H value heads.
 """
 
+import math
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.gguf.header import Facts
@@ -203,6 +205,42 @@ def _gemma4_config(facts: Facts) -> dict[str, Any]:
     }
 
 
+# Gemma 3n.
+
+_PROJECTIONS = "altup_projections", "altup_unembed_projections"
+
+
+def _gemma3n_metadata(model: "Decoder") -> dict[str, Any]:
+    streams, cutoffs = model.config.streams, [layer.gate_sparsity for layer in model.config.layers]
+    assert streams is not None
+    return {
+        **_gemma4_metadata(model),
+        "altup.active_idx": streams.active,
+        "altup.num_inputs": streams.number,
+        "activation_sparsity_scale": [NormalDist().inv_cdf(share) if share else -math.inf for share in cutoffs],
+    }
+
+
+def _gemma3n_config(facts: Facts) -> dict[str, Any]:
+    """llama.cpp opens no file without a window. Its sizes are the defaults of absent fields, and its numbers of layers are fixed."""
+    facts.count("attention.sliding_window", least=1)
+    if facts.num_layers > 20 and facts.pattern(5)[18:20] != [True, False]:
+        raise facts.wrong("attention.sliding_window_pattern", "a window in layer 18 and none in layer 19")
+    return {
+        "num_kv_shared_layers": max(facts.num_layers - 20, 0),
+        "activation_sparsity_pattern": [0.95 if i < 10 else 0.0 for i in range(facts.num_layers)],
+        "vocab_size_per_layer_input": facts.num_rows("token_embd.weight"),
+    }
+
+
+def _gemma3n_unused(config: "DecoderConfig") -> dict[str, tuple[int, ...]]:
+    """Keys and values of layers that use those of others."""
+    matrix = config.num_kv_heads * config.head_dim, config.hidden_size
+    shapes = {"attn_k.weight": matrix, "attn_v.weight": matrix, "attn_k_norm.weight": (config.head_dim,)}
+    shared = [i for i, layer in enumerate(config.layers) if layer.kv_from_layer is not None]
+    return {f"blk.{i}.{name}": shape for i in shared for name, shape in shapes.items()}
+
+
 # A table: related fields share a line.
 # fmt: off
 _TAPS = StoredAs((("squeeze", 1),))
@@ -255,6 +293,18 @@ _GRANITE_HYBRID = GGUFFamily(
 _GRANITE_MOE = _GRANITE_HYBRID._replace(
     architecture="granitemoe", class_name="GraniteMoeShared", config=attention_bias, architecture_of=None,
     fields=LOCAL_EXPERTS | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+)
+_GEMMA3N = GGUFFamily(
+    "gemma3n", "Gemma3n",
+    changes={
+        "correct_output_scale": renamed("correct_output_scale.weight"),
+        "embed_tokens_per_layer": lambda config: StoredAs((("rows", config.vocab_size),) * (config.layer_input_vocab_size != config.vocab_size)),
+        **{f"{name}.{i}": StoredAs((("part", i),), (name,)) for name in _PROJECTIONS for i in range(3)},
+    },
+    metadata=_gemma3n_metadata, config=_gemma3n_config, unused=_gemma3n_unused, windows=always, period=5, scaled_windows=False,
+    scalings=frozenset({"default", "linear"}),
+    not_stored=frozenset({"coefficient_limit", "layer_input_vocab_size"}),  # of training; rows are added
+    no_adapter=frozenset({*_PROJECTIONS, "modality_router", "per_layer_model_projection", "embed_tokens_per_layer"}),
 )
 _GEMMA4 = GGUFFamily(
     "gemma4", "Gemma4",
@@ -325,6 +375,7 @@ HYBRIDS = {
             "ssm.conv_kernel": "conv_kernel", "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
         },
     ),
+    "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,  # read as gemma4_text, which computes the same
 }

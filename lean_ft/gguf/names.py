@@ -9,6 +9,7 @@ Source: llama.cpp, gguf-py/gguf/constants.py and tensor_mapping.py (the `gguf` p
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -146,10 +147,15 @@ def gguf_tensors(
 
     On the device `meta` they have only shapes; otherwise one at a time is in memory.
     """
-    for name, parameter in parameters:
-        steps, names = layout_of(name, model, family)
+    layouts = ((parameter, *layout_of(name, model, family)) for name, parameter in parameters)
+    for names, parts in groupby(layouts, key=lambda layout: layout[2]):  # a parameter, or those of a stack
         if names:
-            yield from zip(names, store(parameter.detach().to(device), steps), strict=True)
+            stored = (store(parameter.detach().to(device), steps) for parameter, steps, _ in parts)
+            yield from zip(names, _joined(*stored), strict=True)
+
+
+def _joined(*parts: list[Tensor]) -> list[Tensor]:
+    return parts[0] if len(parts) == 1 else [torch.cat(one) for one in zip(*parts, strict=True)]
 
 
 def _name_in_file(names: Any, name: str) -> str | None:
@@ -172,6 +178,8 @@ def all_tensors(model: "Decoder", family: GGUFFamily, device: str = "cpu") -> It
     yield from gguf_tensors(model.state_dict().items(), model, family, device)
     for name, divisors in divisors_of(model.config).items():
         yield name, divisors.to(device)
+    for name, shape in family.unused(model.config).items():
+        yield name, torch.zeros(shape, device=device)
 
 
 def divisors_of(config: "DecoderConfig") -> dict[str, Tensor]:
@@ -258,6 +266,9 @@ STEPS = {
     ),
     "decay": _Directions(lambda x: -x.float().exp(), lambda x: (-x).log(), is_exact=False),
     "reshape": _Directions(lambda x, *shape: x.reshape(shape), lambda x, *shape: x),  # the caller knows the shape
+    "part": _Directions(lambda x, number: x[None], lambda x, number: x[number]),  # of a stack of parameters
+    # The first row stands for rows that are missing.
+    "rows": _Directions(lambda x, number: x[[i if i < len(x) else 0 for i in range(number)]], lambda x, number: x),
     "squeeze": _Directions(lambda x, dim: x.squeeze(dim), lambda x, dim: x.unsqueeze(dim)),
     "transpose": _Directions(lambda x: x.mT, lambda x: x.mT),
     "pair": _Directions(_pair, lambda x, *numbers: _pair(x, *numbers, halves=(-1, 2))),

@@ -169,7 +169,8 @@ def _rope(facts: Facts, name: str, family: GGUFFamily, config: dict[str, Any], m
     """Return the rotary settings. more: settings of the family."""
     theta = facts.number("rope.freq_base", 10_000.0)
     size = config.get("global_head_dim") or config["head_dim"]
-    turned = facts.count("rope.dimension_count", size, least=2)
+    if (turned := facts.count("rope.dimension_count", size, least=2)) % 2:
+        raise facts.wrong("rope.dimension_count", "an even number")
     scaling = _scaling(facts, turned, theta) | more
     kind = scaling["rope_type"]
     if kind not in family.scalings:
@@ -185,7 +186,7 @@ def _rope(facts: Facts, name: str, family: GGUFFamily, config: dict[str, Any], m
     scaling["rope_theta"] = theta
     if config.get("sliding_window") is not None and not family.scaled_windows:
         in_windows = facts.number("rope.freq_base_swa", theta if name == "olmo3" else 10_000.0)
-        windowed = {"rope_type": "default", "rope_theta": in_windows}
+        windowed = {"rope_type": "default", "rope_theta": in_windows, "partial_rotary_factor": turned / max(size, 1)}
         return {"rope_parameters": {"full_attention": scaling, "sliding_attention": windowed}}
     return {"rope_parameters": scaling}
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lean_ft.models import DecoderConfig
 
 _SLICE = 2**17  # weights quantized at a time
-_IN_FLOAT32 = ("_norm", "_gate_inp", "_gate_inp_shexp", "conv", "conv1d", "per_layer_model_proj")  # endings
+_IN_FLOAT32 = ("_norm", "_gate_inp", "_gate_inp_shexp", "conv", "conv1d", "per_layer_model_proj", "_coef")  # endings
 
 
 class Mix(NamedTuple):
@@ -69,6 +69,7 @@ class Mix(NamedTuple):
         is_value, is_down = part in ("attn_v", "attn_qkv", "attn_kv_b"), part.startswith("ffn_down")
         is_output = role == "output" or (role in ("token_embd", "per_layer_token_embd") and self.config.tied_embeddings)
         rules = (
+            ("f16", part.startswith(("altup", "laurel"))),
             ("q8_0", is_output and kind in ("q8_0", "mxfp4")),
             ("q6_k", is_output),
             # llama.cpp has this mix for mixtures of experts only. Without experts, all matrices of layers are in 4 bits.

@@ -69,6 +69,8 @@ class GGUFFamily(NamedTuple):
     """Fields of the configuration that the weights of a file have, or that change little and are reported."""
     no_adapter: frozenset[str] = frozenset()
     """Parts of the names of weights without adapters: llama.cpp ignores them there, or a change does more than reorder rows."""
+    unused: Callable[["DecoderConfig"], Mapping[str, tuple[int, ...]]] = lambda config: {}
+    """The shapes of tensors that llama.cpp expects in a file and ignores. They are 0."""
     architecture_of: Callable[["DecoderConfig"], str] | None = None
     """The architecture, if it depends on the configuration."""
 
@@ -200,6 +202,19 @@ def _gpt_oss_config(facts: Facts) -> dict[str, Any]:
     """llama.cpp opens no file without a window. Published models do not round the bounds of yarn's frequencies."""
     facts.count("attention.sliding_window", least=1)
     return {"rope_more": {"truncate": False}} if facts.values.get("rope.scaling.type") == "yarn" else {}
+
+
+def _mimo_config(facts: Facts) -> dict[str, Any]:
+    """llama.cpp opens no file without a window. Layers with a window have twice the heads of keys."""
+    facts.count("attention.sliding_window", least=1)
+    factor = 2 if any(facts.per_layer("attention.sliding_window_pattern")) else 1
+    return {
+        "num_key_value_heads": facts.count("attention.head_count_kv") // factor,
+        "mlp_layer_types": [
+            "sparse" if facts.has("ffn_gate_inp.weight", i) else "dense" for i in range(facts.num_layers)
+        ],
+        "attention_value_scale": facts.number("attention.value_scale", 1.0),
+    }
 
 
 # A table: related fields share a line.
@@ -369,6 +384,14 @@ MIXTURES = {
             "feed_forward_length": "intermediate_size_mlp", "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         config=lambda facts: {"use_qk_norm": facts.count("expert_count") != 128},
+    ),
+    "mimo_v2_flash": MIXTURE._replace(
+        architecture="mimo2", class_name="MiMoV2Flash", changes={**EXPERTS, "sinks": renamed("sinks.weight")}, config=_mimo_config,
+        fields=_experts("n_routed_experts") | SCORE | {
+            "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.value_length": "v_head_dim",
+        },
+        metadata=lambda model: {"attention.value_scale": float(model.config.value_multiplier)}, tied=False, windows=always,
+        scaled_windows=False, scalings=frozenset({"default", "linear"}),
     ),
 }
 # fmt: on

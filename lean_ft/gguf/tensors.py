@@ -68,6 +68,7 @@ def _check_metadata(facts: Facts, own: Mapping[str, Any], read: list[str]) -> No
 def _is_same(found: Any, own: Any, num_layers: int) -> bool:
     if isinstance(found, list) or isinstance(own, list):  # a file also counts the layers that draft tokens
         found, own = (one[:num_layers] if isinstance(one, list) else [one] * num_layers for one in (found, own))
+        return len(found) == len(own) and all(_is_same(*pair, num_layers) for pair in zip(found, own, strict=True))
     if isinstance(found, int | float) and isinstance(own, int | float):
         return math.isclose(found, own, rel_tol=1e-4)
     return found == own

@@ -29,6 +29,14 @@ NEMOTRON = {
     "conv_kernel": 4,
 }
 GEMMA4 = {"vocab_size_per_layer_input": 416, "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW}
+GEMMA3N = {
+    "vocab_size_per_layer_input": 416,
+    "hidden_size_per_layer_input": 256,
+    "laurel_rank": 64,
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+}
+GEMMA3N_WINDOWS = [*["sliding_attention"] * 4, "full_attention"] * 4
 # Name -> transformers' name of the family, and settings. A name is the model_type, with a variant behind a slash.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True}),
@@ -136,6 +144,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 5, "head_dim": 16, "intermediate_size": 32, "intermediate_size_mlp": 64, "num_local_experts": 5,
         "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "rope_parameters": LLAMA3_ROPE,
     }),
+    "mimo_v2_flash": ("MiMoV2Flash", {
+        **ROUTED, "num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 16, "sliding_window": WINDOW,
+    }),
+    "mimo_v2_flash/listed": ("MiMoV2Flash", {
+        **ROUTED, "num_attention_heads": 8, "num_hidden_layers": 3, "head_dim": 16, "v_head_dim": 16, "sliding_window": WINDOW,
+        "n_group": 1, "topk_group": 1, "attention_value_scale": None, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+            "full_attention": {**LINEAR, "partial_rotary_factor": 0.5}, "sliding_attention": {**PLAIN, "partial_rotary_factor": 0.5},
+        },
+    }),
     "qwen3_next": ("Qwen3Next", {
         **HYBRID, **EXPERTS, "shared_expert_intermediate_size": 48, "norm_topk_prob": True, "tie_word_embeddings": True,
     }),
@@ -175,6 +193,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h/experts": ("NemotronH", {
         **NEMOTRON, **ROUTED, "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "routed_scaling_factor": 1.7,
         "moe_shared_expert_intermediate_size": 48,
+    }),
+    # llama.cpp has one size of these projections, and 20 layers with keys of their own. A large epsilon keeps rounding small.
+    "gemma3n_text": ("Gemma3n", {
+        **GEMMA3N, "num_hidden_layers": 23, "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 410, "rms_norm_eps": 2.0,
+        "layer_types": [*GEMMA3N_WINDOWS, "full_attention", "sliding_attention", "full_attention"],
+    }),
+    "gemma3n_text/short": ("Gemma3n", {
+        **GEMMA3N, "num_hidden_layers": 6, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 6,
+        "tie_word_embeddings": False, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN},
     }),
     "gemma4_text": ("Gemma4", {
         **GEMMA4, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,

@@ -32,6 +32,7 @@ WITHOUT = {
     "youtu": _LATENT,
     "deepseek_v2": {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "lm_head"},
     "minicpm3": _LATENT,
+    "gemma3n_text": {"per_layer_model_projection", "modality_router", "0", "1", "2"},  # numbers of streams' projections
     "gemma4_text": {"per_layer_model_projection"},
     "llama4_text": {"router"},
     **{family: {"out_proj"} for family in ("falcon_h1", "nemotron_h")},
@@ -85,6 +86,7 @@ def test_layers_to_which_llama_cpp_applies_no_adapter(family, names, make_model_
     source = make_model_folder(name, **settings)
     for target in names - ({"out_proj"} if family in ("falcon_h1", "nemotron_h") else set()):
         model = load_model(source)
+        target = f"altup_projections.{target}" if target.isdigit() else target
         apply_lora(model, LoRAConfig(rank=2, targets=[target]))
         save_adapter(model, tmp_path / "adapter")
         with pytest.raises(ValueError, match=rf"adapts .*{target}, to which llama.cpp applies no adapter"):

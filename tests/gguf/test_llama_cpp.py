@@ -26,9 +26,11 @@ WITH_GELU = {"starcoder2", "phi", "gpt_neox", "gpt2", "gpt_bigcode"}
 
 
 class GELUFromTable(TorchDispatchMode):
-    """GELU as llama.cpp computes it on a CPU: between -10 and 10 from a table in float16."""
+    """GELU as llama.cpp computes it on a CPU, between -10 and 10 from a table in float16, and its deviation of gates."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.std.correction, torch.ops.aten.std_mean.correction):  # that of a sample
+            return func(*args, **{**(kwargs or {}), "correction": 1})
         found = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.gelu.default:
             return found

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Split
 
@@ -56,7 +57,7 @@ FAMILIES = CASES | {
 # As every published model.
 FAMILIES["gpt_oss"] = ("GptOss", CASES["gpt_oss"][1] | {"rope_parameters": YARN | {"truncate": False}})
 # The file is read as another configuration that computes the same: weights have multipliers, scales are rounded, and so on.
-EQUIVALENT = {"falcon_h1", "deepseek_v3", "granitemoehybrid/attention"}
+EQUIVALENT = {"falcon_h1", "deepseek_v3", "granitemoehybrid/attention", "gemma3n_text"}
 
 
 def leanft(arguments: list[str]) -> int:
@@ -152,8 +153,24 @@ PUBLISHED: dict[str, dict] = {
     },
     "minicpm3": {"original_max_position_embeddings": 128},
     "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
+    "mimo_v2_flash": {
+        "swa_head_dim": 24,
+        "swa_num_attention_heads": 8,
+        "swa_v_head_dim": 16,
+        "swa_num_key_value_heads": 4,
+        "topk_method": "noaux_tc",
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+        "layernorm_epsilon": 1e-5,
+        "scoring_func": "sigmoid",
+        "rope_parameters": None,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "partial_rotary_factor": 0.334,
+    },
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.9, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }
+# Published with code of their own, so the converter takes their config.json as it is.
+WITH_OWN_CODE = {"mimo_v2_flash"}
 # The converter does not take the test's model: it knows no such class, needs names of published layers or sizes, or cuts rows.
 NOT_CONVERTED = {
     "gemma4_unified_text",
@@ -165,6 +182,7 @@ NOT_CONVERTED = {
     "nemotron_h/experts",
     "gemma4_text",
     "bamba",
+    "mimo_v2_flash/listed",
 }
 
 
@@ -179,19 +197,26 @@ def test_files_of_llama_cpps_converter(case, make_model_folder, file):
     config = json.loads((source / "config.json").read_text()) | PUBLISHED.get(case, {})
     config |= {key: 1 for key in ("eos_token_id", "bos_token_id") if config.get(key) not in range(400)}
     (source / "config.json").write_text(json.dumps(config))
+    if case == "gemma3n_text":  # published folders have keys and values of every layer
+        weights = load_file(source / "model.safetensors")
+        own = {name: weight for name, weight in weights.items() if re.search(r"\.2\.self_attn\.[kv]_", name)}
+        more = {name.replace(".2.", f".{i}."): weight.clone() for name, weight in own.items() for i in range(20, 23)}
+        save_file(weights | more, source / "model.safetensors", {"format": "pt"})
     place = Path(os.environ["LLAMA_CPP"])
     script = """
-import sys, pathlib, gguf
+import json, sys, pathlib, gguf
 from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
-source, out = map(pathlib.Path, sys.argv[1:])
+source, out = map(pathlib.Path, sys.argv[1:3])
+config = json.loads((source / "config.json").read_text()) if sys.argv[3:] else None
 kind = get_model_class(get_model_architecture(ModelBase.load_hparams(source, False), ModelType.TEXT))
 own = dict(set_vocab=lambda self: self._set_vocab_gpt2(), model_arch=kind.model_arch, no_mtp=True)
-type("Converter", (kind,), own)(source, gguf.LlamaFileType.ALL_F32, out, eager=True).write()
+type("Converter", (kind,), own)(source, gguf.LlamaFileType.ALL_F32, out, eager=True, hparams=config).write()
 """
     path = os.pathsep.join(map(str, (place / "gguf-py", place)))
-    subprocess.run([sys.executable, "-c", script, source, file], env=os.environ | {"PYTHONPATH": path}, check=True)
+    arguments = [source, file, *["as it is"] * (case in WITH_OWN_CODE)]
+    subprocess.run([sys.executable, "-c", script, *arguments], env=os.environ | {"PYTHONPATH": path}, check=True)
     found, expected = load_model(file)(IDS), load_model(source)(IDS)
     torch.testing.assert_close(found, expected[..., : found.shape[-1]], atol=1e-4, rtol=1e-4)
 
@@ -348,7 +373,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma4_text", "nemotron_h/experts", "qwen3_5_moe_text", "deepseek_v3", "phi3/long", "apertus"]
+    "case",
+    ["mimo_v2_flash", "gemma4_text", "nemotron_h/experts", "qwen3_5_moe_text", "deepseek_v3", "phi3/long", "apertus"],
 )
 def test_any_metadata_is_read_or_refused(case, make_model_folder, file, tmp_path, monkeypatch):
     """Every value in turn is missing, of another type, or absurd: an error message, or another model."""

@@ -17,6 +17,7 @@ import transformers
 from lean_ft.export import GGUF_KINDS, export_gguf
 from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes, quantize, read_imatrix
 from tests.export.conftest import qwen_tokenizer
+from tests.gguf.cases import CASES
 
 RANDOM = np.random.default_rng(0)
 ROWS = [torch.from_numpy(0.02 * rows).float() for rows in (RANDOM.normal(size=(16, 1024)), RANDOM.standard_t(3, size=(16, 1024)))]  # fmt: skip
@@ -98,6 +99,8 @@ MORE_BITS, FIRST = {0, 1, 2, 5, 8, 11, 14, 17, 20, 21, 22, 23}, {0, 1, 2}
     ("bf16", "attn_q", {}, {"bf16": LAYERS}),
     ("q8_0", "shortconv.in_proj", {}, {"q8_0": LAYERS}),
     ("q8_0", "shortconv.conv", {}, {"f32": LAYERS}),
+    ("q4_k_m", "laurel_l", {}, {"f16": LAYERS}),
+    ("q4_k_m", "altup_predict_coef", {}, {"f32": LAYERS}),
 ])  # fmt: skip
 def test_kinds_of_a_file_are_llama_cpps(kind, part, facts, expected):
     columns, rows = facts.pop("columns", 512), facts.pop("rows", (64,))
@@ -207,6 +210,24 @@ def test_importance_from_either_format_makes_the_errors_of_inputs_smaller(calibr
         difference = dequantized(stored.data, stored.tensor_type.name) - weights["model.layers.1.mlp.down_proj.weight"]
         errors.append((difference.square() * sums[name]).sum())
     assert errors[1] < 0.97 * errors[0]
+
+
+def test_keys_of_layers_that_share_others_need_no_importance(make_model_folder, tmp_path):
+    name, settings = CASES["gemma3n_text"]
+    source = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings)
+    export_gguf(source, tmp_path / "model.gguf", "f32")
+    found = {tensor.name: int(tensor.shape[0]) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    sums = {
+        name: torch.ones(size)
+        for name, size in found.items()
+        if re.match(r"blk\.(1?\d\.|.*attn_[qo]|.*ffn|.*inp_gate|.*proj)", name)
+    }
+    assert not {"blk.20.attn_k.weight", "blk.22.attn_v.weight"} & sums.keys()
+    imatrix = write_imatrix(tmp_path / "imatrix.gguf", sums)
+    export_gguf(source, tmp_path / "other.gguf", "q4_0", imatrix=imatrix)
+    del sums["blk.19.attn_k.weight"]
+    with pytest.raises(ValueError, match="lacks 1 of the .*, such as blk.19.attn_k.weight"):
+        export_gguf(source, tmp_path / "third.gguf", "q4_0", imatrix=write_imatrix(imatrix, sums))
 
 
 @pytest.mark.parametrize(("kind", "make", "message"), [

@@ -21,7 +21,7 @@ from lean_ft.gguf.open import GGUF_FAMILIES
 from lean_ft.models import load_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import LLAMA3_ROPE, qwen_tokenizer
-from tests.gguf.cases import ROUTED
+from tests.gguf.cases import GEMMA3N, ROUTED
 from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer
 
 IDS = torch.arange(60).view(2, 30)
@@ -244,6 +244,12 @@ def test_a_difference_of_llama_cpp_is_reported(truncate, make_model_folder, file
     assert ("llama.cpp rounds the bounds of yarn's frequencies" in str(export_gguf(source, file))) == (not truncate)
 
 
+def test_the_deviation_of_gates_is_reported(make_model_folder, file):
+    settings = {**GEMMA3N, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95] * 2}
+    source = make_model_folder("Gemma3n", tokenizer=qwen_tokenizer(), **settings)
+    assert "divides the squares of I gates by I - 1" in str(export_gguf(source, file))
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_fast"])
 def test_another_gelu_is_reported(activation, make_model_folder, file):
     source = make_model_folder("GPTNeoX", tokenizer=qwen_tokenizer(), hidden_act=activation)
@@ -324,6 +330,13 @@ class TestRefusals:
             ("Afmoe", {**EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"], "mup_enabled": True}, "expected a window in three of four layers"),
             ("Starcoder2", {"sliding_window": 32}, "sliding_window is 32; expected none"),
             ("GPTNeoX", {"hidden_act": "relu"}, "activation is relu, and it always computes with gelu_tanh"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 5, "num_kv_shared_layers": 0}, "gate_sparsity of layer 0 is 0.0, .* with 0.95"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 21, "num_kv_shared_layers": 0}, "kv_from_layer of layer 20 is None, .* with 18"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 21, "num_kv_shared_layers": 1, "layer_types": ["sliding_attention"] * 21}, "expected a window in layer 18 and none in layer 19"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 12, "num_kv_shared_layers": 0, "laurel_rank": 32}, "branch_rank is 32, .* with 64"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 12, "num_kv_shared_layers": 0, "altup_num_inputs": 3}, "number of the streams is 3, .* with 4"),
+            ("MiMoV2Flash", {**ROUTED, "head_dim": 24, "v_head_dim": 16, "routed_scaling_factor": 2.0}, "weights_factor of the mixture of layer 1 is 2.0, .* with 1.0"),
+            ("MiMoV2Flash", {**ROUTED, "head_dim": 16, "v_head_dim": 16}, "dimension_count is 5; expected an even number"),
             ("Phimoe", {"num_local_experts": 4}, "does not compute phimoe as it was trained: it has RMSNorm instead"),
         ],
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Families whose attention has a gate projection, or other numbers of heads in layers with a window."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS
@@ -27,7 +28,9 @@ def _all_but_the_first_and_every_sixth(fields: ConfigFields, layer: int) -> bool
 
 
 def _partial_rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
-    return rope_by_window(fields, layer, is_windowed, may_be_partial=True)
+    """The share of a head that is rotated, rounded down to whole features."""
+    rope, size = rope_by_window(fields, layer, is_windowed, may_be_partial=True), fields.count("head_dim")
+    return replace(rope, rotary_fraction=int(size * rope.rotary_fraction) / size)
 
 
 def _value_dim(fields: ConfigFields) -> int:
