@@ -95,11 +95,12 @@ def _hash(parts: Any) -> str:
 
 def _sources() -> dict[str, str]:
     """Digests of the loaded modules that are no installed package, by file, and those of lean_ft."""
+    installed = tuple(sysconfig.get_paths().values())
     files = (
         file
         for name, module in list(sys.modules.items())
         if (file := getattr(module, "__file__", None)) and file.endswith(".py")
-        if name.partition(".")[0] == "lean_ft" or not file.startswith(tuple(sysconfig.get_paths().values()))
+        if name.partition(".")[0] == "lean_ft" or not file.startswith(installed)
     )
     return _digests(files)
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 import runpy
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = [name for name in catalog.recipes() if name != "full_finetune_single_device"]
 
 
+@cache
 def config_class(recipe: str) -> Any:
     return catalog.load_recipe(catalog.find_recipe(recipe)).Config
 
 
+@cache
 def known(recipe: str) -> set[str]:
     keys = {setting.key for setting in describe(config_class(recipe))}
     return keys | {key.partition(".")[0] for key in keys}
