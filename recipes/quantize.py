@@ -42,7 +42,7 @@ def main(cfg: Config) -> Path:
         raise ValueError(
             "model.new_tokens, model.router_aux_loss_coef and model.random_init are for training. Remove them."
         )
-    if cfg.group_size != 32 and cfg.kind not in GROUPED:
+    if cfg.group_size != Config.model_fields["group_size"].default and cfg.kind not in GROUPED:
         raise ValueError(f"group_size is for 4-bit weights. Set kind={' or '.join(GROUPED)}, or remove group_size.")
     if cfg.model.images != "none":
         raise ValueError("model.images is for training: the language model is quantized, without its tower. Remove it.")

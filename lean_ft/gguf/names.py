@@ -257,6 +257,11 @@ def _keys_and_values(x: Tensor, num_heads: int, key_dim: int, value_dim: int) ->
     return [keys.mT, values]
 
 
+def _with_rows(x: Tensor, number: int) -> Tensor:
+    """Cut x to a number of rows, or add copies of its first row."""
+    return torch.cat((x[:number], x[:1].expand(max(0, number - len(x)), -1)))
+
+
 STEPS = {
     "add": _Directions(lambda x, number: x.float() + number, lambda x, number: x - number, is_exact=False),
     "multiply": _Directions(lambda x, factor: x.float() * factor, lambda x, factor: x / factor, is_exact=False),
@@ -267,8 +272,7 @@ STEPS = {
     "decay": _Directions(lambda x: -x.float().exp(), lambda x: (-x).log(), is_exact=False),
     "reshape": _Directions(lambda x, *shape: x.reshape(shape), lambda x, *shape: x),  # the caller knows the shape
     "part": _Directions(lambda x, number: x[None], lambda x, number: x[number]),  # of a stack of parameters
-    # The first row stands for rows that are missing.
-    "rows": _Directions(lambda x, number: x[[i if i < len(x) else 0 for i in range(number)]], lambda x, number: x),
+    "rows": _Directions(_with_rows, lambda x, number: x),
     "squeeze": _Directions(lambda x, dim: x.squeeze(dim), lambda x, dim: x.unsqueeze(dim)),
     "transpose": _Directions(lambda x: x.mT, lambda x: x.mT),
     "pair": _Directions(_pair, lambda x, *numbers: _pair(x, *numbers, halves=(-1, 2))),

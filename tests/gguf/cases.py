@@ -194,7 +194,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **NEMOTRON, **ROUTED, "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "routed_scaling_factor": 1.7,
         "moe_shared_expert_intermediate_size": 48,
     }),
-    # llama.cpp has one size of these projections, and 20 layers with keys of their own. A large epsilon keeps rounding small.
+    # llama.cpp fixes the sizes of these projections, and the 20 layers that have own keys. With a large epsilon, rounding stays small.
     "gemma3n_text": ("Gemma3n", {
         **GEMMA3N, "num_hidden_layers": 23, "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 410, "rms_norm_eps": 2.0,
         "layer_types": [*GEMMA3N_WINDOWS, "full_attention", "sliding_attention", "full_attention"],

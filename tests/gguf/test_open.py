@@ -169,7 +169,7 @@ PUBLISHED: dict[str, dict] = {
     },
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.9, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }
-# Published with code of their own, so the converter takes their config.json as it is.
+# transformers did not know these models when they were published, so the converter reads their config.json without it.
 WITH_OWN_CODE = {"mimo_v2_flash"}
 # The converter does not take the test's model: it knows no such class, needs names of published layers or sizes, or cuts rows.
 NOT_CONVERTED = {
