@@ -1,5 +1,6 @@
 """Completions on the GPU equal the CPU's for each kind of layer; and the memory of an online run while it samples."""
 
+import gc
 import json
 import threading
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_served_answers_are_the_cpus() -> None:
 
 @pytest.mark.parametrize(("rule", "state_bytes"), [(AdamW(**RULE), 8 * 2**20), (AdamW8bit(paged=False, **RULE), 2**21)])
 def test_state_is_away_and_comes_back_as_it_was(rule: AdamW | AdamW8bit, state_bytes: int) -> None:
+    gc.collect()  # tensors of earlier tests, which would leave in between
     parameter = nn.Parameter(torch.randn(1024, 1024, device="cuda"))
     optimizer = Optimizer([("weight", parameter)], rule, in_backward=False)
     parameter.grad = torch.randn_like(parameter)
