@@ -319,9 +319,10 @@ class RowReader:
         messages, images = images_of(chat.messages, listed)
         if images and self.tokenizer.image_rules is None:
             raise ValueError(NO_IMAGES)
-        passage = self.tokenizer.passage(messages, tools, is_prompt, train_on, chat.untrained, variables)
         unread = unwritten(messages, tools, given, self.tokenizer.template_names)
-        return replace(passage, unread=unread, images=images) if unread or images else passage
+        passage = self.tokenizer.passage(messages, tools, is_prompt, train_on, chat.untrained, variables)
+        unread = dict.fromkeys((*unread, *passage.unread))
+        return replace(passage, unread=tuple(unread), images=images) if unread or images else passage
 
     def passages(self, row: Row) -> list[Passage | Document]:
         """Return the sequences of `row` before truncation. Raises ValueError with the row's place."""

@@ -11,7 +11,6 @@ object that it was rendered with (usually the loop's `message`). A block that fi
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -31,7 +30,6 @@ ANCHOR = "\ufdd4"
 # characters.
 TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}
 NUMBER = {mark: chr(digit) for digit, mark in TURN.items()}
-MARKERS = re.compile("[\ufdd0-\ufdef]")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message with the same meaning
 # A generation tag, or a part of a template in which one is text: a comment, raw text, an expression, another tag.
 _GENERATION = re.compile(
@@ -73,8 +71,7 @@ class ChatTemplate:
 
         Raises ValueError if the template rejects the messages, fails, or exceeds the limits.
         """
-        # Templates handle missing keys but fail on None. transformers leaves out such keys too.
-        messages = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
+        messages = list(map(_with_reasoning, messages))
         if not self._writes_texts(variables):
             messages = _with_parts(messages)
         assistant = {id(message): i for i, message in enumerate(messages) if message.get("role") == "assistant"}
@@ -100,31 +97,6 @@ class ChatTemplate:
                 written = ["PROBE" in self.render(probe, None, False, variables) for probe in (text, _with_parts(text))]
                 self._reads_texts = written != [False, True]
         return self._reads_texts
-
-    def with_readable_arguments(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        variables: dict[str, Any],
-    ) -> list[dict[str, Any]]:
-        """Return `messages` with the arguments of tool calls in the form that this template expects.
-
-        Arguments that are JSON in a string stay a string if the template writes strings unchanged (Qwen3, DeepSeek-V3), as in
-        transformers. If it would encode the string as JSON again, or fails on a string, it gets the parsed object.
-        """
-        as_objects = _map_arguments(messages, _parsed)
-        if as_objects == messages:
-            return messages
-        probe = '{"probe": 0}'
-        try:
-            if probe in self.render(_map_arguments(messages, lambda _: probe), tools, False, variables):
-                return messages
-        except ValueError:
-            try:
-                self.render(as_objects, tools, False, variables)
-            except ValueError:
-                return messages  # the messages have another error
-        return as_objects
 
 
 def _with_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,32 +154,6 @@ class _GenerationTag(Extension):
         variables = context.get_all()
         turns = {variables[_ASSISTANT].get(id(value)) for value in variables.values()} - {None}
         return GENERATION_START + ",".join(map(str, turns)).translate(TURN) + caller() + GENERATION_END
-
-
-def _map_arguments(messages: list[dict[str, Any]], change: Callable[[str], Any]) -> list[dict[str, Any]]:
-    """Apply `change` to the arguments of every tool call that are a string."""
-
-    def call(value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("arguments"), str):
-            return {**value, "arguments": change(value["arguments"])}
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):
-            return {**value, "function": call(value["function"])}
-        return value
-
-    with_calls = [isinstance(message.get("tool_calls"), list) for message in messages]
-    if not any(with_calls):
-        return messages
-    return [
-        {**message, "tool_calls": [call(value) for value in message["tool_calls"]]} if has_calls else message
-        for message, has_calls in zip(messages, with_calls, strict=True)
-    ]
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments  # the template decides
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+from lean_ft.system.foreign_values import MARKERS
 from lean_ft.system.units import counted
-from lean_ft.tokenizers.chat_template import MARKERS
 from lean_ft.tokenizers.vocabulary import Span
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
+from lean_ft.system.foreign_values import MARKERS
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.tokenizers.chat_template import MARKERS
 from lean_ft.tokenizers.passages import Passage
 from lean_ft.tokenizers.vocabulary import any_of
 from lean_ft.tools.calls import FORMS, REASONING, Call, CallForm, Turn, Types, read_turn
