@@ -13,6 +13,7 @@ from lean_ft.data.foreign_fields import SWITCHES, is_given
 from lean_ft.data.images import read_part
 from lean_ft.data.rows import kind, names_of
 from lean_ft.data.text_files import parse_json
+from lean_ft.system import foreign_values
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import ROLES
 
@@ -101,14 +102,7 @@ def check_text(value: Any, what: str) -> str:
     """Return `value` if it is valid text. Raises ValueError that names `what`."""
     if not isinstance(value, str):
         raise ValueError(f"{what} is {kind(value)}; expected a string.")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what} has half a surrogate pair (\\u{ord(value[error.start]):04x}) at character {error.start}, so it is not "
-            "valid text. Repair the row."
-        ) from None
-    return value
+    return foreign_values.check_text(value, what)
 
 
 def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:

@@ -118,6 +118,7 @@ class RowFormat(NamedTuple):
         for name in (*required, *optional):
             theirs = self.columns.get(name, name)
             if theirs in row.fields and (name in required or row.fields[theirs] is not None):
+                row.check(theirs)
                 fields[name] = row.fields[theirs]
             elif name in required:
                 renamed = f" (for `{name}`, by data.columns)" if theirs != name else ""

@@ -174,6 +174,7 @@ class PromptReader(RowReader):
         """Return the prompt, a text or messages, and the columns. Raises ValueError with the row's place."""
         columns = self.formats[row.source].columns
         with reading(row):
+            row.check()
             if absent := [f"{ours}={theirs}" for ours, theirs in columns.items() if theirs not in row.fields]:
                 raise ValueError(f"data.columns.{absent[0]}: the row has {names_of(row.fields)}.")
             fields = {name: value for name, value in row.fields.items() if name not in columns.values()}

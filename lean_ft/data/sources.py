@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
-from lean_ft.data.rows import Digest, Row, kind
+from lean_ft.data.rows import Digest, Row, kind, through_gate
 from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
@@ -117,14 +117,14 @@ def files_of(source: DataSource) -> list[Path] | None:
 
 
 def _read_source(source: DataSource, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
-    rows = _rows_as_stored(source, digest, streaming=streaming)
+    rows = map(through_gate, _rows_as_stored(source, digest, streaming=streaming))
     if not is_function_path(source.format):
         return rows
     assert source.format is not None
     is_passed = source.format in PASSED  # its results may follow from values outside its source, so they count
     if digest is not None and not is_passed:
         digest.update(file_digest(source.format).encode())
-    return _converted(rows, source.format, digest if is_passed else None)
+    return map(through_gate, _converted(rows, source.format, digest if is_passed else None))
 
 
 def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> Iterator[Row]:

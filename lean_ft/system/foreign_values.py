@@ -126,7 +126,7 @@ class _Walk:
             if _SCALARS.issuperset(map(type, value)) and not self._finite:  # such as ids
                 return value.copy()
             items = []
-            for step, inner in enumerate(value):
+            for step, inner in enumerate(value):  # noqa: B007 - the place of a problem
                 items.append(self.copy(inner, depth + 1))
             return items
         except _Problem as problem:

@@ -44,12 +44,18 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Return a copy of JSON or YAML data with all strings redacted, except the keys of objects."""
+    """Return a copy of JSON or YAML data with all strings redacted, names included."""
     secrets = _secrets()
 
     def redacted(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: redacted(inner) for name, inner in value.items()}
+            found: dict[Any, Any] = {}
+            for name, inner in value.items():
+                shown = once = redacted(name) if isinstance(name, str) else name
+                while shown in found:  # two names may become equal
+                    shown = f"{once} ({len(found)})"
+                found[shown] = redacted(inner)
+            return found
         if isinstance(value, list | tuple):
             return [redacted(inner) for inner in value]
         return _without(value, secrets) if isinstance(value, str) else value

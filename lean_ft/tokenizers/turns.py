@@ -262,7 +262,7 @@ class RenderedChat:
         return [(piece, is_token) for piece, is_token in parts if piece]
 
 
-def anchored(messages: Messages, place: re.Pattern[str]) -> Messages:
+def anchored(messages: Messages, place: re.Pattern[str]) -> list[dict[str, Any]]:
     """Return a copy of `messages` in which each string that templates write has an anchor with the number of its message.
 
     The anchor is at the last empty match of `place`. A string without such a match has none.

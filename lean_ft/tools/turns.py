@@ -6,7 +6,6 @@ nothing earlier is rendered or encoded again, and the model continues from exact
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -49,19 +48,18 @@ class ToolTurns:
         }
         ends = {tokenizer.token_text(one) for one in {*tokenizer.turn_ends, tokenizer.eos_id} if one is not None}
         self._ends, self._control = any_of(ends), any_of(tokenizer.control_tokens)
-        call, self._takes_objects, self._takes_several = Call("f", {}), True, False
-        try:
-            self._text(self._turn([call]))
-        except ValueError:  # DeepSeek's templates take arguments as JSON in a string
-            self._takes_objects = False
+        call, self._takes_several = Call("f", {}), False
         self._form = self._form_of_calls() if schemas else None
         self.opening = self._form.begin if self._form else ""
         prompts = [self._text([ASKED], True)]
         if schemas:
             called = self._turn([call])
-            prompts.append(self._text([*called, *_results([call], [RESULT])], True))
-            if RESULT not in prompts[1]:
-                raise ValueError(f"the chat template does not write the results of tools after the call. {REMEDY}")
+            try:
+                prompts.append(self._text([*called, *_results([call], [RESULT])], True))
+            except ValueError:
+                raise ValueError(
+                    f"the chat template does not write the results of tools after the call. {REMEDY}"
+                ) from None
             with contextlib.suppress(ValueError):  # Llama 3 refuses several
                 self._takes_several = self._text(self._turn([call] * 2)).count(MARK) > self._text(called).count(MARK)
         # The beginning of reasoning that every turn follows.
@@ -129,9 +127,8 @@ class ToolTurns:
 
     def _turn(self, calls: Sequence[Call], arguments: dict[str, Any] = ARGUMENTS) -> Messages:
         """A question, and a turn with calls of these names, or else with an answer. The mark is the last text of the turn."""
-        given = arguments if self._takes_objects else json.dumps(arguments)
         tool_calls = [
-            {"type": "function", "id": _id(i, call), "function": {"name": _name(call), "arguments": given}}
+            {"type": "function", "id": _id(i, call), "function": {"name": _name(call), "arguments": arguments}}
             for i, call in enumerate(calls)
         ]
         said = {"content": "", "tool_calls": tool_calls} if calls else {"content": MARK}
@@ -149,10 +146,11 @@ class ToolTurns:
         asked, tool = self._text([ASKED], True, [PROBE]), PROBE["function"]
         if tool["name"] not in asked:
             raise ValueError(f"the chat template writes no tools. {REMEDY}")
-        called = self._text(self._turn([Call(tool["name"], ARGUMENTS)]), False, [PROBE])
+        try:
+            called = self._text(self._turn([Call(tool["name"], ARGUMENTS)]), False, [PROBE])
+        except ValueError:
+            raise ValueError(f"the chat template writes no tool calls. {REMEDY}") from None
         said = called[_num_shared(asked, called) :]
-        if MARK not in said:
-            raise ValueError(f"the chat template writes no tool calls. {REMEDY}")
         said = said[: self._end(said, self._ends)]
         for form in FORMS.values():
             if [call[:3] for call in form.read(said, {tool["name"]: PROPERTIES}).calls] == [

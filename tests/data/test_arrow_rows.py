@@ -38,6 +38,16 @@ def test_parquet(tmp_path: Path):
     assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
 
 
+def test_a_map_is_an_object(tmp_path: Path):
+    maps = pyarrow.map_("string", pyarrow.map_("string", "int64"))
+    values = [[("f", [("x", 1), ("y", None)])], [], [("f", [("x", 1), ("x", 2)])]]
+    parquet.write_table(pyarrow.table({"id": ["a"] * 3, "m": pyarrow.array(values, maps)}), tmp_path / "rows")
+    rows = list(read_rows(str(tmp_path / "rows")))
+    assert rows[0].fields["m"] == {"f": {"x": 1, "y": None}}
+    assert rows[1].problem is None
+    assert rows[2].problem == "the map `m` has a name more than once" or "`f`" in str(rows[2].problem)
+
+
 LONG = "a" * 5_000_000
 
 

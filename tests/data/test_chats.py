@@ -111,7 +111,7 @@ def test_a_role_in_messages_is_one_of_the_chat_template(role: str, meant: str, c
     assert read_chat(messages, "messages").messages[1]["role"] == role
     with pytest.raises(
         ValueError,
-        match=rf"message 1: the chat template has no role '{role}'.*expected one of system, .*mean '{meant}'",
+        match=rf"message 2: the chat template has no role '{role}'.*expected one of system, .*mean '{meant}'",
     ):
         chat_tokenizer.passage(messages)
     if role != "Assistant":

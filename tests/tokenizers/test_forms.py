@@ -116,7 +116,7 @@ def missing(messages: list[dict[str, Any]], text: str) -> set[str]:
 def tokenizer_of(byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> Callable[[str], Tokenizer]:
     tokenizer = HFTokenizer.from_str(byte_level.to_str())
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
-    folder = make_folder(tokenizer, eos_token="<|b|>")
+    folder = make_folder(tokenizer, bos_token="<|a|>", eos_token="<|b|>")
 
     def make(template: str) -> Tokenizer:
         (folder / "chat_template.jinja").write_text(template)

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.system.foreign_values import MARKERS
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.tokenizers.chat_template import ChatTemplate, without_generation_tags
 
 NAMES = ["cohere", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3", "nemotron_3_nano", "phi3"]
@@ -173,7 +173,7 @@ def test_masks_are_those_of_the_template_with_tags(name: str, conversation: str,
     except ValueError as error:
         # No calls, strictly alternating roles, or the second call of a chat begins like the first one's continuation.
         reasons = ("cannot render these messages", "does not write a tool call", "cannot find the start")
-        assert conversation in ("calls", "ends with a call", "two in a row")  # noqa: PT017
+        assert conversation in ("calls", "ends with a call", "two in a row")
         assert any(reason in str(error) for reason in reasons)  # noqa: PT017
         return
     form = ours._template(None).whole(messages, None, False, ours.special_tokens).messages
