@@ -25,6 +25,10 @@ ANSWERS = {
         "template write a token at the end of a turn)",
     ),
     "empty_answers": ("empty answers", ""),
+    "developer_chats": (
+        "chats",
+        " with developer messages written as system messages (the template has no role developer)",
+    ),
 }
 COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", *ANSWERS)
 NUM_NAMES_SHOWN = 20
@@ -63,6 +67,8 @@ class DataReport:
     """Chats whose last answer is trained without a token that ends it."""
     empty_answers: int = 0
     """Empty answers, in kept and dropped rows."""
+    developer_chats: int = 0
+    """Chats whose developer messages are written as system messages."""
     joined: dict[str, int] = field(default_factory=dict)
     """Number of prompts and completions rendered without a chat template, by separator."""
     unread: dict[str, int] = field(default_factory=dict)
@@ -161,6 +167,7 @@ class DataReport:
         self.other_prompts += passage.num_other_prompts
         self.endless_chats += passage.is_endless
         self.empty_answers += passage.num_empty
+        self.developer_chats += passage.developer_as_system
         count(passage.unread, self.unread)
         if passage.joined_by is not None:
             count([passage.joined_by], self.joined)

@@ -24,7 +24,6 @@ from lean_ft.tokenizers.turns import ANCHOR_PLACES, ANCHORS, anchored
 
 Messages = list[dict[str, Any]]
 MOST_SHAPES = 4096
-AS_SYSTEM = "the role developer (written as system)"
 _PROBE = {"probe": 0}
 _PROBE_TEXT = json.dumps(_PROBE)
 # Behind the last of these, an assistant's content is its answer; templates take what is in front for reasoning.
@@ -53,7 +52,9 @@ class WholeChat:
     text: str
     """The rendering, in which markers show generation blocks."""
     unread: tuple[str, ...] = ()
-    """What is not written, or in another form."""
+    """What is not written."""
+    developer_as_system: bool = False
+    """Whether developer messages are written as system messages."""
 
 
 class Text(NamedTuple):
@@ -129,9 +130,8 @@ class _Rendering:
                 "Remove it, or set data.chat_template to a template that writes it."
             )
         notes = [f"messages.{_name_of_reasoning(changed[one.message])}" for one in missing]
-        notes += [AS_SYSTEM] if form.roles == "system" else []
         notes += _unwritten_tools(self.tools, written)
-        return WholeChat(changed, rendered, tuple(dict.fromkeys(notes)))
+        return WholeChat(changed, rendered, tuple(dict.fromkeys(notes)), form.roles == "system")
 
     def _absent(self, messages: Messages, written: str) -> set[tuple[int, str]]:
         """Return the parts of messages whose anchors do not arrive; none if the template looks at both places of anchors."""

@@ -233,6 +233,7 @@ class Tokenizer:
             is_endless=is_endless,
             num_empty=sum(_is_empty(messages[i]) for i in turns if i not in untrained),
             unread=chat.unread,
+            developer_as_system=chat.developer_as_system,
         )
 
     def _rendered(
@@ -276,7 +277,8 @@ class Tokenizer:
                     "from the message."
                 )
         added, control = self._written_by_template, self.control_tokens
-        return RenderedChat(full, add_generation_prompt, marked_messages, render, added, control, chat.unread)
+        notes = chat.unread, chat.developer_as_system
+        return RenderedChat(full, add_generation_prompt, marked_messages, render, added, control, *notes)
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:

@@ -67,7 +67,8 @@ class RenderedChat:
     added: re.Pattern[str]
     control: frozenset[str]
     unread: tuple[str, ...] = ()
-    """What the template does not write, or writes in another form."""
+    """What the template does not write."""
+    developer_as_system: bool = False
 
     def turn(self, i: int) -> RenderedTurn:
         """Return the turn of message `i`. Raises ValueError if it cannot be located."""
