@@ -49,7 +49,7 @@ def row_of(model: "Decoder") -> GGUFFamily:
     else:
         config = _whole_config(model)
         architecture = _ARCHITECTURES.get((model.source.part_of, family.architecture), family.architecture)
-        further = {_SECTIONS: _sections(config, folder)}
+        further: dict[str, Any] = {_SECTIONS: _sections(config, folder)}
         if architecture.startswith("qwen3vl"):
             further[_DEEPSTACK] = len(config.get("vision_config", {}).get("deepstack_visual_indexes") or ())
     further = {key: value for key, value in further.items() if value is not None}

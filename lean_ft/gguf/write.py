@@ -29,8 +29,8 @@ GGUF_KINDS = {
 }  # fmt: skip
 
 _AGAIN = " Download the file again."
-# Fields of the configuration that change no number of the forward pass, or none beyond rounding.
-_WITHOUT_EFFECT = {"initializer_range", "router_aux_loss_coef"}
+# Fields of the configuration that change no number of the forward pass, or none beyond rounding; of text, positions on three axes.
+_WITHOUT_EFFECT = {"initializer_range", "router_aux_loss_coef", "axes"}
 # The file has the divisors of frequencies that these fields of RopeConfig give.
 _IN_DIVISORS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "attention_factor"}
 
@@ -101,7 +101,7 @@ def model_metadata(
         metadata["general.quantization_version"] = 2
     for key, value in architecture_metadata(model, family).items():
         metadata[key if key.startswith("xielu.") else f"{family.architecture}.{key}"] = value  # as llama.cpp names them
-    return metadata | tokenizer_metadata(tokenizer, model.config.vocab_size, ends)
+    return metadata | tokenizer_metadata(tokenizer, model.config.vocab_size, ends, model.source.config)
 
 
 def write_gguf(

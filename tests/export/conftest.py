@@ -45,7 +45,13 @@ def qwen_tokenizer(rule: tuple[tuple[str, Any], ...] = (("Split", QWEN2_PATTERN)
     return tokenizer
 
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 416}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 416,
+}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128}
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import struct
-import subprocess
 import sys
 import time
 import unicodedata
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Split
 
@@ -35,7 +33,7 @@ from lean_ft.models import load_model
 from lean_ft.models.stored_weights import stored_tensors
 from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
-from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer
+from tests.export.conftest import TEMPLATE, qwen_tokenizer
 from tests.gguf.cases import FAMILIES
 from tests.gguf.llama_server import LlamaServer
 from tests.hub.hub_server import Repository
