@@ -19,20 +19,18 @@ from tests.gguf.converter import FACTS, JUDGED, convert, differences, facts_of, 
 
 def main() -> int:
     found, num_wrong = {}, 0
-    with tempfile.TemporaryDirectory() as place:
-        jobs = {}
-        for i, case in enumerate(JUDGED):
-            (folder := Path(place) / str(i)).mkdir()
-            jobs[case] = write_folder(case, folder), Path(place) / f"{i}.gguf"
-        errors = convert(jobs, Path(place) / "errors.json")
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        jobs = {case: (write_folder(case, place / f"{i}"), place / f"{i}.gguf") for i, case in enumerate(JUDGED)}
+        errors = convert(jobs, place / "errors.json")
         for case, (folder, file) in jobs.items():
             if case in errors:
                 print(f"{case}: the converter fails: {errors[case].strip().splitlines()[-1]}")
                 num_wrong += 1
                 continue
             found[case] = facts_of(file)
-            export_gguf(folder, Path(place) / "own.gguf", "f32", force=True)
-            different = differences(facts_of(Path(place) / "own.gguf"), found[case])
+            export_gguf(folder, place / "own.gguf", "f32", force=True)
+            different = differences(facts_of(place / "own.gguf"), found[case])
             wrong = unexplained(case, different)
             num_wrong += len(wrong)
             keys = ", ".join(one.partition(": ")[0] for one in different)

@@ -276,6 +276,7 @@ DENSE = {
     "nemotron": GGUFFamily(
         "nemotron", "Nemotron", changes={"norm.weight": PLUS_ONE}, config=biases, tied=False, whole_heads=True,
         norm_eps=("attention.layer_norm_epsilon", "norm_eps"),
+        metadata=lambda model: {"attention.layer_norm_rms_epsilon": float(model.config.norm_eps)},  # as llama.cpp's converter
     ),
     "starcoder2": GGUFFamily(
         "starcoder2", "Starcoder2", whole_heads=True, norm_eps=("attention.layer_norm_epsilon", "norm_epsilon"),

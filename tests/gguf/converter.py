@@ -73,6 +73,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
 }
+# Published models have attention in every 4th layer, and the converter knows no other lists of layers.
+_SETTINGS = {
+    case: {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    for case in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+}
 # transformers did not know these models when they were published, so the converter reads their config.json without it.
 _WITH_OWN_CODE = {"mimo_v2_flash", "gpt_neox", "gpt_neox/serial"}
 # The converter does not take the test's model: it knows no such class, or needs names of published layers or sizes.
@@ -120,13 +125,17 @@ JUDGED = [*(case for case in FAMILIES if case not in NOT_CONVERTED), *WHOLES]
 
 
 def write_folder(case: str, folder: Path) -> Path:
-    """Write the folder of a case, as published models of its family are."""
+    """Write a new folder of a case, as published models of its family are."""
     if case in WHOLES:
         _write_whole(case, folder)
     else:
         name, settings = FAMILIES[case]
         write_model_folder(
-            folder, name, tokenizer=qwen_tokenizer(), tokenizer_config=_TOKENIZER_CONFIG, **copy.deepcopy(settings)
+            folder,
+            name,
+            tokenizer=qwen_tokenizer(),
+            tokenizer_config=_TOKENIZER_CONFIG,
+            **copy.deepcopy(settings | _SETTINGS.get(case, {})),
         )
         edit_json(folder / "config.json", lambda config: config | PUBLISHED.get(case, {}))
     edit_json(folder / "config.json", _with_ids)
@@ -152,7 +161,7 @@ def _with_ids(config: dict[str, Any]) -> dict[str, Any]:
 
 def _write_whole(case: str, folder: Path) -> None:
     of, text_type, settings, text_class = WHOLES[case]
-    text = {**SIZES, **copy.deepcopy(CASES[of][1]), **copy.deepcopy(settings)}
+    text = copy.deepcopy({**SIZES, **CASES[of][1], **_SETTINGS.get(of, {}), **settings})
     tiny_whole(case.partition("/")[0], text_type, text).save_pretrained(folder)
     write_tokenizer(folder, qwen_tokenizer(), _TOKENIZER_CONFIG)
     named = {} if text_class is None else {"architectures": [text_class]}
@@ -297,7 +306,6 @@ _NO_STATES = "the model has no recurrent layers"
 _NO_ROPE = "the converter takes every model with recurrent layers for one without positions"
 _NOT_READ = "llama.cpp does not read it for the family"
 _NO_DRAFTS = "layers that draft tokens are not exported"
-_PERIOD = "the test's list of layers has no period, and the file has the list too"
 # Other differences of a case or a family, by key: why they change nothing, or which file is right.
 DIFFERENT: dict[str, dict[str, str]] = {
     "bamba": {"rope.dimension_count": "the converter takes heads that rotate in part for heads that rotate as a whole"},
@@ -338,12 +346,8 @@ DIFFERENT: dict[str, dict[str, str]] = {
     ),
     "ministral3": {"rope.scaling.yarn_log_multiplier": "gives the scale that the file has as rope.scaling.attn_factor"},
     "mistral3": {"rope.scaling.yarn_log_multiplier": "gives the scale that the file has as rope.scaling.attn_factor"},
-    "nemotron": {"attention.layer_norm_rms_epsilon": _NOT_READ, "rope.scaling.type": _DEFAULT},
+    "nemotron": {"rope.scaling.type": _DEFAULT},
     "phi3": {"attention.sliding_window": _DEFAULT, "rope.scaling.original_context_length": _NOT_READ},
-    **{
-        family: {"full_attention_interval": _PERIOD}
-        for family in ("minicpmv4_6", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-    },
 }  # fmt: skip
 
 

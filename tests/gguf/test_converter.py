@@ -39,12 +39,21 @@ _OTHER_VALUES = {
     ),  # it reorders rows of heads that rotate in part as if they rotated as a whole
     "gemma3n_text": ("attn_k", "attn_v", "per_layer_token_embd"),  # of layers that share keys; rows without a token
 }
+# Files of the converter that are not read as the folder.
+_NOT_READ = {
+    "bamba": "rows of heads that rotate in part are in a wrong order",
+    "gemma4": "the table of per-layer inputs has rows without a token, and the embedding has not",
+    "gemma4_text": "the table of per-layer inputs has rows without a token, and the embedding has not",
+    "glm": "another epsilon",
+    "gpt2/inner": "another feed_forward_length",
+    "granitemoehybrid/rope": "no positions",
+}
 
 
 @pytest.mark.parametrize("case", MARKED)
 def test_a_file_equals_the_converters(case, tmp_path):
     """Every difference has a reason."""
-    source = write_folder(case, tmp_path)
+    source = write_folder(case, tmp_path / "model")
     export_gguf(source, tmp_path / "model.gguf", "f32")
     assert unexplained(case, differences(facts_of(tmp_path / "model.gguf"), json.loads(FACTS.read_text())[case])) == []
 
@@ -66,10 +75,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     if "LLAMA_CPP" not in os.environ:
         pytest.skip("LLAMA_CPP is not set to a folder of llama.cpp's sources")
     place = tmp_path_factory.mktemp("converted")
-    jobs = {}
-    for i, case in enumerate(JUDGED):
-        (place / f"{i}").mkdir()
-        jobs[case] = write_folder(case, place / f"{i}"), place / f"{i}.gguf"
+    jobs = {case: (write_folder(case, place / f"{i}"), place / f"{i}.gguf") for i, case in enumerate(JUDGED)}
     assert convert(jobs, place / "errors.json") == {}
     return jobs
 
@@ -91,6 +97,6 @@ def test_files_of_llama_cpps_converter(case, converted, tmp_path):
             np.testing.assert_allclose(
                 own[name].reshape(-1), theirs[name].reshape(-1), rtol=1e-4, atol=1e-6, err_msg=name
             )
-    if case not in ("bamba", "gemma4_text", "gemma4_unified", "granitemoehybrid/rope"):
+    if case not in _NOT_READ:
         found, expected = load_model(file)(IDS), load_model(source)(IDS)
         torch.testing.assert_close(found, expected[..., : found.shape[-1]], atol=1e-4, rtol=1e-4)
