@@ -9,13 +9,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from tests.models.family_cases import CASES, SIZES
 
 _TOWER = {"hidden_size": 16, "d_model": 16, "intermediate_size": 16, "encoder_ffn_dim": 16, "head_dim": 8}
-_TOWER |= {"num_hidden_layers": 1, "encoder_layers": 1, "depth": 1, "global_attn_indexes": [0], "image_size": 28}
+_TOWER |= {"num_hidden_layers": 1, "encoder_layers": 1, "depth": 4, "global_attn_indexes": [0], "image_size": 28}
 _TOWER |= {"num_attention_heads": 2, "encoder_attention_heads": 2, "num_heads": 2, "num_key_value_heads": 2}
 _TOWER |= {
     "embed_dim": 16,
     "output_channels": 16,
     "patch_size": 14,
     "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0, 1, 2, 3],
 }
 _TOWER |= {"mlp_dim": 16, "projection_dim": 16, "init_pos_emb_height": 4, "init_pos_emb_width": 4}
 _IDS = {f"{kind}_{end}": 98 for kind in ("image", "video", "audio") for end in ("token_id", "token_index")}
