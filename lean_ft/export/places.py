@@ -12,6 +12,7 @@ import torch
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
@@ -82,14 +83,21 @@ def images_of_run(folder: Path) -> Literal["none", "frozen", "train"]:
     return read_json(folder / TRAINING_STATE_FILE).get("settings", {}).get("model.images", "none")
 
 
-def check_tower_is_unchanged(folder: Path, file: str) -> str:
+def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a folder.") -> str:
     """Return a remark for a `file` that has no vision tower. Raises ValueError if the run trained the tower."""
     if (images := images_of_run(folder)) == "train":
         raise ValueError(
             f"{folder} has a vision tower that was trained, and {file} has the language model alone, which was trained with that "
-            "tower. Export a folder."
+            f"tower. {remedy}"
         )
     return "" if images == "none" else f"\n{file} has the language model alone, without its vision tower."
+
+
+def whole_before(folder: Path) -> str:
+    """The model_type of the folder on this machine from which a run took a language model; "" if it was no model that reads images."""
+    base = read_json(folder / TRAINING_STATE_FILE).get("settings", {}).get("model.path")
+    name = read_json(Path(base).expanduser() / "config.json").get("model_type") if isinstance(base, str) else None
+    return name if name in MULTIMODAL and name != read_json(folder / "config.json").get("model_type") else ""
 
 
 def files_of_model(folder: Path) -> Iterator[Path]:
