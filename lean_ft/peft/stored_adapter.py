@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ from lean_ft.peft.layers import AdapterShape
 from lean_ft.peft.lora import SCORE
 from lean_ft.peft.new_rows import ENDING
 from lean_ft.system.whole_files import read_json
+
+if TYPE_CHECKING:
+    from lean_ft.peft.expert_pairs import StackedFactor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -54,7 +57,7 @@ class StoredAdapter:
     config: dict[str, Any]
     base_model: str | None
     shapes: dict[str, AdapterShape]  # by layer name
-    tensors: dict[str, StoredTensor]  # by name in the language model, without PEFT's prefix
+    tensors: dict[str, "StoredTensor | StackedFactor"]  # by name in the language model, without PEFT's prefix
     rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
     outside: list[str]  # tensors of a multimodal model's layers that the model does not have
 
@@ -99,7 +102,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = " Its weights are pickled, which can run code when opened. Save it as safetensors with PEFT."
         raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
-    tensors, outside = dict[str, StoredTensor](), list[str]()
+    tensors, outside = dict[str, "StoredTensor | StackedFactor"](), list[str]()
     for name, stored in read_header(folder / WEIGHTS_FILE).items():
         if not name.startswith(PREFIX):
             raise ValueError(f"{stored.file}: {name} is not a PEFT tensor name; expected {PREFIX}...")
@@ -116,13 +119,16 @@ def read_adapter(folder: Path) -> StoredAdapter:
     for name, stored in tensors.items():
         if name.endswith((OF_LINEAR[0], OF_EMBEDDING[0])):
             layer = name.removesuffix(OF_LINEAR[0]).removesuffix(OF_EMBEDDING[0])
+            if len(stored.shape) != 2 or not stored.shape[0]:
+                shape = f"{name} has shape {list(stored.shape)}"
+                raise ValueError(f"{stored.file}: {shape}; expected a matrix with at least one row, the rank.")
             shapes[layer] = stored_shape(config, layer, rank=stored.shape[0])
     model, revision = config.get("base_model_name_or_path"), config.get("revision")
     base = f"{model}@{revision}" if model and revision else model or None
     return StoredAdapter(folder, config, base, shapes, tensors, _stored_rows(folder, config, tensors), outside)
 
 
-def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
+def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any]) -> dict[str, list[int]]:
     indices = config.get("trainable_token_indices") or {}
     rows = {}
     for layer in (name.removesuffix(ENDING) for name in tensors if name.endswith(ENDING)):
@@ -209,7 +215,7 @@ def stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape:
     return AdapterShape(rank, alpha, bool(config.get("use_rslora")), bool(config.get("use_dora")))
 
 
-def read_tensor(stored: StoredTensor) -> Tensor:
+def read_tensor(stored: "StoredTensor | StackedFactor") -> Tensor:
     if stored.dtype is None or not stored.dtype.is_floating_point:
         raise ValueError(f"{stored.file}: a tensor has dtype {stored.dtype_name}; expected F32, BF16 or F16.")
     return stored.read()
