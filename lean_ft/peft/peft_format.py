@@ -270,7 +270,7 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     own_names |= {model.source.module_name(own, in_whole=False): own for own in modules}
     renamed = {theirs: own for theirs, own in own_names.items() if own not in stacks}
     for name, shape in adapter.shapes.items():
-        place = own_names.get(stem := name.removesuffix(".base_layer"), "")
+        place = own_names.get(name.removesuffix(".base_layer"), "")
         if place not in stacks:
             continue
         stored = [adapter.tensors[name + ending].shape for ending in OF_LINEAR if name + ending in adapter.tensors]
@@ -278,7 +278,8 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
             num_experts, num_outputs, num_inputs = _sizes(model, layer := f"{place}.{projection}")
             if [sides[axis] for sides, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
                 renamed[name] = layer
-                shapes[name] = stored_shape(adapter.config, f"{stem}.{projection}", shape.rank // num_experts)
+                in_file = f"{adapter.names[name].removesuffix('.base_layer')}.{projection}"
+                shapes[name] = stored_shape(adapter.config, in_file, shape.rank // num_experts)
 
     def own(name: str) -> str:
         layer, *ending = re.split(r"(?=\.lora_|\.token_adapter\.)", name, maxsplit=1)
