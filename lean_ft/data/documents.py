@@ -176,13 +176,18 @@ class Parts:
             self.report.add(counts)
             self.report.check_bad_rows(self._config.max_bad_rows)
             yield documents
-        if self.report.kept == 0:
-            train_on = getattr(self._config, "train_on", None)
-            check = f", or check data.train_on (now {train_on})" if train_on is not None else ""
-            raise ValueError(
-                f"no row of {self._source} is left to train on: {self.report.nothing_left()}. Raise data.max_length (now "
-                f"{self._config.max_length}){check}."
-            )
+        check_any_left(self.report, self._config, self._source)
+
+
+def check_any_left(report: DataReport, config: DataConfig, source: Sources) -> None:
+    """Raise ValueError if none of the rows of `source` is left to train on."""
+    if report.kept == 0:
+        train_on = getattr(config, "train_on", None)
+        check = f", or check data.train_on (now {train_on})" if train_on is not None else ""
+        raise ValueError(
+            f"no row of {source} is left to train on: {report.nothing_left()}. Raise data.max_length (now "
+            f"{config.max_length}){check}."
+        )
 
 
 def _batched(rows: Iterable[Row], n: int) -> Iterator[list[Row]]:

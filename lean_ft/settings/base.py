@@ -26,7 +26,7 @@ Dtype = Annotated[Literal["bfloat16", "float32", "float16"], BeforeValidator(spe
 Device = Annotated[
     Literal["auto", "cuda", "cpu", "mps"],
     BeforeValidator(spelled_out),
-    Field(description="`auto` takes cuda, then mps, then cpu."),
+    Field(description="`auto` takes cuda, then mps, then cpu. `leanft plan --device-name` takes the name of a card."),
 ]
 # `resume=true` and `resume=false`, as in other tools, are `auto` and `never`.
 Resume = Annotated[

@@ -291,8 +291,8 @@ class ClassificationDataConfig(DataConfig):
     """`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes each batch one row
     without padding."""
     labels: list[str] | None = Field(None, min_length=2)
-    """Names of the labels in the order of the model's outputs; integers in rows index them. null: all labels of the
-    training rows, sorted."""
+    """Names of the labels in the order of the model's outputs; integers in rows index them, unless names are numbers.
+    null: all labels of the training rows, sorted, which integers do not index."""
     multi_label: Literal["auto"] | bool = "auto"
     """`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or in all
     rows a 0 or 1 for each label. `auto`: true if the first rows have `labels` and no `label`."""

@@ -27,6 +27,7 @@ from tests.gguf.converter import WHOLES, write_folder
 from tests.gguf.llama_server import LlamaServer
 from tests.gguf.test_llama_cpp import assert_same_log_probs, tolerance
 from tests.peft.conftest import randomize
+from tests.peft.test_expert_pairs import write_adapter
 
 UNEVEN = {"r": 4, "lora_alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}
 ALL = {"target_modules": "all linear layers"}
@@ -125,6 +126,18 @@ def test_an_adapter_equals_the_converters(case, tmp_path):
     assert tensors[0].keys() == tensors[1].keys()
     for name, values in tensors[0].items():
         np.testing.assert_allclose(values, tensors[1][name], atol=1e-6, err_msg=name)
+
+
+def test_llama_cpp_computes_what_pairs_per_expert_do(make_model_folder, tmp_path):
+    family, settings = MODELS["qwen3_moe"]
+    source = make_model_folder(family, tokenizer=qwen_tokenizer(), **settings)
+    adapter, merged = write_adapter(source, tmp_path / "adapter", even=False)
+    export_gguf_adapter(adapter, tmp_path / "adapter.gguf", "f32")
+    export_gguf(source, tmp_path / "base.gguf", "f32")
+    server = LlamaServer(tmp_path / "base.gguf", tmp_path / "adapter.gguf")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+    allowed = tolerance("qwen3_moe/experts")
+    assert_same_log_probs(lambda ids: reference(ids).logits, server, allowed, num_tokens=8, at_least=1)
 
 
 @pytest.mark.parametrize(
