@@ -28,6 +28,7 @@ from lean_ft.gguf.splitting import APPROXIMATED
 from lean_ft.gguf.write import GGUF_KINDS, gguf_family, model_metadata, write_gguf
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.config_json import kind_of_scores
+from lean_ft.models.drafting import lost_drafting
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.moe import Experts
 from lean_ft.peft import is_adapter
@@ -118,7 +119,7 @@ def export_gguf(
         )
     if any(layer.gate_sparsity for layer in model.config.layers):
         details += "\nllama.cpp divides the squares of I gates by I - 1 and this model by I, so its log-probabilities differ slightly."
-    return Exported(folder, destination, details + remark, merged)
+    return Exported(folder, destination, details + lost_drafting(model.source) + remark, merged)
 
 
 def export_gguf_adapter(

@@ -123,7 +123,10 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
     lines = [f"# {repo.partition('/')[2]}", ""]
     if starts and run is not None:
         facts = starts[-1]
-        lines += [f"{kind} `{base}`, trained with lean_ft's recipe `{facts.get('recipe')}` ({folder.name} of the run).", ""]
+        lines += [
+            f"{kind} `{base}`, trained with lean_ft's recipe `{facts.get('recipe')}` ({folder.name} of the run).",
+            "",
+        ]
         lines += [*_table(_results(run, folder)), ""]
         if has_picture:
             lines += [f"![Curves of the run]({_PICTURE})", ""]

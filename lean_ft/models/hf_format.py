@@ -4,7 +4,7 @@ Every tensor is checked against config.json before memory is allocated. A missin
 error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from lean_ft.gguf.cache import gguf_file, names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.images.rules import image_rules
 from lean_ft.models.config_json import (
-    MAX_LAYERS,
     OF_REWARD,
     as_its_family,
     decoder_config,
@@ -28,6 +27,7 @@ from lean_ft.models.config_json import (
 )
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized, form_in_folder
+from lean_ft.models.drafting import drafting_of, is_drafting
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.float32_products import use_float32_products
 from lean_ft.models.frozen_weight import TENSORS, Frozen
@@ -263,6 +263,8 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     model.source.stacks = dict.fromkeys(stacks, are_transposed)
     own |= {name: tensor.transposed for name, tensor in stacks.items() if are_transposed}
     stored = _match(model, own, folder)
+    if not model.config.num_scores:  # a score drafts no tokens
+        model.source.drafting = drafting_of(names, whole, model.source, model.config.vocab_size)
     if model.source.part_of:
         # Some folders store a tied output layer too.
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
@@ -321,19 +323,19 @@ def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> 
 def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[str, Readable]:
     """The stored tensors of the model's parameters. Raises ValueError unless they match one to one."""
     config = model.config
-    # Not read, as in transformers: rotary frequencies of early Llama folders, and layers for multi-token prediction.
-    first, num_drafting = config.num_layers, _num_drafting_layers(model.source.config)
-    unread = ("mtp.", *(f"model.layers.{i}." for i in range(first, first + num_drafting)))
-    # Some folders store keys and values of layers that use another layer's.
+    # Not read, as in transformers: drafting layers, rotary frequencies of early Llama folders, and keys and values of layers that
+    # use another layer's.
     keys_elsewhere = [i for i, layer in enumerate(config.layers) if layer.kv_from_layer is not None]
-    unread += tuple(
+    unread = tuple(
         f"model.layers.{i}.self_attn.{own}" for i in keys_elsewhere for own in ("k_proj.", "v_proj.", "k_norm.")
     )
     embedding, head = (model.source.places(f"{own}.weight")[0] for own in ("model.embed_tokens", "lm_head"))
     unread += (head.removesuffix("weight"),) if model.source.score_is_new else ()
     ends = (".rotary_emb.inv_freq", *model.source.family.unread)
     stored = {
-        name: tensor for name, tensor in stored.items() if not name.startswith(unread) and not name.endswith(ends)
+        name: tensor
+        for name, tensor in stored.items()
+        if not name.startswith(unread) and not name.endswith(ends) and not is_drafting(name, model.source.config)
     }
     expected = {name: part.shape for name, part in parts_on_disk(model, as_read=True).items()}
     if model.source.score_is_new:
@@ -360,12 +362,6 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
             stored_as = f"{name} is stored as {tensor.dtype_name}; expected F32, BF16, F16 or F64"
             raise ValueError(f"{tensor.file}: {stored_as}. Use the unquantized model.")
     return stored
-
-
-def _num_drafting_layers(hf_config: Mapping[str, Any]) -> int:
-    """Number of layers after the last that draft tokens for speculative decoding."""
-    number = next((n for key in ("num_nextn_predict_layers", "num_mtp_layers") if (n := hf_config.get(key))), 0)
-    return number if isinstance(number, int) and 0 <= number < MAX_LAYERS else 0
 
 
 def _check_tied(embedding: Readable, head: Readable) -> None:

@@ -55,6 +55,8 @@ class Source:
     stacks: dict[str, bool] = field(default_factory=dict)
     """Parameters of experts that the folder stores as one tensor instead of one per expert, and whether their matrices are
     transposed there, as in the published Qwen3-VL."""
+    drafting: dict[str, str] = field(default_factory=dict)
+    """The folder's names of tensors of drafting layers, which saving copies, by their names in a folder of the language model."""
     new_ids: list[int] = field(default_factory=list)
     """Ids of added tokens, whose rows the folder does not have."""
     quantization: dict[str, Any] = field(default_factory=dict)
