@@ -147,7 +147,7 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
             f"{source.folder} is not a model that reads images (its model_type is {source.config.get('model_type')!r}): leave "
             "out --keep-vision, or give the folder that the language model was taken from with --base."
         )
-    return replace(source, generation_config=model.source.generation_config)
+    return replace(source, generation_config=model.source.generation_config, end_ids=model.source.end_ids)
 
 
 @torch.inference_mode()

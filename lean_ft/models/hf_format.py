@@ -38,6 +38,7 @@ from lean_ft.models.source import Source, all_tensors, name_in_language_model, p
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
 from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
 from lean_ft.settings import MemoryConfig, ModelConfig, spelled_out
+from lean_ft.system.config_fields import end_ids
 from lean_ft.system.shards import Part, part_of, remember_cuts
 from lean_ft.system.user_functions import OWN_FAMILIES, use_family
 from lean_ft.system.whole_files import read_json
@@ -224,6 +225,7 @@ def _meta_model(
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
         part_of="" if stored_config is whole_config else whole_config["model_type"],
         new_ids=list(new_ids),
+        end_ids=end_ids(folder),
         quantization=hf_config.get("quantization_config") or {},
         score_is_new=labels is not None and not gives_scores(stored_config),
     )
@@ -231,11 +233,10 @@ def _meta_model(
         if MULTIMODAL[model.source.part_of].stacks_experts:
             model.source.stacks = dict.fromkeys(_one_per_expert(model), False)
         model.source.names = {model.source.name_in_whole(place): place for place in tensors_on_disk(model)}
-    generation_config = folder / "generation_config.json"
-    ends = read_json(generation_config).get("eos_token_id")
-    if not all(end is None or type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
-        raise ValueError(f"{generation_config}: eos_token_id is {ends!r}; expected an id or a list of ids.")
-    model.source.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
+    if (generation_config := folder / "generation_config.json").is_file():
+        model.source.generation_config = generation_config.read_bytes()
+    elif model.source.part_of and (ends := model.source.end_ids):  # the whole's come before those of its text_config
+        model.source.config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef
     if model.router_aux_loss_coef and (model.mixture is None or model.mixture.score != "softmax"):

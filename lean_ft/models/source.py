@@ -65,6 +65,8 @@ class Source:
     """The form in which the folder has a parameter, on the meta device, or None if it is not quantized. None for random weights
     and in plans."""
     generation_config: bytes | None = None
+    end_ids: list[int] = field(default_factory=list)
+    """The ids at which the folder's files ask to stop."""
     score_is_new: bool = False
     """Whether the score layer of a reward model was added to a language model's folder."""
     unread: "Unread | None" = None

@@ -220,8 +220,10 @@ def _token(value: str | dict[str, Any], special: bool | None = None) -> AddedTok
 
 
 def _id_from_model_configs(folder: Path, key: str, vocab_size: int) -> int | None:
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get(key)
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    for settings in (read_json(folder / "generation_config.json"), config, text if isinstance(text, dict) else {}):
+        value = settings.get(key)
         if isinstance(value, list):
             value = value[0] if value else None
         if isinstance(value, int) and 0 <= value < vocab_size:
