@@ -64,7 +64,9 @@ class StoredTensor:
         return replace(self, shape=(*self.shape[:1], *self.shape[:0:-1]), is_transposed=True)
 
     def read(self) -> Tensor:
-        """The tensor on the CPU."""
+        """The tensor on the CPU. Raises ValueError if its dtype is not supported."""
+        if self.dtype is None:
+            raise ValueError(f"{self.file}: a tensor is stored as {self.dtype_name:.20}; expected one of {', '.join(_DTYPES)}.")
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.read_part(part_of(tensor))
         return tensor
